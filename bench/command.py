@@ -19,7 +19,19 @@ if TYPE_CHECKING:
     from bench.running.rows import Place
     from bench.tables import Plan
 
-NAMES = ("overhead", "stall", "interval", "recovery", "bandwidth", "memory", "flat", "many", "gpu", "calibrate")
+NAMES = (
+    "overhead",
+    "stall",
+    "interval",
+    "recovery",
+    "bandwidth",
+    "memory",
+    "flat",
+    "many",
+    "short",
+    "gpu",
+    "calibrate",
+)
 RESULTS = Path(__file__).resolve().parent / "results"
 _KEPT_ONLY = {"check": "", "plots": "", "show": "tables"}
 """Options that only read kept results, and the parameter that each allows beside --results and --json."""
@@ -69,7 +81,7 @@ def command(
     """Measure what a checkpoint at every step costs, as ratios within one run.
 
     Without TABLE: a few quick rows. With TABLE (overhead, stall, interval, recovery, bandwidth, memory, flat, many,
-    gpu, calibrate): the project's rows, which take hours. Each result is kept as soon as it is measured, and an
+    short, gpu, calibrate): the project's rows, which take hours. Each result is kept as soon as it is measured, and an
     interrupted run continues with the missing rows. Exit status 1 if a row failed, or with --check if a bar is not
     reached.
 

@@ -265,6 +265,30 @@ def _many(results: Results, what: str, each_of: Sequence[str]) -> Reached:
     return Reached(what, row["result"]["seconds_per_tensor"], f"of {row['result']['tensors']:,} tensors", rows=(row,))
 
 
+def _short(loop: str, value: Callable[[Any], float]) -> Callable[[Results, str, Sequence[str]], Reached]:
+    """A value of one of the loops with lightck in the measure of short steps."""
+
+    def metric(results: Results, what: str, each_of: Sequence[str]) -> Reached:
+        row = results.rows("short").get(what)
+        if row is None:
+            return _missing(what, [what])
+        return Reached(what, value(row["result"][loop]), rows=(row,))
+
+    return metric
+
+
+def _short_auto(results: Results, what: str, each_of: Sequence[str]) -> Reached:
+    """The share beyond the budget and the A/A line; 0 if a warning said that the fixed cost alone is above it."""
+    row = results.rows("short").get(what)
+    if row is None:
+        return _missing(what, [what])
+    r = row["result"]
+    same = max(abs(r["same"]["low"]), abs(r["same"]["high"]))
+    beyond_budget = max(r["auto"]["share"] - r["budget"] - same, 0.0)
+    note = f"{percent(r['auto']['share'])} of {percent(r['budget'])}" + (", warned" if r["warned"] else "")
+    return Reached(what, 0.0 if r["warned"] else beyond_budget, note, rows=(row,))
+
+
 METRICS: dict[str, Callable[[Results, str, Sequence[str]], Reached]] = {
     "direct": _direct,
     "difference": _difference,
@@ -279,5 +303,9 @@ METRICS: dict[str, Callable[[Results, str, Sequence[str]], Reached]] = {
     "flat": _flat,
     "many": _many,
     "layers": _of("many", "layers"),
+    "short_idle": _short("idle", lambda idle: float(idle["added"]["median"])),
+    "short_every": _short("every", lambda every: float(every["added"]["median"])),
+    "short_stats": _short("every", lambda every: float(every["stats_share"])),
+    "short_auto": _short_auto,
 }
 """(results, one of a bar's ``over``, the rows that the bar needs for it) -> the value."""

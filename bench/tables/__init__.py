@@ -148,6 +148,19 @@ def _many_rows(plan: Plan) -> list[Row]:
     return [Row("many", "full", {"tensors": 100_000, "steps": 30, "layers": 1_000})]
 
 
+_SHORT = {"half-ms": (32, 400), "5-ms": (4_500, 200), "50-ms": (45_000, 60)}
+"""Row -> batch of the small model, and steps in a turn."""
+
+
+def _short_rows(plan: Plan) -> list[Row]:
+    if plan.quick:
+        return [Row("short", _key(QUICK, "half-ms"), {"batch": 32, "steps": 100, "turns": 3})]
+    return [
+        Row("short", name, {"batch": batch, "steps": steps, "turns": plan.pairs or 10})
+        for name, (batch, steps) in _SHORT.items()
+    ]
+
+
 def _gpu_rows(plan: Plan) -> list[Row]:
     """None without a CUDA device."""
     import torch
@@ -213,6 +226,7 @@ TABLES = {
         Table("memory", "private memory beyond the same loop", "60 min", "memory", _memory_rows, views.memory),
         Table("flat", "10,000 steps of a small model", "10 min", "flat", _flat_rows, views.flat),
         Table("many", "100,000 tiny tensors; 1,000 layers", "3 min", "many", _many_rows, views.many),
+        Table("short", "what is added to steps of 0.5, 5 and 50 ms", "5 min", "short", _short_rows, views.short),
         Table(
             "gpu",
             "a checkpoint at every step of a training on a CUDA device",

@@ -252,6 +252,29 @@ def many(rows: Rows) -> str:
     return markdown(header, lines)
 
 
+def short(rows: Rows) -> str:
+    header = ("row", "step", "A/A", "nothing saved", "stats()", "every step", "stats()", "auto", "interval", "warned")
+    lines = []
+    for key, row in rows.items():
+        r = row["result"]
+        idle, every, auto = r["idle"], r["every"], r["auto"]
+        lines.append(
+            (
+                key,
+                milliseconds(r["seconds"]),
+                f"{percent(r['same']['low'])} to {percent(r['same']['high'])}",
+                f"{1e6 * idle['added']['median']:.0f} us",
+                f"{idle['stats_share']:.2f}",
+                f"{1e6 * every['added']['median']:.0f} us",
+                f"{every['stats_share']:.2f}",
+                f"{percent(auto['share'])} of {percent(r['budget'])}",
+                str(auto["interval"]),
+                "yes" if r["warned"] else "no",
+            )
+        )
+    return markdown(header, lines)
+
+
 def calibrate(rows: Rows) -> str:
     from bench.workloads import FULL  # needs torch
 

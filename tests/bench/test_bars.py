@@ -64,7 +64,19 @@ def filled(folder: Any) -> Results:
     for saver in ("lightck", "nothing"):
         kept.keep("flat", f"alexnet {saver}", row(grown()))
     kept.keep("many", "full", row({"seconds_per_tensor": 1e-6, "tensors": 100_000, "layers": 1000}))
+    for key in ("half-ms", "5-ms", "50-ms"):
+        kept.keep("short", key, row(short_steps()))
     return kept
+
+
+def short_steps(
+    *, idle: float = 50e-6, every: float = 200e-6, auto: float = 0.02, warned: bool = False
+) -> dict[str, Any]:
+    loops = {
+        name: {"added": {"median": added}, "stats_share": 0.95} for name, added in (("idle", idle), ("every", every))
+    }
+    same = {"median": 0.0, "low": -0.004, "high": 0.001}
+    return {**loops, "auto": {"share": auto}, "same": same, "budget": 0.03, "warned": warned}
 
 
 def grown(**more: Any) -> dict[str, Any]:
@@ -103,9 +115,24 @@ def test_every_row_that_a_bar_asks_for_is_in_a_table():
     plan = Plan(rivals=("torch.save", "dcp.save", "dcp.async_save"))
     planned = {(row.measure, row.key) for table in TABLES.values() for row in table.rows(plan)}
     kept = filled(None)
-    used = {(m, key) for m in ("steps", "recovery", "bandwidth", "memory", "flat", "many") for key in kept.rows(m)}
+    used = {
+        (m, key) for m in ("steps", "recovery", "bandwidth", "memory", "flat", "many", "short") for key in kept.rows(m)
+    }
     assert used <= planned
     assert all(one.value is not None for bar in bars() for one in reached(bar, kept))
+
+
+def test_interval_auto_keeps_its_budget_or_warns(tmp_path):
+    """The A/A line counts in its favour."""
+    kept = filled(tmp_path)
+    kept.keep("short", "5-ms", row(short_steps(auto=0.033)))
+    assert missed(tmp_path) == []
+    kept.keep("short", "5-ms", row(short_steps(auto=0.035)))
+    assert missed(tmp_path) == ["short-auto 5-ms"]
+    kept.keep("short", "5-ms", row(short_steps(auto=0.2, warned=True)))
+    assert missed(tmp_path) == []
+    kept.keep("short", "half-ms", row(short_steps(idle=61e-6, every=301e-6)))
+    assert missed(tmp_path) == ["short-idle half-ms", "short-every half-ms"]
 
 
 def test_what_was_not_measured_is_not_reached(tmp_path):
@@ -276,7 +303,7 @@ def test_check_says_how_many_rows_are_of_other_code(tmp_path):
     for name, code in (("gpt2", fingerprint()), ("vgg16", "another"), ("of no matter", "another")):
         kept.keep("recovery", name, {**kept.rows("recovery").get(name, row({})), "code": code})
     facts = json.loads(call("bench", "--check", "--results", tmp_path, "--json").stdout)
-    assert (facts["rows_looked_at"], facts["other_code"], facts["unknown_code"]) == (49, 1, 47)
+    assert (facts["rows_looked_at"], facts["other_code"], facts["unknown_code"]) == (52, 1, 50)
     assert call("bench", "--check", "--results", tmp_path).stdout.splitlines()[-1] == (
-        "Of the 49 rows used, 1 were measured with other code than this, 47 with unknown code."
+        "Of the 52 rows used, 1 were measured with other code than this, 50 with unknown code."
     )

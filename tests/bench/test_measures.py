@@ -295,6 +295,20 @@ def test_many(folder):
     assert 0 < found["seconds_per_tensor"] <= found["seconds_per_tensor_p99"]
 
 
+def test_short(folder):
+    found = measure("short", {"batch": 2, "steps": 40, "turns": 2}, str(folder))
+    assert 0 < found["idle"]["stall"] < found["every"]["stall"]
+    assert (found["idle"]["interval"], found["every"]["interval"]) == (1_000_000, 1)
+    assert not list(folder.glob("*.pool"))
+
+
+def test_a_small_model_that_does_not_come_back_is_no_result(folder, monkeypatch):
+    recover = lightck.recover
+    monkeypatch.setattr(lightck, "recover", lambda pool, *_: recover(pool))
+    with pytest.raises(BenchError, match="small model does not load back right"):
+        measure("short", {"batch": 2, "steps": 8, "turns": 1}, str(folder))
+
+
 @pytest.mark.parametrize("left_out", ["all", "optimizer"])
 def test_layers_that_do_not_come_back_are_no_result(left_out, folder, monkeypatch):
     recover = lightck.recover
