@@ -30,7 +30,8 @@ class FoundCheckpoint:
     """A checkpoint of the commit log whose bytes are still in their slot.
 
     state: ``committed``: recovery may return it. ``dead``: the training resumed from an older step, and recovery
-    returns it only if its step is asked for. ``rejected``: it is damaged (see ``reason``), and recovery skips it.
+    returns it only if its step is asked for. ``rejected``: it is damaged or stale (see ``reason``), and recovery skips
+    it.
     """
 
     record: CommitRecord
@@ -100,6 +101,8 @@ def _of_step(reader: PoolReader, found: tuple[FoundCheckpoint, ...], step: int) 
 
 
 def _readable(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckpoint]:
+    from lightck.restore.recover import STALE_REASON, StaleCheckpoints  # imports torch
+
     live = candidates(commit_log)
     known = {(record.slot, record.payload_generation) for record in live}
     dead = []
@@ -109,13 +112,15 @@ def _readable(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckp
         if (record.slot, record.payload_generation) not in known:
             known.add((record.slot, record.payload_generation))
             dead.append(record)
-    newest = newest_generations(commit_log)
+    newest, stale = newest_generations(commit_log), StaleCheckpoints.of_pool(reader)
     for records, state in ((live, COMMITTED), (dead, DEAD)):
         for record in records:
             is_superseded = record.payload_generation < newest[record.slot]
             if is_superseded and reader.slot_generation(record.slot) != record.payload_generation:
                 continue  # the slot holds a newer checkpoint; a damaged header does not change that
             each = _parsed(reader, record, state)
+            if each is not None and stale.includes(each.generation):
+                each = FoundCheckpoint(record, REJECTED, STALE_REASON, None, None)
             if each is not None:
                 yield each
 

@@ -30,7 +30,7 @@ def file_path(path: str | os.PathLike[str]) -> str:
     if isinstance(text, bytes):
         raise TypeError(f"The path {text!r} is bytes. Pass a str or a path object: os.fsdecode(path).")
     if "\0" in text:
-        raise _error(text, OSError(errno.EINVAL, "it contains a NUL, which no file name can"))
+        raise _error(text, OSError(errno.EINVAL, "it contains a NUL, and no file name can contain one"))
     return text
 
 
@@ -54,7 +54,7 @@ def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> 
             file.flush()
             os.fsync(file.fileno())
         _give_name(temporary, path, overwrite)
-        sync_folder(os.path.dirname(os.path.abspath(path)))
+        _sync_folder_of(path)
     except ExportError:
         raise
     except OSError as err:
@@ -120,6 +120,17 @@ def _give_name(temporary: str, path: str, overwrite: bool) -> None:
                 raise
     refuse_irreplaceable(path)  # it may have been made meanwhile
     os.rename(temporary, path)
+
+
+def _sync_folder_of(path: str) -> None:
+    try:
+        sync_folder(os.path.dirname(os.path.abspath(path)))
+    except OSError as err:
+        raise ExportError(
+            f"The file {path!r} is complete, but its folder could not be synced: {err.strerror or err}. After a power "
+            "cut the file may be missing, or the one that it replaced may be back. Check the medium and export again.",
+            err.errno,
+        ) from err
 
 
 def _exists(path: str) -> ExportExistsError:

@@ -59,7 +59,7 @@ PARALLEL_READ_NBYTES_MIN = 4 << 20
 """Fewer bytes than this are read by one thread alone, because it costs more to start others."""
 THREADS_MAX = 8
 RESUMABLE_NUMBER_MAX = NUMBER_MAX // 2
-"""A training may continue from numbers below this, so that its own stay far below ``NUMBER_MAX``."""
+"""A training may continue from numbers below this, so that the numbers that it adds stay far below ``NUMBER_MAX``."""
 SPARSE_READ_NBYTES_MAX = 64 << 20
 """A longer structure is read only if the file has that many allocated bytes: a hostile sparse file costs nothing to
 make, and reading its holes would take memory."""
@@ -156,7 +156,7 @@ class PoolReader:
 
     def _matching_superblock(self, first: Superblock, last: Superblock) -> Superblock:
         """Choose between two valid superblocks. If they differ, one belongs to another pool and was written here by
-        mistake: with the uuid of that one, no commit record passes its check."""
+        mistake: no commit record passes its check with the uuid of the other pool."""
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first
@@ -242,6 +242,11 @@ class PoolReader:
     def _is_struck(self, slot: int) -> bool:
         data = self.read(self.superblock.slots[slot][0], COMMIT_RECORD_NBYTES)
         return len(data) == COMMIT_RECORD_NBYTES and is_struck_header(data)
+
+    def newest_struck_generation(self) -> int:
+        """Return the largest generation that the header of a struck slot names; -1 if no slot is struck."""
+        struck = [i for i in range(len(self.superblock.slots)) if self._is_struck(i)]
+        return max((self.slot_generation(i) or 0 for i in struck), default=-1)
 
     def checkpoints(self, step: int | None = None) -> Iterator[StoredCheckpoint | RejectedCheckpoint]:
         """Yield checkpoints from newest to oldest (or those of one step); manifests are checked, payload is not."""
@@ -458,7 +463,7 @@ def refuse_unwritable(reader: PoolReader) -> None:
     highest = max(reader.commit_log().highest_number, *generations)
     if highest >= RESUMABLE_NUMBER_MAX:
         raise CorruptPoolError(
-            f"The pool {reader.path!r} has counters up to {highest}; the largest possible one is {NUMBER_MAX}. No "
-            "training gets so far: the pool is damaged or was manipulated. lightck.recover() reads it; train into "
-            "another pool, or discard this one with overwrite=True."
+            f"The pool {reader.path!r} has a generation, incarnation or step of {highest}, and a training can be "
+            f"continued only below {RESUMABLE_NUMBER_MAX}. No training gets so far: the pool is damaged or was "
+            "manipulated. lightck.recover() reads it; train into another pool, or discard this one with overwrite=True."
         )

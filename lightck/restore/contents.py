@@ -118,7 +118,9 @@ class Contents:
         raw = unpack_dict(small_state)
         try:
             if typed(raw["version"], int) != values.STATE_VERSION:
-                raise CorruptPoolError(f"its small state has version {raw['version']!r}")
+                raise CorruptPoolError(
+                    f"its small state has version {raw['version']!r}, and this lightck reads {values.STATE_VERSION}"
+                )
             return cls(
                 step=step,
                 iteration=iteration,

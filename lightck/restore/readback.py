@@ -3,8 +3,8 @@
 ``load_state_dict`` is the user's code, and ``optimizer.state`` may be a property that makes a new dict at each access.
 Therefore both are read again. An object that took nothing is an error; an object with other values than the saved ones
 is named in a warning. Not counted as differences: the order of keys, additional keys, a list for a tuple, another
-number type, a dtype that represents the saved values, values that change at each access (clocks). DataLoaders are not
-read, because the ``state_dict()`` of some draws random numbers.
+number type or dtype with the same values, values that change at each access (clocks). DataLoaders are not read, because
+the ``state_dict()`` of some draws random numbers.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Integral
 from typing import TypeVar
 
@@ -124,19 +124,18 @@ def newest(
     """
     for _ in range(_ATTEMPTS):
         commit_log, rejected = reader.commit_log(), []
-        stale_after: int | None = None
+        stale = StaleCheckpoints() if step is None else StaleCheckpoints.of_pool(reader)
         for stored in reader.checkpoints(step):
             if isinstance(stored, RejectedCheckpoint):
                 rejected.append(stored)
                 continue
             generation = stored.record.payload_generation
-            if stale_after is not None and generation > stale_after:
+            if stale.includes(generation):
                 rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, STALE_REASON))
                 continue
             try:
                 contents = parse(stored)
-                known = [each for each in (stale_after, contents.stale_after) if each is not None]
-                stale_after = min(known, default=None)
+                stale.add(contents, generation)
                 taken = take(stored, contents, rejected)
             except DamagedError as err:
                 rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, str(err)))
@@ -153,6 +152,39 @@ def newest(
         f"{_ATTEMPTS} times. The pool is not damaged. Try again, end the training first, or give the pool more slots: "
         "attach(..., slots=3)."
     )
+
+
+class StaleCheckpoints:
+    """Which checkpoints are stale, by what newer checkpoints say. A crash may come between the commit of such a newer
+    checkpoint and the strike of the stale ones."""
+
+    def __init__(self) -> None:
+        self._between: list[tuple[int, int]] = []
+        """Pairs of generations: the checkpoints between them, both excluded, are stale."""
+
+    @classmethod
+    def of_pool(cls, reader: PoolReader) -> StaleCheckpoints:
+        """What the readable checkpoints of a pool say, as long as no strike has followed. After the strike, what is
+        left between the two generations is right: a pinned checkpoint got a new generation when it was carried over to
+        this file. A struck slot shows the strike, and so does a newer checkpoint that calls none stale."""
+        stale, struck_generation = cls(), reader.newest_struck_generation()
+        for stored in reader.checkpoints():
+            if isinstance(stored, StoredCheckpoint):
+                with suppress(DamagedError):
+                    contents = parse(stored)
+                    if contents.stale_after is None or stored.record.generation < struck_generation:
+                        break
+                    stale.add(contents, stored.record.payload_generation)
+        return stale
+
+    def add(self, contents: Contents, generation: int) -> None:
+        """Add what the checkpoint of this generation says of older ones."""
+        if contents.stale_after is not None:
+            self._between.append((contents.stale_after, generation))
+
+    def includes(self, generation: int) -> bool:
+        """Whether the checkpoint of this generation is stale."""
+        return any(after < generation < before for after, before in self._between)
 
 
 def parse(stored: StoredCheckpoint) -> Contents:

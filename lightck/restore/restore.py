@@ -65,8 +65,8 @@ class RestorePlan:
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """(entry name, live tensor to write)."""
     resizable: list[tuple[str | None, Live]] = field(default_factory=list)
-    """Buffers that the training added, removed or resized: (entry name, or None if it was saved as None; live
-    place)."""
+    """Buffers that the training added, removed or resized: (entry name, live place). The entry name is None for a
+    buffer that was None when it was saved."""
     optimizers: list[tuple[OptimizerContents, OptimizerView]] = field(default_factory=list)
     objects: dict[str, object] = field(default_factory=dict)
     declined: frozenset[str] = frozenset()
@@ -161,7 +161,7 @@ def _match_tensors(
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
             if live.alias is not None and objects.get(live.alias) is live.tensor and live.alias in contents.entries:
                 notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
-            else:  # tensors in shared memory are written too: ``contradiction`` checks their saved values
+            else:  # all tensors that only share memory are written: ``contradiction`` compares their saved values
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(held), tuple(reshaped), tuple(retyped)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -516,6 +517,23 @@ def test_full_disk_is_a_typed_error_and_leaves_nothing(format, pool, folder):
     assert code == 27, "EFBIG"
     assert (folder / "old").read_text() == "mine"
     assert sorted(p.name for p in folder.iterdir()) == ["old", "run.pool", "run.pool.lock"]
+
+
+def test_a_folder_that_cannot_be_synced_has_an_error_of_its_own(pool, folder, monkeypatch):
+    pool_with(pool)
+    checkpoint = lightck.recover(pool)
+    (folder / "old").write_text("mine")
+    sync = os.fsync
+
+    def failing_for_folders(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", failing_for_folders)
+    with pytest.raises(ExportError, match="is complete, but its folder could not be synced: Input/output error"):
+        lightck.export_checkpoint(checkpoint, folder / "old", overwrite=True)
+    assert same(safetensors.torch.load_file(folder / "old"), dict(checkpoint.model))
 
 
 def test_kill_in_mid_export_leaves_no_file_under_the_name(pool, folder):
