@@ -23,6 +23,16 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
 T = TypeVar("T")
+_process = object()
+"""Another object in each forked child: faster to compare at each event than the process's number."""
+
+
+def _forked() -> None:
+    global _process
+    _process = object()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class Event(Enum):
@@ -101,7 +111,7 @@ class SessionLock:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._pid = os.getpid()
+        self._process = _process
         self.is_open = True
 
     @property
@@ -112,12 +122,12 @@ class SessionLock:
     @property
     def is_forked(self) -> bool:
         """Whether this process is a child of the one that made the session."""
-        return os.getpid() != self._pid
+        return self._process is not _process
 
     @property
     def is_live(self) -> bool:
         """Whether the session is open, and this is the process that made it."""
-        return self.is_open and not self.is_forked
+        return self.is_open and self._process is _process
 
     def run_if_open(self, work: Callable[[], T]) -> T | None:
         """Call ``work`` under the lock and return its result. If the session is not live, do nothing and return

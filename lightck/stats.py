@@ -121,6 +121,12 @@ class Meter:
         self.bytes_written += nbytes
         self.bytes_helped += nbytes_helped
 
+    def count_hook(self, seconds: float) -> None:
+        """Count the time of a hook outside its ``stall`` blocks."""
+        seconds = max(seconds, 0.0)
+        self.stall_seconds += seconds
+        self.hook_cpu_seconds += seconds
+
     def stall(self, what: str = "lightck") -> Stall:
         """Count the time of this block on the training thread, and defer signals to its end. Nested blocks count once.
         ``what`` names the stall in a trace."""

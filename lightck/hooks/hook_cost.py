@@ -9,7 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
+from lightck.hooks.own_hooks import ModuleHook
 from lightck.stats import Meter
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -37,27 +39,33 @@ def counted(hook: _Hook) -> _Hook:
             return hook(self, *args, **kwargs)
         finally:
             seconds = time.perf_counter() - begin + self.seconds_per_hook
-            uncounted = max(seconds - (meter.stall_seconds - counted_before), 0.0)
-            meter.stall_seconds += uncounted
-            meter.hook_cpu_seconds += uncounted
+            meter.count_hook(seconds - (meter.stall_seconds - counted_before))
 
     return timed  # type: ignore[return-value]
 
 
-@cache
 def seconds_per_hook() -> float:
-    """The time that torch takes to call one hook that does nothing. Measured once in a process, in a few hundred
-    calls of an empty module, which takes about a millisecond."""
-    module, inputs = nn.Identity(), torch.empty(0)
+    """The time that torch takes to call one hook that does nothing; 0 while torch has hooks for all modules, which the
+    measurement would run."""
+    return 0.0 if _has_any_global_hook() else _measured_seconds_per_hook()  # type: ignore[no-untyped-call]
+
+
+@cache
+def _measured_seconds_per_hook() -> float:
+    """Measured once in a process, in a few hundred calls of an empty module, which takes about a millisecond."""
+    module, inputs = nn.Identity(), torch.empty(0, device="cpu")
     bare = _seconds_per_call(module, inputs)
     handles = [
-        module.register_forward_pre_hook(lambda *_: None, with_kwargs=True),
-        module.register_forward_hook(lambda *_: None),
+        module.register_forward_pre_hook(ModuleHook(_do_nothing), with_kwargs=True),
+        module.register_forward_hook(ModuleHook(_do_nothing)),
     ]
     hooked = _seconds_per_call(module, inputs)
     for handle in handles:
         handle.remove()
     return max(hooked - bare, 0.0) / _HOOKS
+
+
+def _do_nothing(*_: object) -> None: ...
 
 
 def _seconds_per_call(module: nn.Module, inputs: torch.Tensor) -> float:

@@ -8,7 +8,8 @@ they do not fire.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import torch
@@ -30,7 +31,7 @@ _INIT_STEP = "_init_optim_state"
 """The function of torch.distributed.checkpoint.state_dict that creates optimizer state by a step without effect."""
 
 _STEP_FRAME = 2
-"""How far above a hook torch's wrapper function around ``step`` is: above the function that counts the hook's time."""
+"""How far above a ``counted`` hook torch's wrapper function around ``step`` is: the function that counts is between."""
 
 
 class Hooks:
@@ -49,12 +50,13 @@ class Hooks:
         """Optimizer index -> the frame of torch's wrapper function around its running ``step``."""
         self._updated_frame: FrameType | None = None
         """The frame of the ``step`` whose update was reported, while the user's post-step hooks run."""
+        before_any, after_any = self._hooks_of_any_step()
         self.handles: list[own_hooks.Handle] = [
             model.register_forward_pre_hook(own_hooks.ModuleHook(self._forward_pre), with_kwargs=True),
             model.register_forward_hook(own_hooks.ModuleHook(self._forward_post)),
             own_hooks.HookFreeCopies(model),
-            register_optimizer_step_pre_hook(own_hooks.weak_hook(self._any_step_pre)),
-            register_optimizer_step_post_hook(own_hooks.weak_hook(self._any_step_post)),
+            register_optimizer_step_pre_hook(before_any),
+            register_optimizer_step_post_hook(after_any),
         ]
         """Handles of all hooks, also of those added later: ``own_hooks.remove`` removes them without this object."""
         self.add(optimizers)
@@ -107,9 +109,8 @@ class Hooks:
     # -- step --------------------------------------------------------------------------------------------
 
     @counted
-    def _any_step_pre(self, optimizer: Optimizer, *_: object) -> None:
-        if not self.follows(optimizer):
-            self._events.unknown_optimizer(optimizer)
+    def _unknown_step(self, optimizer: Optimizer) -> None:
+        self._events.unknown_optimizer(optimizer)
 
     @counted
     def _step_pre(
@@ -178,15 +179,33 @@ class Hooks:
                 self._updated_frame = frame
 
     @counted
-    def _any_step_post(self, *_: object) -> None:
-        """After the user's own post hooks, which belong to the update: they may draw random numbers and write
+    def _step_hooks_ended(self) -> None:
+        """The user's own post hooks have run too, which belong to the update: they may draw random numbers and write
         buffers."""
-        # Frame 1 is the function of ``weak_hook``, frame 2 that of torch around ``step``.
-        if self._updated_frame is not None and self._updated_frame is sys._getframe(
-            _STEP_FRAME + 1
-        ):  # through the weak hook
-            self._updated_frame = None
-            self._events.after_step_hooks()
+        self._updated_frame = None
+        self._events.after_step_hooks()
+
+    def _hooks_of_any_step(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """The hooks before and after the ``step`` of every optimizer in the process. They mostly do nothing, so they
+        are plain functions. They refer weakly to this object, because torch's registries are global."""
+        ref = weakref.ref(self)
+
+        def before(optimizer: Optimizer, *_: object) -> None:
+            hooks = ref()
+            if hooks is not None and not hooks.follows(optimizer):
+                hooks._unknown_step(optimizer)
+            elif hooks is not None:
+                hooks.meter.count_hook(hooks.seconds_per_hook)
+
+        def after(*_: object) -> None:
+            hooks = ref()
+            frame = None if hooks is None else hooks._updated_frame
+            if hooks is not None and frame is not None and frame is sys._getframe(_STEP_FRAME - 1):
+                hooks._step_hooks_ended()
+            elif hooks is not None:
+                hooks.meter.count_hook(hooks.seconds_per_hook)
+
+        return before, after
 
 
 def _changed_nothing(optimizer: Optimizer) -> bool:

@@ -167,8 +167,9 @@ class PartialUpdate:
             raise SessionError(
                 "A checkpoint cannot be closed between backward() and step(): lightck.layerwise() updates layers "
                 "inside backward(), so some are updated now and others are not. Call step() of each layer-wise "
-                "optimizer first. (A backward() updates the layers of every layer-wise optimizer that it reaches. Do "
-                "not call lightck.layerwise() for an optimizer whose layers it must not update.)"
+                "optimizer first. (A backward() updates the layers of every layer-wise optimizer that it reaches. If "
+                "this backward() is not meant to update some optimizer's layers, do not call lightck.layerwise() for "
+                "that optimizer.)"
             )
 
     def call_in_backward(self, work: Callable[[], None]) -> bool:

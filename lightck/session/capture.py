@@ -20,6 +20,7 @@ from torch import nn
 from lightck.dataloader.mid_batch import MidBatch
 from lightck.dataloader.persistent import PersistentLoaders
 from lightck.dataloader.positions import Positions
+from lightck.errors import SessionError
 from lightck.events import Event
 from lightck.session.discover import Objects, role
 from lightck.state import rng, values
@@ -83,7 +84,9 @@ class Capture:
         self.numbers = ModuleNumbers(model)
         self._state = StatePacker()
         self._groups: defaultdict[int, CachedPacker] = defaultdict(CachedPacker)
-        self._optimizer_states: defaultdict[int, StatePacker] = defaultdict(lambda: StatePacker(replaced=("names",)))
+        self._optimizer_states: defaultdict[int, StatePacker] = defaultdict(
+            lambda: StatePacker(never_mutated=("names",))
+        )
         self._object_states: defaultdict[str, CachedPacker] = defaultdict(CachedPacker)
         self._n_followed = 0
         """How many optimizers are followed, wrappers included."""
@@ -150,8 +153,9 @@ class Capture:
         """Record which parameters this update can change: torch's optimizers skip those without a gradient. ``index``:
         the number of the optimizer that makes the update."""
         for view in self.optimizers:
-            if view.root == index:
-                self._remove_ready(self._without_grad[view.index])
+            waiting = self._without_grad[view.index]
+            if waiting and view.root == index:
+                self._remove_ready(waiting)
 
     def _remove_ready(self, waiting: dict[int, torch.Tensor]) -> None:
         """Remove from ``waiting`` the parameters that have a gradient now, because the update may change them."""
@@ -209,8 +213,7 @@ class Capture:
         may read. ``stale_after``: a generation; the checkpoints between it and this one are stale."""
         self.refresh()
         # At these two events the next step has begun: its batch is fetched, and random numbers are drawn.
-        before = self.provisional if event in (Event.PRE_STEP, Event.FORWARD) else None
-        assert before is not None or event not in (Event.PRE_STEP, Event.FORWARD), "read at the update, where it is due"
+        before = self._read_at_the_update(step) if event in (Event.PRE_STEP, Event.FORWARD) else None
         # At the pre-step hook its forward has run too, and has changed the buffers.
         before_forward = before if event is Event.PRE_STEP else None
         lives, tensor_list = self.tensors(), self._tensor_list
@@ -222,6 +225,14 @@ class Capture:
         if before_forward is not None and (before_forward.buffers or self.model.has_buffers):
             lives, tensor_list = self._with_buffers_of(before_forward, lives), None
         return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list)
+
+    def _read_at_the_update(self, step: int) -> Provisional:
+        if self.provisional is None:
+            raise SessionError(
+                f"Step {step} cannot be saved: its random states were not read when its update ended, and the next "
+                "step has begun. This is an error in lightck: please report it. Earlier checkpoints are intact."
+            )
+        return self.provisional
 
     def _warn_shared_memory(self, lives: list[Live]) -> None:
         """Warn once, as soon as optimizer state exists, if two of its tensors share memory: a restore makes them
@@ -364,8 +375,8 @@ class Capture:
         return packer.pack(obj.state_dict(), path=f"state/{name}", large=_collector(lives, "state"))
 
     def _extra_state(self, event: Event, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
-        """The modules' extra state. A forward may change it, so at the pre-step hook, which
-        comes after the forward, the provisional state is used."""
+        """The modules' extra state. A forward may change it, so at the pre-step hook, which comes after the forward,
+        the provisional state is used."""
         if event is not Event.PRE_STEP or before is None:
             return self._pack_extra_state(lives)
         lives.extend(before.extra_large)

@@ -82,12 +82,15 @@ class Auto:
         budget, mtbf = _number(self.budget), None if self.mtbf is None else _number(self.mtbf)
         if not 0 < budget < 1:
             raise ValueError(
-                f"budget={self.budget!r}: the share of the time that checkpoints may cost, as 0.03 for 3 %."
+                f"budget={self.budget!r}: pass the share of the time that checkpoints may cost, between 0 and 1, "
+                "as 0.03 for 3 %."
             )
         if mtbf is not None and not mtbf > 0:
-            raise ValueError(f"mtbf={self.mtbf!r}: the mean time between failures in seconds, or None.")
+            raise ValueError(f"mtbf={self.mtbf!r}: pass the mean time between failures in seconds, above 0, or None.")
         if type(self.most) is not int or self.most < 1:
-            raise ValueError(f"most={self.most!r}: the largest number of updates between checkpoints, at least 1.")
+            raise ValueError(
+                f"most={self.most!r}: pass the largest number of updates between checkpoints, an int of at least 1."
+            )
         object.__setattr__(self, "budget", budget)
         object.__setattr__(self, "mtbf", mtbf)
 

@@ -139,10 +139,10 @@ class LoopTopCheck:
         if changed:
             assert self._point is not None
             log.warning(
-                "lightck: %s changed before %s for the first update, and again before the same point of the next "
-                "update, where a checkpoint closes. If the loop makes this change at its top, the checkpoint holds the "
-                "change already, and a resumed loop makes it once more. (That does no harm if the new value depends on "
-                "the step alone.) %s",
+                "lightck: in the first update and again in the next one, %s changed before %s. A checkpoint closes at "
+                "that point of the loop. If the loop makes this change at its top, the checkpoint holds the change "
+                "already, and a resumed loop makes it once more. (That does no harm if the new value depends on the "
+                "step alone.) %s",
                 listed(changed),
                 _WHERE[self._point],
                 _CURE,

@@ -226,7 +226,8 @@ class Steps(StepListener):
             if self.commits.failure is None:
                 closes = self.boundary.closes_at(Event.PRE_STEP) and self.commits.will_be_saved(self.boundary.step)
                 self.continuation.recorder.forward(inputs, closes)
-                self.commits.run(self.pipeline.forward_begins)
+                if not self.pipeline.is_idle:
+                    self.commits.run(self.pipeline.forward_begins)
                 self.handle(Event.FORWARD)
             if self.resumed is not None:
                 self.resumed.forward_begins(self.capture.numbers)

@@ -296,7 +296,7 @@ class Devices:
     def refuse_capture(self, what: str) -> None:
         """Raise ``SessionError`` if the current call is captured for a CUDA graph instead of executed. ``what``: the
         call, for the message."""
-        if any(transfer.is_capturing() for transfer in self._transfers):
+        if self._transfers and any(transfer.is_capturing() for transfer in self._transfers):
             raise SessionError(
                 f"{what} is being captured in a CUDA graph. Replays of a graph run no Python, so lightck would "
                 "notice none of them and save nothing. Capture forward and backward only, after session.flush(), and "
@@ -306,7 +306,7 @@ class Devices:
     def is_captured(self, is_idle: Callable[[], bool]) -> bool:
         """Whether the current forward is captured for a CUDA graph; a captured forward is no boundary. Raises
         ``SessionError`` if a checkpoint is due or in flight, because waiting for it would end the capture."""
-        if not any(transfer.is_capturing() for transfer in self._transfers):
+        if not self._transfers or not any(transfer.is_capturing() for transfer in self._transfers):
             return False
         if not is_idle():
             raise SessionError(

@@ -38,10 +38,11 @@ class Twister(NamedTuple):
 
 
 class _PythonPlace(NamedTuple):
-    """Offsets from the beginning of a ``random.Random``."""
+    """Where a ``random.Random`` keeps its words and its position, which adjoin each other. ``begin``: the offset of the
+    first of the two."""
 
-    key: int
-    position: int
+    begin: int
+    is_position_first: bool
 
 
 class _NumpyPlace(NamedTuple):
@@ -56,12 +57,14 @@ class _PythonMemory:
 
     def __init__(self, generator: Any, place: _PythonPlace) -> None:
         self.generator = generator
-        self._key = (ctypes.c_char * _KEY.size).from_address(id(generator) + place.key)
-        self._position = ctypes.c_int.from_address(id(generator) + place.position)
+        self._memory = (ctypes.c_char * (_KEY.size + _INT.size)).from_address(id(generator) + place.begin)
+        self._key_at, self._position_at = (_INT.size, 0) if place.is_position_first else (0, _KEY.size)
 
     def read(self) -> Twister:
+        memory = self._memory.raw  # one copy under the GIL, so that no draw of another thread falls between two
         gauss = self.generator.gauss_next
-        return Twister(self._key.raw, self._position.value, gauss is not None, gauss)
+        key = memory[self._key_at : self._key_at + _KEY.size]
+        return Twister(key, _INT.unpack_from(memory, self._position_at)[0], gauss is not None, gauss)
 
 
 class _NumpyMemory:
@@ -119,9 +122,8 @@ def _python_place() -> _PythonPlace | None:
     generator = random.Random(1)
     memory = _memory_of(generator, random.Random.__basicsize__)
     key = memory.find(_python_by_call(generator).key)
-    for position in (key - _INT.size, key + _KEY.size):
-        if key >= 0 and 0 <= position <= len(memory) - _INT.size:
-            place = _PythonPlace(key, position)
+    for place in (_PythonPlace(key - _INT.size, True), _PythonPlace(key, False)):
+        if key >= 0 and 0 <= place.begin <= len(memory) - _KEY.size - _INT.size:
             found = _PythonMemory(generator, place)
             if _agree(found.read, lambda: _python_by_call(generator), lambda: generator.gauss(0, 1)):
                 return place

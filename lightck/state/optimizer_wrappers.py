@@ -172,6 +172,9 @@ class ScalerWatch:
 
     def skipped(self) -> bool:
         """Whether, since the last call, a scaler was updated and no optimizer made a step."""
+        if not self._objects:
+            self._stepped = False
+            return False
         scalers = enabled_scalers(self._objects).values()
         seen = tuple((float(scaler.get_scale()), int(scaler._get_growth_tracker())) for scaler in scalers)
         stepped, self._stepped = self._stepped, False

@@ -17,17 +17,17 @@ import torch
 from lightck.state import values
 
 _plain_packer = msgpack.Packer(strict_types=True, use_bin_type=True)
-_IMMUTABLE = frozenset((type(None), bool, int, float, str, bytes, values.ConstantDict))
+_IMMUTABLE_TYPES = frozenset((type(None), bool, int, float, str, bytes, values.ConstantDict))
 
 
 class StatePacker:
     """Packs one dict at many checkpoints. Its keys are strings."""
 
-    def __init__(self, path: str = "", *, replaced: Collection[str] = ()) -> None:
-        """``path``: where the dict lies, for errors. ``replaced``: keys whose values are never changed in
-        place, so that a changed value is always another object."""
+    def __init__(self, path: str = "", *, never_mutated: Collection[str] = ()) -> None:
+        """``path``: where the dict lies, for errors. ``never_mutated``: keys whose values are never changed in place: a
+        changed value is always another object."""
         self._path = path
-        self._replaced = frozenset(replaced)
+        self._never_mutated = frozenset(never_mutated)
         self._parts: dict[str, _Part] = {}
 
     def pack(self, parts: Mapping[str, object]) -> bytes:
@@ -36,7 +36,7 @@ class StatePacker:
         for key, value in parts.items():
             part = known.get(key)
             if part is None:
-                part = known[key] = _Part(key, f"{self._path}/{key}", key in self._replaced)
+                part = known[key] = _Part(key, f"{self._path}/{key}", key in self._never_mutated)
             pieces.append(part.prefix)
             pieces.append(value.data if type(value) is Packed else part.pack(value))
         return join_dict(len(parts), pieces)
@@ -55,7 +55,7 @@ class _Part:
         self._data = b""
 
     def pack(self, value: object) -> bytes:
-        is_fixed = self._is_never_mutated or type(value) in _IMMUTABLE
+        is_fixed = self._is_never_mutated or type(value) in _IMMUTABLE_TYPES
         if is_fixed and value is self._value:
             return self._data
         data = self._cache.pack(value, path=self._path)

@@ -80,7 +80,10 @@ def unstorable_reason(tensor: torch.Tensor) -> tuple[str, str] | None:
     if tensor.is_nested:
         return "it is a nested tensor, a list of tensors of several shapes", f"Keep its parts apart, {_KEEP_OUT}"
     if tensor.layout != torch.strided:
-        return f"its layout is {tensor.layout}, and not one array of its values", f"Make it dense, {_KEEP_OUT}"
+        return (
+            f"its layout is {tensor.layout}, which does not keep all values in one array",
+            f"Make it dense, {_KEEP_OUT}",
+        )
     if tensor.is_meta:
         cure = f"Give it memory (model.to_empty) and fill it before attach, {_KEEP_OUT}"
         return "it is on the meta device and has no bytes", cure

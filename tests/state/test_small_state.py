@@ -63,7 +63,7 @@ def test_packed_parts_are_stored_as_they_are():
 
 
 def test_what_does_not_change_is_not_packed_again(monkeypatch):
-    packer, names = StatePacker(replaced=("names",)), [["weight", "bias"]]
+    packer, names = StatePacker(never_mutated=("names",)), [["weight", "bias"]]
     parts = {"names": names, "options": {"lr": 0.1, "betas": (0.9, 0.99)}, "done": False, "built": b"bytes"}
     first = packer.pack(parts)
     monkeypatch.setattr(values, "pack", lambda *_, **__: pytest.fail("packed again"))
