@@ -150,14 +150,15 @@ def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
     contain a DataLoader that lightck cannot see."""
     reason = (
         "; the loader is a wrapper that fetches more than one batch ahead, or that hides a DataLoader with "
-        "persistent_workers=True, which keeps its workers from pass to pass (wrap the DataLoader itself)"
+        "persistent_workers=True, which keeps its workers from pass to pass (pass the DataLoader itself to "
+        "session.loader())"
     )
     return DriftError(
         f"loader {name!r} cannot go on in mid-pass: {fact}. Possible reasons: the dataset changed (restore the old "
-        "data); it was built after attach from random numbers, as by random_split (build it before attach); it draws "
-        "from a random generator or counts with a counter of its own, which no checkpoint holds (give this very "
-        "dataset state_dict() and load_state_dict(), and pass it in state=); the sampler and the loop draw from the "
-        "same global generator by turns (give the sampler a generator of its own, as its attribute generator)"
+        "data); the dataset was built after attach from random numbers, as by random_split (build it before attach); "
+        "the dataset has a random generator or a counter of its own, which no checkpoint holds (give the dataset "
+        "state_dict() and load_state_dict(), and pass the same object in state=); the sampler and the loop draw from "
+        "the same global generator by turns (give the sampler a generator of its own, as its attribute generator)"
         f"{reason if is_wrapper else ''}. If none of these can be mended, begin the pass anew: "
         "session.loader(..., anew=True)."
     )

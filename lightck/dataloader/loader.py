@@ -158,8 +158,8 @@ class SessionLoader:
 
     @property
     def is_training(self) -> bool:
-        """Whether updates were made in a pass of this loader, so that its ``next()`` belongs to the training loop. This
-        holds for the first ``next()`` of a pass too, although an evaluation may have left the model in eval mode."""
+        """Whether updates were made in a pass of this loader, so that its ``next()`` belongs to the training loop. So
+        does the first ``next()`` of a later pass, even if an evaluation has left the model in eval mode."""
         return self._has_trained or (self._pass is not None and self._is_of_training(self._pass))
 
     def _is_of_training(self, pass_: Pass) -> bool:
@@ -308,15 +308,15 @@ class SessionLoader:
 
     def _drop_used_position(self) -> None:
         """Drop the restored position once the training has gone on from it: an update was made in its pass, or the loop
-        left a pass that is no preview. If the saved pass had no updates (an evaluation), any update drops its position:
-        a loop that trains before it enters this pass does not continue the pass."""
+        left a pass that is no preview. If no update was made in the saved pass (an evaluation), any update drops the
+        position, because a loop that trains before it begins this pass does not continue the pass."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
         is_later = self._host.updates > self._updates_at_start
         if pass_ is not None:
-            is_of_training = position.live and position.trained
-            is_used = pass_.has_updated(self._host.updates) if is_of_training else is_later or pass_.evaluates
+            had_updates = position.live and position.trained
+            is_used = pass_.has_updated(self._host.updates) if had_updates else is_later or pass_.evaluates
             if is_used or (pass_.left_at is not None and not self.is_preview(pass_)):
                 self._pending = None
         elif is_later and position.live and not position.trained:
@@ -350,8 +350,8 @@ class SessionLoader:
             self._dataloader._iterator = None  # its workers' random streams have advanced
 
     def put_back(self) -> None:
-        """Return to the restored position if batches were taken since the restore and their pass was left. To be called
-        if a ``next()`` closed the checkpoint: the earlier run had taken the same batches before that ``next()``."""
+        """Return to the restored position if a pass was left since the restore. The session calls this if a ``next()``
+        closed the checkpoint: the position includes this pass already, which the earlier run made before that call."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_at_start:
             return
@@ -381,8 +381,8 @@ class SessionLoader:
         state = pass_.state
         state.at_iter, state.pass_number = self._generators.snapshot(), pass_number_of(self.loader)
         if self._keeps_state:
-            first = None if self.is_begun else position
-            state.inner = copy.deepcopy(self._own_state()) if first is None else first.state.inner
+            restored = None if self.is_begun else position  # only the first pass begins with the restored state
+            state.inner = copy.deepcopy(self._own_state()) if restored is None else restored.state.inner
         state.objects = self._owned.packed_states()
         inner = iter(self.loader)
         if self._persistent and self._at_workers is None and not same_rng(state.at_iter, self._generators.snapshot()):
@@ -447,7 +447,7 @@ class SessionLoader:
                 self._load(position.state.inner)
             skips = self._skips and position.state.given > 1
             inner = self._iterate_after_skip(position) if skips else iter(self.loader)
-            if not self._stateful and (position.state.given or position.state.raised) and not self._is_at_position():
+            if not self._stateful and (position.state.given or position.state.raised) and not self._was_replayed():
                 self._replay(inner, position, not is_later_pass and self._risk is None, skips)
             self._owned.put_back()
         self._generators.set_states(position.generators)
@@ -464,8 +464,8 @@ class SessionLoader:
         set_last_rng = (lambda: None) if last is None else partial(self._generators.restore, last)
         return iterate_after_skip(self.loader, count, set_last_rng)
 
-    def _is_at_position(self) -> bool:
-        """Whether a preview without batches put an iterator at this position. Raises ``DriftError`` if it took any."""
+    def _was_replayed(self) -> bool:
+        """Whether a preview replayed this one-pass iterator. Raises ``DriftError`` if batches were taken from it."""
         if self._has_one_pass and self._taken:
             raise DriftError(
                 f"loader {self.name!r} cannot go on in mid-pass: it is an iterator, which has only one pass, and "

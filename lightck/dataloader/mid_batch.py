@@ -1,10 +1,11 @@
 """Whether a checkpoint closes within a batch of a session loader, whose position counts that batch as a whole.
 
-Two signs show it. The first: an event other than ``next()`` and ``end_step()`` closes the checkpoint in mid-pass. Then
+Two signs show it. One sign is that an event other than ``next()`` and ``end_step()`` closes the checkpoint in mid-pass:
 the loop has not finished its batch, or it has fetched the next batch in eval mode, in which ``next()`` closes nothing.
-The second: no loader fetches anything between two boundaries, so both lie within one batch. Only its second occurrence,
-with another batch, counts. The first may be the last batch of a loader, after which the loop trains on batches from
-elsewhere.
+The other sign is that no loader fetches anything between two boundaries, so both boundaries lie within one batch. It
+counts only from the second batch on, because a loop may train on batches from elsewhere after the last batch of a
+loader.
+
 If other loaders fetch and only one does not, this loader may be one that gives a batch only now and then. That is
 correct, unless whole passes of another loader run inside its batches.
 """

@@ -52,7 +52,7 @@ class Pass:
     skipped: int = 0
     """Batches that were given to earlier runs."""
     has_ended: bool = False
-    """Whether its last batch was given."""
+    """Whether a ``next()`` found no further batch."""
     evaluates: bool = False
     """Whether a batch was fetched in eval mode or without gradients."""
     was_preview: bool = False
@@ -89,10 +89,10 @@ class Pass:
     def is_of_training(self, updates: int, training_fetch_tick: int) -> bool:
         """Whether updates were made in it and its ``next()`` belongs to the training, in whatever mode the model is.
 
-        An evaluation that the loop did not finish, or whose iterator it keeps, may see updates on batches of another
-        loader. The pass is an evaluation if the model was in eval mode at its last fetch, and a later batch was fetched
-        in training mode (at ``training_fetch_tick``). A pass without a fetch counts as an evaluation unless it was
-        restored."""
+        While the loop keeps the iterator of an evaluation, updates on batches of another loader count as made in the
+        evaluation too. So the pass is an evaluation if the model was in eval mode at its last fetch, and some loader
+        fetched in training mode after that (at ``training_fetch_tick``). A pass without a fetch counts as an evaluation
+        unless it was restored."""
         if self.fetched_tick:
             is_evaluation = self.in_eval and training_fetch_tick > self.fetched_tick
         else:

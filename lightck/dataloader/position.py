@@ -71,7 +71,7 @@ class PassState:
     last batch (None if a worker fetched it); ``before_last``, the one before that, for a loader that fetches one batch
     ahead of those that it gives. ``given``: batches given. ``checksum``: of the last batch given (saved as "content";
     older pools have another checksum as "checksum", which is not compared). ``inner``: a stateful loader's own state;
-    for Accelerate's, the state before the pass. ``pass_number``: the number of the pass that Accelerate's
+    if the loader is Accelerate's, its state before the pass. ``pass_number``: the number of the pass that Accelerate's
     loader gives to samplers. ``objects``: packed states, before the pass, of objects in ``state=`` that are part of the
     loader. ``raised``: place -> how often ``next()`` raised an error there; the place is the number of
     batches given before.
@@ -96,9 +96,9 @@ class Position:
     ``kind``: "plain" or "stateful". ``epoch``: passes finished. ``live``: a pass is under way. ``trained``: updates
     were made in this pass. ``at_workers``: the random state from which persistent workers were started (the
     ``at_iter`` or ``at_first`` of their first pass). ``version``: the `VERSION` of the lightck that saved it; 1 if it
-    saved none. ``previews``: passes without an update that the process had begun and left before its first update;
-    ``previews_in_loop``: there were later ones too. ``used_again``: updates were made on batches of the last pass after
-    it ended.
+    saved none. ``previews``: how many passes the process left without an update, before its first update;
+    ``previews_in_loop``: it left such passes after its first update too. ``used_again``: updates were made on batches
+    of the last pass after it ended.
     """
 
     kind: str
@@ -213,11 +213,11 @@ class Position:
         return replace(self.between_passes(), epoch=self.epoch, state=state)
 
     def with_last_only(self) -> Position:
-        """Return the position for a replay that has skipped all batches but the last one."""
+        """Return a position with only the last batch: the sampler has skipped the batches before it."""
         given, raised = self.state.given, self.state.raised
-        left = {1: raised[given]} if given in raised else {}
+        after_last = {1: raised[given]} if given in raised else {}
         return replace(
-            self, state=replace(self.state, given=1, at_first=None, last=None, before_last=None, raised=left)
+            self, state=replace(self.state, given=1, at_first=None, last=None, before_last=None, raised=after_last)
         )
 
     def between_passes(self) -> Position:

@@ -2,9 +2,9 @@
 loops that use batches again after a pass.
 
 A position belongs to the loader that has its name. The first update after a resume decides about a position that no
-loader took. If the position lies in mid-pass, it is lost; and if the loop trains on a pass that another loader began at
-its first batch, the resume is refused, because batches would be given twice. If the position lies between two passes,
-later checkpoints keep it for a loader that is wrapped later.
+loader took. A position in mid-pass is dropped. But if the loop trains on another loader from its first batch instead,
+the resume is refused, because batches would be given twice. A position between two passes is kept in later checkpoints,
+for a loader that is wrapped later.
 
 Batches that are used again after their pass has ended (``itertools.cycle``, a list) are part of no position.
 """
@@ -88,7 +88,7 @@ class Positions:
                 "lightck: the checkpoint holds the position of %s, but no session.loader() call has this name: "
                 "%s. Give each loader the name= that it had; one without a name= is numbered by the order of the calls",
                 _described(left),
-                f"{_loader_names(without)} found no position and begins anew"
+                f"{_loader_names(without)} found no position, and the training begins a new pass there"
                 if without
                 else "the training does not go on from it",
             )
@@ -112,8 +112,8 @@ class Positions:
             self._ended_loader, self._is_first_update_after_pass = loader, True
 
     def updated(self) -> None:
-        """Check, after an update, whether batches are used again. The first update after a pass possibly does no
-        more than apply gradients of the last batches. So it counts only if the loop certainly holds old batches."""
+        """Check, after an update, whether batches are used again. The first update after a pass may only apply
+        the gradients of the pass's last batches. So this update counts only if the loop certainly holds old batches."""
         loader = self._ended_loader
         if loader is None:
             return

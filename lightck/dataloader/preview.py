@@ -1,11 +1,11 @@
 """Passes that a script begins before its loop goes on, in order to see a batch, and their meaning after a restore.
 
-A script takes a batch before the loop (``next(iter(loader))``), or a framework begins a pass to see whether it can. The
-killed run did so at its start, and the resumed run does it again. The loop of the resumed run must nevertheless begin
-at the restored position, with the restored random states. But a pass that was left without an update may also be one
-that the loop left by ``break``, or because another loader in ``zip`` ended. Two facts distinguish them. A pass that is
-left right after it began is no pass of a loop. And positions count the previews that the killed run took before its
-first update: the resumed run takes as many.
+A script takes a batch before the loop (``next(iter(loader))``), or a framework begins a pass to check that the loader
+can be iterated. The killed run did so at its start, and the resumed run does it again. The loop of the resumed run must
+nevertheless begin at the restored position, with the restored random states. But a pass that was left without an update
+may also be one that the loop left by ``break``, or because another loader in ``zip`` ended. Two facts distinguish them.
+A pass that is left right after it began is no pass of a loop. And positions count the previews that the killed run took
+before its first update: the resumed run takes as many.
 """
 
 from __future__ import annotations
@@ -76,15 +76,16 @@ class Previews:
         self.taken, self.in_loop = self.with_pass(pass_)
 
     def is_one(self, pass_: Pass, position: Position) -> bool:
-        """Whether this pass, the last one begun from the restored position and not counted yet, was a preview."""
+        """Whether ``pass_`` was a preview. It is the newest pass from the restored position, and is not counted yet."""
         if not pass_.was_left_without_update:
             return False
         if pass_.was_left_at_once:
             return True
         if self.taken >= self.expected:
             return False
-        # If updates were made in the saved pass, the loop makes another one before it leaves that pass, so a pass left
-        # without one was a preview. Otherwise the loop itself may have left it: an evaluation, a preview in each epoch.
+        # A loop that made updates in the saved pass makes another update before it leaves that pass, so a pass that was
+        # left without an update was a preview. In all other cases the loop itself may have left the pass without an
+        # update: it was an evaluation, or the loop takes a preview in each epoch.
         return (position.live and position.trained) or not (pass_.evaluates or self.in_loop)
 
 

@@ -40,8 +40,8 @@ def replay(
     warn_recovered: Callable[[int], None],
 ) -> object:
     """Fetch and drop the batches given before, which also advances each worker's random stream and the prefetching.
-    Return the last batch. Fetches that raised, and whose errors the loop ignored, are repeated: ``warn_recovered`` is
-    called with the place of one that gives a batch now. Raises ``PassTooShort``."""
+    Return the last batch. Fetches that raised, and whose errors the loop ignored, are repeated. If such a fetch gives
+    a batch now, ``warn_recovered`` is called with its place. Raises ``PassTooShort``."""
     batch = None
     if position.state.at_first is not None:
         restore(position.state.at_first)
@@ -119,12 +119,13 @@ def wants_skip(loader: object, replay: object) -> bool:
     return replay == "skip"
 
 
-def iterate_after_skip(loader: DataLoader[object], count: int, then: Callable[[], None]) -> Iterator[object]:
-    """Return an iterator of the loader that begins after ``count`` batches. ``then`` is called when those are drawn."""
+def iterate_after_skip(loader: DataLoader[object], count: int, after_skip: Callable[[], None]) -> Iterator[object]:
+    """Return an iterator of the loader that begins after ``count`` batches. ``after_skip`` is called when the sampler
+    has drawn these batches."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = loader.__dict__[name]
     # The iterator keeps this sampler. It is set in __dict__, because DataLoader forbids a normal assignment.
-    loader.__dict__[name] = _SkippingSampler(sampler, count, then)
+    loader.__dict__[name] = _SkippingSampler(sampler, count, after_skip)
     try:
         return iter(loader)
     finally:
@@ -134,8 +135,8 @@ def iterate_after_skip(loader: DataLoader[object], count: int, then: Callable[[]
 class _SkippingSampler:
     """A sampler, or a batch sampler, that skips only once: persistent workers iterate over it in each pass."""
 
-    def __init__(self, sampler: Any, count: int, then: Callable[[], None]) -> None:
-        self._sampler, self._count, self._then = sampler, count, then
+    def __init__(self, sampler: Any, count: int, after_skip: Callable[[], None]) -> None:
+        self._sampler, self._count, self._after_skip = sampler, count, after_skip
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -146,5 +147,5 @@ class _SkippingSampler:
         if count:
             for _ in range(count):
                 next(drawn, None)
-            self._then()
+            self._after_skip()
         yield from drawn

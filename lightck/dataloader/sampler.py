@@ -74,7 +74,7 @@ class _InProcessWatch:
     def __init__(self, sampler: _WatchedSampler) -> None:
         self._sampler = sampler
         self._state: torch.Tensor | None = None
-        """Random state after the last fetch, until the loop has drawn."""
+        """Random state after the last fetch; None before the first fetch, and after the loop has drawn."""
 
     def before(self) -> None:
         if self._state is not None and not torch.equal(self._state, torch.get_rng_state()):

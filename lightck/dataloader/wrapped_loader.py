@@ -68,7 +68,7 @@ def may_prefetch(batches: Iterator[object]) -> bool:
 
 
 def is_made_by_torch(batches: Iterator[object]) -> bool:
-    """Whether this iterator is a DataLoader's own, which in this process fetches nothing ahead."""
+    """Whether torch's DataLoader made this iterator. In this process such an iterator fetches nothing ahead."""
     return type(batches).__module__ == "torch.utils.data.dataloader"
 
 

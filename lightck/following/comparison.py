@@ -41,8 +41,8 @@ class Recorder:
         self._parts = parts or UpdateParts(())
         self._since_closed: FirstInputs | None = None
         self._of_next: FirstInputs | None = None
-        """The first inputs after the next checkpoint, collected before that checkpoint is closed: at the training
-        forward that closes it, or at one before the pre-step hook that closes it. Else None."""
+        """The first inputs after the next checkpoint, or None. They are collected before that checkpoint is closed if a
+        training forward closes it, or the pre-step hook after the forward does."""
 
     def closed(self, event: Event) -> None:
         """A checkpoint was closed and is being saved."""
@@ -77,8 +77,8 @@ class Recorder:
             self._record(self._since_closed)
 
     def before_update(self, index: int | None = None) -> None:
-        """``index``: of the optimizer that makes the update; None if none is followed, or a closure computes its
-        gradients."""
+        """``index``: of the optimizer that makes the update; None if no optimizer is followed, or if a closure computes
+        the gradients."""
         if self._since_closed is not None and self._since_closed.update(index, self._parts.some):
             self._record(self._since_closed)
 
@@ -108,13 +108,13 @@ class Continuation:
             self._comparison.pass_ended()
 
     def forward(self, inputs: object) -> None:
-        """A training forward begins. If it closes a checkpoint, that is closed already."""
+        """A training forward begins. If it closes a checkpoint, it has done so before this call."""
         if self._comparison is not None:
             self._comparison.forward(inputs)
 
     def before_update(self, index: int | None) -> None:
-        """An update is about to be made. If its pre-step hook closes a checkpoint, that is closed already. ``index``:
-        see ``Recorder``. Raises ``DataMismatchError``."""
+        """An update is about to be made. If its pre-step hook closes a checkpoint, it has done so before this call.
+        ``index``: see ``Recorder``. Raises ``DataMismatchError``."""
         self.recorder.before_update(index)
         self.loop_counter.before_update()
         if self._comparison is not None:
@@ -371,7 +371,7 @@ class LoopCounterCheck:
 
     def before_update(self) -> None:
         """Warn before the first update after the resume. There is no warning if the resume is in the first pass over
-        each loader, because ``range(epochs)`` is right there."""
+        each loader, because a loop over ``range(epochs)`` is correct in that case."""
         if self.was_step_read:
             return
         later = [loader for loader in self._loaders if loader.restored_epoch]

@@ -39,7 +39,8 @@ class FirstInputs:
 
     def __init__(self, *, both_forwards: bool = False) -> None:
         """``both_forwards``: collect two forwards, the first one and the first one after a loader gave a batch (one
-        forward may be both). False: collect only the first forward, as the second kind if a loader gave a batch."""
+        forward may be both). False: collect only the first forward, as ``FORWARD_OF_BATCH`` if a loader gave a batch
+        before it, else as ``FORWARD``."""
         self.inputs: list[FirstInput] = []
         self.is_updated = False
         self._both_forwards = both_forwards

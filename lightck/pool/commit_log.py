@@ -1,9 +1,9 @@
 """The commit log: which commit records are valid, in which order recovery tries them, and where the next one goes.
 
 These are pure functions over the records of the log, so the writer, the reader and the checker share one set of rules.
-Invariants: records are ordered by (incarnation, generation), never by step or clock; while a slot holds the bytes of
-a checkpoint, the newest record of them is not overwritten; a record between an adopted checkpoint and its adoption is
-dead.
+Invariants: records are ordered by (incarnation, generation), never by step or clock; the newest record of a
+checkpoint is not overwritten while a slot holds the checkpoint's bytes; a record between an adopted checkpoint and its
+adoption is dead.
 """
 
 from __future__ import annotations

@@ -200,6 +200,7 @@ class Job:
         self.parts = tuple(parts)
         self.is_released = False
         self._why: BaseException | None = None
+        self._info_struct = ffi.new("lck_job_info *")
 
     def start(self) -> bool:
         """Let the copies of a ``held`` job begin: its sources are complete. Returns False if the job was dropped."""
@@ -271,7 +272,7 @@ class Job:
             return True
 
     def info(self) -> JobInfo:
-        out = ffi.new("lck_job_info *")
+        out = self._info_struct
         check(lib.lck_job_info_get(self._engine.handle, self._ticket, out), "reading the state of a checkpoint")
         own = JobInfo(out.state, out.nbytes, out.nbytes_helped)
         return own if not self.parts else _together(own, [part.info() for part in self.parts])

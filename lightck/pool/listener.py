@@ -38,8 +38,8 @@ class CommitListener:
         return ()
 
     def carry(self, new: PoolWriter) -> None:
-        """Commit what ``checkpoints_to_carry`` returned in the new file, which is not visible at the pool's path
-        yet. If this raises, the old file stays in use."""
+        """Commit to the new file the checkpoints that ``checkpoints_to_carry`` returned. The new file is not visible at
+        the pool's path yet. If this raises, the old file stays in use."""
 
     def relayout_done(self, new: PoolWriter) -> None:
         """The new file has replaced the old one."""

@@ -126,7 +126,7 @@ class PoolWriter:
         )
         self._engine = engine
         self._commit_struct: Commit = ffi.new("lck_commit *")
-        """What the engine is given for each job. It copies it."""
+        """The struct that is filled for each job, and that the engine copies when the job is submitted."""
         self.before_unmap: list[Callable[[], None]] = []
         """Called before the memory is unmapped, by code that lets a device write into it."""
         self.medium = Medium(reader.container.fd, reader.container.extents, durability.tier)
@@ -181,7 +181,7 @@ class PoolWriter:
     def has_extent_for(self, entry: Entry) -> bool:
         """Whether the tensor has an extent of exactly its dtype, shape, strides, alias and device."""
         number = self.numbers.get(entry.name)
-        return number is not None and self.entries[number].same_bytes_as(entry)
+        return number is not None and self.entries[number].fits(entry)
 
     def add(self, entries: Sequence[Entry], present: set[str]) -> None:
         """Find extents in the reserve for tensors that are new or changed. Raises ``RelayoutNeededError``.
@@ -452,7 +452,7 @@ class PoolWriter:
     def _commit(self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int) -> Commit:
         sb = self.superblock
         lo, hi = uuid_words(sb.uuid)
-        commit = self._commit_struct  # the engine copies it
+        commit = self._commit_struct
         commit.header_off = slot.offset
         commit.manifest_off = slot.offset + sb.manifest_offset + slot.manifest_index * sb.manifest_nbytes
         commit.record_off = sb.commit_record_offset(position)

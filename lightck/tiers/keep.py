@@ -37,7 +37,7 @@ _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _MARK = "lightck_kept_by"
 _HEADER_NBYTES_MAX = 100_000_000
 """The limit of the safetensors library."""
-_BY_HAND = (
+_CURE = (
     "keep= writes safetensors files only. Attach without it, and export when you want to: "
     'lightck.export_checkpoint(lightck.recover(pool_path), file, format="torch").'
 )
@@ -70,7 +70,7 @@ def refuse_unexportable(keep: Keep, entries: Iterable[Entry]) -> None:
     """Raise ``StateValueError`` before the training for a tensor that could not be exported later."""
     for entry in entries:
         if keep.what == "all" or entry.name.startswith("model/"):
-            check_dtype(entry.name, entry.dtype, _BY_HAND)
+            check_dtype(entry.name, entry.dtype, _CURE)
 
 
 class Retention(CommitListener):
@@ -207,7 +207,7 @@ class Retention(CommitListener):
         if os.path.lexists(path) and not self._is_own(path):
             raise ExportError(f"{str(path)!r} exists already, was not written by this training, and is not overwritten")
         stored = reader.checkpoint(record)
-        chosen = choose(parse(stored), self._keep.what, lambda name: load_tensor(stored, name), _BY_HAND)
+        chosen = choose(parse(stored), self._keep.what, lambda name: load_tensor(stored, name), _CURE)
         chosen.metadata[_MARK] = self._mark
         export_chosen(chosen, str(path), overwrite=True, temporary=str(self._temporary))
         if not stored.is_intact():

@@ -36,12 +36,14 @@ class Hold:
     record: CommitRecord
     is_pin: bool = False
     original_generation: int = 0
-    """The generation with which the training wrote it. A relayout gives it another generation."""
+    """The generation with which the training wrote the checkpoint. Its copy in the file of a relayout has another
+    one."""
 
 
 class Holds(CommitListener):
-    """All holds of a session: a listener that carries them over at a relayout, and a commit decision that protects
-    their slots. Any thread may call ``release``; all other methods are called on the training thread."""
+    """All holds of a session. As a ``CommitListener`` this object carries the held checkpoints over at a relayout; as a
+    ``CommitDecision`` (``pipeline/decision.py``) it protects their slots. Any thread may call ``release``; all other
+    methods are called on the training thread."""
 
     def __init__(self) -> None:
         self._held: list[Hold] = []

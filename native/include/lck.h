@@ -73,9 +73,9 @@ int32_t lck_crc32c_blocks(const void *data, uint64_t nbytes, uint64_t block, uin
 int32_t lck_crc32c_each(const uint64_t *addresses, const uint64_t *nbytes, uint64_t count, uint32_t *out);
 /* lck_crc32c of the 8-byte words at these indices, one after the other. `data` needs no alignment. */
 uint32_t lck_crc32c_words(const void *data, const int64_t *numbers, uint64_t count);
-/* lck_crc32c of `words` 8-byte words, spread evenly over these bytes (all words if there are fewer), and of the bytes
- * after the last whole word. `size`: bytes of an element (2, 4, 8) if it is a floating-point number, so that negative
- * zeros count as zeros; else 0. */
+/* lck_crc32c of a sample: `words` 8-byte words that are spread evenly over the data (all if it has fewer), and the
+ * bytes after its last whole word. `size`: bytes of a floating-point element (2, 4 or 8), whose negative zeros count as
+ * zeros; 0 for other data. */
 uint32_t lck_crc32c_spread(const void *data, uint64_t nbytes, uint64_t size, uint64_t words);
 /* The seed that is xored onto the CRC-32C of block `index` before it is stored. It depends on pool, tensor, block and
  * the generation in which the bytes were written (docs/format.md, "Block checksums"). */
@@ -384,7 +384,7 @@ typedef struct lck_read {
 
 /* Execute many verified reads on up to `threads` threads, including this one. The dst of two reads must not overlap. On
  * failure, *bad_read and *bad_block identify the first bad block in the order of the reads; all blocks before it are in
- * dst, and no block that did not match its checksum is. */
+ * dst, and dst holds no block that did not match its checksum. */
 int32_t lck_read_many(int32_t fd, const lck_extent *extents, uint64_t count, const lck_read *reads, uint64_t n_reads,
                       uint64_t block, uint64_t uuid_lo, uint64_t uuid_hi, uint32_t threads, uint64_t *bad_read,
                       uint64_t *bad_block);

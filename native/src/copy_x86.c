@@ -3,8 +3,8 @@
  * Each loop loads a vector, pins it in its register (a second load could see other bytes), streams it out and
  * folds it into the checksum. Folding: 128 bits A of message, D bits ahead of 128 bits B, may be replaced by
  * A * x^D mod P added to B. In the reflected domain a carry-less product of 64-bit halves comes out one bit low,
- * hence the -1 in the powers. The bits that are left after the last fold have the same checksum as all bytes. The
- * crc32 instruction computes it from them. That takes only a few dozen instructions per block, so there are no
+ * hence the -1 in the powers. The bits that are left after the last fold have the same checksum as all bytes, and the
+ * crc32 instruction computes this checksum. It needs only a few dozen instructions per block, so there are no
  * constants for further folds. */
 #include "internal.h"
 

@@ -1,8 +1,9 @@
 /* emulate.c: emulate the speed of another memory, for benches and tests on ordinary machines. A medium slower than
  * the emulated memory does not become faster, and durability does not change.
  *
- * A bucket holds the time at which the emulated memory is free again. A transfer reserves its duration from then
- * (or from now) on and returns at its end: threads share the bandwidth, and idle time gives no credit. */
+ * A bucket holds the time at which the emulated memory is free again. A transfer begins at that time, or now if that
+ * time is past. It moves the time to its own end, and waits for that end: threads share the bandwidth, and idle time
+ * gives no credit. */
 #include <errno.h>
 #include <time.h>
 

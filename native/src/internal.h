@@ -144,7 +144,7 @@ struct emulated_speed {
 };
 
 void emulate_open(struct emulated_speed *speed);
-/* The time at which a transfer that begins now ends; 0 if reads are not emulated. */
+/* The end time of a transfer that begins now; 0 if reads are not emulated. */
 uint64_t emulate_write(struct emulated_speed *speed, uint64_t off, uint64_t nbytes);
 uint64_t emulate_read(uint64_t off, uint64_t nbytes);
 void emulate_wait(uint64_t time);
@@ -317,7 +317,8 @@ static inline bool phase_ended(enum phase phase)
     return phase == PHASE_COMMITTED || phase == PHASE_FAILED || phase == PHASE_DROPPED;
 }
 
-struct job *job_find(lck_engine *engine, uint64_t ticket); /* after job_enter; NULL if unknown */
+/* Finds a job and enters it, so the caller must call job_leave; NULL if the ticket is unknown. */
+struct job *job_find(lck_engine *engine, uint64_t ticket);
 bool job_enter(struct job *job, uint64_t ticket);
 void job_leave(struct job *job);
 enum phase job_phase(struct job *job);

@@ -27,7 +27,7 @@ uint32_t lck_sizeof(uint32_t id)
     }
 }
 
-/* cffi computes the layout of these structs from the header: without padding the two cannot differ. */
+/* cffi computes the layout of these structs from the header. The compiler's is the same: they have no padding. */
 _Static_assert(sizeof(lck_copy) == 40, "lck_copy");
 _Static_assert(sizeof(lck_commit) == 144, "lck_commit");
 _Static_assert(sizeof(lck_job_info) == 40, "lck_job_info");

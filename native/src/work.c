@@ -129,7 +129,7 @@ static bool earlier_unended(lck_engine *engine, uint64_t ticket)
 }
 
 /* Whether to leave the sealing to a thread that waits for this job or a later one: it runs at normal priority and seals
- * sooner. A thread that stops waiting pulses afterwards, so that a worker seals what it left. */
+ * sooner. When a thread stops waiting, it calls engine_pulse, so that a worker seals what the thread left. */
 static bool left_to_waiter(lck_engine *engine, uint64_t ticket)
 {
     for (int i = 0; i < ENGINE_JOBS; i++) {

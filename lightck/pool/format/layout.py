@@ -48,8 +48,8 @@ class Entry(NamedTuple):
     layer: int = -1
     alias: str | None = None
 
-    def same_bytes_as(self, other: Entry) -> bool:
-        """Whether a tensor described by ``other`` has the same bytes, so that it fits this extent unchanged."""
+    def fits(self, other: Entry) -> bool:
+        """Whether a tensor described by ``other`` fits this extent: same dtype, shape, strides, alias and device."""
         return (self.dtype, self.shape, self.stride, self.alias, self.device) == (
             other.dtype,
             other.shape,
@@ -146,14 +146,16 @@ def check_aliases(present: Mapping[str, Entry]) -> None:
     """Raise ``DamagedError`` if an entry is tied to a name that has no bytes of its own."""
     for entry in present.values():
         if entry.alias is not None and (entry.alias not in present or present[entry.alias].alias is not None):
-            raise DamagedError(f"layout table: {entry.name!r} is tied to nothing")
+            raise DamagedError(
+                f"layout table: {entry.name!r} is tied to {entry.alias!r}, which has no bytes of its own"
+            )
 
 
 def check_ties(present: Mapping[str, Entry]) -> None:
     """Check the aliases of one checkpoint: raise ``DamagedError`` also if tied entries differ in dtype or shape.
 
-    A restore would write bytes of one shape into a tensor of the other. (Tied entries of the table
-    may differ, because a checkpoint may hold an extra entry in place of one of them.)"""
+    If they differed, a restore would write bytes of one shape into a tensor of the other. (Two tied entries of the
+    table may differ: a checkpoint may hold an extra entry instead of one of them.)"""
     check_aliases(present)
     for entry in present.values():
         if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
@@ -233,7 +235,7 @@ def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
         return None
     numel = math.prod(shape)
-    # If the tensor is empty, the product of its other sizes is limited all the same.
+    # The product of the sizes other than 0 is limited, so that an empty tensor has no huge sizes either.
     if (numel or math.prod(filter(None, shape))) >= INT_MAX or not is_dense(shape, stride):
         return None
     return numel

@@ -262,8 +262,8 @@ class CommitRecord(NamedTuple):
         body, (check,) = data[:56], _U64.unpack(data[56:64])
         if body[:8] == bytes(8):
             # The last store of a record writes its first 8 bytes, the generation. That store was interrupted, or a bit
-            # of it was lost. The record of a checkpoint is valid nevertheless: all that it names was durable before,
-            # and it holds the generation a second time (``payload_generation``).
+            # error turned these bytes into zeros. The record of a checkpoint is valid nevertheless: all that it names
+            # was durable before, and it holds the generation a second time (``payload_generation``).
             body = body[24:32] + body[8:]
             if body[:8] == bytes(8) or crc64(uuid + body) != check:
                 return None
@@ -313,6 +313,7 @@ class NextBatch(NamedTuple):
     key: bytes
     """``next_key`` of the loader's name, or of the empty name for the model's forward."""
     kind: int
+    """What the checksum covers: docs/format.md, "Next-batch record"."""
     checksum: int
 
 
@@ -346,8 +347,8 @@ def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, .
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
 _N_BEFORE_RECORDS = 8
-"""Number of fields of ``ManifestHeader`` before two fields that it leaves out, because they are the same in every
-manifest: the offset of the tensor records, and the length of a record."""
+"""The bytes hold two fields that ``ManifestHeader`` lacks, because they are the same in every manifest: the offset of
+the tensor records, and the length of a record. This many fields precede the two."""
 
 
 class ManifestHeader(NamedTuple):

@@ -52,9 +52,9 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     def claims(self, path: str) -> bool:
-        """Whether ``path`` belongs to this backend alone: it holds a pool that this backend recognises, or something
-        that no backend can use and that this one explains in its errors (a PMDK pool of another program). False
-        for a path where the user may choose the backend."""
+        """Whether ``path`` belongs to this backend alone. True if the path holds a pool that this backend recognises.
+        True also for a file that no backend can use, if this backend's errors explain why (a PMDK pool of another
+        program). False if the user may choose the backend."""
 
     def recognises(self, path: str) -> bool:
         """Whether an existing file at ``path`` is, by its signature, a pool of this backend."""

@@ -40,10 +40,10 @@ def _for_new(path: str) -> Backend:
     return BACKENDS["pmdk" if is_pm and pmemobj.is_available() else "file"]
 
 
-def _named(name: str, said: str) -> Backend:
+def _named(name: str, setting: str) -> Backend:
     if name not in BACKENDS:
         known = ", ".join(["'auto'", *map(repr, BACKENDS)])
-        raise ValueError(f"{said} is not known. Choose one of {known}.")
+        raise ValueError(f"{setting} is not known. Choose one of {known}.")
     return BACKENDS[name]
 
 

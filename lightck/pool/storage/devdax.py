@@ -2,8 +2,9 @@
 
 Such a device can only be mapped: it has no read(), write() or sync, a fixed size and a fixed name. Reads therefore go
 through a mapping, and a record in the device's head (``devdax_head``), written last, says which pool is the device's.
-Invariant: ``create`` never writes to the bytes that the record names, unless the device had another size then. The
-device's kind comes from sysfs, its owner and mode from the descriptor; symbolic links are not followed.
+Invariant: ``create`` never writes to the bytes that the record names, unless the device's size has changed since the
+record was written. The device's kind comes from sysfs, its owner and mode from the descriptor; symbolic links are not
+followed.
 """
 
 from __future__ import annotations
@@ -258,10 +259,10 @@ def _place(device: _Device, nbytes: int) -> int:
         )
     assert there is not None, "only the present pool is in the way"
     error = NoSpaceError(
-        f"A pool of {nbytes / 1e6:,.1f} MB has no room on {device.path!r} beside the pool that is there "
-        f"({there.nbytes / 1e6:,.1f} of {facts.nbytes / 1e6:,.1f} MB). The old pool must stay until the new one is "
-        "complete, and it is intact. Use a larger namespace; or export the newest checkpoint, and start afresh with "
-        "overwrite=True."
+        f"A pool of {nbytes / 1e6:,.1f} MB has no room on {device.path!r} beside the pool that is there: the device "
+        f"has {facts.nbytes / 1e6:,.1f} MB, and that pool takes {there.nbytes / 1e6:,.1f} MB. The old pool must stay "
+        "until the new one is complete, and it is intact. Use a larger namespace; or export the newest checkpoint, and "
+        "start afresh with overwrite=True."
     )
     error.discard_helps = True
     raise error

@@ -26,7 +26,8 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The pool has ``nbytes`` bytes from ``start`` on; 0 bytes means no pool. The highest ``sequence`` is valid."""
+    """The pool has ``nbytes`` bytes from ``start`` on; 0 bytes means no pool. The copy with the highest
+    ``sequence`` counts."""
 
     sequence: int
     start: int

@@ -37,7 +37,7 @@ _REAL = ("ACPI.NFIT", "CXL")
 _HOSTED = "virtio-pmem"
 """The provider whose memory is a file of a virtual machine's host."""
 _PRETENDED = ("e820", "nfit_test")
-"""Providers whose memory is ordinary, though declared persistent: these names, alone or before a dot."""
+"""Providers whose memory is ordinary, though declared persistent. What follows a dot is ignored (``nfit_test.0``)."""
 _DOMAINS = {
     "cpu_cache": "the processor's caches are in the persistence domain (eADR): a store is durable without a write-back",
     "memory_controller": "the memory controller is in the persistence domain (ADR): a line written back is durable",
@@ -46,6 +46,7 @@ TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR = 0, 1, 2, 3
 """What the choke point does to make stores durable: ``LCK_TIER_*`` in native/include/lck.h."""
 _FLUSH = "power: as far as the disk honours a flush"
 _LOOPS_MAX = 4
+"""Overlays and loop devices, one below the other, that are followed down to a medium."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def probe_device(device: DaxDevice, *, system: System | None = None) -> Durabili
     system, region = system or System(), device.region
     seen = f"{device.name} is a device-dax device of {device.nbytes} bytes: its mapping is the memory itself"
     if region is None:
-        volatile = "it is not on the NVDIMM bus (hmem, CXL): it is treated as memory that ends with the system"
+        volatile = "it is not on the NVDIMM bus but hmem or CXL RAM: it is treated as memory that ends with the system"
         return _process_only("memory (device-dax)", TIER_CACHE, seen, volatile)
     if _is_pretended(region):
         return _process_only("memory (device-dax)", TIER_CACHE, seen, *_why_volatile([Device(device.name, region)]))
@@ -161,7 +162,7 @@ def _disk(name: str, *evidence: str) -> Durability:
 
 
 def _weaker(promised: Durability, other: Durability) -> Durability:
-    """Return ``promised`` without what ``other`` does not survive, with the evidence of both."""
+    """Return ``promised``, reduced to what ``other`` survives too, with the evidence of both."""
     return replace(
         promised,
         os=promised.os and other.os,

@@ -1,9 +1,9 @@
 """Detect that the holder of a lock was killed but has not ended yet, and make it end sooner.
 
-The kernel releases the locks of a killed process when its last thread closes its files, after freeing their memory.
-The copy threads of a training have idle priority: if all processors are busy, freeing some hundred megabytes can take
-such a thread half a minute instead of milliseconds. An immediate restart then finds the pool locked by a process that
-will never write again.
+The last thread of a killed process frees the process's memory and then closes the process's files; only then does the
+kernel release the locks. The copy threads of a training have idle priority: if all processors are busy, freeing some
+hundred megabytes can take such a thread half a minute instead of milliseconds. An immediate restart then finds the pool
+locked by a process that will never write again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def own_dying_process() -> int | None:
 
 
 def hasten(pid: int) -> None:
-    """Make a dying process end sooner: give its threads normal priority, and free its memory from this process.
+    """Make a dying process end sooner: give its threads normal priority, and ask the kernel to free its memory.
 
     The priority needs CAP_SYS_NICE or RLIMIT_NICE; without them it stays as it is. The kernel frees no memory of a
     process that is not dying."""

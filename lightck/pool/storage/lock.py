@@ -22,6 +22,7 @@ import errno
 import fcntl
 import gc
 import logging
+import math
 import os
 import stat
 import struct
@@ -51,6 +52,9 @@ _ATTEMPTS = 100
 """Attempts to lock: the holder may release the lock between a refusal and the query for the holder, and the worker of a
 killed training may not have closed its descriptor yet."""
 _PAUSE_SECONDS = 0.005
+_CHECK_LASTS = 0.002
+"""For this many seconds after a full check, small writes are not checked again. Another training takes longer to open a
+pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,7 @@ class PoolLock:
         self._pool_path = pool_path
         self._pid = os.getpid()
         self._fd = -1
+        self._checked_at = -math.inf
         wait = dying_holder.DyingHolderWait(pool_path)
         while not self._try_take(wait):
             pass
@@ -308,7 +313,9 @@ class PoolLock:
         """Check the lock before a slot is written; if the lock file was removed, make and lock a new one.
 
         Raises ``BackgroundError`` if another process may have opened the pool meanwhile. ``by_file``: check only that
-        the lock file is the same one; for a call shortly after a full check."""
+        the lock file is the same one, and skip even that if a full check was made within ``_CHECK_LASTS`` seconds."""
+        if by_file and time.monotonic() - self._checked_at < _CHECK_LASTS:
+            return
         try:
             st = os.stat(self.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -324,6 +331,8 @@ class PoolLock:
             return  # unknown, and checked again at the next checkpoint
         if not is_ours:
             raise self._lost()
+        if not by_file:
+            self._checked_at = time.monotonic()
 
     def _take_again(self) -> None:
         with _guard:

@@ -177,7 +177,8 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
     if err.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return PoolPermissionError(
             f"libpmemobj cannot open the pool {path!r} ({reason}). Check its owner and mode, that its file system is "
-            "not mounted read-only, and, on persistent memory, that the kernel lets you read its shutdown count."
+            "not mounted read-only, and, on persistent memory, that the kernel lets you read its count of "
+            "unsafe shutdowns."
         )
     if "ADR failure" in (reason or ""):
         return MediumError(

@@ -61,7 +61,8 @@ class Pool:
     """A pool that libpmemobj has open: nobody else can open it until ``close`` or the end of this process."""
 
     def __init__(self, path: str, layout: str, nbytes: int, *, create: bool = False, shutdown_state: bool) -> None:
-        """``nbytes``: size of the file. ``create``: format the file, which is all zeros, as a pool."""
+        """``nbytes``: size of the file. ``create``: format the file, which is all zeros, as a pool.
+        ``shutdown_state``: whether the pool counts unsafe shutdowns (``pmdk_file.has_shutdown_state``)."""
         load()
         out = ffi.new("lck_pmdk **")
         with _turn:

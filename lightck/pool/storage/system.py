@@ -86,7 +86,7 @@ class Dax:
     is_dax: bool
     """Mappings bypass the page cache, according to statx."""
     map_sync: bool
-    """The kernel granted a MAP_SYNC mapping: it makes the file's metadata durable before each page can be stored to."""
+    """The kernel granted a MAP_SYNC mapping: the file's metadata is durable before a page can be written."""
     reason: str = ""
     """Why MAP_SYNC was refused."""
 
