@@ -30,8 +30,7 @@ class FoundCheckpoint:
     """A checkpoint of the commit log whose bytes are still in their slot.
 
     state: ``committed``: recovery may return it. ``dead``: the training resumed from an older step, and recovery
-    returns it only if its step is asked for. ``rejected``: it is damaged or stale (see ``reason``), and recovery skips
-    it.
+    returns it only if its step is asked for. ``rejected``: it is damaged (see ``reason``), and recovery skips it.
     """
 
     record: CommitRecord
@@ -101,7 +100,7 @@ def _of_step(reader: PoolReader, found: tuple[FoundCheckpoint, ...], step: int) 
 
 
 def _readable(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckpoint]:
-    from lightck.restore.recover import STALE_REASON, StaleCheckpoints  # imports torch
+    from lightck.restore.recover import StaleCheckpoints  # imports torch
 
     live = candidates(commit_log)
     known = {(record.slot, record.payload_generation) for record in live}
@@ -119,9 +118,7 @@ def _readable(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckp
             if is_superseded and reader.slot_generation(record.slot) != record.payload_generation:
                 continue  # the slot holds a newer checkpoint; a damaged header does not change that
             each = _parsed(reader, record, state)
-            if each is not None and stale.includes(each.generation):
-                each = FoundCheckpoint(record, REJECTED, STALE_REASON, None, None)
-            if each is not None:
+            if each is not None and not stale.includes(each.generation):  # stale ones: as if the strike had come
                 yield each
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from toys import BIG, adam, crashed, damage, everything, forward, is_step, net, same, train, weights
 
 import lightck
-from lightck.cli.stored_checkpoints import COMMITTED, REJECTED, find_checkpoints, open_reader
+from lightck.cli.stored_checkpoints import COMMITTED, find_checkpoints, open_reader
 from lightck.errors import CorruptPoolError, NoCheckpointError, StateChangedError
 from lightck.pipeline import guard
 from lightck.pipeline.guard import WriteGuard
@@ -487,7 +487,7 @@ def test_stale_checkpoints_are_struck_when_the_right_one_is_committed_and_not_be
             lightck.recover(image, step=step)
     with open_reader(str(image)) as reader:
         found = {each.step: each.state for each in find_checkpoints(reader)}
-    assert (found[8], found[7], found[6]) == (COMMITTED, REJECTED, REJECTED)
+    assert found == {8: COMMITTED}
     again = frozen_run(image, resume=True)
     with again[2]:
         assert held_steps(image) == [8], "who goes on from the right one strikes the others"
