@@ -72,9 +72,7 @@ def test_a_position_of_an_older_pool_is_read() -> None:
 
 
 def test_a_dataset_with_a_generator_of_its_own_is_found_behind_padding(bench: Bench, folder: Path) -> None:
-    assert "the dataset has a random generator or a counter of its own" in refusal(
-        bench, "padded", folder, update=9
-    )
+    assert "the dataset has a random generator or a counter of its own" in refusal(bench, "padded", folder, update=9)
 
 
 @pytest.mark.parametrize("name", ["prefetcher-persistent", "prefetcher-persistent-augmented"])
