@@ -340,8 +340,11 @@ class Comparison:
             )
             return
         what = [f"loader {first.name!r}" if first.name else "the model's forward" for first in data]
-        if gradients:
-            what.append("the gradients of the first update")
+        if gradients:  # a penalty on other weights would not be seen: the line names what was compared, no more
+            names = dict.fromkeys(part.name.partition("/")[2] for part in gradients)
+            what.append(
+                f"the first update's gradients of {listed([repr(name) for name in names])} and of no other weights"
+            )
         log.info(
             "lightck: the first batch after the resume is the one that followed step %d, as a checksum of shapes, "
             "dtypes and some of its bytes shows (%s)",
