@@ -122,7 +122,8 @@ def metadata(wheel: Path, version: str) -> None:
     with ZipFile(wheel) as files:
         names = set(files.namelist())
         head = message_from_bytes(files.read(f"lightck-{version}.dist-info/METADATA"))
-    lacking = {"lightck/liblck.so", "lightck/_lck_ffi.py", "lightck/py.typed", "lightck/demo/train_gpt.py"} - names
+    needed = ("liblck.so", "_lck_ffi.py", "py.typed", "demo/train_gpt.py", "docs/loops.md")
+    lacking = {f"lightck/{name}" for name in needed} - names
     foreign = {name.split("/")[0] for name in names} - {"lightck", f"lightck-{version}.dist-info"}
     if lacking or foreign or head["Version"] != version:
         raise SystemExit(f"{wheel.name}: lacks {sorted(lacking)}, has {sorted(foreign)}, says {head['Version']}")

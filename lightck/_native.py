@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 _STRUCTS = ("lck_copy", "lck_commit", "lck_job_info", "lck_event", "lck_extent", "lck_read", "lck_span")
 """In the order of the numbers that lck_sizeof takes."""
-_REBUILD = "Run `pip install .` in the source folder (or reinstall the wheel) to rebuild both."
+_REBUILD = (
+    "Run `pip install .` in the source folder, or reinstall the wheel, to replace lightck's native library and its "
+    "Python bindings together."
+)
 
 
 class NativeError(OSError):

@@ -1,4 +1,4 @@
-"""Every error that lightck raises, in one tree.
+"""The errors of lightck, in one tree. (An argument of a wrong type or value raises a plain TypeError or ValueError.)
 
 Each class is a ``LightckError`` and also a builtin exception, which code that does not know lightck can catch. Each
 message gives the fact, the reason and the cure, in that order.
@@ -26,10 +26,10 @@ message gives the fact, the reason and the cure, in that order.
     ├── DataMismatchError             (ValueError)          strict_data=True: a resume goes on with other data
     ├── AmbiguousError                (ValueError)          two candidates for one role
     ├── StateValueError               (TypeError)           a value that cannot be stored
-    ├── UnsupportedError              (NotImplementedError) an optimizer that lightck does not follow; several ranks
+    ├── UnsupportedError              (NotImplementedError) something that lightck does not support: see the message
     ├── LateError                     (RuntimeError)        an optimizer or scheduler that came after attach
     ├── SessionError                  (RuntimeError)        a call that is not allowed now
-    ├── NothingSavedError             (RuntimeError)        close(): the model was trained, and nothing of it was saved
+    ├── NothingSavedError             (RuntimeError)        close(): lightck saw no update, so nothing was saved
     ├── StateChangedError             (RuntimeError)        a tensor was written while a checkpoint still needed it
     ├── FlushTimeoutError             (TimeoutError)        flush(timeout=) ran out of time
     ├── ExportError                   (OSError)             an exported file could not be written
@@ -54,7 +54,7 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 class LightckError(Exception):
-    """Base of every error that lightck raises."""
+    """Base of lightck's errors."""
 
 
 class _SystemError(LightckError, OSError):
@@ -74,7 +74,8 @@ class PoolNotFoundError(PoolError, FileNotFoundError):
 
 
 class PoolPathError(PoolError, IsADirectoryError):
-    """The path names something that cannot be a pool: a directory, a device, a socket, a symbolic link."""
+    """The path cannot name a pool: it is empty or too long, or names a directory, a socket, a symbolic link, or a
+    device on which this backend cannot make a pool."""
 
 
 class PoolPermissionError(PoolError, PermissionError):
@@ -115,7 +116,8 @@ class NotAPoolError(PoolError, ValueError):
     """The file is not a lightck pool."""
 
     discard_helps = False
-    """Whether a pool can be made here once the present content is discarded: that of a device (``overwrite=True``)."""
+    """Whether ``overwrite=True`` may discard the present content and make a pool here: True only for some content of a
+    device."""
 
 
 class PoolTruncatedError(PoolError, EOFError):
@@ -172,7 +174,8 @@ class StateValueError(LightckError, TypeError):
 
 
 class UnsupportedError(LightckError, NotImplementedError):
-    """An optimizer that lightck does not follow, or a training of several ranks; the message names what works."""
+    """Something that lightck does not support: an optimizer, several ranks, or a call that does not go together with
+    layer-wise updates or with lightck's hooks. The message names what to do instead."""
 
 
 class LateError(LightckError, RuntimeError):
@@ -184,7 +187,8 @@ class SessionError(LightckError, RuntimeError):
 
 
 class NothingSavedError(LightckError, RuntimeError):
-    """A session ends, its model was trained, and lightck has seen no update of it."""
+    """A session ends, and nothing of the training was saved, because lightck saw no update of the session's model. The
+    message says whether that model was trained, or another one with parameters of the same shapes."""
 
 
 class StateChangedError(LightckError, RuntimeError):

@@ -36,7 +36,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Event(Enum):
-    """The events that can close a checkpoint, in the order of an iteration."""
+    """The events that can close a checkpoint."""
 
     NEXT = "next"
     """``next()`` on a session loader."""
@@ -65,9 +65,10 @@ class StepListener:
     def forward_ended(self) -> None:
         """The forward returned."""
 
-    def before_step(self, index: int, outside_wrapper: bool, has_gradients: bool) -> None:
-        """An optimizer's ``step`` is called. ``outside_wrapper``: outside the ``step`` of the wrapper around it.
-        ``has_gradients``: the gradients exist already, because no closure computes them inside ``step``."""
+    def before_step(self, index: int, bypasses_wrapper: bool, has_gradients: bool) -> None:
+        """An optimizer's ``step`` is called. ``bypasses_wrapper``: whether a wrapper contains this optimizer, and
+        something other than the wrapper's ``step`` called it. ``has_gradients``: the gradients exist already, because
+        no closure computes them inside ``step``."""
 
     def gate(self) -> None:
         """An update is about to change tensors. It begins after this method has returned."""
@@ -116,7 +117,7 @@ class SessionLock:
 
     @property
     def of_live_session(self) -> threading.RLock:
-        """The lock itself, for a caller that has found ``is_live``: without asking again."""
+        """The bare lock, for a caller that has just checked ``is_live``: entering it does not check this again."""
         return self._lock
 
     @property
@@ -178,8 +179,8 @@ class StepEvents(StepListener):
 
     def _find_receivers(self) -> None:
         self._receivers = {
-            name: tuple(getattr(one, name) for one in self._listeners if getattr(type(one), name) is not nothing)
-            for name, nothing in vars(StepListener).items()
+            name: tuple(getattr(one, name) for one in self._listeners if getattr(type(one), name) is not inherited)
+            for name, inherited in vars(StepListener).items()
             if not name.startswith("_")
         }
 
@@ -201,8 +202,8 @@ class StepEvents(StepListener):
     def forward_ended(self) -> None:
         self._emit("forward_ended")
 
-    def before_step(self, index: int, outside_wrapper: bool, has_gradients: bool) -> None:
-        self._emit("before_step", index, outside_wrapper, has_gradients)
+    def before_step(self, index: int, bypasses_wrapper: bool, has_gradients: bool) -> None:
+        self._emit("before_step", index, bypasses_wrapper, has_gradients)
 
     def gate(self) -> None:
         """Pass on ``gate``, then ``update_begins``."""

@@ -30,7 +30,7 @@ _user_handlers: dict[int, Callable[..., object]] = {}
 """Signal number -> the user's handler, while ``_defer`` is installed in its place."""
 _pending: list[tuple[Callable[..., object], int, FrameType | None]] = []
 """Handler, signal number and frame of each queued signal."""
-_depth = 0
+_is_deferring = False
 _main_thread = threading.main_thread().ident
 """The thread on which Python runs signal handlers."""
 
@@ -53,12 +53,12 @@ def deferred() -> Iterator[None]:
 def begin_deferral() -> bool:
     """Defer signals from now on, and return True: then ``end_deferral`` must follow. Return False, and do nothing, if
     they are deferred already, or on a thread that runs no handlers."""
-    global _depth
-    if _depth or threading.get_ident() != _main_thread:
+    global _is_deferring
+    if _is_deferring or threading.get_ident() != _main_thread:
         return False
     try:
         _replace_handlers()
-        _depth = 1
+        _is_deferring = True
     except BaseException:  # from a handler that ran before it was replaced
         end_deferral()
         raise
@@ -67,8 +67,8 @@ def begin_deferral() -> bool:
 
 def end_deferral() -> None:
     """Install the user's handlers again, and run those of the signals that came meanwhile."""
-    global _depth
-    _depth = 0
+    global _is_deferring
+    _is_deferring = False
     _restore_handlers()
     if _pending:
         _handle_pending()
@@ -91,13 +91,13 @@ def retry_interrupted(work: Callable[[], T]) -> T:
 
 def _handle_during_deferral() -> None:
     """Run the queued handlers inside a ``deferred`` block. Code that a handler calls defers signals by itself."""
-    global _depth
-    outside, _depth = _depth, 0
+    global _is_deferring
+    before, _is_deferring = _is_deferring, False
     _restore_handlers()
     try:
         _handle_pending()
     finally:
-        _depth = outside
+        _is_deferring = before
         _replace_handlers()
 
 
@@ -139,8 +139,8 @@ def _handle_pending() -> None:
 
 def _reset_in_child() -> None:
     """Give a forked child the user's handlers, and none of the signals that its parent queued."""
-    global _depth, _main_thread
-    _depth = 0
+    global _is_deferring, _main_thread
+    _is_deferring = False
     _main_thread = threading.get_ident()
     _pending.clear()
     _restore_handlers()

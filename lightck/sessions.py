@@ -41,7 +41,7 @@ class FollowedTraining(Protocol):
 
 
 existing: weakref.WeakSet[FollowedTraining] = weakref.WeakSet()
-"""Every session object that is alive, open or closed. A session is added once its hooks are installed."""
+"""The ``Steps`` of every session that is alive, open or closed. It is added once the session's hooks are installed."""
 
 
 def _open() -> Iterator[tuple[nn.Module, FollowedTraining]]:

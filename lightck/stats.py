@@ -32,7 +32,8 @@ class Stats:
     """Step of the newest durable checkpoint."""
     skipped: int = 0
     """The sum of three counts: checkpoints that were dropped because a source changed during the copy, checkpoints that
-    ``pause_on_nonfinite`` refused, and optimizer steps that a GradScaler skipped."""
+    ``pause_on_nonfinite`` refused, and steps of a fused optimizer that changed nothing because a GradScaler found
+    an infinity. Skipped steps of other optimizers are not counted."""
     recopied: int = 0
     """Tensors that were copied again because something wrote to them after their layer was updated (``layerwise``).
     Without ``layerwise`` always 0: a checkpoint whose source changed is dropped (``skipped``)."""
@@ -69,8 +70,8 @@ class Observer(Protocol):
 class Stall:
     """One ``stall`` block of a meter. A class and no generator, because several run at each step.
 
-    The time of the block counts as CPU time, except while it waits (``Meter.wait``): to ask the clock of the thread
-    takes longer than the whole block at a step that saves nothing.
+    The time of the block counts as CPU time, except while it waits (``Meter.wait``). The thread's CPU clock is not
+    read, because that takes longer than the whole block at a step that saves nothing.
     """
 
     __slots__ = ("_begin", "_defers", "_meter", "_what")

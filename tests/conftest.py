@@ -16,6 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+# Tests' models are small, and a small model is copied whole at the boundary. Most tests are about copies in the
+# background, so the copies are made there, in this process and in all that are started from it. CI runs a part of the
+# suite with LIGHTCK_TEST_BACKGROUND=0.
+os.environ.setdefault("LIGHTCK_TEST_BACKGROUND", "1")
+
 import pytest
 import slow_transfers
 import torch

@@ -42,10 +42,10 @@ class Host:
             self.updates = self.saved = self.checkpoint["updates"]
             self.number = self.checkpoint["number"]
 
-    def loader(self, dl: Any, name: str = "train") -> SessionLoader:
+    def loader(self, dl: Any, name: str = "train", **options: Any) -> SessionLoader:
         positions = self.checkpoint["loaders"] if self.checkpoint else {}
         at_iter = self.once is not None and not any(position["live"] for position in positions.values())
-        self.loaders[name] = SessionLoader(dl, self.proxy or self, name, positions.get(name), at_iter)
+        self.loaders[name] = SessionLoader(dl, self.proxy or self, name, positions.get(name), at_iter, **options)
         return self.loaders[name]
 
     def loader_next(self, loader: SessionLoader) -> None:

@@ -15,7 +15,7 @@ import click
 
 from lightck.cli.base import Group
 
-NAMES = ("bench", "completion", "demo", "diff", "doctor", "export", "inject", "inspect", "trace", "verify")
+NAMES = ("bench", "completion", "demo", "diff", "docs", "doctor", "export", "inject", "inspect", "trace", "verify")
 
 
 class _Commands(Group):

@@ -88,9 +88,9 @@ def command(words: tuple[str, ...], pool_dir: Path | None, threads: int | None, 
     others = [word for word in words if word != MACHINE]
     if others:
         usage_error(
-            f"{others[0]!r} is unknown to this command, which only measures this machine. Omit it. If it names a "
-            "measurement of the project's whole bench, which is not installed with lightck: run `lightck bench "
-            f"{others[0]}` in a checkout of lightck {lightck.__version__}, or pass --checkout DIR too."
+            f"{others[0]!r} is unknown to this command, which only measures this machine. Omit it. If you mean "
+            "a measurement of the project's whole bench, which is not installed with lightck, run `lightck bench "
+            f"{others[0]}` in a checkout of lightck {lightck.__version__}, or name the checkout with --checkout DIR."
         )
     with ended_by_signals():
         found = _measured(pool_dir, threads)
@@ -164,22 +164,22 @@ def verdict_on(found: Speed) -> str:
     """The verdict as a sentence. A difference within the noise between two equal trainings is not called a cost."""
     _, (again, ours, theirs) = zip(*found.added.items(), strict=True)
     noise = max(abs(again.low), abs(again.high))
-    other = f"torch.save{' and fsync' if found.is_synced else ''} at each step costs {_share(theirs.median)}."
+    other = f"torch.save{' and fsync' if found.is_synced else ''} at each step costs {_share(theirs.median)}"
     if theirs.median <= noise or theirs.low <= 0:
         return (
-            f"The noise is too large: two equal trainings differ by up to {_share(noise)} of a step, and {other} "
-            "Measure again while the machine does nothing else."
+            f"The noise is too large to measure a cost: two equal trainings differ by up to {_share(noise)} of a step, "
+            f"and {other}, which is not clearly more. Measure again while the machine does nothing else."
         )
     if ours.median <= noise or ours.low <= 0:
         return (
             f"The cost of a checkpoint at each step is within the noise on this medium: {_share(ours.median)} of a "
             "step, "
-            f"where two equal trainings differ by up to {_share(noise)}; {other}"
+            f"where two equal trainings differ by up to {_share(noise)}; {other}."
         )
     cure = (
         ' interval="auto" saves less often, so that checkpoints cost at most 3 %.' if ours.median > _EXPENSIVE else ""
     )
-    return f"A checkpoint at each step costs {_share(ours.median)} of a step on this medium; {other}{cure}"
+    return f"A checkpoint at each step costs {_share(ours.median)} of a step on this medium; {other}.{cure}"
 
 
 # -- the checkout ----------------------------------------------------------------------------------------------------
@@ -236,8 +236,8 @@ def _command_of(root: Path) -> click.Command:
     package = importlib.import_module("bench")
     if not package.__file__ or Path(package.__file__).resolve().parents[1] != root.resolve():
         raise BenchError(
-            f"The bench of {path!r} cannot be run: Python finds another package of that name ({package.__file__}). "
-            "Remove its folder from PYTHONPATH, or uninstall it."
+            f"The bench of {path!r} cannot be run: Python finds another package named bench ({package.__file__}). "
+            "Remove its folder from PYTHONPATH, or uninstall that package."
         )
     found: click.Command = importlib.import_module("bench.command").command
     return found

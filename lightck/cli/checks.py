@@ -128,7 +128,7 @@ def workers(_: Machine) -> Iterator[Finding]:
 
 def media(machine: Machine, asked: str | None = None) -> Iterator[Finding]:
     """Findings for the folders in which a pool could lie. An unusable folder is a problem if it is ``asked``, else a
-    note. Without ``asked`` it is one problem if no folder is usable."""
+    note. If ``asked`` is None and no folder is usable, there is also one problem, "media"."""
     folders = [SHARED, machine.env.get("XDG_RUNTIME_DIR", ""), "/tmp", os.getcwd()]
     folders += [mount.point for mount in machine.mounts() if is_dax(mount.options + mount.own_options)]
     lines = [_medium(machine, folder) for folder in dict.fromkeys(filter(None, folders))]
@@ -202,7 +202,7 @@ def _medium(machine: Machine, folder: str) -> Finding:
     if folder == SHARED and space.total <= DOCKER_SHARED_NBYTES:
         return Finding(folder, NOTE, said, _MORE_SHARED)
     if medium.medium.startswith("unknown"):
-        cure = "On a network or FUSE file system a pool survives only a killed process: prefer a local disk."
+        cure = "On a medium unknown to lightck a pool is only sure to survive a killed process: prefer a local disk."
         return Finding(folder, NOTE, said, cure)
     return Finding(folder, OK, said)
 
@@ -295,7 +295,7 @@ def logout(machine: Machine) -> Iterator[Finding]:
     settings = [each for found in per_file for each in found]
     if settings and settings[-1].lower() in ("no", "false", "off", "0"):
         return
-    cure = f"A logout ends the training and deletes its pool in {SHARED}. Run loginctl enable-linger, or use a disk."
+    cure = f"After your last logout a pool in {SHARED} is gone. Run loginctl enable-linger, or use a disk."
     if not machine.exists(f"/var/lib/systemd/linger/{machine.env.get('USER', '')}") or not machine.env.get("USER"):
         yield Finding("logout", NOTE, f"systemd removes your files in {SHARED} when you log out (RemoveIPC)", cure)
 
@@ -339,7 +339,10 @@ def _pmdk(is_wanted: bool) -> Finding:
     try:
         module.load()
     except module.MissingError as error:
-        cure = "To create PMDK pools (they can be read without it): apt install libpmemobj1, or set LIGHTCK_LIBPMEMOBJ."
+        cure = (
+            "To create PMDK pools (they can be read without it): apt install libpmemobj1, or set LIGHTCK_LIBPMEMOBJ to "
+            "the path of libpmemobj.so.1."
+        )
         level = PROBLEM if is_wanted else NOTE
         return Finding("backend pmdk", level, f"libpmemobj was not found ({error}): PMDK pools cannot be created", cure)
     path = loaded("libpmemobj", Path("/proc/self/maps").read_text(errors="replace"))

@@ -27,8 +27,8 @@ def command(ctx: click.Context, shell: str) -> int:
         script = found(ctx.find_root().command, {}, "lightck", VARIABLE).source()
     except OSError as error:  # click runs bash to get its version
         print_error(
-            f"{shell} cannot be run here: {error.strerror}. Its completion script depends on its version. Install "
-            "it first."
+            f"{shell} cannot be run here: {error.strerror}. The completion script depends on the version of {shell}. "
+            f"Install {shell} first."
         )
         return FAILED
     click.echo(script)

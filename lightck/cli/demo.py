@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     "--pool-dir",
     type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
     metavar="DIR",
-    help="Create the pool in DIR, removed at the end. [default: /dev/shm if it has room, else the temporary folder]",
+    help="Create the pool in DIR, and remove the pool at the end. "
+    "[default: /dev/shm if it has room, else the temporary folder]",
 )
 @json_option
 def command(

@@ -37,7 +37,9 @@ class _OverwrittenError(Exception):
 @click.option(
     "--steps", type=(click.IntRange(0), click.IntRange(0)), metavar="M N", help="Compare step M of A with step N of B."
 )
-@click.option("--all", "everything", is_flag=True, help="List every difference, not only the largest.")
+@click.option(
+    "--all", "everything", is_flag=True, help="List every difference; without it, the first 20 tensors and 20 values."
+)
 @json_option
 def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bool, as_json: bool) -> int:
     """Compare the newest checkpoints of the pools A and B or, with --steps M N, two checkpoints of one pool.
@@ -145,7 +147,7 @@ def _refuse_damage(sides: list[stored_checkpoints.FoundCheckpoint], error: Damag
         raise _OverwrittenError from error
     named = " or ".join(f"step {side.step} of {_location(side)['pool']!r}" for side in sides)
     raise CorruptPoolError(
-        f"A tensor cannot be compared: {error}, in {named}. `lightck verify --deep POOL` shows which checkpoints "
+        f"A tensor of {named} cannot be compared: {error}. `lightck verify --deep POOL` shows which checkpoints "
         "are intact."
     ) from error
 
@@ -160,7 +162,7 @@ def _show(facts: Facts, most: int | None) -> None:
     tensors, values = facts["tensors"], facts["values"]
     if facts["equal"]:
         print_verdict(
-            f"EQUAL, bit for bit: {count(facts['compared_tensors'], 'tensor')} and all small state.", good=True
+            f"EQUAL, bit for bit: {count(facts['compared_tensors'], 'tensor')} and every other saved value.", good=True
         )
         return
     if tensors:
@@ -178,9 +180,9 @@ def _show(facts: Facts, most: int | None) -> None:
 
 
 def _show_tensors(tensors: list[Facts], most: int | None) -> None:
-    """Print the tensors: added, removed or of another kind first, then those with new NaN, then by distance.
+    """Print the tensors: added, removed or of another kind first, then those with another number of NaN, then the rest.
 
-    Within each group the model comes before the rest, and the largest distance first.
+    Within each of these groups the model's tensors come first, and then the largest distance.
     """
     ordered = sorted(tensors, key=_rank)
     rows = [("tensor", "differing", "max abs", "max rel", "")]
@@ -211,8 +213,4 @@ def _row(each: Facts) -> tuple[str, str, str, str, str]:
 
 def _show_more(number: int, most: int | None, thing: str) -> None:
     if most is not None and number > most:
-        print_line(
-            f"and {count(number - most, thing)} more with smaller differences (--all lists them)"
-            if thing == "tensor"
-            else f"and {count(number - most, thing)} more (--all lists them)"
-        )
+        print_line(f"and {count(number - most, thing)} more (--all lists them)")

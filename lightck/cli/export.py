@@ -9,7 +9,8 @@ import click
 from lightck.cli.base import OK, POOL, Command, json_option, refuse_existing, step_option
 from lightck.cli.text import count, listed, print_json, print_line, size
 
-_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+_FORMATS = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")}
+"""Suffix of a file name -> its format."""
 
 
 @click.command("export", cls=Command, short_help="Write a checkpoint as a safetensors or torch file.")
@@ -19,7 +20,7 @@ _OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
     "--format",
     "file_format",
     type=click.Choice(["safetensors", "torch"]),
-    help="[default: torch if TO ends in .pt, .pth, .bin or .ckpt, else safetensors]",
+    help="[default: safetensors if TO ends in .safetensors, torch if it ends in .pt, .pth, .bin or .ckpt]",
 )
 @click.option(
     "--what",
@@ -38,9 +39,9 @@ def command(
     import lightck
     from lightck.export import export_checkpoint
 
+    kind = file_format or _format_of(to)
     refuse_existing(str(to), overwrite=overwrite)  # before the pool is opened
     checkpoint = lightck.recover(pool, step=step)
-    kind = file_format or ("torch" if to.suffix.lower() in _OF_TORCH else "safetensors")
     done = export_checkpoint(checkpoint, to, format=kind, what=what, overwrite=overwrite)
     if as_json:
         print_json(
@@ -60,3 +61,13 @@ def command(
         print_line("tied tensors, written once: " + listed(f"{name} = {stored}" for name, stored in done.tied.items()))
     print_line(f"step {checkpoint.step}: {count(done.tensors, 'tensor')}, {size(done.nbytes)} in {done.path} ({kind})")
     return OK
+
+
+def _format_of(to: Path) -> str:
+    kind = _FORMATS.get(to.suffix.lower())
+    if kind is None:
+        raise click.UsageError(
+            f"The name {to.name!r} does not say which format to write. Name the file *.safetensors or *.pt, or pass "
+            "--format safetensors or --format torch."
+        )
+    return kind

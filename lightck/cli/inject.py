@@ -49,7 +49,9 @@ class Damage:
 @click.argument("copy", type=click.Path())
 @click.option("--flip", is_flag=False, flag_value=ANYWHERE, metavar="[WHERE]", help="Flip one bit.")
 @click.option("--zero-page", is_flag=False, flag_value=ANYWHERE, metavar="[WHERE]", help="Zero a page of 4 KiB.")
-@click.option("--torn-slot", is_flag=True, help="Overwrite the end of the newest checkpoint with another one.")
+@click.option(
+    "--torn-slot", is_flag=True, help="Overwrite the end of the newest checkpoint with bytes of another slot."
+)
 @click.option("--truncate", type=int, metavar="N", help="Cut the file to N bytes; -N: cut off N bytes.")
 @click.option(
     "--seed",
@@ -69,9 +71,9 @@ def command(
 ) -> int:
     """Copy POOL to COPY, which must not exist, and damage the copy. POOL is only read.
 
-    WHERE is an offset in the pool, or a structure of the newest checkpoint: superblock, table, line (its commit
-    record), header, manifest, payload, or the name of a tensor. Without WHERE, --flip and --zero-page choose a random
-    place; they must then come after COPY.
+    WHERE is an offset in the pool; a structure of the pool: superblock, table, next (the record of the next batch);
+    or a part of the newest checkpoint: line (its commit record), header, manifest, payload, or the name of a tensor.
+    Without WHERE, --flip and --zero-page choose a random place; they must then come after COPY.
     """
     if [flip, zero_page, torn_slot or None, truncate].count(None) != 3:
         usage_error("Pass exactly one of --flip, --zero-page, --torn-slot, --truncate.")
@@ -142,7 +144,10 @@ def cut(path: str, nbytes: int) -> Damage:
     before = os.stat(path).st_size
     after = nbytes if nbytes >= 0 else before + nbytes
     if not 0 <= after < before:
-        usage_error(f"--truncate {nbytes}: the pool has {before} bytes.")
+        usage_error(
+            f"--truncate {nbytes} does not make the pool shorter: it has {before} bytes. Pass the new size, 0 to "
+            f"{before - 1}, or minus the number of bytes to cut off."
+        )
     os.truncate(path, after)
     return Damage(f"cut from {before} to {after} bytes", nbytes=before - after)
 
@@ -196,7 +201,7 @@ def _tear(reader: PoolReader, parts: Sequence[Part], rng: random.Random) -> Dama
     first = rng.choice(differing)
     start, end = first.offset, min(payload[-1].end, first.offset + TORN_NBYTES_MAX)
     at = _write(reader, start, reader.read(start - base + other, end - start))
-    said = f"tore slot {slot}: from {first.words} on, {end - start} bytes of another checkpoint"
+    said = f"tore slot {slot}: {end - start} bytes, from {first.words} on, were replaced with those of another slot"
     return Damage(said, start, at, end - start, None, *_tensor_and_step([first]))
 
 
@@ -208,24 +213,34 @@ def _offset(reader: PoolReader, parts: Sequence[Part], where: str, rng: random.R
         part = rng.choice(_named(parts, where))
         return part.offset + rng.randrange(part.nbytes)
     if not 0 <= offset < total(reader.container.extents):
-        usage_error(f"Offset {where}: the pool has {total(reader.container.extents)} bytes.")
+        usage_error(
+            f"The offset {where} is outside of the pool, which has {total(reader.container.extents)} bytes. "
+            "Name an offset inside."
+        )
     return offset
 
 
 def _named(parts: Sequence[Part], where: str) -> list[Part]:
     """The parts that WHERE names. Of parts that belong to a checkpoint, those of the newest one."""
     if where in (anatomy.SUPERBLOCK, anatomy.TABLE, anatomy.NEXT):
-        return [part for part in parts if part.kind == where]
+        structures = [part for part in parts if part.kind == where]
+        if not structures:
+            usage_error(
+                f"This pool has no {where} to damage: an older lightck made it. Name another place, such as superblock."
+            )
+        return structures
     newest = next((part.generation for part in parts if part.kind == anatomy.MANIFEST), None)
     if newest is None:
         usage_error(
             "This pool holds no checkpoint to damage: none was committed yet, or none can be read. "
-            "Name a place outside of checkpoints: superblock, table or an offset in the pool, as --flip superblock."
+            "Name a place outside of checkpoints (superblock, table or an offset in the pool), for example "
+            "--flip superblock."
         )
     found = [part for part in parts if part.generation == newest and where in (ANYWHERE, part.kind, part.tensor)]
     if not found:
         usage_error(
-            f"{where!r} is not in the newest checkpoint of this pool. WHERE is {_WHERE} (lightck inspect --tensors)."
+            f"{where!r} is not in the newest checkpoint of this pool. WHERE is {_WHERE}, as "
+            "lightck inspect --tensors lists it."
         )
     return found
 

@@ -27,7 +27,7 @@ from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import holder_of
 
 ROWS_MAX = 40
-"""The most lines of the module table; more modules are folded."""
+"""The most lines of the module table; if there are more modules, ``folded`` sums them up."""
 
 
 @click.command(
@@ -233,8 +233,8 @@ def _show_checkpoints(facts: Facts) -> None:
         for line in columns(rows, right=range(6)):
             print_line(line)
     for each in facts["unfinished"]:
-        why = "is being written" if facts["holder"] else "was cut off by a kill, or given up"
-        print_line(f"slot {each['slot']}: generation {each['generation']} {why}; it is not committed")
+        why = "is being written" if facts["holder"] else "was not finished: a kill cut it off, or lightck dropped it"
+        print_line(f"slot {each['slot']}: the checkpoint of generation {each['generation']} {why}; it is not committed")
 
 
 def _state(stored: Facts) -> str:
@@ -303,7 +303,8 @@ def _show_layers(layers: list[Facts]) -> None:
         print_line(line)
     if len(rows) < len(layers):
         print_line(
-            f"{len(layers)} modules, folded into {len(rows)} by the beginning of their names; --tensors lists all"
+            f"{len(layers)} modules in {len(rows)} rows: modules whose names begin alike are summed; "
+            "--tensors lists every tensor"
         )
 
 

@@ -92,10 +92,12 @@ def _of_step(reader: PoolReader, found: tuple[FoundCheckpoint, ...], step: int) 
     chosen = tuple(each for each in found if each.step == step)
     if chosen:
         return chosen
-    steps = ", ".join(str(s) for s in sorted({each.step for each in found})) or "no checkpoint yet"
+    if not found:
+        raise NoCheckpointError(f"The pool {reader.path!r} does not hold step {step}: it holds no checkpoint yet.")
+    steps = ", ".join(str(s) for s in sorted({each.step for each in found}))
     raise NoCheckpointError(
         f"The pool {reader.path!r} does not hold step {step}. It holds {steps}: a pool keeps the newest few "
-        "checkpoints, and older ones were overwritten. Ask for one of these, or omit --step."
+        "checkpoints, and older ones were overwritten. Ask for a step that it holds, or omit --step."
     )
 
 
@@ -116,9 +118,9 @@ def _readable(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckp
         for record in records:
             is_superseded = record.payload_generation < newest[record.slot]
             if is_superseded and reader.slot_generation(record.slot) != record.payload_generation:
-                continue  # the slot holds a newer checkpoint; a damaged header does not change that
+                continue  # a newer record names the slot, and its header (intact or damaged) does not name this one
             each = _parsed(reader, record, state)
-            if each is not None and not stale.includes(each.generation):  # stale ones: as if the strike had come
+            if each is not None and not stale.includes(each.generation):  # a stale one counts as struck
                 yield each
 
 

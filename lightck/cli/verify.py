@@ -94,12 +94,12 @@ def _structures(reader: PoolReader) -> Iterator[Facts]:
         yield _structure(f"header of slot {slot}", *_stable_reason(lambda at=slot: _header_reason(reader, at)))  # type: ignore[misc]
 
 
-def _structure(name: str, reason: str | None, normal: bool = False) -> Facts:
-    return {"name": name, "damaged": reason is not None and not normal, "note": reason}
+def _structure(name: str, reason: str | None, is_explained: bool = False) -> Facts:
+    return {"name": name, "damaged": reason is not None and not is_explained, "note": reason}
 
 
 Reason = tuple[str | None, bool]
-"""What is wrong with a structure (None: nothing), and whether a kill explains it."""
+"""What is wrong with a structure (None: nothing), and whether a kill explains it, so that it is no damage."""
 
 
 def _stable_reason(read: Callable[[], Reason]) -> Reason:
@@ -108,10 +108,10 @@ def _stable_reason(read: Callable[[], Reason]) -> Reason:
     for attempt in range(_READS):
         if attempt:
             time.sleep(_PAUSE_SECONDS)
-        reason, normal = read()
+        reason, is_explained = read()
         if reason is None:
             break
-    return reason, normal
+    return reason, is_explained
 
 
 def _superblock_reason(reader: PoolReader, offset: int) -> str | None:
@@ -129,7 +129,10 @@ def _record_reason(reader: PoolReader, position: int) -> Reason:
         CommitRecord.unpack(data, sb.uuid)
     except DamagedError as error:
         if _lacks_last_store(data, reader):
-            return "it lacks its last store, as after a kill during a commit; its checkpoint is not used", True
+            return (
+                "it was not finished, as after a kill during a commit; the checkpoint that it would name is not used",
+                True,
+            )
         return f"{error}: the checkpoint that it named cannot be found", False
     return None, True
 
@@ -145,9 +148,9 @@ def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
     commit_log = reader.commit_log()
     if any(record.generation == older for record in commit_log.records.values()):
         return False
-    newest = min(commit_log.generation + SLOTS_MAX, payload + _GENERATIONS_TRIED)
+    last = min(commit_log.generation + SLOTS_MAX, payload + _GENERATIONS_TRIED)
     first = max(payload, older + 1)
-    return any(_is_valid_with(generation, data, reader.superblock.uuid) for generation in range(first, newest + 1))
+    return any(_is_valid_with(generation, data, reader.superblock.uuid) for generation in range(first, last + 1))
 
 
 def _is_valid_with(generation: int, data: bytes, uuid: bytes) -> bool:
@@ -224,7 +227,7 @@ def _damage(stored: StoredCheckpoint, advance: Callable[[int], None]) -> Iterato
     """Each tensor with a bad block; stops at the first one if the checkpoint is being overwritten."""
     for name, entry in stored.entries.items():
         try:
-            stored.read_into(name, 0)
+            stored.read_into(name, 0)  # 0: verify the blocks, and keep no bytes
         except DamagedError as error:
             yield {"tensor": name, "reason": str(error)}
             if not stored.is_intact():

@@ -100,7 +100,7 @@ def _sampled_items(count: int, get: Callable[[int], object]) -> Iterable[object]
 
 
 def _leaf_bytes(item: object) -> bytes | None:
-    """Return what is compared of an object that is no tensor, or None for a type that is not covered."""
+    """Return what is compared of an object other than a plain tensor, or None for a type that is not covered."""
     kind = type(item)
     if isinstance(item, bytes) and kind is bytes:
         return b"%d" % len(item) + _spread_crc(item, len(item))
@@ -111,7 +111,7 @@ def _leaf_bytes(item: object) -> bytes | None:
     if isinstance(item, np.ndarray) and kind is np.ndarray and not item.dtype.hasobject:
         head = f"{item.dtype.str}{item.shape}".encode()
         if item.nbytes > _CHECKED_BYTES and not item.flags.c_contiguous:
-            return head + bytes(item[_coordinates(item.shape, _CHECKED_BYTES // item.itemsize)].tobytes())
+            return head + bytes(item[_coordinates(item.shape, max(_CHECKED_BYTES // item.itemsize, 1))].tobytes())
         flat = np.ascontiguousarray(item).reshape(-1).view(np.uint8)
         return head + _spread_crc(flat, item.nbytes)
     if isinstance(item, np.generic) and not item.dtype.hasobject:
@@ -186,8 +186,10 @@ def _word_offsets(total: int, count: int) -> CData:
 
 @lru_cache(maxsize=256)
 def sample_positions(total: int, count: int) -> npt.NDArray[np.int64]:
-    """Return ``count`` fixed numbers below ``total``, which is larger: one in each of ``count`` equal intervals, at a
-    pseudo-random distance from its beginning (splitmix64). Equal distances could hit the same columns of every row."""
+    """Return ``count`` fixed numbers from 0 to ``total`` - 1. ``count`` is smaller than ``total``.
+
+    The range is split into ``count`` equal intervals, and each number lies in one of them, at a pseudo-random distance
+    from its beginning (splitmix64). Equal distances could hit the same columns of every row."""
     begins = np.arange(count + 1, dtype=np.int64) * total // count
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # splitmix64
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -3,6 +3,7 @@ exact."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, SupportsInt
@@ -15,6 +16,8 @@ from lightck.errors import DriftError, SessionError
 
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader
+
+log = logging.getLogger("lightck")
 
 Drift = dict[str, tuple[object, object]]
 """Differences between the loader that was saved and the current one: property -> (then, now)."""
@@ -100,49 +103,50 @@ def _options_of(loader: DataLoader[object]) -> Identity:
 
 
 TAKEN_BEFORE = "batches taken before the pass"
-"""The property of the identity that counts the batches which an iterator with only one pass gave before the loop left
-it and iterated over it again. A new process cannot continue such a pass, because its iterator begins at the first
-batch."""
+"""A property of the identity. A loop may leave an iterator that has only one pass, and iterate over it again later. The
+property counts the batches that the iterator gave before the present pass. A new process cannot continue such a pass,
+because its iterator begins at the first batch."""
 
 
 def has_one_pass(loader: object) -> bool:
-    """Whether the object can be iterated only once: a generator, a ``map``, ``iter()`` of a list or of a DataLoader. A
-    class that is not built in may begin again."""
+    """Whether the object can be iterated only once: a generator, a ``map``, ``iter()`` of a list or of a DataLoader. An
+    iterator of any other class returns False, because its ``iter()`` may begin at the first batch again."""
     made_by = type(loader).__module__
     return isinstance(loader, Iterator) and made_by in ("builtins", "itertools", "torch.utils.data.dataloader")
 
 
-def drift_error(name: str, drift: Drift, position: Position) -> DriftError:
-    """Return the error for a loader that differs from the saved one."""
-    text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
-    fact = f"loader {name!r} differs from the one that was saved: {text}."
-    given = position.state.given
-    if given == position.identity.get("length"):
-        return DriftError(
-            f"{fact} The checkpoint was saved after the last of the {given} batches of a pass, so a resume goes on at "
-            "that pass's end. If that was the end of the training, call session.close(done=True) there, and do not "
-            "enter the loop if session.done is true. Otherwise build the loader as it was; session.loader(..., "
-            "anew=True) would train this pass once more.",
-            drift,
-        )
-    return DriftError(
-        f"{fact} The checkpoint lies in the middle of a pass, and another loader would give other batches. Build the "
-        "loader as it was, or begin its pass anew: session.loader(..., anew=True).",
-        drift,
-    )
-
-
-def refuse_drift(name: str, position: Position, kind: str, generators: int, identity: Identity) -> None:
-    """Raise ``DriftError`` if a loader is not built as it was. ``generators``: how many random generators it owns.
-    Lengths are compared later."""
+def drift_of(position: Position, kind: str, generators: int, identity: Identity) -> Drift:
+    """Return in what a loader differs from the saved one. ``generators``: how many random generators it owns. Lengths
+    are compared later."""
     then = position.identity
     # Version 1 saved fewer properties of a wrapper: only those that were saved are compared.
     keys = then if position.version < 2 else {**then, **identity}
     drift: Drift = {key: (then.get(key), identity.get(key)) for key in keys if key != "length"}
-    drift |= {"kind": (position.kind, kind), "generators": (len(position.generators), generators)}
-    drift = {key: (before, after) for key, (before, after) in drift.items() if before != after}
-    if drift:
-        raise drift_error(name, drift, position)
+    drift |= {
+        "the kind of loader": (position.kind, kind),
+        "the number of its generators": (len(position.generators), generators),
+    }
+    return {key: (before, after) for key, (before, after) in drift.items() if before != after}
+
+
+def report_drift(name: str, drift: Drift, position: Position) -> None:
+    """Warn that a loader is another one than the saved one. Raises ``DriftError`` if batches of the restored pass are
+    left, because another loader would give other ones."""
+    text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
+    fact = f"loader {name!r} differs from the one that was saved: {text}."
+    if position.live and not position.has_given_all:
+        raise DriftError(
+            f"{fact} The checkpoint lies in the middle of a pass, and another loader would give other batches. Build "
+            "the loader as it was, or begin its pass anew: session.loader(..., anew=True).",
+            drift,
+        )
+    where = "after the last batch of a pass" if position.live else "between two passes"
+    log.warning(
+        "lightck: %s The checkpoint was saved %s, so the next pass uses the loader as it is now. If that is not what "
+        "you want, build it as it was",
+        fact,
+        where,
+    )
 
 
 def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
@@ -158,7 +162,7 @@ def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
         "data); the dataset was built after attach from random numbers, as by random_split (build it before attach); "
         "the dataset has a random generator or a counter of its own, which no checkpoint holds (give the dataset "
         "state_dict() and load_state_dict(), and pass the same object in state=); the sampler and the loop draw from "
-        "the same global generator by turns (give the sampler a generator of its own, as its attribute generator)"
+        "the same global generator by turns (give the sampler a generator of its own in its attribute `generator`)"
         f"{reason if is_wrapper else ''}. If none of these can be mended, begin the pass anew: "
         "session.loader(..., anew=True)."
     )
@@ -183,15 +187,15 @@ def is_stateful(loader: object) -> bool:
 
 
 DRAWS_IN_ITEMS = (
-    "without workers a pass cannot be replayed exactly if its iterable dataset draws from the global random "
-    "generators at each item, or begins a pass where the last one ended. If it does, use num_workers >= 1, a "
-    "generator of its own, or torchdata's StatefulDataLoader"
+    "the loader has an iterable dataset and no workers. If the dataset draws from the global random generators at each "
+    "item, or begins a pass where the last one ended, the batches of a pass cannot be fetched again exactly. Then use "
+    "num_workers >= 1, give the dataset a generator of its own, or use torchdata's StatefulDataLoader"
 )
 """At attach it is unknown whether a dataset does so. So this is only logged, and a resume compares the batches."""
 
 
 def replay_risk(loader: object) -> str | None:
-    """Return why a replay of this loader may not be exact, or None if it is exact."""
+    """Return why a replay of this loader may not be exact, or None if no reason is known before its first pass."""
     dataloader = inner_dataloader(loader)
     if dataloader is None or is_stateful(loader):
         return None

@@ -22,21 +22,21 @@ from lightck.dataloader.batch import TensorReads, checksum_of, differ
 from lightck.dataloader.identity import (
     DRAWS_IN_ITEMS,
     TAKEN_BEFORE,
-    drift_error,
+    drift_of,
     has_one_pass,
     identity_of,
     is_stateful,
-    refuse_drift,
     refuse_own,
     replay_error,
     replay_risk,
+    report_drift,
 )
 from lightck.dataloader.loader_state import OwnedObjects, OwnGenerators, States
 from lightck.dataloader.passes import LoaderHost, Pass, PassIterator, tick
 from lightck.dataloader.position import PassState, Position, RngSnapshot, corrupt, same_rng
 from lightck.dataloader.positions import ReusedBatches
 from lightck.dataloader.preview import Previews, is_lightning_probe, warn_lightning_counts
-from lightck.dataloader.replay import SKIP_NOTE, PassTooShort, Progress, iterate_after_skip, replay
+from lightck.dataloader.replay import SKIP_NOTE, PassTooShort, ReplayReport, iterate_after_skip, replay
 from lightck.dataloader.sampler import SamplerWatch, watch_sampler
 from lightck.dataloader.wrapped_loader import (
     fetches_here,
@@ -72,22 +72,24 @@ class SessionLoader:
     """The name under which the position is saved."""
     restored_epoch = 0
     """`epoch` as the restored checkpoint had it."""
-    mid_batch_reported = position_was_read = False
+    mid_batch_reported = position_was_read = has_drifted = False
     in_eval = False
     """Whether the model is in eval mode, set by the host at each ``next()``."""
     training_fetch_tick = 0
-    """The `tick` of the last ``next()`` of any loader in training mode."""
+    """The `tick` of the last ``next()`` of any loader while the model was in training mode."""
     _prefetches = False
     """Whether the loader may fetch ahead of the batches that it gives."""
     is_begun = False
     """Whether it was iterated in this process."""
     _has_trained = False
-    """Whether updates were made in an earlier pass of this process."""
+    """Whether an earlier pass, or the restored one, was a pass of the training loop."""
     _taken = 0
-    """Batches given in earlier passes of this process."""
-    _ended = 0
+    """Batches given in earlier passes, those of the restored pass before the resume included."""
+    _end_tick = 0
     """The `tick` at which the last pass ended."""
     _watch: SamplerWatch | None = None
+    _ends_at_once = False
+    """Whether the restored pass has no batch left, and the loader is another one than the saved one."""
 
     def __init__(
         self,
@@ -152,14 +154,14 @@ class SessionLoader:
 
     @property
     def has_trained(self) -> bool:
-        """Whether updates were made in any of its passes, in this process."""
+        """Whether an earlier pass was a pass of the training loop, or updates were made since the present one began."""
         pass_ = self._pass
         return self._has_trained or (pass_ is not None and pass_.has_updated(self._host.updates))
 
     @property
     def is_training(self) -> bool:
-        """Whether updates were made in a pass of this loader, so that its ``next()`` belongs to the training loop. So
-        does the first ``next()`` of a later pass, even if an evaluation has left the model in eval mode."""
+        """Whether an earlier pass or the present one is a pass of the training loop, so that each ``next()`` belongs to
+        that loop. An evaluation that has left the model in eval mode does not change this."""
         return self._has_trained or (self._pass is not None and self._is_of_training(self._pass))
 
     def _is_of_training(self, pass_: Pass) -> bool:
@@ -255,17 +257,18 @@ class SessionLoader:
         if not self.mid_batch_reported:
             self.mid_batch_reported = True
             log.warning(
-                "loader %r: step %d ended within a batch: the loop makes several updates on one batch, or iterates "
-                "over another session loader inside it, or began this pass with the model in eval mode, so that "
-                "lightck took it for an evaluation. A saved position counts whole batches, so a resume from such a "
-                "step skips the rest of that batch. Call session.end_step() after the last update on a batch",
+                "lightck: loader %r: step %d ended within a batch: the loop makes several updates on one batch, or "
+                "iterates over another session loader inside it, or began this pass with the model in eval mode, so "
+                "that lightck took it for an evaluation. A saved position counts whole batches, so a resume from such "
+                "a step skips the rest of that batch. Call session.end_step() after the last update on a batch",
                 self.name,
                 step,
             )
 
     def _warn_risk(self, risk: str, level: int = logging.WARNING) -> None:
         self._risk = risk
-        log.log(level, "loader %r: a resume in mid-pass may not be exact, or may be refused; %s", self.name, risk)
+        text = "lightck: loader %r: a resume in mid-pass may not be exact, or may be refused; %s"
+        log.log(level, text, self.name, risk)
 
     # -- restoring
 
@@ -277,14 +280,14 @@ class SessionLoader:
             self.reused.warn_restored()
         self._at_workers = position.at_workers if self._persistent else None
         kind = "stateful" if self._stateful else "plain"
-        if position.live:
-            refuse_drift(self.name, position, kind, len(self._generators), self._identity)
-        elif position.kind != kind or len(position.generators) != len(self._generators):
-            log.warning(
-                "loader %r was built differently when it was saved (another class, or other generators), so its next "
-                "pass begins without the saved state and may give another order. Build it as it was to avoid this",
-                self.name,
-            )
+        drift = drift_of(position, kind, len(self._generators), self._identity)
+        self.has_drifted = bool(drift)
+        if drift:
+            report_drift(self.name, drift, position)
+            if position.live:
+                self._ends_at_once, self._at_workers = True, None
+                return position
+        if position.kind != kind or len(position.generators) != len(self._generators):
             state = replace(position.state, inner=None)
             position = replace(position, kind=kind, generators=self._generators.states(), at_workers=None, state=state)
             self._at_workers = None
@@ -300,16 +303,17 @@ class SessionLoader:
         return position
 
     def _compare_length(self, position: Position) -> None:
-        """Refuse another length when the pass is continued. ``set_epoch`` may change the length until then."""
+        """Report another length when the pass is continued. ``set_epoch`` may change the length until then."""
         self._identity = identity_of(self.loader, self._stateful)
         was, now = position.identity.get("length"), self._identity.get("length")
-        if was != now:
-            raise drift_error(self.name, {"length": (was, now)}, position)
+        if was != now and not self._ends_at_once:
+            report_drift(self.name, {"length": (was, now)}, position)
+            self._ends_at_once = True
 
     def _drop_used_position(self) -> None:
-        """Drop the restored position once the training has gone on from it: an update was made in its pass, or the loop
-        left a pass that is no preview. If no update was made in the saved pass (an evaluation), any update drops the
-        position, because a loop that trains before it begins this pass does not continue the pass."""
+        """Drop the restored position once the loop has left a pass that is no preview, or has made an update in the
+        present pass. If the saved pass had no updates, any update and any evaluation drop it too. An update before any
+        pass has begun moves it to the end of such a saved pass, because the loop does not continue that pass."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
@@ -342,8 +346,9 @@ class SessionLoader:
 
     def _return_to(self, position: Position) -> None:
         self._pass, self._pending, self._epoch = None, position, position.epoch
-        self._at_workers = position.at_workers if self._persistent else None
-        self._generators.set_states(position.generators)
+        if not self._ends_at_once:
+            self._at_workers = position.at_workers if self._persistent else None
+            self._generators.set_states(position.generators)
         set_pass_number(self.loader, position.state.pass_number)
         self._owned.put_back()
         if self._persistent and self._dataloader is not None:
@@ -351,7 +356,7 @@ class SessionLoader:
 
     def put_back(self) -> None:
         """Return to the restored position if a pass was left since the restore. The session calls this if a ``next()``
-        closed the checkpoint: the position includes this pass already, which the earlier run made before that call."""
+        closed the restored checkpoint: the script makes passes again that its position counts already."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_at_start:
             return
@@ -396,7 +401,7 @@ class SessionLoader:
             self._previews.left(pass_)
             self._has_trained |= self._is_of_training(pass_)
             self._taken += pass_.state.given
-            self._ended = pass_.left_tick
+            self._end_tick = pass_.left_tick
             self._epoch += int(pass_.restored or pass_.has_trained(self._host.updates))
 
     def _prepare(self, position: Position) -> None:
@@ -422,7 +427,7 @@ class SessionLoader:
             ) from error
 
     def _new_pass(self) -> Pass:
-        return Pass(self._host.updates, tick(), self._ended, PassState(self._generators.snapshot()))
+        return Pass(self._host.updates, tick(), self._end_tick, PassState(self._generators.snapshot()))
 
     def _start_pass(self, inner: Iterator[object], pass_: Pass) -> PassIterator:
         self.is_begun = True
@@ -437,6 +442,11 @@ class SessionLoader:
         assert position.state.at_iter is not None  # checked when it was read
         self._compare_length(position)
         pass_ = self._new_pass()
+        pass_.trained, pass_.restored, pass_.skipped = position.trained, True, position.state.given
+        if self._ends_at_once:
+            pass_.state.given = position.state.given
+            self._generators_at_next = self._generators.states()
+            return self._start_pass(iter(()), pass_)
         with self._generators.preserved():
             self._owned.load(position.state.objects)
             is_later_pass = self._start_workers(position)
@@ -453,8 +463,6 @@ class SessionLoader:
         self._generators.set_states(position.generators)
         self._generators_at_next = position.generators
         pass_.state = replace(position.state, raised=dict(position.state.raised))
-        pass_.trained, pass_.restored = position.trained, True
-        pass_.skipped = position.state.given
         return self._start_pass(inner, pass_)
 
     def _iterate_after_skip(self, position: Position) -> Iterator[object]:
@@ -481,8 +489,9 @@ class SessionLoader:
             return False
         if not self.is_begun:
             log.warning(
-                "loader %r goes on in a later pass of persistent workers: the order of its samples is exact, but "
-                "random augmentation and other state in the workers is not; with persistent_workers=False it would be",
+                "lightck: loader %r goes on in a later pass of persistent workers: the order of its samples is exact, "
+                "but random augmentation and other state in the workers is not; with persistent_workers=False it "
+                "would be",
                 self.name,
             )
         self._generators.restore(position.at_workers)
@@ -497,10 +506,10 @@ class SessionLoader:
             if skips:
                 self._generators.restore(position.state.at_first)  # type: ignore[arg-type]
                 position = position.with_last_only()
-            progress = Progress(self.name, position.state.given)
-            batch = replay(inner, position, self._generators.restore, progress, self._warn_recovered)
+            report = ReplayReport(self.name, position.state.given)
+            batch = replay(inner, position, self._generators.restore, report)
         except PassTooShort as ended:
-            fact = f"it ended after {ended} of the {position.state.given} batches that the run before got from it"
+            fact = f"it ended after {'some' if skips else ended} of the {given} batches that the run before got from it"
             raise replay_error(self.name, fact, is_wrapper) from None
         if position.state.checksum is not None and position.state.given:
             checksum = checksum_of(batch)
@@ -509,22 +518,13 @@ class SessionLoader:
                 if is_exact:
                     raise replay_error(self.name, fact, is_wrapper)
                 log.warning(
-                    "loader %r: %s, so the training goes on with other data than the run before. %s",
+                    "lightck: loader %r: %s, so the training goes on with other data than the run before. %s",
                     self.name,
                     fact,
                     self._risk
                     or "Possible reasons are random augmentation in persistent workers, and a dataset that keeps a "
                     "state from pass to pass. Pass persistent_workers=False, or let the dataset keep no such state",
                 )
-
-    def _warn_recovered(self, place: int) -> None:
-        log.warning(
-            "loader %r: in the run before, a fetch after %d batches of the pass raised an error, which was ignored. "
-            "Now the same fetch gives a batch, which lightck drops. If the dataset draws random numbers in workers, "
-            "later ones may differ from those of the run before. Mend what makes the fetch fail sometimes",
-            self.name,
-            place,
-        )
 
     # -- one batch
 
@@ -594,7 +594,7 @@ class SessionLoader:
         self._host.loader_pass_ended(self)
         self._has_trained |= self._is_of_training(batches.of_pass)
         self._taken += batches.of_pass.state.given
-        self._ended = tick()
+        self._end_tick = tick()
         self._epoch += 1
         batches.of_pass.has_ended = True
         self._pass = self._pending = None

@@ -150,9 +150,9 @@ class OwnedObjects:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "loader %r: the state of state[%r] before a pass has %d bytes, and at most %d are saved with each "
-                "checkpoint: a resume in mid-pass may not be exact. Let its state_dict() return what determines "
-                "its order, such as a seed and the epoch",
+                "lightck: loader %r: a resume in mid-pass fetches its batches again, with state[%r] as it was before "
+                "the pass. That state has %d bytes, and at most %d are saved with each checkpoint, so the resume may "
+                "not be exact. Let its state_dict() return what determines its order, such as a seed and the epoch",
                 self._name,
                 key,
                 nbytes,

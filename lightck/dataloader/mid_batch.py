@@ -3,8 +3,8 @@
 Two signs show it. One sign is that an event other than ``next()`` and ``end_step()`` closes the checkpoint in mid-pass:
 the loop has not finished its batch, or it has fetched the next batch in eval mode, in which ``next()`` closes nothing.
 The other sign is that no loader fetches anything between two boundaries, so both boundaries lie within one batch. It
-counts only from the second batch on, because a loop may train on batches from elsewhere after the last batch of a
-loader.
+counts only once it has happened on a second batch, because a loop may train on batches from elsewhere after the last
+batch of a loader.
 
 If other loaders fetch and only one does not, this loader may be one that gives a batch only now and then. That is
 correct, unless whole passes of another loader run inside its batches.
@@ -88,7 +88,7 @@ def _is_mid_batch(pass_: Pass | None, step: int) -> bool:
 
 
 def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:
-    """Whether the inner pass began with the batch that the outer one gave last, with no update and no end of a pass in
+    """Whether the inner pass began after the batch that the outer one gave last, with no update and no end of a pass in
     between, and updates are made in it."""
     if inner is None or not inner.has_trained(step):
         return False

@@ -100,9 +100,9 @@ class Pass:
         return self.has_trained(updates) and not is_evaluation
 
     def is_over(self, updates: int) -> bool:
-        """Whether the next ``iter()`` begins a new pass. A pass without updates (an evaluation, a preview) is over when
-        the loop leaves it. A pass with updates is over at the next update after the loop left it; a checkpoint before
-        that update still belongs to the pass."""
+        """Whether a resume would begin a new pass, and not go on in this one. A pass without updates (an evaluation, a
+        preview) is over when the loop leaves it. A pass with updates is over at the next update after the loop left it;
+        a checkpoint before that update still belongs to the pass."""
         return self.left_at is not None and (not self.has_trained(updates) or updates > self.left_at)
 
 
@@ -148,8 +148,8 @@ class LoaderHost(Protocol):
         tensors that were read for it."""
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """Return the restored checkpoint's random state for the first pass that is no preview. Return None for later
-        passes, after an update, and if nothing was restored."""
+        """Return the restored checkpoint's random state for each pass until one of them turns out not to be a preview.
+        Return None for later passes, after an update, and if nothing was restored."""
 
     @property
     def updates(self) -> int:

@@ -28,7 +28,7 @@ def draws_once(loader: object) -> bool:
 
 
 class PersistentLoaders:
-    """Those DataLoaders of one session that were alive at attach."""
+    """The DataLoaders with persistent workers that were alive when one session was attached."""
 
     def __init__(self, loaders: Sequence[SessionLoader], objects: Mapping[str, object]) -> None:
         self._loaders, self._objects = loaders, objects

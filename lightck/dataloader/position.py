@@ -41,7 +41,11 @@ class RngSnapshot:
             return None
         if not isinstance(value, dict) or set(value) != {"rng", "generators"}:
             raise corrupt("one of its random states has the wrong parts")
-        return cls(RngState.from_value(value["rng"]), _from_bytes(value["generators"]))
+        try:
+            rng = RngState.from_value(value["rng"])
+        except CorruptPoolError as error:
+            raise corrupt(str(error)) from error
+        return cls(rng, _from_bytes(value["generators"]))
 
 
 def _to_bytes(states: Iterable[torch.Tensor]) -> list[bytes]:
@@ -58,7 +62,8 @@ def _from_bytes(value: object) -> tuple[torch.Tensor, ...]:
 
 def corrupt(reason: str) -> CorruptPoolError:
     return CorruptPoolError(
-        f"the saved position of a loader is damaged: {reason}; recover an older step: recover(step=)"
+        f"The saved position of a loader is damaged: {reason}. Go on from an older step, if the pool holds one: "
+        "lightck.recover(path, model, optimizer, step=N), and then attach."
     )
 
 
@@ -193,6 +198,11 @@ class Position:
         if any(len(snapshot.generators) != len(self.generators) for snapshot in self.snapshots()):
             raise corrupt("its random states differ in the number of generators")
 
+    @property
+    def has_given_all(self) -> bool:
+        """Whether its pass is under way and has no batch left."""
+        return self.live and self.state.given > 0 and self.state.given == self.identity.get("length")
+
     def snapshots(self) -> list[RngSnapshot]:
         snapshots = (self.state.at_iter, self.state.at_first, self.at_workers, self.state.before_last, self.state.last)
         return [snapshot for snapshot in snapshots if snapshot is not None]
@@ -263,11 +273,11 @@ def _read_map(value: object, kinds: tuple[type, ...], why: str) -> dict[str, Any
 
 def _read_raised(value: object, given: int) -> dict[int, int]:
     if type(value) is not list or not all(type(pair) is list and len(pair) == 2 for pair in value):
-        raise corrupt("its errors are no list of places")
+        raise corrupt("its failed fetches are no list of pairs (place, count)")
     if not all(type(number) is int for pair in value for number in pair):
-        raise corrupt("the place of an error is no number")
+        raise corrupt("the place or the count of a failed fetch is no number")
     if not all(0 <= place <= given and 0 < count < 1 << 31 for place, count in value):
-        raise corrupt("an error has an impossible place")
+        raise corrupt("a failed fetch has an impossible place or count")
     return dict(value)
 
 

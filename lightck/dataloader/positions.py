@@ -42,6 +42,8 @@ class Positions:
         self._without_position: list[SessionLoader] = []
         """Loaders for whose names there was no position."""
         self.any_live = any(bool(position.get("live")) for position in self._untaken.values())
+        self.drops_pass = False
+        """Whether ``anew=True`` was passed for a loader that a checkpoint restored in mid-pass."""
         self._ended_loader: SessionLoader | None = None
         """The loader whose pass ended last, until a batch is fetched to train on."""
         self._is_first_update_after_pass = True
@@ -53,8 +55,10 @@ class Positions:
             return value
         position = Position.from_value(value)
         if position.live:
+            self.drops_pass = True
             log.warning(
-                "loader %r begins its pass anew because of anew=True: %d batches of epoch %d are given again",
+                "lightck: loader %r begins its pass anew because of anew=True: %d batches of epoch %d are given again. "
+                "So the training does not go on as the interrupted one did, and its first update is not compared",
                 name,
                 position.state.given,
                 position.epoch,
@@ -95,7 +99,7 @@ class Positions:
         else:
             log.info(
                 "lightck: the checkpoint holds the position of %s, which no session.loader() call of this run has "
-                "taken so far. New checkpoints keep it, and nothing is to be done",
+                "taken so far. New checkpoints keep it, and you need not do anything",
                 _described(left),
             )
         self._untaken = {name: value for name, value in self._untaken.items() if name not in in_pass}
@@ -112,8 +116,9 @@ class Positions:
             self._ended_loader, self._is_first_update_after_pass = loader, True
 
     def updated(self) -> None:
-        """Check, after an update, whether batches are used again. The first update after a pass may only apply
-        the gradients of the pass's last batches. So this update counts only if the loop certainly holds old batches."""
+        """Check, after an update, whether batches are used again. The first update after a pass may do
+        nothing but apply the gradients that the pass's last batches left. So it counts only if the loop certainly holds
+        old batches."""
         loader = self._ended_loader
         if loader is None:
             return
@@ -168,7 +173,7 @@ class ReusedBatches:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "loader %r: an update was made after the pass over it ended and before another began: "
+                "lightck: loader %r: an update was made after the pass over it ended and before another began: "
                 "the loop uses batches again (itertools.cycle, a list), or batches from elsewhere. %s",
                 self._name,
                 _BATCHES_DIFFER,
@@ -176,8 +181,8 @@ class ReusedBatches:
 
     def warn_restored(self) -> None:
         log.warning(
-            "loader %r: the run before used batches of a pass again after the pass had ended, and the checkpoint was "
-            "saved then. %s",
+            "lightck: loader %r: the run before used batches of a pass again after the pass had ended, and the "
+            "checkpoint was saved then. %s",
             self._name,
             _BATCHES_DIFFER,
         )

@@ -39,10 +39,10 @@ def warn_lightning_counts(name: str, position: Position | None) -> None:
     each pass from 0 and compares with ``len(loader)``."""
     if position is not None and position.live and position.state.given:
         log.warning(
-            "loader %r goes on after batch %d of its pass, and Lightning's Trainer counts the batches from 0: "
-            "it does not recognise the last batch of this pass, so it skips the validation and the scheduler "
-            "steps at the end of the pass. If there are any, their random draws and changes are missing, and the "
-            "training is not bit-identical. Write a loop of your own to avoid this",
+            "lightck: loader %r goes on after batch %d of its pass, and Lightning's Trainer counts the batches from 0. "
+            "So it does not recognise the last batch of this pass, and skips the validation and the scheduler steps "
+            "that belong to the end of the pass. If your training has a validation or such scheduler steps, what they "
+            "draw and change is missing, and the training is not bit-identical. Write a loop of your own to avoid this",
             name,
             position.state.given - 1,
         )
@@ -84,8 +84,9 @@ class Previews:
         if self.taken >= self.expected:
             return False
         # A loop that made updates in the saved pass makes another update before it leaves that pass, so a pass that was
-        # left without an update was a preview. In all other cases the loop itself may have left the pass without an
-        # update: it was an evaluation, or the loop takes a preview in each epoch.
+        # left without an update was a preview. If the saved pass had no updates, or no pass was under way, the loop
+        # itself may have left this pass: after an evaluation, or because it takes a preview in each epoch. The pass was
+        # a preview if it is no evaluation and the loop takes no preview in each epoch.
         return (position.live and position.trained) or not (pass_.evaluates or self.in_loop)
 
 

@@ -2,9 +2,9 @@
 
 A loader may fetch ahead of what it gives. A loader that is one batch ahead (Accelerate's, timm's prefetcher) fetches
 two batches at its first ``next()`` and one at each later ``next()``; the loop draws in between. So the replay restores
-two saved random states, one before each of the last two ``next()``: the first of the two fetches the last batch given,
-and the second fetches the batch that waits in the loader. A loader that fetches two batches ahead gives another last
-batch, and the checksum detects it.
+two saved random states, one before each of the last two ``next()``. The earlier one of these two ``next()`` fetches the
+last batch that was given, and the later one fetches the batch that waits in the loader. A loader that fetches two
+batches ahead gives another last batch, and the checksum detects it.
 
 ``session.loader(dl, replay="skip")`` draws the batches given before from the sampler only, fetches just the last one,
 and compares it. Random numbers that a dataset draws from its own generator, or from a global generator inside a worker,
@@ -36,17 +36,16 @@ def replay(
     inner: Iterator[object],
     position: Position,
     restore: Callable[[RngSnapshot], None],
-    progress: Progress,
-    warn_recovered: Callable[[int], None],
+    report: ReplayReport,
 ) -> object:
     """Fetch and drop the batches given before, which also advances each worker's random stream and the prefetching.
     Return the last batch. Fetches that raised, and whose errors the loop ignored, are repeated. If such a fetch gives
-    a batch now, ``warn_recovered`` is called with its place. Raises ``PassTooShort``."""
+    a batch now, ``report`` warns. Raises ``PassTooShort``."""
     batch = None
     if position.state.at_first is not None:
         restore(position.state.at_first)
     for index in range(position.state.given):
-        _repeat_failed_fetches(inner, position, index, warn_recovered)
+        _repeat_failed_fetches(inner, position, index, report)
         snapshot = position.before(index)
         if snapshot is not None:
             restore(snapshot)
@@ -54,14 +53,12 @@ def replay(
             batch = next(inner)
         except StopIteration:
             raise PassTooShort(index) from None
-        progress.at(index + 1)
-    _repeat_failed_fetches(inner, position, position.state.given, warn_recovered)
+        report.fetched(index + 1)
+    _repeat_failed_fetches(inner, position, position.state.given, report)
     return batch
 
 
-def _repeat_failed_fetches(
-    inner: Iterator[object], position: Position, place: int, warn_recovered: Callable[[int], None]
-) -> None:
+def _repeat_failed_fetches(inner: Iterator[object], position: Position, place: int, report: ReplayReport) -> None:
     """Repeat the fetches that raised after ``place`` batches, as many as were counted."""
     for _ in range(position.state.raised.get(place, 0)):
         try:
@@ -75,27 +72,37 @@ def _repeat_failed_fetches(
                 error,
             )
         else:
-            warn_recovered(place)
+            report.fetch_succeeded(place)
 
 
-class Progress:
-    """Logs every ten seconds how far a long replay is."""
+class ReplayReport:
+    """Logs what a replay of one loader's batches does: every ten seconds how far it is."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
         self._begun = self._reported = time.monotonic()
 
-    def at(self, done: int) -> None:
+    def fetched(self, done: int) -> None:
         now = time.monotonic()
         if now - self._reported >= _REPORT_SECONDS:
             self._reported = now
             log.info(
-                "loader %r: %d of the %d batches that its pass gave before are fetched again, %.1f per second",
+                "lightck: loader %r: %d of the %d batches that its pass gave before are fetched again, %.1f per second",
                 self._name,
                 done,
                 self._count,
                 done / (now - self._begun),
             )
+
+    def fetch_succeeded(self, place: int) -> None:
+        """Warn of a fetch after ``place`` batches that raised an error in the run before, and gives a batch now."""
+        log.warning(
+            "lightck: loader %r: in the run before, a fetch after %d batches of the pass raised an error, which was "
+            "ignored. Now the same fetch gives a batch, which lightck drops. If the dataset draws random numbers in "
+            "workers, later ones may differ from those of the run before. Mend what makes the fetch fail sometimes",
+            self._name,
+            place,
+        )
 
 
 # -- replay="skip" -----------------------------------------------------------------------------------------------------
@@ -133,7 +140,8 @@ def iterate_after_skip(loader: DataLoader[object], count: int, after_skip: Calla
 
 
 class _SkippingSampler:
-    """A sampler, or a batch sampler, that skips only once: persistent workers iterate over it in each pass."""
+    """A sampler, or a batch sampler, that skips only once: the iterator of persistent workers goes through it again in
+    each pass."""
 
     def __init__(self, sampler: Any, count: int, after_skip: Callable[[], None]) -> None:
         self._sampler, self._count, self._after_skip = sampler, count, after_skip

@@ -15,7 +15,7 @@ import torch
 
 from lightck.dataloader.wrapped_loader import is_made_by_torch
 
-_CURE = "give the sampler a torch.Generator of its own, as its attribute generator"
+_CURE = "give the sampler a torch.Generator of its own in its attribute `generator`"
 _WATCHED_BATCHES = 4  # in each pass, if workers fetch
 
 
@@ -64,7 +64,8 @@ class _WorkerFetchWatch:
             return None
         return (
             "its sampler draws from torch's global random generator at each next(), for batches that are fetched "
-            f"ahead. A replay cannot separate these draws from those of the loop: {_CURE}"
+            f"ahead. A resume fetches the batches of the pass again without the loop's steps between them, so they may "
+            f"differ: {_CURE}"
         )
 
 
@@ -84,7 +85,8 @@ class _InProcessWatch:
         if self._sampler.has_drawn:
             return (
                 "its sampler draws from torch's global random generator at next(), and the loop draws from it too. "
-                f"A replay cannot separate the sampler's draws from those of the loop: {_CURE}"
+                "A resume fetches the batches of the pass again without the loop's steps between them, so they may "
+                f"differ: {_CURE}"
             )
         self._state = None if self._sampler.is_watched else torch.get_rng_state()
         return None

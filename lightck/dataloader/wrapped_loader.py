@@ -80,7 +80,8 @@ def fetches_here(loader: object, dataloader: DataLoader[object] | None, batches:
 
 
 def keeps_state(loader: object) -> bool:
-    """Whether it is one of Accelerate's loaders over a stateful loader."""
+    """Whether it is one of Accelerate's loaders over a stateful loader, which keeps a state of its own between
+    passes."""
     return is_accelerated(loader) and hasattr(getattr(loader, "base_dataloader", None), "load_state_dict")
 
 

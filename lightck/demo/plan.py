@@ -11,11 +11,20 @@ import random
 from dataclasses import dataclass
 
 # The kill sites in the order in which a checkpoint passes them; the child dies at the one that LIGHTCK_KILL names.
-SITES = ("header", "block", "manifest", "sealed", "body", "word", "ack")
+SITES = {
+    "header": "a slot was marked as being written",
+    "block": "a block of the payload was copied",
+    "manifest": "the manifest was written, and not flushed",
+    "sealed": "payload and manifest were flushed",
+    "body": "the commit record was written, except for its first 8 bytes, which are written last",
+    "word": "the commit record was written, and not flushed",
+    "ack": "the commit record was flushed",
+}
+"""Kill site -> what has just been done there."""
 
 GAP = 3  # the least updates between two kills, so that each process has finished some
-TAIL = 4  # the updates after the last kill, so that the run cannot end before it
-CLOCK_STEPS_MAX = 2.0
+TAIL = 4  # the least updates after the last kill, so that the run rarely ends before it
+DELAY_STEPS_MAX = 2.0  # the longest delay of a timed kill after the report, in steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +46,7 @@ def draw(kills: int, steps: int, seed: int) -> tuple[Planned, ...]:
     assert steps >= fewest_steps(kills)
     rng = random.Random(seed)
     return tuple(
-        Planned(after, site, rng.uniform(0, CLOCK_STEPS_MAX))
+        Planned(after, site, rng.uniform(0, DELAY_STEPS_MAX))
         for after, site in zip(_updates(kills, steps, rng), _sites(kills, rng), strict=True)
     )
 
@@ -53,7 +62,7 @@ def _sites(kills: int, rng: random.Random) -> list[str | None]:
     """Half of the kills get a site, each site once before any is repeated; None is a timed kill."""
     named: list[str | None] = []
     while len(named) < kills // 2:
-        named += rng.sample(SITES, len(SITES))
+        named += rng.sample(tuple(SITES), len(SITES))
     mixed = named[: kills // 2] + [None] * (kills - kills // 2)
     rng.shuffle(mixed)
     return mixed

@@ -48,7 +48,7 @@ class Lines(Watch):
 
     def opened(self, place: Place, options: Options) -> None:
         self.say(f"pool: {place.pool} ({place.why})")
-        rounded = f" (not {options.steps}: {EPOCHS} whole epochs)" if options.total != options.steps else ""
+        rounded = f" ({options.steps}, rounded up to {EPOCHS} whole epochs)" if options.total != options.steps else ""
         self.say(
             f"two runs of {options.total} updates{rounded}, one of them with {options.kills} kills; seed {options.seed}"
         )
@@ -104,7 +104,7 @@ def show(result: Result, options: Options, console: Console) -> None:
 
 def _kills(result: Result, style: box.Box | None) -> Table:
     table = Table(box=style, pad_edge=False)
-    for heading in ("kill", "reported", "recovered", "updates lost", "recovery"):
+    for heading in ("kill", "last update reported", "step recovered", "updates lost", "recovery"):
         table.add_column(heading, justify="left" if heading == "kill" else "right", no_wrap=heading != "kill")
     for kill in result.kills:
         numbers = (str(kill.reported), str(kill.recovered), str(kill.lost))

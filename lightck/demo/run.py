@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from lightck.demo.compare import Kill, Record, differences
 from lightck.demo.place import MIB, Place, open_place
-from lightck.demo.plan import Planned, draw, kill_setting
+from lightck.demo.plan import SITES, Planned, draw, kill_setting
 from lightck.demo.process import Child
 from lightck.errors import LightckError
 
@@ -286,13 +286,13 @@ class _Survivor(_Run):
                 self.take(message)
                 if due == math.inf and not timed and "update" in message:
                     due = self._due(planned)
-            self._child_ended(child.status(), f"site {setting}" if setting and not timed else timed)
+            self._child_ended(child.status(), timed or _at_site(setting or None))
 
     def _timed(self, planned: Planned | None) -> str:
         assert planned is not None
         if planned.site is None:
             return f"timed, {planned.delay:.2f} steps after update {planned.after}"
-        return f"timed, because the training did not reach {planned.site}, where it was to be killed"
+        return f"timed, because the training did not come to the moment when {SITES[planned.site]}"
 
     def _due(self, planned: Planned | None) -> float:
         """The monotonic time of a timed kill, called when an update was reported; infinity if not yet or never."""
@@ -332,6 +332,11 @@ class _Survivor(_Run):
     def total(self, counter: str) -> Any:
         """The sum of a counter over all children."""
         return sum(each.get(counter, 0) for each in self.counters)
+
+
+def _at_site(setting: str | None) -> str:
+    """The moment at which a child killed itself. ``setting`` is its LIGHTCK_KILL; None gives an empty text."""
+    return f"when {SITES[setting.partition(':')[0]]} (LIGHTCK_KILL={setting})" if setting else ""
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def export_checkpoint(
     path = file_path(to)
     check_what(what)
     if format not in FORMATS:
-        raise ValueError(f"format={format!r}: it is one of {', '.join(map(repr, FORMATS))}.")
+        raise ValueError(f"format={format!r} is unknown. Pass one of {', '.join(map(repr, FORMATS))}.")
     if format == "safetensors":
         return export_chosen(choose(checkpoint.contents, what, checkpoint.tensor), path, overwrite=overwrite)
     value = for_torch(checkpoint.model if what == "model" else everything(checkpoint))

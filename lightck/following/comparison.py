@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lightck.dataloader.batch import TensorReads, differ, is_partial
-from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.passes import Pass
 from lightck.errors import DataMismatchError, listed
 from lightck.events import Event
 from lightck.following.first_batch import BATCH, FORWARD, LATER_BATCH, RANDOM_STATES, FirstInput, FirstInputs
+from lightck.following.loop_counter import LoopCounterCheck
 from lightck.following.update_parts import GRADIENT, KINDS, OPTIMIZER_STATE, OPTIONS, UpdateParts
 from lightck.pool.format.structures import NextBatch, next_key
 
 log = logging.getLogger("lightck")
-_PAGE = "docs/loops.md"
+_PAGE = "`lightck docs loops`"
 _PART = {
     GRADIENT: "the gradient of {}",
     OPTIONS: "an option of {} (for example its lr)",
@@ -41,8 +41,8 @@ class Recorder:
         self._parts = parts or UpdateParts(())
         self._since_closed: FirstInputs | None = None
         self._of_next: FirstInputs | None = None
-        """The first inputs after the next checkpoint, or None. They are collected before that checkpoint is closed if a
-        training forward closes it, or the pre-step hook after the forward does."""
+        """The first inputs after the next checkpoint, or None. If a training forward closes that checkpoint, or the
+        pre-step hook after the forward closes it, the inputs of the forward are collected before it is closed."""
 
     def closed(self, event: Event) -> None:
         """A checkpoint was closed and is being saved."""
@@ -88,8 +88,9 @@ class Recorder:
 
 
 class Continuation:
-    """Reports the batches, forwards and updates of one session to the ``Recorder``, and after a resume also to the
-    ``Comparison``."""
+    """Passes the events of one session to its ``Recorder``, and after a resume also to the ``Comparison`` and the
+    ``LoopCounterCheck``. (The session reports a forward to the recorder itself, before the forward closes a
+    checkpoint.)"""
 
     def __init__(self, recorder: Recorder, comparison: Comparison | None, loop_counter: LoopCounterCheck) -> None:
         self.recorder, self.loop_counter = recorder, loop_counter
@@ -104,6 +105,7 @@ class Continuation:
 
     def pass_ended(self) -> None:
         """A training pass over a session loader has ended."""
+        self.loop_counter.pass_ended()
         if self._comparison is not None:
             self._comparison.pass_ended()
 
@@ -121,6 +123,10 @@ class Continuation:
             self._comparison.before_update(index)
             if self._comparison.is_over:
                 self._comparison = None
+
+    def compare_nothing(self) -> None:
+        """The user has asked for other data than those that followed the restored checkpoint."""
+        self._comparison = None
 
     def forget(self) -> None:
         """Drop all references: a closed session keeps nothing alive."""
@@ -223,11 +229,10 @@ class Comparison:
         if self._is_judged or not is_missed:
             return
         log.warning(
-            "lightck: The first batch after the resume is not the one that followed step %d: the interrupted run "
-            "made another update after that step, and in this run no update came before the session was closed. If "
-            "you did not end this run early, the loop ended too soon: its batches were fetched ahead (list(loader)), "
-            "it counted from 0 instead of loader.start, or the restored pass had no batch left. %s shows such loops,"
-            " and how to make each exact",
+            "lightck: The first batch after the resume is missing: the interrupted run made another update after step "
+            "%d, and in this run no update came before the session was closed. If you did not end this run early, the "
+            "loop ended too soon: its batches were fetched ahead (list(loader)), it counted from 0 instead of "
+            "loader.start, or the restored pass had no batch left. %s shows such loops, and how to make each exact",
             self._step,
             _PAGE,
         )
@@ -278,10 +283,11 @@ class Comparison:
 
     def _other_data(self, differing: list[FirstInput], verdict: _Verdict) -> str:
         loaders = [first.name for first in differing if first.name]
+        is_only_forward = not loaders and any(first.name for first in verdict.equal)
         what = [f"the first batch of loader {name!r}" for name in loaders]
         if len(what) < len(differing):
             what.append("what the model's forward is called with")
-        if not loaders and any(first.name for first in verdict.equal):
+        if is_only_forward:
             why = (
                 "The batches of its loaders are the same. Likely causes: a hidden state, or other data that one "
                 "iteration leaves to the next, is not saved; the loop changes the batch with random numbers from a "
@@ -295,8 +301,9 @@ class Comparison:
                 "another place. Iterate over session.loader(loader) from loader.start, or end the iteration with "
                 "session.end_step() and fetch the next batch after it"
             )
+        first = "first input of the forward" if is_only_forward else "first batch"
         return (
-            f"The first batch after the resume is not the one that followed step {self._step}: {' and '.join(what)} "
+            f"The {first} after the resume is not the one that followed step {self._step}: {' and '.join(what)} "
             f"differ{'' if len(what) > 1 else 's'}, so the training goes on with other data than a run that was never "
             f"killed. {why}. {_PAGE} shows such loops, and how to make each exact"
         )
@@ -308,14 +315,15 @@ class Comparison:
         ]
         why = []
         if GRADIENT in verdict.parts:
+            begin = "Its batch is the same, so something" if _data_of(verdict.equal) else "Something"
             why.append(
-                f"{'Its batch is the same, so s' if _data_of(verdict.equal) else 'S'}omething else that the loss "
-                "depends on is in no checkpoint, or the loop changed it between the restore and this update. Likely "
-                "causes: a counter of the loop that began at 0 again (a loss weight, a warm-up, accumulation); a "
-                "second model (a target network, a teacher); a number or a tensor that a module keeps as a "
-                "plain attribute; a generator of the loss's own; weights that the loop changes at an epoch's top, if "
-                "the run was killed in mid-epoch. Count by session.step and loader.start, pass a second "
-                "model or a generator in state=, and make an attribute a buffer"
+                f"{begin} else that the loss depends on is in no checkpoint, or the loop changed it between the "
+                "restore and this update. Likely causes: a counter of the loop that began at 0 again (a loss weight, a "
+                "warm-up, accumulation); a second model (a target network, a teacher); a number or a tensor that a "
+                "module keeps as a plain attribute; a random generator that only the loss uses; weights that the "
+                "loop changes at an epoch's top, if the run was killed in mid-epoch; code of the model or the loss "
+                "that was edited between the runs. Count by session.step and loader.start, pass a second model or a "
+                "generator in state=, and make an attribute a buffer"
             )
         if verdict.parts.keys() - {GRADIENT}:
             why.append(
@@ -340,14 +348,12 @@ class Comparison:
             )
             return
         what = [f"loader {first.name!r}" if first.name else "the model's forward" for first in data]
-        if gradients:  # a penalty on other weights would not be seen: the line names what was compared, no more
+        if gradients:  # the gradients of other parameters may differ, so the message names those that were compared
             names = dict.fromkeys(part.name.partition("/")[2] for part in gradients)
-            what.append(
-                f"the first update's gradients of {listed([repr(name) for name in names])} and of no other weights"
-            )
+            what.append(f"the first update's gradients, only those of {listed([repr(name) for name in names])}")
         log.info(
             "lightck: the first batch after the resume is the one that followed step %d, as a checksum of shapes, "
-            "dtypes and some of its bytes shows (%s)",
+            "dtypes and some of its bytes shows (compared: %s)",
             self._step,
             " and ".join(what),
         )
@@ -355,37 +361,3 @@ class Comparison:
 
 def _data_of(inputs: Iterable[FirstInput]) -> list[FirstInput]:
     return [first for first in inputs if first.kind not in RANDOM_STATES and first.kind not in KINDS]
-
-
-class LoopCounterCheck:
-    """Warns if the loop of a resumed training does not ask for its step: a loop that counts from 0 makes too many
-    passes.
-
-    ``for epoch in range(epochs)`` over a session loader continues with the right batch and makes too many updates at
-    the end, which no batch shows. A correct loop has read the session's step or iteration, or the loader's epoch.
-    """
-
-    def __init__(self, step: int, loaders: Sequence[SessionLoader], *, may_keep_count: bool) -> None:
-        """``step``: the restored step; 0 for a fresh start. ``may_keep_count``: an object in ``state=`` may
-        hold the loop's own counter."""
-        self._step, self._loaders = step, loaders
-        self.was_step_read = may_keep_count or not step
-        """Whether the loop has read the session's step or iteration; also True where nothing is left to warn about."""
-
-    def before_update(self) -> None:
-        """Warn before the first update after the resume. There is no warning if the resume is in the first pass over
-        each loader, because a loop over ``range(epochs)`` is correct in that case."""
-        if self.was_step_read:
-            return
-        later = [loader for loader in self._loaders if loader.restored_epoch]
-        if any(loader.position_was_read for loader in self._loaders) or (self._loaders and not later):
-            return
-        self.was_step_read = True
-        where = f" in pass {later[0].restored_epoch + 1} over loader {later[0].name!r}" if later else ""
-        log.warning(
-            "lightck: The training goes on from step %d%s, and the loop has read neither session.step nor "
-            "loader.epoch. A loop that counts from 0, as range(steps) or range(epochs), makes too many updates. Count "
-            "from session.step; over a session loader, write: for epoch in range(loader.epoch, epochs)",
-            self._step,
-            where,
-        )

@@ -32,7 +32,7 @@ _FLOATS = {
     torch.complex64: 4,
     torch.complex128: 8,
 }
-_UNCHANGING = frozenset((int, float, bool, str, type(None)))
+_IMMUTABLE_TYPES = frozenset((int, float, bool, str, type(None)))
 
 
 class UpdateParts:
@@ -84,7 +84,7 @@ class UpdateParts:
 
 
 class _Options:
-    """The checksum of an optimizer's options, recomputed only if an option is another object than before."""
+    """The checksum of an optimizer's options, computed again if an option is mutable or another object than before."""
 
     def __init__(self) -> None:
         self._values: list[object] = []
@@ -97,14 +97,14 @@ class _Options:
             return known
         found = zlib.crc32(repr([_plain(value) for value in values]).encode("utf-8", "surrogatepass")) & ~1
         self._values = values
-        self._checksum = found if all(map(_is_unchanging, values)) else None
+        self._checksum = found if all(map(_is_immutable, values)) else None
         return found
 
 
-def _is_unchanging(value: object) -> bool:
+def _is_immutable(value: object) -> bool:
     if type(value) is tuple:
-        return all(type(each) in _UNCHANGING for each in value)
-    return type(value) in _UNCHANGING
+        return all(type(each) in _IMMUTABLE_TYPES for each in value)
+    return type(value) in _IMMUTABLE_TYPES
 
 
 def _plain(value: object) -> object:

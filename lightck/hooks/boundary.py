@@ -25,7 +25,7 @@ class Boundary:
         self._closed = step
         """Step of the last checkpoint that was closed."""
         self._updates: dict[int, int] = {}
-        """Optimizer -> its updates since then."""
+        """Index of an optimizer -> its updates since the last checkpoint was closed."""
         self._flushed = False
         """Whether ``flush()`` has closed the checkpoint of this iteration, which ends later."""
 
@@ -80,7 +80,8 @@ class Boundary:
         return self._closed
 
     def passed_without_update(self, event: Event, scaler_skipped: bool) -> None:
-        """Handle an event that closes no checkpoint: count the iteration if one ends here."""
+        """Handle an event that closes no checkpoint: count the iteration if one ends here. ``scaler_skipped``: a
+        GradScaler skipped an update since the last event."""
         if event is Event.FLUSH:
             return  # flush() may be called anywhere in an iteration
         if event is Event.END_STEP:

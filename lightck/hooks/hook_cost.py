@@ -16,8 +16,8 @@ from lightck.stats import Meter
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 _CALLS, _ROUNDS = 40, 7
-_HOOKS = 2
-"""The hooks of the module that is called to measure torch's part."""
+_N_HOOKS = 2
+"""How many hooks the module has whose call is measured."""
 
 
 class HasMeter(Protocol):
@@ -62,7 +62,7 @@ def _measured_seconds_per_hook() -> float:
     hooked = _seconds_per_call(module, inputs)
     for handle in handles:
         handle.remove()
-    return max(hooked - bare, 0.0) / _HOOKS
+    return max(hooked - bare, 0.0) / _N_HOOKS
 
 
 def _do_nothing(*_: object) -> None: ...

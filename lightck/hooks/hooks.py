@@ -31,7 +31,8 @@ _INIT_STEP = "_init_optim_state"
 """The function of torch.distributed.checkpoint.state_dict that creates optimizer state by a step without effect."""
 
 _STEP_FRAME = 2
-"""How far above a ``counted`` hook torch's wrapper function around ``step`` is: the function that counts is between."""
+"""The frame of torch's wrapper function around ``step``, counted upwards from a ``counted`` hook. Frame 1 is the
+function that ``counted`` puts around the hook."""
 
 
 class Hooks:
@@ -63,8 +64,8 @@ class Hooks:
 
     def add(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow these optimizers too: one optimizer, or a wrapper with the optimizers inside it."""
-        for optimizer, place in zip(optimizers, wrapper_roles(optimizers), strict=True):
-            self._roots[id(optimizer)] = len(self._optimizers) + place.root
+        for optimizer, wrapper_role in zip(optimizers, wrapper_roles(optimizers), strict=True):
+            self._roots[id(optimizer)] = len(self._optimizers) + wrapper_role.root
         self._optimizers.extend(optimizers)
         for optimizer in filter(has_hooks, optimizers):
             post = optimizer.register_step_post_hook(self._step_post)
@@ -117,7 +118,7 @@ class Hooks:
         self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> own_hooks.Call | None:
         if _is_init_step(kwargs):
-            self._events.gate()
+            self._events.gate()  # this step is no update, but it writes to the parameters, which copies may still read
             return None
         index, frame = self._index(optimizer), sys._getframe(_STEP_FRAME)
         if self._is_inside(index, frame):

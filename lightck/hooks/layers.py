@@ -18,9 +18,9 @@ from lightck.state.blocks import checksums
 from lightck.state.signatures import version_counter_of
 
 _NOT_SHARED = ("step", "_optimizer_")
-"""Prefixes of attributes that a layer's optimizer instance does not copy. A ``step`` that a scheduler wrapped would
-keep another optimizer alive. The registries of hooks are missing so that a search for optimizers skips the
-instance."""
+"""Prefixes of the attributes that a layer's optimizer instance does not get. An instance has the attribute ``step``
+only if a scheduler has wrapped that method; a copy of the attribute would keep the user's optimizer alive. The names of
+the hook registries begin with ``_optimizer_``. A search for optimizers skips an instance without these registries."""
 BLOCK = 1 << 20
 """Bytes of a gradient per checksum."""
 Group = dict[str, object]
@@ -67,7 +67,8 @@ class UsedGradient:
     state: StateSnapshot = field(default_factory=dict)
     """The parameter's optimizer state after its update."""
     is_hidden: bool = False
-    """Whether ``param.grad`` is None so that ``step()`` skips the parameter; it stays None if ``step()`` raises."""
+    """Whether lightck has set ``param.grad`` to None, so that ``step()`` skips the parameter. If ``step()`` raises,
+    ``param.grad`` stays None."""
 
     def updated(self, optimizer: Optimizer) -> None:
         """Record the parameter and its state after the update."""

@@ -44,7 +44,7 @@ from lightck.state.ranks import rank_and_world_size
 
 _NEEDS_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 _FULLY_COMPARED = 3
-"""The first updates, in which the bytes of every gradient are compared."""
+"""In this many updates, counted from the first one, the bytes of every gradient are compared."""
 _CURE = (
     "To add gradients up, put all but the last backward() into `with layers.accumulate():`, where layers is what "
     "lightck.layerwise() returned; after a backward() that failed, call layers.forget()."
@@ -181,8 +181,8 @@ class Layerwise:
         return handle
 
     def _live_listeners(self) -> list[tuple[StepListener, int]]:
-        reported = [(ref(), index) for ref, index in self._listeners.values()]
-        return [(listener, index) for listener, index in reported if listener is not None]
+        listeners = [(ref(), index) for ref, index in self._listeners.values()]
+        return [(listener, index) for listener, index in listeners if listener is not None]
 
     # -- layers ------------------------------------------------------------------------------------------
 

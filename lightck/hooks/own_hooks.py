@@ -1,4 +1,7 @@
-"""The hooks that lightck puts on modules and optimizers: they keep nothing alive, and copies of a model have none.
+"""The hooks that lightck puts on modules and optimizers: copies of a model have none.
+
+A module's hooks keep the session alive as long as the model lives; hooks in torch's global registries keep nothing
+alive.
 
 A module's hooks are in its ``__dict__``, which every copy includes: ``copy.deepcopy``, pickle, ``torch.save(model)``,
 spawned processes. So while a module has hooks of lightck, a function registered with ``copyreg`` (which pickle, copy
@@ -31,10 +34,10 @@ _HOOK_FLAGS = (
 )
 """Further dicts of a module whose keys are the ids of its hooks."""
 _FRAMES_MAX = 18
-"""How many frames ``is_called_by`` examines, its own included."""
+"""How many frames ``is_called_by`` examines, from its caller's on."""
 _Reduced = str | tuple[Any, ...]
 _hooked: Counter[type] = Counter()
-"""Class -> how many of its modules have hooks of lightck."""
+"""Class -> how many ``HookFreeCopies`` are in effect for its modules (one module may have several)."""
 _previous_reducers: dict[type, Callable[[nn.Module], _Reduced]] = {}
 """Class -> the function that was registered with ``copyreg`` before ours."""
 Closure = Callable[..., object]
@@ -77,8 +80,9 @@ def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
 class OwnHook:
     """A hook of lightck on a module. Inside a graph that torch.compile traces it does nothing.
 
-    A copy of the model (for an EMA, for example) is not saved: a deep or pickled copy has no such hook, or, if its
-    class makes its copies itself, a hook that does nothing.
+    lightck does not save copies of the model (an EMA, for example), so their forwards must not be reported.
+    ``HookFreeCopies`` leaves this hook out of deep and pickled copies. If a class makes its copies itself, the copy has
+    a hook that does nothing.
     """
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
@@ -107,9 +111,9 @@ class OwnHook:
 
 
 class ModuleHook(OwnHook):
-    """A hook that reports the progress of the loop. It ignores calls that are no training step, and whose tensors may
-    have no memory: calls that are traced, are inside a transform of torch.func (grad, vmap, jvp), or use fake tensors
-    (under which even the random state has no memory)."""
+    """A hook that reports the progress of the loop. It ignores calls of the module that belong to no training step: a
+    trace, a transform of torch.func (grad, vmap, jvp), a call under fake tensors. The tensors of such a call may have
+    no memory; under fake tensors even the random state has none."""
 
     def __call__(self, *args: object) -> None:
         if self._call is None or torch.compiler.is_compiling() or _is_transformed():

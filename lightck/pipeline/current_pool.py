@@ -1,7 +1,8 @@
 """The pool file that a session writes to, and the relayout to a new file when something no longer fits.
 
-A relayout first carries held checkpoints over and then commits a checkpoint in the new file. Only then the new file
-gets the pool's name, so that a crash at any moment leaves one whole pool under that name.
+A relayout first carries held checkpoints over. Then it commits the checkpoint of the closed step in the new file; a
+relayout for a pin has no such checkpoint. Only then the new file gets the pool's name, so that a crash at any moment
+leaves one whole pool under that name.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class CurrentPool:
     def ready_writer(self) -> PoolWriter:
         """The writer for the next checkpoint. Raises ``RelayoutNeededError`` if a relayout is needed first."""
         if self.writer is None:
-            # If a signal interrupted the making of the first file, a request for ``n_slots`` slots is left over. The
-            # first file gets that many slots without a request.
+            # A relayout that a signal interrupted may have left a request for ``n_slots`` slots. The first file gets
+            # that many slots anyway.
             self.requested_slots = None
             raise RelayoutNeededError("there is no pool yet")
         if self.requested_slots is not None:
@@ -117,7 +118,8 @@ class CurrentPool:
     def relayout(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
         """Move to a new file; no checkpoint is in flight. On failure the new file is removed, and the present one stays
         in use, unchanged. ``entries``: the tensors of the training (empty: those of the present file).
-        ``state_nbytes``: the length of the small state. ``first``: commits the first checkpoint in the new file."""
+        ``state_nbytes``: the length of the small state. ``first``: commits the checkpoint of the
+        closed step in the new file, after the held ones; for a pin it does nothing."""
         old, events = self.writer, self._events
         events.stop_reading()
         carried = events.checkpoints_to_carry(old) if old is not None else []
@@ -149,10 +151,11 @@ class CurrentPool:
 
 
 def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Entry]) -> tuple[Layout, list[Entry]]:
-    """The layout of the file that replaces ``old``, and the tensors for which its reserve must have space besides.
-    ``now``: the tensors of the training (empty: those of ``old``). ``held``: the tensors of held checkpoints; those
-    whose shape or dtype has changed since are placed in the reserve. The layout keeps extents for optimizer state
-    that does not exist yet, but not for tensors of the user's objects that no longer exist."""
+    """Returns the layout of the file that replaces ``old``, and those tensors of held checkpoints that do not fit into
+    this layout, because their shape or dtype has changed since. The slots hold such tensors in their reserve
+    (docs/format.md). ``now``: the tensors of the training (empty: those of ``old``). ``held``: the tensors of held
+    checkpoints. The layout keeps extents for optimizer state that does not exist yet, but not for tensors of the user's
+    objects that no longer exist."""
     current = {entry.name: entry for entry in now}
     layout = _kept_entries(old, current) if old is not None else {}
     layout |= {entry.name: entry for entry in (*held, *now)}
@@ -173,8 +176,9 @@ def _kept_entries(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:
 
 
 def spare_nbytes(old: PoolWriter | None, layout: Layout) -> int:
-    """Space for growth: each tensor that grew may double, and each relayout adds a larger share for new tensors. So a
-    training that grows at every step needs a relayout less and less often."""
+    """Space for growth: each tensor that grew may double. New tensors get a sixteenth of the payload after the first
+    relayout, then an eighth, then always a quarter. So a training that grows at every step needs a relayout less and
+    less often."""
     if old is None:
         return 0
     nbytes = sum(entry.nbytes for entry in layout.values())

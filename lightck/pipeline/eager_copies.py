@@ -164,7 +164,7 @@ class _UpdateCopies:
     def add(self, tensors: Iterable[torch.Tensor], jobs_max: int, not_eager: set[str]) -> None:
         """Copy tensors that are updated and will not change before the checkpoint is committed or dropped."""
         for tensor in tensors:
-            found = self._table.place_of(tensor)
+            found = self._table.background_of(tensor)
             if found is None or found[0].name in not_eager or not self._tables.describes(*found):
                 continue
             live, number = found

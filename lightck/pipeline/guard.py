@@ -35,11 +35,13 @@ log = logging.getLogger("lightck")
 
 
 class Rejection(NamedTuple):
-    """Why a checkpoint must not commit. ``unannounced``: the write moved no version counter."""
+    """Why a checkpoint must not commit. ``unannounced``: the write moved no version counter. ``on_device``: a tensor on
+    a device was written."""
 
     reason: str
     names: list[str]
     unannounced: bool = False
+    on_device: bool = False
 
 
 class Target:
@@ -70,9 +72,12 @@ class WriteGuard:
         self._check = check
         self._unchanged = UnchangedTensors()
         self._n_begun = self._device_turn = 0
+        self._n_watched = 0
+        """How many checkpoints had background copies from host memory. A model may grow into them late."""
         self._reread_nbytes = 0
         self._reading_turn, self._verified_until = RoundRobin(), 0
-        """The next source blocks to read, and the newest generation whose sources were all verified."""
+        """The next source blocks to read. And the newest generation that is verified: all bytes of its sources in host
+        memory were read at the boundary, and the copies held the same bytes."""
         self.stale_after: int | None = None
         """Checkpoints of a larger generation are stale if they were begun before the discovery. None: none is stale."""
         self._found_at = 0
@@ -92,21 +97,22 @@ class WriteGuard:
     def check_left_out(self, writer: PoolWriter) -> None:
         """Look for unannounced writes to the tensors that the next checkpoint would leave out."""
         generation, block = writer.generation, writer.superblock.block
-        names, self._reread_nbytes = self._unchanged.reread(generation, block, self._budget())
+        names, self._reread_nbytes = self._unchanged.reread(generation, block, self._budget(self._n_begun))
         if names:
             log.warning(
-                "lightck: %s was written in a way that moves no version counter of torch (.data, numpy, a fused kernel "
-                "or another thread), so lightck took it for unchanged. The next checkpoint writes every tensor, and "
-                "from then on the tensor is copied at every boundary. Older checkpoints that hold its old bytes "
-                "are struck (made unreadable) when that checkpoint is committed.",
+                "lightck: %s was written in a way that moves no version counter of torch (.data, numpy, a fused "
+                "kernel or another thread), so lightck took it for unchanged. The next checkpoint writes every "
+                "tensor, and from then on the tensor is copied at the end of each step, before training goes on. "
+                "Older checkpoints that hold its old bytes are struck (made unreadable) when that checkpoint is "
+                "committed.",
                 listed([repr(name) for name in sorted(names)]),
             )
             self._unannounced_write(names, self._unchanged.verified_until, writer)
 
-    def _budget(self, spent: int = 0) -> int | None:
-        """How many bytes to read for the next checkpoint, less the ``spent`` ones; None: all. (At least one block is
-        read even if this is 0.)"""
-        if self._check or self._n_begun < WHOLE_CHECKPOINTS:
+    def _budget(self, n_before: int, spent: int = 0) -> int | None:
+        """How many bytes to read for the next checkpoint, less the ``spent`` ones; None: all. ``n_before``: how many
+        checkpoints were read before. (At least one block is read even if the result is 0.)"""
+        if self._check or n_before < WHOLE_CHECKPOINTS:
             return None
         return max(BUDGET_NBYTES - spent, 0)
 
@@ -119,7 +125,10 @@ class WriteGuard:
     def watch(self, submission: Submission, writer: PoolWriter) -> SourceWatch:
         """Remember the signatures of the sources of the background copies, host and device, and read some bytes."""
         watched = SourceWatch(submission.background, submission.background_numbers, submission.n_from_devices)
-        watched.read(submission.blocks(writer), self._reading_turn, self._budget(self._reread_nbytes))
+        if submission.background:
+            budget = self._budget(self._n_watched, self._reread_nbytes)
+            watched.read(submission.blocks(writer), self._reading_turn, budget)
+            self._n_watched += 1
         return watched
 
     def begun(self, submission: Submission, writer: PoolWriter, slot: Slot) -> None:
@@ -129,6 +138,8 @@ class WriteGuard:
         left_out = [live for live, _ in submission.plan.unchanged]
         self._unchanged.retain([*left_out, *(live for live, _ in submission.frozen)])
         self._n_begun += 1
+        if not self._n_watched:
+            self._verified_until = writer.generation  # all its tensors were copied at the boundary, as in all before it
 
     # -- until it commits
 
@@ -138,7 +149,7 @@ class WriteGuard:
         training that resumes from it makes the same write once more."""
         watched = checkpoint.watched
         names = [watched.lives[i].name for i in watched.changed()]
-        who = "a forward" if watched.forward_seen else "something between the boundary and the next forward"
+        who = "a forward" if watched.forward_seen else "something between the end of the step and the next forward"
         return Rejection(f"{who} wrote to a tensor", names) if names else None
 
     def validate(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> Rejection | None:
@@ -154,6 +165,7 @@ class WriteGuard:
                 "(.data, numpy, a fused kernel or another thread)",
                 names,
                 unannounced=True,
+                on_device=checkpoint.watched.has_on_device(names),
             )
         if checkpoint.watched.was_read_whole:
             self._verified_until = checkpoint.pending.record.generation
@@ -164,7 +176,9 @@ class WriteGuard:
         self.copied_at_boundary.update(rejection.names)
         self._unchanged.reset()
         if rejection.unannounced:
-            self._unannounced_write(rejection.names, self._verified_until, writer)
+            # Sources on devices are read one block for each checkpoint, so no earlier one is known to be right.
+            verified_until = 0 if rejection.on_device else self._verified_until
+            self._unannounced_write(rejection.names, verified_until, writer)
             if self._check:
                 raise changed_error(rejection.names, "while a checkpoint was being copied")
 

@@ -40,9 +40,9 @@ class InFlightCheckpoint:
     def drop(self, reason: str, names: Sequence[str]) -> None:
         """Give the checkpoint up with a warning that names the tensors."""
         log.warning(
-            "lightck: the checkpoint of step %d is given up: %s. Tensor: %s. From now on this tensor is copied at "
-            "the boundary, before training goes on. If the loop swaps weights and puts them back, let it do so inside "
-            "`with session.paused():`.",
+            "lightck: the checkpoint of step %d is given up: %s. Tensor: %s. From now on this tensor is copied at the "
+            "end of each step, before training goes on. If the loop swaps weights and puts them back, let it do so "
+            "inside `with session.paused():`.",
             self.step,
             reason,
             ", ".join(names[:3]),
@@ -68,10 +68,12 @@ def seconds_left(deadline: float | None) -> float | None:
 
 
 def job_budget(checkpoints: Sequence[InFlightCheckpoint], uncommitted_max: int) -> int:
-    """How many jobs a checkpoint may take besides the one that commits it. The checkpoints that can be in flight at
-    once share the engine's job table equally. One entry is spared for each copy thread and for the transfer thread,
-    because each may still refer to an entry that was freed. Entries are also kept for the job that commits this
-    checkpoint and for one job of each checkpoint that may still begin."""
+    """How many jobs the next checkpoint may take besides the one that commits it.
+
+    The engine's job table has ``JOBS_MAX`` entries. Each copy thread and the transfer thread may still refer to an
+    entry that was freed, so one entry for each of them stays unused. The checkpoints that can be in flight at once
+    share the other entries equally. Of the entries that are free now, one is left for the job that commits this
+    checkpoint, and one for each checkpoint that may begin after it."""
     entries = JOBS_MAX - THREADS_MAX - 1
     share = entries // (uncommitted_max + 1) - 1
     to_come = max(uncommitted_max - len(checkpoints), 0)

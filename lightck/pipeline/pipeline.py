@@ -3,7 +3,7 @@
     plan        decide which tensors are written, and when: at the boundary or in the background (the strategy)
     submit      take a slot, copy what is copied at the boundary, hand the rest to the engine
     validate    after the copies: check that every source still holds what was copied (the write guard)
-    settle      release the checkpoint to commit, or give it up; report either to the listeners
+    settle      release the checkpoint to commit, or give it up with a warning; listeners hear of a commit
 
 While the copies of a checkpoint run in the background, the loop goes on, and the checkpoint is *not validated yet*. It
 may commit only after all bytes are copied and every source was seen unchanged since the boundary. The gate, before the
@@ -38,7 +38,7 @@ from lightck.pool.format.structures import NextBatch
 from lightck.pool.listener import CommitEvents
 from lightck.pool.slots import Slot
 from lightck.pool.storage.backend import Backend
-from lightck.pool.storage.durability import Durability
+from lightck.pool.storage.durability import TIER_DISK, Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.writer import PoolWriter, RelayoutNeededError
 from lightck.state.inventory import entry_of
@@ -97,8 +97,8 @@ class Pipeline:
     ) -> None:
         """Continue from a checkpoint of this pool whose adoption record is durable. ``copied_at_boundary``: names of
         tensors that are always copied at the boundary. ``slots``: as the user asked for (None: as many as the pool
-        has). ``generation``: the one in which the checkpoint's bytes were written. ``stale_after``: the checkpoints
-        between this generation and ``generation`` are stale (None: none is)."""
+        has). ``generation``: the one in which the checkpoint's bytes were written. ``stale_after``: a generation;
+        the checkpoints between it and ``generation`` (both excluded) are stale (None: none is)."""
         writer = self._writer
         self.committed = step
         if stale_after is not None:
@@ -137,8 +137,22 @@ class Pipeline:
         self._in_flight.append(checkpoint)
         self._newest = writer, checkpoint.pending.slot, checkpoint.pending.record.generation
         if checkpoint.needs_no_validation:
-            with suppress(LightckError):  # the job failed already: the gate raises its error
-                checkpoint.pending.job.release()
+            self._release(checkpoint, writer)
+
+    def _release(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> None:
+        """Release a checkpoint that needs no validation. If all its bytes are copied and a commit waits for no disk, it
+        is committed at once on this thread: that takes less time than to wake a copy thread."""
+        job = checkpoint.pending.job
+        commits_now = not job.parts and len(self._in_flight) == 1 and writer.durability.tier != TIER_DISK
+        try:
+            if commits_now:
+                job.commit()
+            else:
+                job.release()
+        except LightckError:  # the job failed: the gate raises its error
+            return
+        if commits_now:
+            self._collect_ended()
 
     def _begin(self, writer: PoolWriter, closed_step: ClosedStep) -> InFlightCheckpoint:
         tables = self._tables_of(writer, closed_step)
@@ -150,7 +164,7 @@ class Pipeline:
     def _tables_of(self, writer: PoolWriter, closed_step: ClosedStep) -> list[WriteTable]:
         """The write tables of all tensors of the step. Raises ``RelayoutNeededError``."""
         if self._tables is None or self._tables.writer is not writer:
-            self._tables = WriteTableCache(writer)
+            self._tables = WriteTableCache(writer, check=self._check)
         try:
             return self._tables.of(closed_step, self.guard.copied_at_boundary)
         except NoExtentError as need:
@@ -168,9 +182,9 @@ class Pipeline:
         with self.staging.sending(writer, slot, submission, self.eager.reservation, jobs_max) as (reservation, sent):
             watched = self.guard.watch(submission, writer)
             pending = writer.begin(submission.copy_plan(copied, sent), slot, submission.keep_alive, reservation)
-        # Nothing may fail before the InFlightCheckpoint exists: only through it are the job ended and the slot freed.
+        # Nothing may fail before the InFlightCheckpoint exists: no other object ends the job and frees the slot.
         closed_step = plan.closed_step
-        needs_no_validation = len(sent) > 0 and not submission.background
+        needs_no_validation = not submission.background
         checkpoint = InFlightCheckpoint(pending, watched, closed_step.step, needs_no_validation)
         self.eager.taken()
         self.guard.begun(submission, writer, slot)

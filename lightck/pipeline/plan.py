@@ -24,7 +24,8 @@ class TargetSlot(Protocol):
     def index(self) -> int: ...
 
     def is_stored(self, live: Live, record: TensorRecord) -> bool:
-        """Whether the slot holds the present bytes of this frozen tensor, as two checkpoints in a row have shown."""
+        """Whether this frozen tensor may be left out: two checkpoints in a row wrote equal bytes of it, its signature
+        has not changed since, and the slot holds those bytes."""
         ...
 
     def generation_of(self, record: TensorRecord) -> int | None:
@@ -49,7 +50,7 @@ class WritePlan:
 
     @property
     def background(self) -> list[Live]:
-        """The tensors that the copy threads copy."""
+        """The tensors in host memory that are copied in the background."""
         return [live for table in self.tables for live in table.background]
 
     @property

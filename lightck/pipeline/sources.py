@@ -29,44 +29,52 @@ from lightck.state.signatures import (
 )
 
 Signature = tuple[int, MemoryLayout]
-COPIED_TO_READ_NBYTES = 64 << 10
-"""How many bytes are read again, for each checkpoint, of those tensors that can be read only through a copy."""
+"""The version counter and the memory layout of a tensor. Its identity is compared separately."""
+REREAD_BY_COPY_NBYTES = 64 << 10
+"""For each checkpoint, tensors that can be read only through a copy are read again one after the other, until this many
+bytes were read."""
 
 
 def signature_of(tensor: torch.Tensor) -> Signature:
-    """The version counter and the place of a tensor, without reading its bytes."""
+    """The signature of a tensor, without reading its bytes."""
     return version_counter_of(tensor), memory_layout_of(tensor)
 
 
 class SourceWatch:
     """The sources of one checkpoint's background copies."""
 
-    def __init__(self, lives: Sequence[Live], numbers: Sequence[int], on_devices: int = 0) -> None:
-        """``numbers``: record numbers of ``lives``. ``on_devices``: how many, counted from the end, are on devices."""
+    def __init__(self, lives: Sequence[Live], numbers: Sequence[int], n_on_devices: int = 0) -> None:
+        """``numbers``: record numbers of ``lives``. ``n_on_devices``: how many of these, counted from the end, are on
+        devices."""
         self.lives, self.numbers = lives, numbers
         self.forward_seen = False
         """Whether a training forward began after the boundary, and found the sources unchanged."""
         self.was_read_whole = False
         """Whether all bytes of the sources in host memory were read at the boundary."""
-        self._on_devices = range(len(lives) - on_devices, len(lives))
+        self._on_devices = range(len(lives) - n_on_devices, len(lives))
+        """Positions of the sources on devices."""
         tensors = [live.tensor for live in lives]
-        self._signatures, self._counters = MemoryLayouts(tensors), VersionCounters(tensors)
+        self._memory_layouts, self._counters = MemoryLayouts(tensors), VersionCounters(tensors)
         self._registrations = Registrations(lives)
         self._blocks = NO_BLOCKS
         self._at_boundary = self._blocks.checksum_positions[:0], np.zeros(0, np.uint32), self._blocks.owners[:0]
         """The blocks that were read at the boundary, as parallel arrays: where the checksum of the copy will be, the
         checksum at the boundary, and the position of the source in ``lives``."""
 
+    def has_on_device(self, names: Sequence[str]) -> bool:
+        """Whether one of these sources is on a device."""
+        return any(self.lives[i].name in names for i in self._on_devices)
+
     def changed(self) -> list[int]:
         """Positions of the sources whose signatures differ from those at the boundary."""
         try:
-            watched = self._signatures, self._counters, self._registrations
+            watched = self._memory_layouts, self._counters, self._registrations
             if all(one.are_unchanged() for one in watched):
                 return []
         except KeyError:
             pass  # a tensor is gone from its module or optimizer; the next line finds it
         gone = {i for i, live in enumerate(self.lives) if not live.is_current()}
-        return sorted(self._signatures.changed() | self._counters.changed() | gone)
+        return sorted(self._memory_layouts.changed() | self._counters.changed() | gone)
 
     def read(self, blocks: Blocks, turn: RoundRobin, budget: int | None) -> None:
         """Read sources at the boundary, before their copies begin, for a later comparison in ``differing``. ``blocks``:
@@ -84,10 +92,11 @@ class SourceWatch:
         turn: int,
         whole: bool,
     ) -> list[str]:
-        """The names of tensors whose copies hold other bytes than were read at the boundary. ``raw``: the checksums of
-        all copied blocks. ``of_record``: returns those of one record number. ``block``: the bytes of a block. ``turn``:
-        a counter that chooses which block of the sources on devices is read now, one for each checkpoint. ``whole``:
-        read all sources in host memory again."""
+        """The names of tensors whose copies are wrong. Copied blocks that were read at the boundary are compared with
+        what was read then. One block of a source on a device, and with ``whole`` all sources in host memory, are read
+        now and compared with their copies. ``raw``: the checksums of all copied blocks. ``of_record``: returns those of
+        one record number. ``block``: bytes per block. ``turn``: a counter of checkpoints; it chooses the source on a
+        device, and the block of it, that are read."""
         places, at_boundary, owners = self._at_boundary
         wrong = set(owners[raw[places] != at_boundary].tolist())
         if whole and len(self._blocks):
@@ -123,7 +132,8 @@ class _Known:
 
 @dataclass(frozen=True, slots=True)
 class _Proved:
-    """The tensors that are left out, in the form in which they are read again. ``names``: those in host memory."""
+    """The tensors that are left out, in the form in which they are read again. ``names``: those in plain host
+    memory."""
 
     names: list[str]
     blocks: Blocks
@@ -131,6 +141,30 @@ class _Proved:
     """The checksums of these blocks in the checkpoints."""
     others: list[str]
     """Names of tensors that can be read only through a copy."""
+
+
+class _Rounds:
+    """The rounds in which left-out tensors are read again, a few for each checkpoint. There are two groups, each with
+    rounds of its own: the tensors in plain host memory, and those that can be read only through a copy."""
+
+    def __init__(self) -> None:
+        self.verified_until = 0
+        """The newest generation whose left-out tensors of this group are known to be unchanged."""
+        self._began: int | None = None
+        """The newest generation when the present round began."""
+
+    def read_all(self, generation: int) -> None:
+        """The whole group was read just now. ``generation``: the newest that was begun."""
+        self.verified_until = self._began = generation
+
+    def ended(self, generation: int) -> None:
+        """The last tensor of the round was read just now."""
+        self.verified_until = self._began if self._began is not None else self.verified_until
+        self._began = generation
+
+    def group_changed(self) -> None:
+        """Other tensors belong to the group from now on, so the end of the present round shows nothing."""
+        self._began = None
 
 
 class UnchangedTensors:
@@ -141,16 +175,18 @@ class UnchangedTensors:
 
     def __init__(self) -> None:
         self.copied_at_boundary: set[str] = set()
-        """Names of tensors that were written unannounced once: they are copied at every boundary from then on, also
-        after a resume."""
-        self.verified_until = 0
-        """The newest generation for which all tensors that were left out are known to be unchanged."""
+        """Names of tensors that are always copied at the boundary, also after a resume, because something once wrote to
+        them after it."""
         self._known: dict[str, _Known] = {}
         self._turn = RoundRobin()
-        self._round_began: int | None = None
-        """The newest generation when the present round of reading began."""
         self._proved: _Proved | None = None
         self._others_turn = 0
+        self._rounds, self._rounds_of_others = _Rounds(), _Rounds()
+
+    @property
+    def verified_until(self) -> int:
+        """The newest generation for which all tensors that were left out are known to be unchanged."""
+        return min(self._rounds.verified_until, self._rounds_of_others.verified_until)
 
     def crcs_if_unchanged(self, live: Live) -> npt.NDArray[np.uint32] | None:
         """The checksums that a slot must hold so that this tensor can be left out; None if it must be written."""
@@ -185,27 +221,34 @@ class UnchangedTensors:
 
     def _end_round(self) -> None:
         """End the round of reading, because the set of tensors to read has changed."""
-        self._proved = self._round_began = None
+        self._proved = None
+        self._rounds.group_changed()
+        self._rounds_of_others.group_changed()
 
     def reread(self, generation: int, block: int, budget: int | None) -> tuple[set[str], int]:
         """Read again, before the next checkpoint is made, tensors that are left out. Returns the names of those whose
-        bytes differ from those in the checkpoints, and how many bytes were read. ``generation``: the newest that was
-        begun. ``block``: bytes per checksum. ``budget``: bytes to read (None: all). If one tensor differs, all are
-        read, so that every tensor with the same kind of write is found at once."""
+        bytes differ from those in the checkpoints, and how many bytes in plain host memory were read (0 if a tensor
+        differs). ``generation``: the newest that was begun. ``block``: bytes per checksum. ``budget``: bytes to read
+        (None: all). If one tensor differs, all tensors in plain host memory are read, so that every one of them with
+        the same kind of write is found at once."""
         if not self._known:
             return set(), 0
         self._proved = proved = self._proved or self._proved_now(block)
         chosen, ends_round = self._turn.next_blocks(proved.blocks, budget)
-        wrong = self._differing(proved, chosen) | self._other_differing(proved.others, block)
+        other_wrong, others_end = self._other_differing(proved.others, block)
+        wrong = self._differing(proved, chosen) | other_wrong
         if wrong:
             wrong |= self._differing(proved, ALL)
             self.copied_at_boundary |= wrong
             return wrong, 0
-        if chosen is ALL and not proved.others:
-            self.verified_until = generation
+        if chosen is ALL:
+            self._rounds.read_all(generation)
         elif ends_round:
-            self.verified_until = self._round_began if self._round_began is not None else self.verified_until
-            self._round_began = generation
+            self._rounds.ended(generation)
+        if not proved.others:
+            self._rounds_of_others.read_all(generation)
+        elif others_end:
+            self._rounds_of_others.ended(generation)
         return set(), int(proved.blocks.nbytes[chosen].sum())
 
     def _proved_now(self, block: int) -> _Proved:
@@ -229,22 +272,20 @@ class UnchangedTensors:
         found = {proved.names[i] for i in blocks.owners[chosen][differ].tolist()}
         return {name for name in found if self._has_same_signature(name)}
 
-    def _other_differing(self, names: Sequence[str], block: int) -> set[str]:
-        """As ``_differing``, for the next tensors that can be read only through a copy; at most one is on a device."""
-        if not names:
-            return set()
-        spent = 0
-        for _ in names:
-            self._others_turn += 1
-            name = names[self._others_turn % len(names)]
+    def _other_differing(self, names: Sequence[str], block: int) -> tuple[set[str], bool]:
+        """As ``_differing``, for the next tensors that can be read only through a copy; at most one is on a device.
+        Also returns whether the last one was read."""
+        spent, start = 0, self._others_turn if self._others_turn < len(names) else 0
+        for turn, name in enumerate(names[start:], start + 1):
+            self._others_turn = turn % len(names)
             known = self._known[name]
             if self._has_same_signature(name):
                 if not np.array_equal(checksums(in_plain_memory(on_host(known.tensor)), block), known.crcs):
-                    return {name}
+                    return {name}, False
                 spent += known.tensor.nbytes
-            if spent >= COPIED_TO_READ_NBYTES or not known.tensor.is_cpu:
+            if spent >= REREAD_BY_COPY_NBYTES or not known.tensor.is_cpu:
                 break
-        return set()
+        return set(), not self._others_turn
 
     def _has_same_signature(self, name: str) -> bool:
         return self._known[name].signature == signature_of(self._known[name].tensor)
@@ -253,8 +294,8 @@ class UnchangedTensors:
 def changed_error(names: Sequence[str], when: str) -> StateChangedError:
     return StateChangedError(
         f"{', '.join(map(repr, names[:3]))} was written {when}, in a way that moves no version counter of torch (a "
-        "fused kernel, .data, numpy or another thread). From now on it is copied at every boundary, before training "
-        "goes on. Wrap writes that are undone later (weight swaps) in `with session.paused():`, or call "
+        "fused kernel, .data, numpy or another thread). From now on it is copied at the end of each step, before "
+        "training goes on. Wrap writes that are undone later (weight swaps) in `with session.paused():`, or call "
         "session.end_step() after the last write of a step. (This is an error because LIGHTCK_CHECK=1 is set. Without "
         "it such a checkpoint is given up with a warning, and the next one writes every tensor.)"
     )

@@ -88,7 +88,7 @@ class Submission:
         )
 
     def _copies(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-        """Of each tensor that is written its record number, its address, and whether it is copied at the boundary."""
+        """Record number and address of each tensor that is written, and whether it is copied at the boundary."""
         tables = [table for table in self.plan.tables if len(table.numbers)]
         if len(tables) == 1 and not self._numbers:
             return tables[0].numbers, tables[0].sources, tables[0].at_boundary

@@ -99,11 +99,14 @@ class Trial(Generic[T]):
 
     def _best(self) -> T:
         medians = {one: self.medians(one) for one in self.alternatives}
-        return next(one for one in medians if not any(self._is_better(own, medians[one]) for own in medians.values()))
+        return next(
+            one for one in medians if not any(self._is_better(other, medians[one]) for other in medians.values())
+        )
 
-    def _is_better(self, own: list[float], others: list[float]) -> bool:
-        """Whether these medians beat the others. Alternatives without costs are neither better nor worse."""
-        if not own or not others:
+    def _is_better(self, first: list[float], second: list[float]) -> bool:
+        """Whether each median in ``first`` is lower by its margin than that in ``second``. Alternatives without costs
+        are neither better nor worse."""
+        if not first or not second:
             return False
-        costs = zip(own, others, self._margins, strict=True)
+        costs = zip(first, second, self._margins, strict=True)
         return all(one < other * (1 - margin.share) - margin.least for one, other, margin in costs)

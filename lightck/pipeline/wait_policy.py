@@ -28,7 +28,8 @@ TRIAL, PASSIVE = "trial", "passive"
 """The values of ``Meter.wait_policy``, besides None."""
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _INCOMPATIBLE_VARIABLES = ("OMP_STACKSIZE", "GOMP_STACKSIZE", "OMP_DISPLAY_AFFINITY")
-"""If one of these is set, the additional OpenMP team might need too much memory, or print at every checkpoint."""
+"""Passive waiting is not tried if one of these is set. To make threads wait passively, ``native/src/openmp.c`` keeps a
+second OpenMP team, which might then need too much memory, or print at every checkpoint."""
 
 _STARVED_SHARE, _STARVED_NBYTES = 0.1, 16 << 20
 """The copy threads were starved of processor time if the waiting thread copied this share of a checkpoint, and at

@@ -1,11 +1,13 @@
 """Which record of the pool each tensor has, and how it is copied. Computed once, and reused while no tensor changes.
 
-Small tensors, buffers and tensors with earlier unannounced writes are copied at the boundary. Tensors on a device are
-sent from it. A strategy may leave frozen tensors out. All others are copied by the copy threads. Reads no bytes.
+These tensors are copied at the boundary: all tensors of a small model, small tensors, buffers, tensors that must first
+be made contiguous, and tensors that something once wrote to after a boundary. Tensors on a device are sent from it. A
+strategy may leave frozen tensors out. All others are copied by the copy threads. This module reads no bytes.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,9 @@ from lightck.state.signatures import ClosedStep, MemoryLayout, memory_layout_of
 NO_RECORDS = np.array([], np.int64)
 AT_BOUNDARY_NBYTES_MAX = 4096
 """Tensors up to this size are copied at the boundary, because starting a background copy would cost more."""
+WHOLE_NBYTES_MAX = 0 if os.environ.get("LIGHTCK_TEST_BACKGROUND") == "1" else 512 * 1024
+"""If all tensors together have at most so many bytes, all are copied at the boundary: watching them, and moving their
+memory to the processor of a copy thread and back, would take longer than to copy them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,8 @@ class WriteTable:
     """How a list of tensors is written. Computed once for a tensor list, and reused until the list changes."""
 
     token: object
-    """Identifies the tensor list; None if there is none."""
+    """The token of the ``TensorList`` (state/signatures.py) that this table was computed for; None if it was computed
+    for other tensors."""
     n_copied_at_boundary: int
     """How many names were always copied at the boundary when this table was computed. The set of these names only
     grows, so another number means that the table is out of date."""
@@ -106,11 +112,13 @@ class WriteTable:
     without_bytes: list[int]
     """Record numbers of tensors without bytes of their own: empty or tied."""
     undecided: list[tuple[Live, TensorRecord]]
-    """Tensors for which each checkpoint decides: frozen ones, and ones that must be made contiguous first."""
+    """Tensors that are copied at the boundary unless the plan of a checkpoint leaves them out: frozen ones, on a device
+    too, and ones that lightck cannot copy directly (they are not dense, or on a device without a
+    ``DeviceTransfer``)."""
     staged: list[StagedTensor]
-    """Tensors on a device."""
-    _places: dict[int, tuple[Live, int]] = field(default_factory=dict)
-    """``background`` by the tensors' ids. Empty until ``place_of`` is called."""
+    """Tensors on a device with a ``DeviceTransfer``, without the frozen ones."""
+    _background_by_id: dict[int, tuple[Live, int]] = field(default_factory=dict)
+    """``background`` by the tensors' ids. Empty until ``background_of`` is called."""
     _blocks: list[Blocks] = field(default_factory=list)
     """The result of ``blocks``. Empty until it is called."""
 
@@ -134,12 +142,12 @@ class WriteTable:
             [one for one in self.staged if one.record.number not in left_out],
         )
 
-    def place_of(self, tensor: torch.Tensor) -> tuple[Live, int] | None:
+    def background_of(self, tensor: torch.Tensor) -> tuple[Live, int] | None:
         """The name and record number of this tensor if it is one of ``background``, else None."""
-        if not self._places:
+        if not self._background_by_id:
             pairs = zip(self.background, self.background_numbers, strict=True)
-            self._places.update((id(live.tensor), (live, number)) for live, number in pairs)
-        return self._places.get(id(tensor))  # ids stay valid: this table keeps each of these tensors alive
+            self._background_by_id.update((id(live.tensor), (live, number)) for live, number in pairs)
+        return self._background_by_id.get(id(tensor))  # ids stay valid: this table keeps each of these tensors alive
 
     def blocks(self, writer: PoolWriter) -> Blocks:
         """The blocks of ``background``."""
@@ -152,7 +160,12 @@ class WriteTable:
 
 
 def write_table(
-    lives: Sequence[Live], records: Sequence[TensorRecord], copied_at_boundary: set[str], token: object = None
+    lives: Sequence[Live],
+    records: Sequence[TensorRecord],
+    copied_at_boundary: set[str],
+    token: object = None,
+    *,
+    whole_nbytes_max: int = 0,
 ) -> WriteTable:
     """Sort tensors by how they are written. ``copied_at_boundary``: names that no background copy may read."""
     written: list[tuple[Live, TensorRecord, bool]] = []
@@ -170,6 +183,8 @@ def write_table(
             undecided.append((live, record))
         else:
             written.append((live, record, record.at_boundary or live.name in copied_at_boundary))
+    if sum(record.nbytes for _, record, _ in written) <= whole_nbytes_max:
+        written = [(live, record, True) for live, record, _ in written]
     later = [(live, record.number) for live, record, at_boundary in written if not at_boundary]
     return WriteTable(
         token,
@@ -193,13 +208,17 @@ _EMPTY = write_table([], [], set())
 class WriteTableCache:
     """The tensor records of one pool file, and the write table of the last tensor list."""
 
-    def __init__(self, writer: PoolWriter) -> None:
+    def __init__(self, writer: PoolWriter, *, check: bool = False) -> None:
+        """``check`` (``LIGHTCK_CHECK=1``): copy a small model in the background too, as a large one, so that writes to
+        its sources are found."""
         self.writer = writer
+        self._whole_nbytes_max = 0 if check else WHOLE_NBYTES_MAX
         self.cached: WriteTable | None = None
         self._records: dict[str, TensorRecord] = {}
 
     def of(self, closed_step: ClosedStep, copied_at_boundary: set[str]) -> list[WriteTable]:
-        """Two tables: one for the tensor list of the step, one for the other tensors. Raises ``NoExtentError``."""
+        """Two tables: one for the tensors of the step's ``TensorList``, one for the others (large tensors in
+        ``state=``, or all if there is no list). Raises ``NoExtentError``."""
         tensor_list, known, lives = closed_step.tensor_list, self.cached, closed_step.lives
         n = 0 if tensor_list is None else len(tensor_list.lives)
         if (
@@ -208,14 +227,23 @@ class WriteTableCache:
             and (known.token, known.n_copied_at_boundary) == (tensor_list.token, len(copied_at_boundary))
         ):
             others = lives[n:]
-            if not others and len(self._records) <= n:
+            if not others and len(self._records) <= n:  # and no record of a dropped tensor needs to be forgotten
                 return [known, _EMPTY]
-            return [known, write_table(others, self._records_of(others, lives), copied_at_boundary)]
+            return [known, self._table(others, self._records_of(others, lives), copied_at_boundary)]
         records = self._records_of(lives, lives)
-        self.cached = first = write_table(
+        self.cached = first = self._table(
             lives[:n], records[:n], copied_at_boundary, None if tensor_list is None else tensor_list.token
         )
-        return [first, write_table(lives[n:], records[n:], copied_at_boundary)]
+        return [first, self._table(lives[n:], records[n:], copied_at_boundary)]
+
+    def _table(
+        self,
+        lives: Sequence[Live],
+        records: Sequence[TensorRecord],
+        copied_at_boundary: set[str],
+        token: object = None,
+    ) -> WriteTable:
+        return write_table(lives, records, copied_at_boundary, token, whole_nbytes_max=self._whole_nbytes_max)
 
     def add(self, entries: Sequence[Entry], lives: Sequence[Live]) -> None:
         """Add extents for these tensors; extents of tensors that are not in ``lives`` may be reused. No checkpoint is

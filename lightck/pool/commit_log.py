@@ -98,4 +98,4 @@ def next_position(commit_log: CommitLog, contents: Mapping[int, int | None], rin
         position = (after + distance) % ring_lines
         if position not in protected:
             return position
-    raise AssertionError("a commit log has at least twice as many records as slots")
+    raise AssertionError("a commit log has at least twice as many positions as the pool has slots")

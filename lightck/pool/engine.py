@@ -100,7 +100,9 @@ class JobInfo:
 
 
 def find_openmp(library: str) -> bool:
-    """Whether this library, which must be loaded already, uses GNU OpenMP."""
+    """Find the GNU OpenMP that this library uses, for ``Engine.set_passive_waiting``. Returns False if it uses none.
+
+    The library must be loaded already. The first GNU OpenMP that is found serves the whole process."""
     return lib.lck_openmp_find(library.encode()) == lib.LCK_OK
 
 
@@ -145,14 +147,16 @@ class Engine:
     def set_passive_waiting(self, on: bool) -> bool:
         """Make OpenMP's waiting threads sleep soon instead of spinning while a checkpoint is copied, or stop doing so.
 
-        Returns False if this is impossible: ``find_openmp`` found no library, or no further thread can be started."""
+        Returns False if this is impossible: ``find_openmp`` found no GNU OpenMP, or no further thread can be
+        started."""
         return lib.lck_engine_passive(self.handle, on) == lib.LCK_OK
 
     def populate(self, medium: Medium) -> None:
         check(lib.lck_engine_populate(self.handle, medium.handle), "populating the pool")
 
     def quiesce(self, medium: Medium) -> bool:
-        """Wait until no thread touches this mapping. Returns False if a job on it has not ended."""
+        """Stop populating this mapping, and wait until no thread touches it. Returns False at once, without a wait, if
+        a job on it has not ended."""
         if self.handle is None or medium.handle is None:
             return True
         return lib.lck_engine_quiesce(self.handle, medium.handle) != lib.LCK_ESTATE
@@ -229,6 +233,18 @@ class Job:
                 part.release()
             self.is_released = True
             check(lib.lck_job_release(self._engine.handle, self._ticket), "releasing a checkpoint")
+
+    def commit(self) -> None:
+        """Release the job, and commit on this thread. Call it after ``wait(COPIED)`` returned True, if no earlier job
+        is open. Raises ``BackgroundError``."""
+        self.is_released = True
+        for part in self.parts:
+            part.release()
+        status = lib.lck_job_commit(self._engine.handle, self._ticket, _SLICE_MS)
+        if status == lib.LCK_ETIMEDOUT:
+            self.wait(ENDED)
+        else:
+            self._raise(status)
 
     def drop(self) -> None:
         """Cancel the checkpoint. Allowed before ``release`` only."""

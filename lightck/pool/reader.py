@@ -59,7 +59,8 @@ PARALLEL_READ_NBYTES_MIN = 4 << 20
 """Fewer bytes than this are read by one thread alone, because it costs more to start others."""
 THREADS_MAX = 8
 RESUMABLE_NUMBER_MAX = NUMBER_MAX // 2
-"""A training may continue from numbers below this, so that the numbers that it adds stay far below ``NUMBER_MAX``."""
+"""A training continues in a pool only if all its generations, incarnations and steps are below this. The numbers that
+the training adds then stay far below ``NUMBER_MAX``."""
 SPARSE_READ_NBYTES_MAX = 64 << 20
 """A longer structure is read only if the file has that many allocated bytes: a hostile sparse file costs nothing to
 make, and reading its holes would take memory."""
@@ -100,7 +101,11 @@ class PoolReader:
             if not is_medium_error(err.errno):
                 raise io_error(f"The pool {self.path!r} cannot be read", err.errno, err.strerror) from err
             log.warning(
-                "lightck: %d bytes at %d of the pool %r cannot be read: %s", nbytes, offset, self.path, err.strerror
+                "lightck: %d bytes at offset %d of the pool %r cannot be read: %s",
+                nbytes,
+                offset,
+                self.path,
+                err.strerror,
             )
             self._unreadable = err
             return b""
@@ -146,7 +151,7 @@ class PoolReader:
         self._refuse_unreadable()
         if all(isinstance(problem, NotAPoolError) for problem in problems):
             raise NotAPoolError(
-                f"The file {self.path!r} is not a lightck pool: it has no lightck signature. Nothing was changed. "
+                f"The file {self.path!r} is not a lightck pool: it has no superblock of lightck. Nothing was changed. "
                 "Choose another path, or remove the file if nobody needs it."
             )
         raise CorruptPoolError(
@@ -225,7 +230,7 @@ class PoolReader:
         return None
 
     def next_batches(self, record: CommitRecord) -> tuple[NextBatch, ...] | None:
-        """Return the record of the batch that followed the checkpoint of this commit record; None if there is none."""
+        """Return the entries of the next-batch record of this commit record's checkpoint; None if there is none."""
         sb = self.superblock
         if not sb.has_next_batch:
             return None
@@ -233,7 +238,8 @@ class PoolReader:
         return unpack_next(data, record.payload_generation, sb.uuid)
 
     def is_reused(self, record: CommitRecord) -> bool:
-        """Whether the slot's header names a newer checkpoint than this commit record.
+        """Whether the slot's header names a newer generation than this commit record: the slot was reused, or its
+        checkpoint was struck.
 
         If the header names an older generation, the slot was not reused: a faulty medium lost the write of the header.
         (A crash cannot cause this, because the header is durable before the commit record.)"""
@@ -283,7 +289,8 @@ class PoolReader:
         return StoredCheckpoint(self, record, header, manifest)
 
     def close(self) -> None:
-        """Close the container. Later reads fail, including those of mapped memory."""
+        """Close the container. Later reads of a stored checkpoint fail, also where the container was mapped and not
+        read."""
         self.source = -1, *self.source[1:]
         self.container.close()
 
@@ -417,7 +424,8 @@ class StoredCheckpoint:
             raise io_error(fact, _native.errno_of(status), _native.reason(status))
 
     def is_intact(self) -> bool:
-        """Whether the slot was not reused for a newer checkpoint since: a writer may be using the pool."""
+        """Whether the slot still belongs to this checkpoint. A writer that uses the pool may reuse the slot, or strike
+        the checkpoint, while it is read. The bytes are not checked here."""
         return not self.reader.is_reused(self.record)
 
     def verify(self) -> None:
@@ -463,7 +471,8 @@ def refuse_unwritable(reader: PoolReader) -> None:
     highest = max(reader.commit_log().highest_number, *generations)
     if highest >= RESUMABLE_NUMBER_MAX:
         raise CorruptPoolError(
-            f"The pool {reader.path!r} has a generation, incarnation or step of {highest}, and a training can be "
-            f"continued only below {RESUMABLE_NUMBER_MAX}. No training gets so far: the pool is damaged or was "
-            "manipulated. lightck.recover() reads it; train into another pool, or discard this one with overwrite=True."
+            f"The pool {reader.path!r} has a generation, incarnation or step of {highest}. lightck continues a "
+            f"training only if all three are below {RESUMABLE_NUMBER_MAX}. No training reaches this number: the pool "
+            "is damaged or was manipulated. lightck.recover() reads it; train into another pool, or discard this one "
+            "with overwrite=True."
         )

@@ -140,7 +140,7 @@ class PoolWriter:
 
     def _prepare(self) -> None:
         sb = self.superblock
-        self._index_entries()
+        self._compute_columns()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
         # A slot may hold a checkpoint that never committed. Its generation must be smaller than that of the adoption
         # record, which makes the checkpoint dead.
@@ -164,8 +164,9 @@ class PoolWriter:
             0 if newest is None else 1 - newest.manifest_index,
         )
 
-    def _index_entries(self) -> None:
-        """Compute the columns of the copy array that are the same in every checkpoint."""
+    def _compute_columns(self) -> None:
+        """Compute what is the same in every checkpoint until the entries change: columns of the copy array, the number
+        of checksums, and the encoded extra entries."""
         # Each entry has room for the checksums of its whole capacity, so that the checksums of other entries keep
         # their places if an extra entry uses more or less of its extent.
         starts, self._n_crcs = crc_starts(np.array(self._capacities, np.uint64), self.superblock.block)
@@ -203,7 +204,7 @@ class PoolWriter:
                     )
                 self.numbers[entry.name] = number
         finally:
-            self._index_entries()
+            self._compute_columns()
             for slot in self.slots.slots:
                 slot.image = slot.image.grown(len(self.entries), self._n_crcs)
 
@@ -338,7 +339,7 @@ class PoolWriter:
         if status != lib.LCK_OK:
             slot.in_flight, slot.is_bad = False, True
             error = _submit_error(status)
-            self.refuse_lost_pool()  # if the pool's file is lost, this error explains the failure better
+            self.refuse_lost_pool()  # raises its own error if the pool's file is lost: that is then the cause
             raise error
         slot.manifest_index = 1 - slot.manifest_index
         job = Job(self._engine, ticket, (keep, copies), parts)
@@ -523,7 +524,11 @@ class PoolWriter:
                 release()
             self.medium.close()
         else:  # an error in lightck: leaked memory is better than a thread that writes to unmapped addresses
-            log.error("lightck: a copy into the pool %r has not ended, so the pool stays mapped", self.reader.path)
+            log.error(
+                "lightck: a copy into the pool %r has not ended, so its memory stays mapped until this process ends. "
+                "Committed checkpoints are intact. This is an error in lightck: please report it",
+                self.reader.path,
+            )
         self.reader.close()
 
 

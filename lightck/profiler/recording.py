@@ -29,7 +29,7 @@ from lightck.profiler.spans import Spans
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
-_OWN_ROWS_MAX, _NAME_MAX = 50, 200
+_SPAN_ROWS_MAX, _NAME_MAX = 50, 200
 """The most rows of ``Recording.span``, and the most characters of their names."""
 
 
@@ -58,7 +58,7 @@ class Recording:
         self._about = {**about, "pid": self._pid, "model": type(model).__name__}
         self._events: list[tuple[str, str, int, int, Args]] = []
         self._dropped = 0
-        self._rows: set[str] = set()
+        self._span_rows: set[str] = set()
         self._failure: LightckError | None = None
         self._step_events, self._commits, self._meter = step_events, commits, meter
         self._update_since = 0
@@ -97,9 +97,9 @@ class Recording:
 
     @contextmanager
     def _span(self, name: str, row: str) -> Iterator[None]:
-        has_room = row in self._rows or len(self._rows) < _OWN_ROWS_MAX
+        has_room = row in self._span_rows or len(self._span_rows) < _SPAN_ROWS_MAX
         if has_room:
-            self._rows.add(row)
+            self._span_rows.add(row)
         begin = time.monotonic_ns()
         try:
             yield
@@ -285,18 +285,18 @@ class _StepRecorder(StepListener):
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         guarded = recording._guarded
-        self._layers_begin, self._layers_end = guarded(recording.forward_begins), guarded(recording.forward_ended)
+        self._forward_begins, self._forward_ended = guarded(recording.forward_begins), guarded(recording.forward_ended)
         self._backward_over = guarded(recording.backward_over)
         self._update_begins, self._update_ended = guarded(recording.update_begins), guarded(recording.update_ended)
         self._step_ended, self._layer_updated = guarded(recording.step_ended), guarded(recording.layer_updated)
 
     def forward_begins(self) -> None:
-        self._layers_begin()
+        self._forward_begins()
 
     def forward_ended(self) -> None:
-        self._layers_end()
+        self._forward_ended()
 
-    def before_step(self, index: int, outside_wrapper: bool, has_gradients: bool) -> None:
+    def before_step(self, index: int, bypasses_wrapper: bool, has_gradients: bool) -> None:
         self._backward_over()
 
     def update_begins(self) -> None:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightck.errors import StateValueError, listed
 from lightck.restore.contents import Contents, OptimizerContents
 from lightck.state import values
-from lightck.state.build_record import frozen_names
+from lightck.state.build_record import names_without_grad
 from lightck.state.inventory import ModelView, OptimizerView
 
 log = logging.getLogger("lightck")
@@ -45,7 +45,9 @@ def options(
             now = dict(obj.state_dict())
             kept = values.unpack(contents.state[name], tensor=lambda name: torch.empty(0))
             if _is_equal(_step_counts(now), _step_counts(then)) and isinstance(kept, Mapping):
-                found += [f"{type(obj).__name__}'s {key} {text}" for key, text in _edited(then, now, kept)]
+                edited = _edited(then, now, kept)
+                public = [one for one in edited if not one[0].startswith("_")]  # a private one may follow from them
+                found += [f"{type(obj).__name__}'s {key} {text}" for key, text in public or edited]
     return found
 
 
@@ -96,8 +98,8 @@ def set_flags(contents: Contents, model: ModelView) -> None:
     if built is None:
         return
     lives = model.tensors(None)
-    frozen = set(built.frozen if contents.frozen is None else contents.frozen)
-    edited = set(built.frozen) ^ set(frozen_names(lives))
+    frozen = set(built.without_grad if contents.frozen is None else contents.frozen)
+    edited = set(built.without_grad) ^ set(names_without_grad(lives))
     changed = []
     for live in lives:
         name, tensor = live.name.removeprefix("model/"), live.tensor

@@ -206,9 +206,8 @@ def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Modu
     _restore.write_nan(touched, model)
     mark_poisoned(model)
     if isinstance(error, LightckError) and error.args:
-        message = (
-            f"{error.args[0]} The model's parameters are NaN now: build it again, or restore a checkpoint into it."
-        )
+        fact = str(error.args[0]).rstrip(".")
+        message = f"{fact}. The model's parameters are NaN now: build it again, or restore a checkpoint into it."
         error.args = (message, *error.args[1:])
 
 

@@ -119,7 +119,8 @@ class Contents:
         try:
             if typed(raw["version"], int) != values.STATE_VERSION:
                 raise CorruptPoolError(
-                    f"its small state has version {raw['version']!r}, and this lightck reads {values.STATE_VERSION}"
+                    f"its options, counters and random states were saved in format {raw['version']!r}, and this "
+                    f"lightck reads {values.STATE_VERSION}: read it with the release that saved it"
                 )
             return cls(
                 step=step,
@@ -145,7 +146,9 @@ class Contents:
                 numbers={typed(k, str): typed(v, int) for k, v in typed(raw.get("numbers", {}), dict).items()},
             )
         except (KeyError, TypeError, IndexError, AttributeError) as err:
-            raise CorruptPoolError(f"its small state is malformed ({type(err).__name__}: {err})") from err
+            raise CorruptPoolError(
+                f"its saved options, counters or random states are malformed ({type(err).__name__}: {err})"
+            ) from err
 
     @property
     def model_entries(self) -> dict[str, Entry]:
@@ -167,7 +170,9 @@ def _optimizer(saved: object) -> OptimizerContents:
     names = [[typed(n, str) for n in typed(group, list)] for group in typed(value["names"], list)]
     groups = [typed(g, dict) for g in typed(values.unpack(typed(value["groups"], bytes)), list)]
     if len(groups) != len(names):
-        raise CorruptPoolError("its optimizer has groups without options")
+        raise CorruptPoolError(
+            f"its optimizer has {len(names)} groups of parameters and {len(groups)} groups of options"
+        )
     packed, rest = typed(value["values"], bytes), typed(value["rest"], bytes)
     wraps = typed(value.get("wraps", False), bool)
     return OptimizerContents(typed(value["class"], str), names, groups, packed, rest, wraps)
@@ -226,7 +231,9 @@ def in_memory(source: Source, device: torch.device | str = "cpu") -> MemorySourc
 def entry_of(entries: Mapping[str, Entry], name: str) -> Entry:
     """Return the entry that the small state names. Raises ``CorruptPoolError`` if there is none."""
     if name not in entries:
-        raise CorruptPoolError(f"its small state names a tensor {name!r} that the checkpoint does not hold")
+        raise CorruptPoolError(
+            f"its saved options, counters or random states name a tensor {name!r} that the checkpoint does not hold"
+        )
     return entries[name]
 
 
@@ -251,7 +258,8 @@ def refuse_unknown(name: str, entries: Mapping[str, Entry]) -> None:
         similar = ending or get_close_matches(str(name), entries, n=3)
         hint = f"Similar names: {', '.join(map(repr, similar))}. " if similar else ""
         raise NoTensorError(
-            f"The checkpoint holds no tensor {name!r}. Tensors have their names in the pool, such as 'model/0.weight'. "
+            f"The checkpoint holds no tensor {name!r}. Ask for a tensor by its name in the pool, such as "
+            "'model/0.weight'. "
             f"{hint}`lightck inspect --tensors POOL` lists them all."
         )
     if entry.alias is not None:

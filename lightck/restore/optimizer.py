@@ -48,8 +48,8 @@ def read_state(
         new: dict[object, object] = {}
         for key, entry in keys.get(name, {}).items():
             now = present.get(key) if isinstance(present, dict) else None
-            stays = key == "step" and name not in counted
-            where = partial(device_of, entry, contents, name, p, stays)
+            is_cpu_count = key == "step" and name not in counted
+            where = partial(device_of, entry, contents, name, p, is_cpu_count)
             new[key] = _state_tensor(now, entry, where, restored, writes, used)
         if new or name in rest:
             state[name] = joined(new, rest, name)
@@ -68,13 +68,13 @@ def counted_on_device(saved: OptimizerContents) -> set[str]:
     return {name for names, options in groups if options.get("fused") or options.get("capturable") for name in names}
 
 
-def device_of(entry: Entry, contents: Contents, name: str, live: torch.Tensor, stays: bool) -> torch.device:
+def device_of(entry: Entry, contents: Contents, name: str, live: torch.Tensor, is_cpu_count: bool) -> torch.device:
     """Return the device for a new state tensor: that of its parameter ``live``.
 
-    A tensor that was saved on the CPU stays there if its parameter was on another device, or if it is a step count
-    (``stays``), as in torch's ``load_state_dict``."""
+    A tensor that was saved on the CPU stays there if its parameter was on another device, or if it is a step count that
+    the optimizer keeps on the CPU (``is_cpu_count``), as in torch's ``load_state_dict``."""
     param = contents.entries.get(f"model/{name}")
-    follows_param = param is not None and param.device == "cpu" and not stays
+    follows_param = param is not None and param.device == "cpu" and not is_cpu_count
     return torch.device("cpu") if entry.device == "cpu" and not follows_param else live.device
 
 

@@ -2,9 +2,9 @@
 
 ``load_state_dict`` is the user's code, and ``optimizer.state`` may be a property that makes a new dict at each access.
 Therefore both are read again. An object that took nothing is an error; an object with other values than the saved ones
-is named in a warning. Not counted as differences: the order of keys, additional keys, a list for a tuple, another
-number type or dtype with the same values, values that change at each access (clocks). DataLoaders are not read, because
-the ``state_dict()`` of some draws random numbers.
+is named in a warning. Not counted as differences: the order of keys, additional keys of an object in ``state``, a list
+for a tuple, another number type or dtype with the same values, values that change at each access (clocks). DataLoaders
+are not read, because the ``state_dict()`` of some draws random numbers.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class ObjectCheck:
         if self._before is not None and self._before == _sketch(now):
             raise DriftError(
                 f"state[{name!r}] took nothing of its saved state: after load_state_dict() the {kind} is unchanged, "
-                f"and differs from what was saved in {where}. Correct its load_state_dict(), or leave the object out "
+                f"and differs in {where} from what was saved. Correct its load_state_dict(), or leave the object out "
                 f'of the restore: state={{"{name}": None}}.'
             )
         log.warning(
-            "lightck: after its load_state_dict(), state[%r] differs from what was saved in %s: the training does not "
+            "lightck: after its load_state_dict(), state[%r] differs in %s from what was saved. The training does not "
             "continue bit-identically. Make the load_state_dict() of %s restore everything that its state_dict() "
             "returns",
             name,

@@ -1,8 +1,8 @@
 """Recovery: find the newest checkpoint of a pool that verifies, and load or restore it. It never writes to the pool.
 
 Checkpoints are tried from newest to oldest. If a block does not match its checksum, the next older checkpoint is
-restored over the same tensors. If none is left, recovery raises and all floating-point parameters are set to NaN, so
-that nobody trains on a mix of two checkpoints.
+restored over the same tensors. If none is left, recovery raises; if tensors of the model were written already, all
+its floating-point parameters are set to NaN, so that nobody trains on a mix of two checkpoints.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def recover(
         NoCheckpointError: nothing was committed yet, or not this step.
         CorruptPoolError: checkpoints exist and none of them verifies.
         DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``. Nothing was changed, unless an
-            object in ``state`` rejects its saved state: then the model's parameters are NaN, as the message says.
+            optimizer or an object in ``state`` rejects its saved state, or did not take it: then the model's parameters
+            are NaN, as the message says.
         SessionError: the model's session is open.
         TypeError, ValueError: an invalid argument, or a ``device`` that this machine or torch does not support.
     """
@@ -164,9 +165,12 @@ class StaleCheckpoints:
 
     @classmethod
     def of_pool(cls, reader: PoolReader) -> StaleCheckpoints:
-        """What the readable checkpoints of a pool say, as long as no strike has followed. After the strike, what is
-        left between the two generations is right: a pinned checkpoint got a new generation when it was carried over to
-        this file. A struck slot shows the strike, and so does a newer checkpoint that calls none stale."""
+        """Return the stale checkpoints that were not struck yet, according to the readable checkpoints of a pool.
+
+        Once stale checkpoints are struck, what a checkpoint says of them no longer counts: a checkpoint that still lies
+        between the two generations is then right (a pinned one, which got a new generation when it was carried over to
+        another file). Two signs show that they were struck: a struck slot, and a newer checkpoint that calls no other
+        one stale."""
         stale, struck_generation = cls(), reader.newest_struck_generation()
         for stored in reader.checkpoints():
             if isinstance(stored, StoredCheckpoint):
@@ -209,7 +213,8 @@ def _nothing_left(
     if step is not None and step not in held:
         return NoCheckpointError(
             f"The pool {reader.path!r} does not hold step {step}. It holds {', '.join(map(str, sorted(held)))}: older "
-            "steps were overwritten, because a pool keeps only the newest. Ask for one of these, or leave step out."
+            "steps were overwritten, because a pool keeps only the newest. Ask for a step that it holds, or leave step "
+            "out."
         )
     return CorruptPoolError(
         f"No checkpoint in the pool {reader.path!r} verifies: {'; '.join(reasons)}. Nothing was restored. Use another "

@@ -32,7 +32,7 @@ _Names = tuple[str, ...]
 @dataclass(frozen=True, slots=True)
 class Drift:
     """Differences between a checkpoint and the objects that it is restored into. ``other`` holds sentences, the other
-    fields hold the names of tensors."""
+    fields hold the names of tensors, with their shapes or dtypes in ``reshaped`` and ``retyped``."""
 
     missing: tuple[str, ...] = ()
     """Tensors that only the model has."""
@@ -47,9 +47,15 @@ class Drift:
         return any((self.missing, self.extra, self.reshaped, self.retyped, self.other))
 
     def __str__(self) -> str:
+        labels = {
+            "only in the model": self.missing,
+            "only in the checkpoint": self.extra,
+            "of another shape": self.reshaped,
+            "of another dtype": self.retyped,
+            "also": self.other,
+        }
         parts = []
-        for label in ("missing", "extra", "reshaped", "retyped", "other"):
-            items = getattr(self, label)
+        for label, items in labels.items():
             if items:
                 more = f" and {len(items) - 5} more" if len(items) > 5 else ""
                 parts.append(f"{label}: {'; '.join(items[:5])}{more}")
@@ -71,7 +77,8 @@ class RestorePlan:
     objects: dict[str, object] = field(default_factory=dict)
     declined: frozenset[str] = frozenset()
     """Names in ``state`` that the user declined by passing None."""
-    extra: list[tuple[str, nn.Module]] = field(default_factory=list)
+    extra_state: list[tuple[str, nn.Module]] = field(default_factory=list)
+    """(name, module) with a saved extra state (``set_extra_state``)."""
     edited: list[str] = field(default_factory=list)
     """Options that the script builds differently and that the restore replaces, as text."""
     restored: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -145,7 +152,7 @@ def _match_tensors(
     held = {n: e for n, e in contents.entries.items() if n.startswith(("model/", "outside/"))}
     for _, live in plan.resizable:
         held.pop(live.name, None)
-    objects = {live.name: live.tensor for live in lives}
+    tensors = {live.name: live.tensor for live in lives}
     missing, reshaped, retyped = [], [], []
     for live in lives:
         entry = held.pop(live.name, None)
@@ -159,9 +166,9 @@ def _match_tensors(
             else:
                 retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
-            if live.alias is not None and objects.get(live.alias) is live.tensor and live.alias in contents.entries:
+            if live.alias is not None and tensors.get(live.alias) is live.tensor and live.alias in contents.entries:
                 notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
-            else:  # all tensors that only share memory are written: ``contradiction`` compares their saved values
+            else:  # tensors that share memory without being tied are written too, after ``contradiction`` was checked
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(held), tuple(reshaped), tuple(retyped)
 
@@ -236,8 +243,8 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
         return fact
     names = [name for group in saved.names[n_live:] for name in group]
     return (
-        f"{fact}: the live optimizer lacks the groups of {listed(names)}. If the training adds groups later "
-        "(add_param_group), add before attach all that it had at the saved step (lightck.recover(path).step)"
+        f"{fact}: the live optimizer lacks the groups of {listed(names)}. If the training adds groups while it runs "
+        "(add_param_group), add those groups before attach that it had at the saved step (lightck.recover(path).step)"
     )
 
 
@@ -268,7 +275,7 @@ def _match_extra(contents: Contents, view: ModelView, plan: RestorePlan, notes: 
     for name in contents.extra.keys() ^ live.keys():
         where = "model" if name in live else "checkpoint"
         notes.append(f"extra state {name!r} (from get_extra_state()) is only in the {where}")
-    plan.extra = [(name, module) for name, module in view.extra if name in contents.extra]
+    plan.extra_state = [(name, module) for name, module in view.extra if name in contents.extra]
 
 
 def apply(plan: RestorePlan, source: Source) -> None:
@@ -288,9 +295,9 @@ def apply(plan: RestorePlan, source: Source) -> None:
     read = tensor_reader(source, plan.restored)
     rests = [unpack_dict(saved.rest, tensor=read) for saved, _ in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
-    extra = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra}
+    extra = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra_state}
     _set_resizable(plan, fresh)
-    for name, module in plan.extra:
+    for name, module in plan.extra_state:
         module.set_extra_state(extra[name])
     checks = {name: ObjectCheck(name, obj) for name, obj in plan.objects.items()}
     for name, obj in plan.objects.items():

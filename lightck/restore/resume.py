@@ -87,7 +87,7 @@ class Resumed:
         self._rng.restore()
 
     def take_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """Return the random states to restore at the first ``next()`` of a pass; None if an earlier pass, which was no
+        """Return the random states to restore when a pass goes on or begins; None if an earlier pass, which was no
         preview, took them. This restore undoes what the script has drawn since attach."""
         return self._rng_for_pass.take(loader, pass_)
 

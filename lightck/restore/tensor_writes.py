@@ -56,16 +56,18 @@ def write_constant(target: torch.Tensor, value: float) -> None:
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements may share memory; True if that is hard to determine."""
     reach = 0
-    for step, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz != 1):
-        if step <= reach:
+    strides_and_sizes = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in strides_and_sizes if size != 1):
+        if stride <= reach:
             return tensor.numel() > 0
-        reach += (size - 1) * step
+        reach += (size - 1) * stride
     return False
 
 
 def _each_place_once(target: torch.Tensor) -> tuple[slice, ...]:
-    """Return an index that selects each memory location once: torch does not write to expanded dimensions."""
-    return tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
+    """Return an index that selects one element of each expanded dimension (stride 0) and all of any other dimension.
+    Torch refuses to write to an expanded tensor itself."""
+    return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
 
 
 def _write_each_place_once(target: torch.Tensor, values: torch.Tensor) -> None:
@@ -115,7 +117,7 @@ def _reach(tensor: torch.Tensor) -> int:
     """Return the number of bytes from the first element of a tensor to the end of its last one."""
     if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
         return tensor.nbytes
-    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.element_size()
 
 

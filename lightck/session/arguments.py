@@ -71,7 +71,8 @@ class Arguments:
         return frozenset(name for name, obj in (self.state or {}).items() if obj is None)
 
     def check(self) -> Cadence:
-        """Check the arguments and return the cadence. Raises ``TypeError``, ``ValueError`` or ``SessionError``."""
+        """Check the arguments and return the cadence. Raises ``TypeError``, ``ValueError``, ``SessionError``,
+        or ``UnsupportedError`` on another rank than 0."""
         refuse_other_than_bool(resume=self.resume, overwrite=self.overwrite)
         refuse_other_than_module(self.model)
         refuse_other_than_mapping(self.state)

@@ -1,8 +1,9 @@
 """``attach``: from a model and a path to a session.
 
-The steps, in order: find and check what is to be saved; take the pool's lock; restore, adopt or refuse an existing
-pool, or create one; install the hooks. The user's objects are changed only after every check has passed, and a pool
-that holds a checkpoint is overwritten or loaded only if the caller passed ``overwrite=True`` or ``resume=True``.
+The steps, in order: find and check what is to be saved; take the pool's lock; restore and adopt an existing pool's
+checkpoint, refuse or discard the pool, or create one; install the hooks. The user's objects are changed only after
+every check has passed, and a pool that holds a checkpoint is overwritten or loaded only if the caller passed
+``overwrite=True`` or ``resume=True``.
 """
 
 from __future__ import annotations
@@ -81,8 +82,10 @@ def attach(
             on persistent memory.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
         slots: how many checkpoints the pool has room for, 2 to 8; by default 2, or as many as an existing pool has.
-        keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``. Needs one more slot.
-        pause_on_nonfinite: commit no state whose loss scale or sampled values are not finite.
+        keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``. lightck adds one slot
+            for it.
+        pause_on_nonfinite: commit no checkpoint if the GradScaler's loss scale, or one of the values that lightck
+            checks (some of each tensor), is not finite.
         staging: transfer method for tensors on a device: ``lightck.Host()``, ``Direct()`` or ``Device()``; by default
             the fastest of them.
         strict_data: raise ``DataMismatchError`` if the first update after a resume uses other data than the update that
@@ -184,8 +187,9 @@ def _start(session: Session, path: str, resumed: Resumed | None) -> None:
     """Set the restored random states, and log what was found and at which step the training starts."""
     if resumed is not None:
         resumed.set_rng()
-    found = ", ".join(f"{name}: {kind}" for name, kind in session.found.items()) or "nothing"
+    found = ", ".join(f"{name}: {kind}" for name, kind in session.found.items())
+    also = f"found and saved too: {found}" if found else "found nothing else to save"
     start = f"resumed at step {resumed.step}" if resumed is not None else "fresh start"
     if resumed is not None and resumed.done:
         start += ", at which the training was declared finished (session.done is True)"
-    log.info("lightck: %s, %s (%s); found %s", path, start, session.durability, found)
+    log.info("lightck: %s, %s (%s); %s", path, start, session.durability, also)

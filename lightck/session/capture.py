@@ -22,7 +22,7 @@ from lightck.dataloader.persistent import PersistentLoaders
 from lightck.dataloader.positions import Positions
 from lightck.errors import SessionError
 from lightck.events import Event
-from lightck.session.discover import Objects, role
+from lightck.session.discover import Objects, numbered_name
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
 from lightck.state.build_record import CurrentBuild
@@ -71,12 +71,14 @@ class Capture:
         self.provisional: Provisional | None = None
         self._buffer_copies = BufferCopies()
         self.resizable: set[str] = set()
-        """Buffers that were added, removed, or changed in size or dtype: a restore may resize them."""
+        """Buffers that changed in size or dtype, were removed, or were None at first: a restore may resize them."""
         self._tensor_list: TensorList | None = None
         """The tensors of the last boundary; None if a tensor was added or removed since."""
         self._compared_list: TensorList | None = None
         """The tensor list whose buffers were last compared with those that the model was built with."""
         self._built_buffers: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
+        """Name -> size and dtype of each buffer when the model was built, or when it was first seen; None for a buffer
+        that was None."""
         self.expected_state_nbytes = 0
         """Length of the small state, as the last call of ``expected_tensors`` found it."""
         self.optimizers: list[OptimizerView] = []
@@ -94,8 +96,9 @@ class Capture:
         self._forked = ForkWatch()
         self._stepped_outside: set[int] = set()
         """Indexes of optimizers that were stepped outside the ``step`` of their wrapper."""
-        self._without_grad: dict[int, dict[int, torch.Tensor]] = {}
-        """View index -> the parameters that no update has changed yet, by id, because they never had a gradient."""
+        self._never_had_grad: dict[int, dict[int, torch.Tensor]] = {}
+        """View index -> (id -> parameter), of the parameters that never had a gradient, so that no update has changed
+        them."""
         self._seen_grad: frozenset[int] = frozenset()
         """Ids of parameters that had a gradient at an update."""
         self.add_optimizers(optimizers)
@@ -108,7 +111,7 @@ class Capture:
         self._tensor_list = None
         self.optimizers.extend(views)
         self.built.add(views)
-        self._without_grad |= {view.index: self._skipped_without_gradient(view) for view in views}
+        self._never_had_grad |= {view.index: self._skipped_without_gradient(view) for view in views}
 
     def _skipped_without_gradient(self, view: OptimizerView) -> dict[int, torch.Tensor]:
         """The parameters that this optimizer leaves unchanged while they have no gradient. Only a class of torch.optim
@@ -127,7 +130,7 @@ class Capture:
         self.model, self.numbers = ModelView(nn.Module()), ModuleNumbers(nn.Module())
         self.provisional = self._tensor_list = self._compared_list = None
         self._buffer_copies = BufferCopies()
-        for held in (self.objects, self.loaders, self.optimizers, self._without_grad):
+        for held in (self.objects, self.loaders, self.optimizers, self._never_had_grad):
             held.clear()
 
     def refresh(self) -> None:
@@ -139,7 +142,7 @@ class Capture:
             names = self.model.names_by_id()
             for view in self.optimizers:
                 view.refresh(names)
-                self._without_grad[view.index] |= {
+                self._never_had_grad[view.index] |= {
                     k: p for k, p in self._skipped_without_gradient(view).items() if k not in self._seen_grad
                 }
 
@@ -153,7 +156,7 @@ class Capture:
         """Record which parameters this update can change: torch's optimizers skip those without a gradient. ``index``:
         the number of the optimizer that makes the update."""
         for view in self.optimizers:
-            waiting = self._without_grad[view.index]
+            waiting = self._never_had_grad[view.index]
             if waiting and view.root == index:
                 self._remove_ready(waiting)
 
@@ -181,7 +184,7 @@ class Capture:
 
     def after_update(self, *, is_due: bool) -> None:
         """Read provisionally the state that the next forward or ``next()`` changes. ``is_due``: whether the next event
-        may close a checkpoint that is saved and needs it."""
+        may close a checkpoint that will be saved and that needs this state."""
         self.devices.add_update_streams()
         if not is_due:
             self.provisional = None
@@ -213,20 +216,21 @@ class Capture:
         may read. ``stale_after``: a generation; the checkpoints between it and this one are stale."""
         self.refresh()
         # At these two events the next step has begun: its batch is fetched, and random numbers are drawn.
-        before = self._read_at_the_update(step) if event in (Event.PRE_STEP, Event.FORWARD) else None
-        # At the pre-step hook its forward has run too, and has changed the buffers.
-        before_forward = before if event is Event.PRE_STEP else None
+        before = self._provisional_of(step) if event in (Event.PRE_STEP, Event.FORWARD) else None
+        # At the pre-step hook the next step's forward has run too, and has changed the buffers: take the earlier ones.
+        with_buffers = before if event is Event.PRE_STEP else None
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
             self._compared_list = tensor_list
-            self._find_resizable(None if before_forward is None else before_forward.buffers)
+            self._find_resizable(None if with_buffers is None else with_buffers.buffers)
         self._warn_shared_memory(lives)
         small = self._small_state(event, explicit, copied_at_boundary, before, lives, stale_after)
-        if before_forward is not None and (before_forward.buffers or self.model.has_buffers):
-            lives, tensor_list = self._with_buffers_of(before_forward, lives), None
+        if with_buffers is not None and (with_buffers.buffers or self.model.has_buffers):
+            lives, tensor_list = self._with_buffers_of(with_buffers, lives), None
         return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list)
 
-    def _read_at_the_update(self, step: int) -> Provisional:
+    def _provisional_of(self, step: int) -> Provisional:
+        """What was read when the update of this step ended."""
         if self.provisional is None:
             raise SessionError(
                 f"Step {step} cannot be saved: its random states were not read when its update ended, and the next "
@@ -263,6 +267,8 @@ class Capture:
         return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
 
     def _find_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
+        """Add to ``resizable`` the buffers that differ from those that the model was built with. ``provisional``: the
+        buffers as they were after the update; None to compare the present ones."""
         now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
         for name, tensor in now.items():
             if self._built_buffers.setdefault(name, _kind(tensor)) != _kind(tensor):
@@ -285,7 +291,7 @@ class Capture:
         if tensor_list is not None and tensor_list.is_unchanged():
             return list(tensor_list.lives)
         trained = {
-            id(p) for view in self.optimizers for _, p in view.params if id(p) not in self._without_grad[view.index]
+            id(p) for view in self.optimizers for _, p in view.params if id(p) not in self._never_had_grad[view.index]
         }
         # If no optimizer is followed, every parameter may change in an update.
         lives = self.model.tensors(trained if self.optimizers else None)
@@ -338,14 +344,14 @@ class Capture:
             "stale_after": stale_after,
             "built": self.built.packed,
             "numbers": self.numbers.now(),
-            "frozen": self.built.frozen_since(self._tensor_list, self.model),
+            "frozen": self.built.without_grad_if_changed(self._tensor_list, self.model),
             "fingerprint": fingerprint(),
         }
         return self._state.pack(state)
 
     def _packed_optimizer(self, view: OptimizerView, lives: list[Live]) -> bytes:
         view.refuse_nameless()
-        path = role("optimizer", view.index, len(self.optimizers))
+        path = numbered_name("optimizer", view.index, len(self.optimizers))
         # ``with_values``: the parameters with state that is not a tensor; None if they are not known.
         with_values = None if self._tensor_list is None else self._tensor_list.with_values[view.index]
         state, rest, large = view.state_values(with_values), view.rest(), _collector(lives, "optimizer")

@@ -91,7 +91,7 @@ class Commits:
         self._is_done_saved = False  # whether the last saved checkpoint says that the training is finished
         self._done_at = done_at
         self._decision: tuple[int | None, bool] = None, False
-        """The step after the last update, and whether its checkpoint is due."""
+        """The number of updates at which it was last decided whether the checkpoint is due, and the decision."""
 
     @property
     def is_done(self) -> bool:
@@ -99,8 +99,8 @@ class Commits:
         return self._done_at == self._boundary.step
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no checkpoint is in flight, and none would close at a forward now."""
+    def is_all_committed(self) -> bool:
+        """Whether the last saved checkpoint is committed, and a forward that begins now would close no checkpoint."""
         is_saved = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
         return is_saved and not self._boundary.closes_at(Event.FORWARD)
 

@@ -1,7 +1,8 @@
 """Finding what the user did not pass: the optimizers, LR schedulers and GradScaler that drive this model.
 
-The search runs once, at attach, over the objects that Python's garbage collector tracks. Two candidates for one role
-are an error that names both. Garbage is collected first, so that it is no candidate.
+The search runs at attach, over the objects that Python's garbage collector tracks. Two candidates for one role are an
+error that names both. Garbage is collected first, so that it is no candidate. Later searches, for objects that were
+made after attach, collect garbage only if a search without it finds something.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Found:
 
 def count_updating(optimizers: Sequence[Optimizer]) -> int:
     """Count the optimizers that make updates: those inside a wrapper do not."""
-    return sum(place.steps for place in wrapper_roles(optimizers))
+    return sum(wrapper_role.steps for wrapper_role in wrapper_roles(optimizers))
 
 
 def unwrap(optimizer: object) -> Optimizer:
@@ -128,7 +129,7 @@ def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
             return ()
         if not found:
             return ()
-    return tuple(o for o, place in zip(found, wrapper_roles(found), strict=True) if not place.is_wrapped)
+    return tuple(o for o, wrapper_role in zip(found, wrapper_roles(found), strict=True) if not wrapper_role.is_wrapped)
 
 
 def follow_late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
@@ -202,9 +203,11 @@ def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given
     if not optimizers or given.get("scheduler", 0) is None:  # the caller passed state={"scheduler": None}
         return {}
     alive, found = schedulers_of(live, optimizers), {}
-    innermost = [o for o, place in zip(optimizers, wrapper_roles(optimizers), strict=True) if not place.wraps]
+    innermost = [
+        o for o, wrapper_role in zip(optimizers, wrapper_roles(optimizers), strict=True) if not wrapper_role.wraps
+    ]
     for i, opt in enumerate(innermost):
-        name = role("scheduler", i, len(innermost))
+        name = numbered_name("scheduler", i, len(innermost))
         schedulers = [s for s in alive if _scheduled_by(s) is opt]
         if id(opt) in taken:
             _warn_not_passed([s for s in schedulers if not any(s is obj for obj in given.values())], opt)
@@ -247,12 +250,12 @@ def _find_scaler(live: LiveObjects, given: Objects) -> dict[str, torch.amp.GradS
 
 
 def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """Role -> class name for a log line; a wrapper is named with the optimizers inside it."""
+    """Saved name -> class name for a log line; a wrapper is named with the optimizers inside it."""
     around: dict[int, list[str]] = {}
-    for optimizer, place in zip(optimizers, wrapper_roles(optimizers), strict=True):
-        around.setdefault(place.outermost, []).append(type(optimizer).__name__)
+    for optimizer, wrapper_role in zip(optimizers, wrapper_roles(optimizers), strict=True):
+        around.setdefault(wrapper_role.outermost, []).append(type(optimizer).__name__)
     joined = [" around ".join([outer, ", ".join(inner)] if inner else [outer]) for outer, *inner in around.values()]
-    return {role("optimizer", i, len(around)): names for i, names in enumerate(joined)}
+    return {numbered_name("optimizer", i, len(around)): names for i, names in enumerate(joined)}
 
 
 def _warn_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Objects) -> None:
@@ -268,6 +271,6 @@ def _warn_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: 
         )
 
 
-def role(name: str, index: int, count: int) -> str:
+def numbered_name(name: str, index: int, count: int) -> str:
     """The name under which an object is saved: with its number if there are several."""
     return name if count == 1 else f"{name}.{index}"

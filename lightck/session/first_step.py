@@ -20,8 +20,8 @@ log = logging.getLogger("lightck")
 
 @dataclass(slots=True)
 class FirstStep:
-    """The checks of one session at its first update. Made at attach; the first pre-step hook calls
-    ``check`` once."""
+    """The checks of one session at its first update. Made at attach; ``check`` is called once, at that
+    update."""
 
     optimizers: tuple[Optimizer, ...]
     objects: Objects
@@ -52,7 +52,7 @@ class FirstStep:
 
     def check(self, capture: Capture) -> None:
         """Raise ``LateError`` for a scheduler that was made after attach, and ``UnsupportedError`` if the process has
-        become one of several ranks since."""
+        become one of several ranks since, and is not rank 0. (Rank 0 is warned.)"""
         if not self._is_rank:
             check_rank()
         capture.before_first_update()

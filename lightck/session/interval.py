@@ -1,9 +1,9 @@
 """How often a checkpoint is saved: every n-th update, or as often as a budget allows.
 
-At each boundary the session asks a ``Cadence`` whether the checkpoint is due. For ``Auto`` lightck measures what a
-checkpoint costs, in two parts: the time inside lightck on the training thread, and how much longer a step takes while a
-checkpoint is written. The interval follows that cost up and down. It does not affect a resume: every saved checkpoint
-is exact.
+After each update the session asks a ``Cadence`` whether the checkpoint of this step is due. For ``Auto`` lightck
+measures what a checkpoint costs, in two parts: the time inside lightck on the training thread, and how much longer a
+step takes while a checkpoint is written. The interval follows that cost up and down. It does not affect a resume: every
+saved checkpoint is exact.
 """
 
 from __future__ import annotations
@@ -66,12 +66,15 @@ class Auto:
             failures lose (Young, Commun. ACM 17(9), 1974). None or infinity: only the budget counts.
         most: upper bound of the interval, in updates.
 
+    What lightck's hooks take at every step, with a checkpoint or without, counts against the budget. Checkpoints
+    may always spend a quarter of the budget; a warning says so if hooks and checkpoints together then exceed it.
+
     The budget is CheckFreq's rule (Mohan et al., FAST 2021), measured during the whole training and not only at its
-    start: now and then three checkpoints are left out, to measure steps without one. After a lasting change of the time
-    of steps or checkpoints, the interval is right again 12 checkpoints and 40 steps later. If the interval was 1, where
-    steps without a checkpoint are rare, this takes 12 checkpoints and 240 steps. One outlier changes nothing. If the
-    times of steps vary much (batches of varying length), only a half to a quarter of the checkpoints that the budget
-    allows are saved.
+    start. At an interval of 1 a checkpoint is left out now and then, to measure a step without one. After a lasting
+    change of the time of steps or checkpoints, the interval is right again once 12 checkpoints were saved and 40 steps
+    made; 240 steps if the interval was 1, where steps without a checkpoint are rare. One outlier changes nothing. If
+    the times of steps vary much (batches of varying length), only a half to a quarter of the checkpoints that the
+    budget allows are saved.
     """
 
     budget: float = 0.03
@@ -112,18 +115,20 @@ _UNSAVED = 5
 """How many steps without a checkpoint are kept: their least stall is the time that hooks take anyway."""
 _AGREE_UP, _AGREE_DOWN = 3, 5
 """How many measurements in a row must agree before the cost is raised, or lowered."""
+_LEFT_MIN = 0.25
+"""The share of the budget that is left for checkpoints in any case."""
 _SKIP_EVERY, _SKIP_SOON = 200, 4
 """Saved checkpoints in a row after which one is left out; the smaller number while there are too few pairs."""
 
 
 @dataclass(slots=True)
 class _Cost:
-    """A cost in seconds. It follows the measurements only as far as they agree: up to the least of the last three, down
-    to the largest of the last five.
+    """A cost in seconds. If the last three measurements are all above ``value``, it is raised to the least of them. If
+    the last five are all below it (or as many as there are, at least three), it is lowered to the largest of them.
 
-    So one outlier changes nothing. A medium may keep up with few checkpoints but not with many. Then few look cheap,
-    more are saved, and these look expensive, so fewer are saved again. More are tried only after five low measurements,
-    so this costs little above the budget.
+    So one outlier changes nothing. Some media keep up with few checkpoints but not with many. There the interval does
+    not settle: while few checkpoints are saved, each costs little, so more are saved; then each costs much, so fewer
+    are saved again. A cost usually falls only after five low measurements, so this exceeds the budget by little.
     """
 
     value: float = 0.0
@@ -183,7 +188,6 @@ class Adaptive:
         took, stall = now - self._last[0], stall_seconds - self._last[1]
         if self._boundaries > _WARM_UP:
             self._measure(_Step(took - stall, stall, self._saved_in_a_row > 0))
-            self._warn_fixed_cost()
         self._boundaries += 1
         self._last = now, stall_seconds
         if not saved and self._saved_in_a_row > _SKIP_SOON:
@@ -202,34 +206,44 @@ class Adaptive:
         self._steps.append(step)
 
     def _warn_fixed_cost(self) -> None:
-        """Warn once if the hooks alone cost more than the budget: then no interval keeps it."""
+        """Warn once if the hooks alone cost so much that the budget is exceeded."""
         if self._is_warned or len(self._unsaved_stalls) < _UNSAVED or len(self._steps) < _STEPS:
             return
-        fixed = min(self._unsaved_stalls)
-        whole = fixed + sorted(step.own for step in self._steps)[len(self._steps) // 2]
-        share = fixed / whole if whole > 0 else 0.0
-        if share > self.auto.budget:
+        fixed, share = self._fixed()
+        if share > (1 - _LEFT_MIN) * self.auto.budget:
             self._is_warned = True
             log.warning(
-                "lightck: a step that saves nothing takes %.1f %% longer with lightck (%.0f us), because torch calls "
-                'its hooks at every step. That is above the budget of %g %% of interval="auto", whatever the '
-                "interval. Make steps longer (a larger batch), or pass a larger budget: "
-                "interval=lightck.Auto(budget=%.2f)",
+                "lightck: lightck's hooks, which torch calls at every step, take %.1f %% (%.0f us) of a step that "
+                'saves nothing. So interval="auto" exceeds its budget of %g %%: it spends at least a quarter of the '
+                "budget on checkpoints, whatever the hooks cost. Make steps longer (a larger batch), or pass a larger "
+                "budget: interval=lightck.Auto(budget=%.2f)",
                 100 * share,
                 1e6 * fixed,
                 100 * self.auto.budget,
                 math.ceil(200 * share) / 100,
             )
 
+    def _fixed(self) -> tuple[float, float]:
+        """What the hooks take in a step without a checkpoint: seconds, and their share of the step."""
+        if len(self._unsaved_stalls) < _UNSAVED or not self._steps:
+            return 0.0, 0.0
+        fixed = min(self._unsaved_stalls)
+        whole = fixed + sorted(step.own for step in self._steps)[len(self._steps) // 2]
+        return fixed, fixed / whole if whole > 0 else 0.0
+
     def _decide(self) -> None:
-        """Set the interval that the measured costs allow. If the stalls alone allow an interval of 1, only the extra
-        time in pairs can decide against it: then the interval is at most 2 until there are enough recent pairs."""
+        """Set the interval that the measured costs allow.
+
+        If the stalls alone allow an interval of 1, the extra time decides between 1 and a larger interval. The extra
+        time is measured in pairs, and there are few of them at an interval of 1. So the interval stays at 2 or less
+        until enough recent pairs were measured."""
+        self._warn_fixed_cost()
         wanted, pairs = self._wanted_interval(self._extra.value), self._extra.last
-        is_turn = (wanted == 1) != (self.interval == 1)  # whether the interval would become 1, or leave 1
-        allows_1_by_stalls = self._wanted_interval(0.0) == 1  # whether only the cost of pairs can decide against 1
-        if (is_turn or len(pairs) < _AGREE_UP) and allows_1_by_stalls:
-            if is_turn and (wanted == 1 or self._saved_in_a_row > _SKIP_SOON):
-                pairs.clear()  # pairs of a larger interval do not apply at 1; pairs of 1 may be old
+        enters_or_leaves_1 = (wanted == 1) != (self.interval == 1)
+        allows_1_by_stalls = self._wanted_interval(0.0) == 1  # whether the stalls alone allow 1
+        if (enters_or_leaves_1 or len(pairs) < _AGREE_UP) and allows_1_by_stalls:
+            if enters_or_leaves_1 and (wanted == 1 or self._saved_in_a_row > _SKIP_SOON):
+                pairs.clear()  # measured at a larger interval, they do not apply at 1; measured at 1, they are old
             wanted = wanted if len(pairs) >= _AGREE_UP else min(wanted, 2)  # at 2 each checkpoint gives a new pair
         self.interval = min(wanted, self.auto.most)
 
@@ -247,7 +261,8 @@ class Adaptive:
         if step <= 0:
             return self.interval  # nothing was measured yet, or ``extra`` is out of date
         cost, mtbf, most = max(self._stall.value, 0.0) + extra, self.auto.mtbf, self.auto.most
-        wanted = math.ceil(min(cost / self.auto.budget / step, most))  # floats: an overflow is infinity and no error
+        left = max(self.auto.budget - self._fixed()[1], _LEFT_MIN * self.auto.budget)
+        wanted = math.ceil(min(cost / left / step, most))  # floats: an overflow is infinity and no error
         if mtbf is not None and not math.isinf(mtbf):
             wanted = max(wanted, round(min(math.sqrt(2 * cost * mtbf) / step, most)))
         return max(wanted, 1)

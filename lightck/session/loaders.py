@@ -36,8 +36,8 @@ class LoaderEvents(LoaderHost):
         if steps.step_thread not in (None, threading.get_ident()):
             raise SessionError(
                 f"loader {loader.name!r}: next() was called on another thread than optimizer.step(). next() "
-                "closes a checkpoint, and the training would change it meanwhile. Iterate in the training loop; let "
-                "the DataLoader fetch ahead: num_workers=, prefetch_factor=."
+                "closes a checkpoint, and the training would change the state while it is read. Iterate in the "
+                "training loop; let the DataLoader fetch ahead: num_workers=, prefetch_factor=."
             )
         if loader.in_eval and not loader.is_training:
             return  # an evaluation: the checkpoint stays open until the training continues
@@ -77,7 +77,9 @@ class LoaderEvents(LoaderHost):
         if resumed is None or self.updates > resumed.step:
             return None  # an update was made since the restore, without a loader
         state = resumed.take_rng(loader, pass_)
-        if state is not None and resumed.closed_by_next:  # next() closed the restored checkpoint
-            for other in self._steps.capture.loaders:
-                other.put_back()  # to their positions in the checkpoint
+        if state is not None and resumed.closed_by_next:
+            # A next() closed the restored checkpoint, so the saved positions already count the passes that the script
+            # made before that next(). A loader that has repeated such a pass returns to its saved position.
+            for each in self._steps.capture.loaders:
+                each.put_back()
         return state

@@ -139,7 +139,7 @@ class LoopTopCheck:
         if changed:
             assert self._point is not None
             log.warning(
-                "lightck: in the first update and again in the next one, %s changed before %s. A checkpoint closes at "
+                "lightck: %s changed before %s, in the first update and again in the next one. A checkpoint closes at "
                 "that point of the loop. If the loop makes this change at its top, the checkpoint holds the change "
                 "already, and a resumed loop makes it once more. (That does no harm if the new value depends on the "
                 "step alone.) %s",

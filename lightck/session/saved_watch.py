@@ -27,12 +27,13 @@ MANY = 100
 MANY_EXPLICIT = 1000
 """The same if an earlier run called ``end_step()``: a loop may call it only once in an epoch."""
 _FIRST = 8
-"""Parameters are compared at this many first forwards, or at half as many first calls of ``end_step()``."""
+"""If no optimizer is followed, the model's tensors are compared at this many first training forwards, or at half as
+many first calls of ``end_step()``."""
 _TWIN_STEPS = 10
 """After so many steps in a row of an optimizer of another model, that model is compared with this session's."""
 _FOREIGN = 4
-"""Followed optimizers may have no parameter of this model, if the loop copies master weights into it. After so many of
-their updates the model's parameters must have changed."""
+"""After so many updates by optimizers that have no parameter of this model, its parameters must have changed. (Such
+optimizers are correct if they update master weights, which the loop then copies into the model.)"""
 _NO_OPTIMIZER = (
     "no optimizer is followed: none was found or passed that has a parameter of this model, so lightck does not know "
     "when an update is made"
@@ -146,7 +147,8 @@ class SavedWatch:
                 )
 
     def problem(self) -> str | None:
-        """The message that ``close()`` raises if the model was trained and nothing was saved; else None."""
+        """The message that ``close()`` raises if this model, or another one in its place, was trained and nothing was
+        saved; else None."""
         if self._is_twin_trained and not self._is_alive and not self._end_steps:
             return (
                 "Nothing was saved: the model of this session was neither called nor updated since attach, while "
@@ -163,7 +165,8 @@ class SavedWatch:
     # -- no optimizer is followed ------------------------------------------------------------------------
 
     def _forward_without_optimizer(self) -> None:
-        """Warn at the first sign of an update, unless a search finds its optimizer; after ``MANY`` forwards always."""
+        """Warn at the first sign of an update, and otherwise after ``MANY`` forwards. Before the first warning, search
+        for an optimizer that was made after attach; if there is one, do not warn."""
         n = self._idle_forwards
         if n == 1:
             self._before = self._params()
@@ -175,7 +178,8 @@ class SavedWatch:
                 self._warn(f"{fact}, and {_NO_OPTIMIZER}. Nothing is saved, and close() will raise an error. {_CURE}")
 
     def _look_for_optimizer(self) -> bool:
-        """Search once for an optimizer that was made after attach. Returns whether there is one, followed or not."""
+        """Search for an optimizer that was made after attach. Returns whether there is one, followed or not. Only the
+        first call searches; every later call returns False."""
         if self._was_searched:
             return False
         self._was_searched = True
@@ -218,7 +222,8 @@ class SavedWatch:
                 )
 
     def _warn_incomplete_round(self, index: int, n: int) -> None:
-        roots = sorted({view.root for view in self._capture.optimizers if not view.wraps})  # which make updates
+        # The roots are the optimizers whose steps count as updates.
+        roots = sorted({view.root for view in self._capture.optimizers if not view.wraps})
         names = [self._named(root) for root in roots if not self._boundary.pending(root)]
         self._warn(
             f"{self._named(index)} made {n} updates since a checkpoint closed, and {' and '.join(names)} none. With "
@@ -263,6 +268,8 @@ class SavedWatch:
         return any(p.grad is not None for p in self._capture.model.model.parameters())
 
     def _is_twin(self, optimizer: Optimizer) -> bool:
+        """Whether the parameters of an optimizer have the same shapes as those of this session's model, or of its
+        optimizers. Then they probably belong to the same model, built again."""
         theirs = _shapes(p for group in optimizer.param_groups for p in group["params"])
         ours = _shapes(p for p in self._capture.model.model.parameters() if p.requires_grad)
         followed = _shapes(p for view in self._capture.optimizers if not view.wraps for _, p in view.params)

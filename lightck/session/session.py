@@ -48,8 +48,8 @@ def _exclusive(method: Callable[Concatenate[Session, P], T]) -> Callable[Concate
 
 
 class Session:
-    """One training that is saved, made by :func:`lightck.attach`; a context manager that commits the current step at
-    its end, unless an exception leaves it.
+    """One training that is saved, made by :func:`lightck.attach`. As a context manager it commits the current step at
+    the end of its block, unless the block raises an exception.
 
     An error in the background is raised in the training loop at its next step, and again at ``close``.
     """
@@ -71,13 +71,14 @@ class Session:
     @property
     def step(self) -> int:
         """Updates so far, without skipped ones. With several optimizers: rounds in which each has stepped."""
-        self._steps.continuation.loop_counter.was_step_read = True
+        self._steps.continuation.loop_counter.step_read()
         return self._steps.boundary.step
 
     @property
     def iteration(self) -> int:
-        """Boundaries so far: iterations of the loop, including those whose update was skipped."""
-        self._steps.continuation.loop_counter.was_step_read = True
+        """Iterations of the loop so far: one for each boundary, and one for each iteration whose update a GradScaler
+        skipped, or that ``end_step()`` ended without an update."""
+        self._steps.continuation.loop_counter.step_read()
         return self._steps.boundary.iteration
 
     @property
@@ -149,6 +150,8 @@ class Session:
         )
         self._steps.capture.loaders.append(wrapped)
         positions.loader_wrapped(wrapped)
+        if positions.drops_pass or wrapped.has_drifted:
+            self._steps.continuation.compare_nothing()
         return wrapped
 
     # -- what a user calls -------------------------------------------------------------------------------
@@ -170,7 +173,8 @@ class Session:
 
     @_exclusive
     def flush(self, timeout: float | None = None) -> int | None:
-        """Commit the current step and return it. Raises ``FlushTimeoutError`` after ``timeout`` seconds (None or
+        """Commit the current step, and return the newest committed step: an older one, or None, if
+        ``pause_on_nonfinite`` refused this one. Raises ``FlushTimeoutError`` after ``timeout`` seconds (None or
         infinity: never)."""
         self._check_usable()
         if self._steps.commits.paused:
@@ -228,7 +232,7 @@ class Session:
             raise NothingSavedError(problem)
 
     def trace(self, path: str | os.PathLike[str], *, steps: int | None = 20, overwrite: bool = False) -> Recording:
-        """Record the next ``steps`` steps (None: until it is closed), for Perfetto and ``lightck trace``.
+        """Record the next ``steps`` steps (None: until the recording is closed), for Perfetto and ``lightck trace``.
 
         The recording ends by itself, or earlier by its ``close`` or as a context manager. Its errors never stop the
         training.

@@ -17,7 +17,8 @@ from torch.optim.optimizer import Optimizer
 
 from lightck.dataloader.positions import Positions
 from lightck.events import Event, SessionLock, StepEvents, StepListener
-from lightck.following.comparison import Comparison, Continuation, LoopCounterCheck, Recorder
+from lightck.following.comparison import Comparison, Continuation, Recorder
+from lightck.following.loop_counter import LoopCounterCheck
 from lightck.following.update_parts import UpdateParts
 from lightck.hooks.boundary import BY_HAND, Boundary
 from lightck.hooks.hooks import Hooks
@@ -70,7 +71,7 @@ class Steps(StepListener):
             done_at = resumed.step if resumed.done else None
         start = () if resumed is None else (resumed.step, resumed.iteration, resumed.explicit)
         self.boundary = Boundary(count_updating(found.optimizers), *start)
-        self.continuation = _continuation_of(found, capture, pipeline, resumed, strict_data)
+        self.continuation = _continuation_of(found, capture, pipeline, resumed, strict_data, self.boundary)
         recorder = self.continuation.recorder
         self.commits = Commits(
             capture, pipeline, self.boundary, cadence, recorder, meter, self.session_lock, participants, done_at
@@ -116,7 +117,7 @@ class Steps(StepListener):
 
     # -- an update ---------------------------------------------------------------------------------------
 
-    def before_step(self, index: int, outside_wrapper: bool, has_gradients: bool, in_backward: bool = False) -> None:
+    def before_step(self, index: int, bypasses_wrapper: bool, has_gradients: bool, in_backward: bool = False) -> None:
         """``in_backward``: called before the first layer of a layer-wise update."""
         self.capture.devices.refuse_capture("An optimizer's step")
         with self.meter.stall("before the update"):
@@ -125,7 +126,7 @@ class Steps(StepListener):
                 self.commits.raise_keep_failure()
                 self.partial_update.raise_deferred()
                 self.step_thread = threading.get_ident()
-            if outside_wrapper:
+            if bypasses_wrapper:
                 self.capture.stepped_outside_wrapper(index)
             self._check_first_step()
             self._check_loop_top(Event.PRE_STEP)
@@ -217,15 +218,16 @@ class Steps(StepListener):
     # -- a forward ---------------------------------------------------------------------------------------
 
     def before_forward(self, inputs: tuple[object, ...]) -> None:
-        if self.commits.paused or self.capture.devices.is_captured(lambda: self.commits.is_idle):
+        if self.commits.paused or self.capture.devices.is_captured(lambda: self.commits.is_all_committed):
             return
         self._is_forward_known = True
         with self.meter.stall("forward begins"):
             self.watch.training_forward()
             self._check_loop_top(Event.FORWARD)
             if self.commits.failure is None:
-                closes = self.boundary.closes_at(Event.PRE_STEP) and self.commits.will_be_saved(self.boundary.step)
-                self.continuation.recorder.forward(inputs, closes)
+                # Not FORWARD: with several optimizers no forward closes a checkpoint, but the next pre-step hook does.
+                will_close = self.boundary.closes_at(Event.PRE_STEP) and self.commits.will_be_saved(self.boundary.step)
+                self.continuation.recorder.forward(inputs, will_close)
                 if not self.pipeline.is_idle:
                     self.commits.run(self.pipeline.forward_begins)
                 self.handle(Event.FORWARD)
@@ -286,7 +288,7 @@ class Steps(StepListener):
             self.boundary.passed_without_update(event, is_skip)
             return
         if event is Event.FORWARD and self.capture.mid_batch.holds_batch(self.boundary.step):
-            return  # the batch may be taken for inspection only
+            return  # the loop has fetched no batch since the update: this forward may be for logging only
         self.partial_update.refuse_boundary()
         step = self.boundary.close(event)
         self._scalers.skipped()  # so that the next call reports only what comes after this boundary
@@ -311,7 +313,12 @@ class Steps(StepListener):
 
 
 def _continuation_of(
-    found: Found, capture: Capture, pipeline: Pipeline, resumed: Resumed | None, strict_data: bool
+    found: Found,
+    capture: Capture,
+    pipeline: Pipeline,
+    resumed: Resumed | None,
+    strict_data: bool,
+    boundary: Boundary,
 ) -> Continuation:
     """Record how the training continues after each checkpoint, and compare it after a resume."""
     parts = UpdateParts(capture.optimizers)
@@ -320,5 +327,5 @@ def _continuation_of(
         step, is_same = resumed.step, resumed.same_conditions
         comparison = Comparison(step, resumed.recorded, is_strict=strict_data, same_bits=is_same, parts=parts)
     has_own_objects = bool(found.state.keys() - found.classes.keys())  # the user passed objects in state=
-    loop_counter = LoopCounterCheck(step, capture.loaders, may_keep_count=has_own_objects)
+    loop_counter = LoopCounterCheck(step, lambda: boundary.step, capture.loaders, may_keep_count=has_own_objects)
     return Continuation(Recorder(pipeline.store_next_batch, parts), comparison, loop_counter)

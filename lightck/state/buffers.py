@@ -1,7 +1,8 @@
 """Copies of the persistent buffers as they are right after an update, in memory that the next update reuses.
 
-The forward of the next step changes buffers. If that forward is the event that closes a step, the step's checkpoint
-holds these copies. As long as every buffer is the same tensor with the same memory layout, one call copies all of them.
+The forward of the next step changes buffers. If no event closes a step before that forward, the optimizer's next call
+of ``step`` closes it, and the step's checkpoint holds these copies. As long as every buffer is the same tensor with the
+same memory layout, one call copies all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class BufferCopies:
         self._sources: list[torch.Tensor] = []
         self._copies: list[torch.Tensor] = []
 
-    @torch.inference_mode(False)  # copies made in inference mode could not be overwritten after an update outside of it
+    @torch.inference_mode(False)  # torch lets nobody overwrite an inference tensor outside of inference mode
     def take(self, model: ModelView) -> dict[str, torch.Tensor]:
         """Copy every persistent buffer: name -> copy, which the next call overwrites. Raises ``StateValueError`` for a
         buffer that cannot be stored."""

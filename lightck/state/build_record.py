@@ -1,4 +1,5 @@
-"""What a script built before it attached: options of its optimizers and schedulers, and which parameters are frozen.
+"""What a script built before it attached: options of its optimizers and schedulers, and which parameters need no
+gradient.
 
 A checkpoint keeps this record beside the state. A resume compares the record with what the script builds now, and so
 distinguishes options that somebody edited in the script from options that changed during the training.
@@ -24,48 +25,49 @@ class BuildRecord:
     """What one script built.
 
     groups: for each optimizer the options of its groups. states: for each optimizer, how many parameters had state
-    already. schedulers: name -> state. frozen: names of the model's parameters that needed no gradient.
+    already. schedulers: name -> state. without_grad: names of the model's parameters with requires_grad=False, whether
+    or not an optimizer has them.
     """
 
     groups: list[list[dict[str, object]]] = field(default_factory=list)
     states: list[int] = field(default_factory=list)
     schedulers: dict[str, dict[Any, object]] = field(default_factory=dict)
-    frozen: list[str] = field(default_factory=list)
+    without_grad: list[str] = field(default_factory=list)
 
     def pack(self) -> bytes:
-        value = {"groups": self.groups, "states": self.states, "schedulers": self.schedulers, "frozen": self.frozen}
-        return values.pack(value, path="options at attach")
+        value = {"groups": self.groups, "states": self.states, "schedulers": self.schedulers}
+        return values.pack(value | {"frozen": self.without_grad}, path="options at attach")
 
     @classmethod
     def parse(cls, packed: object) -> BuildRecord:
         """Read what `pack` wrote. Raises ``CorruptPoolError``."""
         raw = typed(values.unpack(typed(packed, bytes)), dict)
         if raw.keys() != {"groups", "states", "schedulers", "frozen"}:
-            raise CorruptPoolError("its small state is malformed (options at attach)")
+            raise CorruptPoolError("its saved options, counters or random states are malformed (options at attach)")
         groups = [[typed(group, dict) for group in typed(one, list)] for one in typed(raw["groups"], list)]
         states = [typed(one, int) for one in typed(raw["states"], list)]
         schedulers = {typed(k, str): typed(v, dict) for k, v in typed(raw["schedulers"], dict).items()}
         if len(states) != len(groups):
-            raise CorruptPoolError("its small state is malformed (options at attach)")
+            raise CorruptPoolError("its saved options, counters or random states are malformed (options at attach)")
         return cls(groups, states, schedulers, [typed(name, str) for name in typed(raw["frozen"], list)])
 
 
 class CurrentBuild:
-    """The build record of the script that attaches now, as bytes for the small state, and the parameters that are
-    frozen now."""
+    """The build record of the script that attaches now, as bytes for the small state, and the parameters that
+    need no gradient now."""
 
     def __init__(self, model: ModelView, views: Sequence[OptimizerView], objects: Mapping[str, object]) -> None:
         schedulers = {name: dict(obj.state_dict()) for name, obj in objects.items() if isinstance(obj, LRScheduler)}
-        self._set(BuildRecord(schedulers=schedulers, frozen=frozen_names(model.tensors(None))))
+        self._set(BuildRecord(schedulers=schedulers, without_grad=names_without_grad(model.tensors(None))))
         self.add(views)
 
     def _set(self, built: BuildRecord) -> None:
-        self._frozen_at_attach = built.frozen
+        self._without_grad_at_attach = built.without_grad
         self._token: object = None
         """Token of the tensor list that was examined last. A reference to the list itself would keep its tensors
         alive."""
-        self._frozen: list[str] | None = None
-        """What `frozen_since` returned for that list."""
+        self._without_grad: list[str] | None = None
+        """What `without_grad_if_changed` returned for that list."""
         try:
             self.packed: bytes | None = built.pack()
         except StateValueError:  # the first checkpoint raises it with the path of the value
@@ -85,17 +87,17 @@ class CurrentBuild:
         if built is not None:
             self._set(built)
 
-    def frozen_since(self, tensor_list: TensorList | None, model: ModelView) -> list[str] | None:
-        """Return the names of the parameters that are frozen now, or None if they are the same as at attach.
+    def without_grad_if_changed(self, tensor_list: TensorList | None, model: ModelView) -> list[str] | None:
+        """Return the names of the parameters that need no gradient now, or None if they are the same as at attach.
         ``tensor_list``: the current list; nothing changed if it is the list of an earlier checkpoint."""
         if tensor_list is None or tensor_list.token is not self._token:
-            frozen = frozen_names(model.tensors(None) if tensor_list is None else tensor_list.lives)
-            self._frozen = None if frozen == self._frozen_at_attach else frozen
+            names = names_without_grad(model.tensors(None) if tensor_list is None else tensor_list.lives)
+            self._without_grad = None if names == self._without_grad_at_attach else names
             self._token = None if tensor_list is None else tensor_list.token
-        return self._frozen
+        return self._without_grad
 
 
-def frozen_names(lives: Sequence[Live]) -> list[str]:
+def names_without_grad(lives: Sequence[Live]) -> list[str]:
     """Return the sorted names, in the model, of the parameters that need no gradient."""
     params = [live for live in lives if live.role == "param" and live.name.startswith("model/")]
     return sorted(live.name.removeprefix("model/") for live in params if not live.tensor.requires_grad)

@@ -250,7 +250,8 @@ _transfers: dict[torch.device, DeviceTransfer] = {}
 
 
 def transfer_of(tensor: torch.Tensor) -> DeviceTransfer | None:
-    """Return the transfer of a tensor's device, or None if lightck can only use ``.to("cpu")``."""
+    """Return the transfer of a tensor's device; None for a tensor in host memory, or on a device that lightck can read
+    only with ``.to("cpu")``."""
     if not tensor.is_cuda:
         return None
     device = tensor.device
@@ -260,8 +261,8 @@ def transfer_of(tensor: torch.Tensor) -> DeviceTransfer | None:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor on the host, read in parallel with the computation. Nothing may change the tensor
-    meanwhile."""
+    """Return the bytes of a tensor whose device has a transfer, in host memory. They are read in parallel with the
+    computation, and nothing may change the tensor meanwhile. Any other tensor is returned as it is."""
     transfer = transfer_of(tensor)
     return tensor if transfer is None else transfer.read(tensor)
 

@@ -61,7 +61,7 @@ class _PythonMemory:
         self._key_at, self._position_at = (_INT.size, 0) if place.is_position_first else (0, _KEY.size)
 
     def read(self) -> Twister:
-        memory = self._memory.raw  # one copy under the GIL, so that no draw of another thread falls between two
+        memory = self._memory.raw  # one copy under the GIL, so that no other thread draws meanwhile
         gauss = self.generator.gauss_next
         key = memory[self._key_at : self._key_at + _KEY.size]
         return Twister(key, _INT.unpack_from(memory, self._position_at)[0], gauss is not None, gauss)

@@ -262,8 +262,8 @@ class OptimizerView:
         """Create the view of ``optimizer``.
 
         index: number of the view. names: id -> name of the model's parameters. role: whether it wraps, or is wrapped
-        by, another optimizer; the state of a wrapper is not saved under the names of the parameters. root: index of the
-        optimizer whose step counts as its update.
+        by, another optimizer; the state of a wrapper, its tensors included, is part of the small state. root: index of
+        the optimizer whose step counts as its update.
         """
         self.index = index
         self.root = root
@@ -323,9 +323,9 @@ class OptimizerView:
                     yield Live(full, "optimizer", value, home, key, alias=None if one == full else one)
 
     def state_values(self, params: Sequence[tuple[str, torch.Tensor]] | None = None) -> dict[str, object]:
-        """Return the rest of ``optimizer.state[p]`` (numbers, None, lists of tensors): name -> key -> value. A
-        wrapper's state is returned whole, tensors included. A state that is no dict is returned as it is. ``params``:
-        the parameters that have such values, if known."""
+        """Return what ``state_tensors`` does not yield of each ``optimizer.state[p]`` (numbers, None, lists of
+        tensors): name -> key -> value. A wrapper's state is returned whole, tensors included. A state that is no dict
+        is returned as it is. ``params``: the parameters that have such values, if known."""
         state = self.optimizer.state
         values: dict[str, object] = {}
         for name, p in self.params if params is None or self.wraps else params:

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from lightck.errors import UnsupportedError
 
 _DEPTH = 4
-"""How many levels of wrappers inside wrappers, and of containers inside an attribute, are searched."""
+"""How many objects without hooks are unwrapped in a row, each through its ``.optimizer``, and how many levels of
+containers inside an attribute are searched for tensors."""
 
 
 def followed(optimizers: Iterable[object]) -> tuple[Any, ...]:
@@ -157,8 +158,8 @@ def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 
 class ScalerWatch:
-    """Detects updates that GradScalers among the objects of ``state`` skip; asked once per boundary. With an unfused
-    optimizer, a scaler that skips an update calls no step, and only its own state changes."""
+    """Detects updates that GradScalers among the objects of ``state`` skip. It is asked at each event that may be a
+    boundary. With an unfused optimizer, a scaler that skips an update calls no step, and only its own state changes."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects = objects

@@ -1,4 +1,4 @@
-"""Predicts the state that an optimizer will have before its first step, so that the pool can be laid out at attach.
+"""Predicts, before an optimizer's first step, which state it will have, so that the pool can be laid out at attach.
 
 A scratch instance of the optimizer's class makes one step on tiny stand-ins. Each kind of parameter (dtype, number of
 dimensions, options of its group) has one stand-in, a tensor whose sizes are different primes. The shapes of the state
@@ -71,11 +71,11 @@ def _foreign_code(kind: type) -> str | None:
         if not _is_torch_module(one.__module__):
             return one.__qualname__
         for name, value in vars(one).items():
-            layer = getattr(value, "__func__", value)
-            while layer is not None:  # the functions that a decorator or a patch wraps
-                if not _is_torch_module(getattr(layer, "__globals__", {}).get("__name__", "torch")):
+            function = getattr(value, "__func__", value)
+            while function is not None:  # the functions that a decorator or a patch wraps
+                if not _is_torch_module(getattr(function, "__globals__", {}).get("__name__", "torch")):
                     return f"{one.__qualname__}.{name}"
-                layer = getattr(layer, "__wrapped__", None)
+                function = getattr(function, "__wrapped__", None)
     return None
 
 

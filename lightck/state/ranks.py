@@ -30,12 +30,12 @@ def check_rank() -> bool:
         raise UnsupportedError(
             f"This process is rank {rank} of {n_ranks}. lightck saves single processes: ranks with one pool each could "
             "resume at different steps after a kill. Attach on rank 0 only, and give the other ranks its model and "
-            "optimizer at the start (docs/ranks.md shows how)."
+            "optimizer at the start (`lightck docs ranks` shows how)."
         )
     log.warning(
         "lightck: this process is rank 0 of %d, and the pool holds only its own state. At the start, give the other "
         "ranks its model and optimizer; their random states and the positions of their loaders are not restored "
-        "(docs/ranks.md)",
+        "(see `lightck docs ranks`)",
         n_ranks,
     )
     return True

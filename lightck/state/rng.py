@@ -194,7 +194,7 @@ def _restore_cuda(states: tuple[tuple[int, Tensor], ...]) -> None:
 
 
 def _corrupt(reason: str) -> CorruptPoolError:
-    return CorruptPoolError(f"the saved random state is damaged: {reason}; recover an older step: recover(step=)")
+    return CorruptPoolError(f"the saved random state is damaged: {reason}")
 
 
 def _read_python(value: object) -> tuple[object, ...]:
@@ -285,8 +285,9 @@ class ForkWatch:
 
     When a forward closes a checkpoint, the loop has already drawn for the next batch. So the checkpoint holds the
     random state that was read right after the update. If the update was inside such a block, the loop goes on with
-    another random state, which the checkpoint does not hold. The block is a suspended generator, which holds references
-    to its function and code. So their reference counts, which are cheap to read, show whether there is such a block.
+    another random state, which the checkpoint does not hold. An open block is a suspended call of the Python generator
+    function ``fork_rng``, and refers to that function and its code. So their reference counts, which are cheap to read,
+    show whether a block is open.
 
     Create it at attach: a block that is open then surrounds the whole training, and is harmless.
     """

@@ -213,10 +213,11 @@ class ClosedStep:
 
     step: int
     iteration: int
+    """How many iterations of the loop have ended, those without an update included."""
     lives: list[Live]
     state: bytes
     copied_at_boundary: frozenset[str] = frozenset()
     """Names of tensors that must not be left to background copies."""
     tensor_list: TensorList | None = None
-    """The list whose tensors are the first ones of ``lives``. If it is the list of an earlier checkpoint, these tensors
-    have the same signatures as then."""
+    """The list whose tensors are the first ones of ``lives``. If it is the list of an earlier checkpoint, these are the
+    same tensors in the same memory as then; their bytes may differ."""

@@ -75,7 +75,8 @@ class CachedPacker:
         """As ``values.pack``, with one difference: if an equal ``bytearray`` or ``memoryview`` has replaced a ``bytes``
         value, the value counts as unchanged, although ``values.pack`` raises ``StateValueError`` for these types."""
         try:
-            now = _tuple_packer.pack(value)  # exact in types, order and bits; raises for extensions except TUPLE
+            # Exact in types, order and bits. Types that need an extension are refused, except tuple.
+            now = _tuple_packer.pack(value)
         except (TypeError, ValueError, OverflowError, RecursionError):
             return values.pack(value, path=path, large=large)
         seen, packed = self._last
@@ -123,8 +124,8 @@ def pair_prefix(key: str) -> bytes:
 
 
 def join_dict(count: int, pieces: Iterable[bytes]) -> bytes:
-    """Join packed items to a packed dict. ``pieces``: of each of the ``count`` items the ``pair_prefix`` of its key,
-    then its packed value."""
+    """Join packed items to a packed dict of ``count`` items. ``pieces``: for each item, the ``pair_prefix`` of its key
+    and then its packed value."""
     payload = b"".join((_plain_packer.pack_array_header(count), *pieces))
     return cast("bytes", _plain_packer.pack_ext_type(values.DICT, payload))
 

@@ -157,6 +157,7 @@ def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str
 NUMPY_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 NUMPY_SCALARS: dict[type, str] = {np.dtype(code).type: np.dtype(code).str for code in NUMPY_CODES}
 PLAIN = frozenset((type(None), bool, float, bytes))
+"""Types of the small state that MessagePack encodes as they are. (``int`` and ``str`` are checked first.)"""
 _SCALARS = frozenset((*PLAIN, int, str, *NUMPY_SCALARS))
 _CONTAINERS = frozenset((tuple, frozenset))
 COLLIDING_MAX = 100

@@ -198,7 +198,7 @@ class _Packer:
 
     def _check_depth(self, value: object) -> None:
         if len(self._path) > MAX_DEPTH:
-            raise self.refused(value, f"it lies more than {MAX_DEPTH} deep, or contains itself")
+            raise self.refused(value, f"it is nested more than {MAX_DEPTH} levels deep, or contains itself")
 
     def array(self, value: npt.NDArray[np.generic]) -> bytes:
         if value.dtype.str not in _NUMPY_DTYPES:
@@ -298,14 +298,14 @@ def unpack(data: bytes, *, tensor: Callable[[str], torch.Tensor] | None = None) 
 
 def typed(value: object, kind: type[T]) -> T:
     """Return a value unpacked from the small state if it is of exactly this type. Raises ``CorruptPoolError``
-    otherwise. The message becomes a reason why a checkpoint was rejected, so "its" in it means the checkpoint's."""
+    otherwise. The message is reported as the reason why a checkpoint was rejected: "its" refers to the checkpoint."""
     if type(value) is not kind or not isinstance(value, kind):
-        raise CorruptPoolError(f"its small state is malformed ({kind.__name__} expected)")
+        raise CorruptPoolError(f"its saved options, counters or random states are malformed ({kind.__name__} expected)")
     return value
 
 
 def _corrupt(reason: str) -> CorruptPoolError:
-    return CorruptPoolError(f"the small state is damaged: {reason}; recover an older step: recover(step=)")
+    return CorruptPoolError(f"the saved options, counters or random states are damaged: {reason}")
 
 
 class _Reader:
@@ -371,7 +371,7 @@ class _Reader:
 
     def _list(self, count: int, depth: int) -> list[object]:
         if depth >= MAX_DEPTH:
-            raise _corrupt(f"it is more than {MAX_DEPTH} deep")
+            raise _corrupt(f"it is nested more than {MAX_DEPTH} levels deep")
         if count > self._end - self._pos:
             raise _corrupt("a list is longer than its bytes")
         return [self.value(depth + 1) for _ in range(count)]
@@ -404,7 +404,7 @@ class _Reader:
 
     def pairs(self, depth: int) -> dict[object, object]:
         if depth >= MAX_DEPTH:
-            raise _corrupt(f"it is more than {MAX_DEPTH} deep")
+            raise _corrupt(f"it is nested more than {MAX_DEPTH} levels deep")
         count = self._count()
         if 3 * count > self._end - self._pos:
             raise _corrupt("a dict is longer than its bytes")

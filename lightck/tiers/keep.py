@@ -19,7 +19,7 @@ from dataclasses import KW_ONLY, dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from lightck.errors import ExportError, KeepError, StateValueError
+from lightck.errors import ExportExistsError, KeepError, StateValueError
 from lightck.export import export_chosen
 from lightck.export.choice import check_what, choose
 from lightck.export.tensors import check_dtype
@@ -205,7 +205,9 @@ class Retention(CommitListener):
     def _export(self, reader: PoolReader, record: CommitRecord) -> None:
         path = self._folder / f"step-{record.step:08d}.safetensors"
         if os.path.lexists(path) and not self._is_own(path):
-            raise ExportError(f"{str(path)!r} exists already, was not written by this training, and is not overwritten")
+            raise ExportExistsError(
+                f"{str(path)!r} exists already, was not written by this training, and is not overwritten: move it away"
+            )
         stored = reader.checkpoint(record)
         chosen = choose(parse(stored), self._keep.what, lambda name: load_tensor(stored, name), _CURE)
         chosen.metadata[_MARK] = self._mark
@@ -252,7 +254,8 @@ def _metadata(path: Path) -> dict[str, object]:
 
 
 def _error(fact: str, reason: str, err: BaseException) -> KeepError:
-    cure = "" if isinstance(err, StateValueError) else "Check the folder (space, owner). "  # that error names its cure
+    names_its_cure = isinstance(err, (StateValueError, ExportExistsError))
+    cure = "" if names_its_cure else "Check the folder (space, owner). "
     error = KeepError(
         f"{fact}: {reason.rstrip('.')}. The pool and its checkpoints are intact, and earlier exports are unchanged. "
         f"{cure}The next export is tried when it is due: a loop that catches this error and calls step() again goes on."

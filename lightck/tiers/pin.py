@@ -181,7 +181,7 @@ def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> 
 
 
 def _numbers(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
-    """Return the record numbers in the new file for the tensors of a held checkpoint.
+    """Return the numbers of the tensor records in the new file for the tensors of a held checkpoint.
 
     ``writer.add`` may change the numbers of the training's tensors and mark them as resized; both are put back."""
     own, resized = dict(writer.numbers), set(writer.resized)

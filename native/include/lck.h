@@ -38,7 +38,7 @@ enum {
 };
 
 /* Incremented whenever a prototype or struct below changes; Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 17 };
+enum { LCK_ABI_VERSION = 18 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
@@ -73,9 +73,9 @@ int32_t lck_crc32c_blocks(const void *data, uint64_t nbytes, uint64_t block, uin
 int32_t lck_crc32c_each(const uint64_t *addresses, const uint64_t *nbytes, uint64_t count, uint32_t *out);
 /* lck_crc32c of the 8-byte words at these indices, one after the other. `data` needs no alignment. */
 uint32_t lck_crc32c_words(const void *data, const int64_t *numbers, uint64_t count);
-/* lck_crc32c of a sample: `words` 8-byte words that are spread evenly over the data (all if it has fewer), and the
- * bytes after its last whole word. `size`: bytes of a floating-point element (2, 4 or 8), whose negative zeros count as
- * zeros; 0 for other data. */
+/* lck_crc32c of a sample: one 8-byte word, always the same, of each of `words` equal parts of the data (all words if it
+ * has fewer), and the bytes after its last whole word. `size`: bytes of a floating-point element (2, 4 or 8), whose
+ * negative zeros count as zeros; 0 for other data. */
 uint32_t lck_crc32c_spread(const void *data, uint64_t nbytes, uint64_t size, uint64_t words);
 /* The seed that is xored onto the CRC-32C of block `index` before it is stored. It depends on pool, tensor, block and
  * the generation in which the bytes were written (docs/format.md, "Block checksums"). */
@@ -214,7 +214,8 @@ int32_t lck_engine_run_on(lck_engine *engine, const uint32_t *processors, uint64
 /* Let idle workers touch every page of the mapping (MADV_POPULATE_WRITE in steps), so that the first checkpoints
  * need no page faults. LCK_EBUSY beyond 4 mappings at once. Call lck_engine_quiesce before the medium is closed. */
 int32_t lck_engine_populate(lck_engine *engine, lck_medium *medium);
-/* Stop populating and wait until no worker touches `medium`; LCK_ESTATE if a job on it has not ended. */
+/* Stop populating and wait until no worker touches `medium`. LCK_ESTATE at once, without a wait, if a job on it has
+ * not ended. */
 int32_t lck_engine_quiesce(lck_engine *engine, lck_medium *medium);
 /* Find the GNU OpenMP that the library of this file name uses; that library must be loaded already. LCK_EMISSING if it
  * uses none, or one older than OpenMP 5.0. The first one found is used for the whole process. */
@@ -277,8 +278,8 @@ typedef struct lck_commit {
 
 enum {
     LCK_JOB_COPYING = 1,
-    LCK_JOB_COPIED = 2,     /* all bytes copied, each copying thread fenced its own; not yet released or sealed */
-    LCK_JOB_COMMITTED = 3,  /* the commit record is durable */
+    LCK_JOB_COPIED = 2,     /* all bytes are copied, and each copying thread fenced its own; not committed yet */
+    LCK_JOB_COMMITTED = 3,  /* the commit record is durable; a partial job has none (LCK_PART) */
     LCK_JOB_FAILED = 4,
     LCK_JOB_DROPPED = 5
 };
@@ -306,6 +307,9 @@ int32_t lck_job_start(lck_engine *engine, uint64_t ticket, int32_t outcome);
 /* Allow the commit. A worker or a waiting thread then seals the job (writes manifest and commit record). Returns the
  * failure of a job that has failed. Allowed once per job: LCK_ESTATE after that. */
 int32_t lck_job_release(lck_engine *engine, uint64_t ticket);
+/* Release the job and wait until it has ended, as lck_job_wait with until = 3: this thread seals the job, so that no
+ * worker is woken for it. After LCK_ETIMEDOUT the job is released. */
+int32_t lck_job_commit(lck_engine *engine, uint64_t ticket, uint32_t timeout_ms);
 /* Cancel the checkpoint, before the release only: skip copies that have not begun, wait for running ones. LCK_OK
  * also for a job that has failed (it stays failed). */
 int32_t lck_job_drop(lck_engine *engine, uint64_t ticket);

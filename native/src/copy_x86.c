@@ -1,11 +1,11 @@
 /* copy_x86.c: streaming copies with the checksum computed on the registers that are stored.
  *
  * Each loop loads a vector, pins it in its register (a second load could see other bytes), streams it out and
- * folds it into the checksum. Folding: 128 bits A of message, D bits ahead of 128 bits B, may be replaced by
- * A * x^D mod P added to B. In the reflected domain a carry-less product of 64-bit halves comes out one bit low,
- * hence the -1 in the powers. The bits that are left after the last fold have the same checksum as all bytes, and the
- * crc32 instruction computes this checksum. It needs only a few dozen instructions per block, so there are no
- * constants for further folds. */
+ * folds it into the checksum. Folding: if 128 bits A of the message stand D bits before 128 bits B, the checksum
+ * does not change if A is removed and A * x^D mod P is added (xor) to B. In the reflected domain a carry-less product
+ * of 64-bit halves comes out one bit low, so the powers are smaller by 1. After the last fold one stride of bits is
+ * left. The crc32 instruction computes its checksum, which is that of all bytes. This takes only a few dozen
+ * instructions per block, so there are no constants for folding the stride further. */
 #include "internal.h"
 
 #if defined(__x86_64__)

@@ -146,8 +146,9 @@ uint32_t lck_crc32c_spread(const void *data, uint64_t nbytes, uint64_t size, uin
     uint64_t whole = nbytes / 8, chosen = whole < words ? whole : words, word, last = 0;
     uint32_t state = UINT32_MAX;
     for (uint64_t k = 0; k < chosen; k++) {
-        uint64_t begin = whole * k / chosen, gap = whole * (k + 1) / chosen - begin;
-        uint64_t number = begin + splitmix64(k) % gap; /* random in each gap: a fixed stride may match the row length */
+        uint64_t begin = whole * k / chosen, length = whole * (k + 1) / chosen - begin;
+        /* Not the first word of each part: a fixed distance may match the row length. */
+        uint64_t number = begin + splitmix64(k) % length;
         memcpy(&word, (const unsigned char *)data + 8 * number, 8);
         word = without_negative_zeros(word, size);
         state = crc32c_update(state, &word, 8);

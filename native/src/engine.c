@@ -12,20 +12,34 @@
 
 enum { PROCESSORS = 1 << 16 };
 
-/* A sleeper increments `sleepers` before the kernel compares `pulse`, and engine_pulse changes `pulse` before it reads
- * `sleepers`: either the sleeper sees the change, or it is woken. */
+/* A sleeper increments its counter before the kernel compares `pulse`, and these functions change `pulse` before they
+ * read the counters: either the sleeper sees the change, or it is woken. */
 void engine_pulse(lck_engine *engine)
 {
     atomic_fetch_add(&engine->pulse, 1);
-    if (atomic_load(&engine->sleepers) != 0)
+    if (atomic_load(&engine->sleepers) != 0 || atomic_load(&engine->idle_workers) != 0)
         unpark_all(&engine->pulse);
+}
+
+/* If two changes together make work, and neither does alone, then the thread whose change is the later one finds the
+ * work, because each looks for work after its own change. */
+void engine_pulse_job(lck_engine *engine)
+{
+    atomic_fetch_add(&engine->pulse, 1);
+    if (atomic_load(&engine->sleepers) != 0 || (atomic_load(&engine->idle_workers) != 0 && work_for_a_worker(engine)))
+        unpark_all(&engine->pulse);
+}
+
+static void park_counted(lck_engine *engine, _Atomic uint32_t *counter, uint32_t seen, uint64_t timeout_ns)
+{
+    atomic_fetch_add(counter, 1);
+    park(&engine->pulse, seen, timeout_ns);
+    atomic_fetch_sub(counter, 1);
 }
 
 void engine_park(lck_engine *engine, uint32_t seen, uint64_t timeout_ns)
 {
-    atomic_fetch_add(&engine->sleepers, 1);
-    park(&engine->pulse, seen, timeout_ns);
-    atomic_fetch_sub(&engine->sleepers, 1);
+    park_counted(engine, &engine->sleepers, seen, timeout_ns);
 }
 
 /* Copy threads use only processor time that the training leaves. */
@@ -78,7 +92,7 @@ static void *work(void *arg)
         if (atomic_load(&engine->stop))
             return NULL;
         if (!populate_step(engine))
-            engine_park(engine, seen, PARK_FOREVER);
+            park_counted(engine, &engine->idle_workers, seen, PARK_FOREVER);
     }
 }
 

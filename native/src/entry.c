@@ -49,7 +49,7 @@ bool job_move(lck_engine *engine, struct job *job, uint64_t ticket, enum phase f
     uint64_t word = to == PHASE_FREE ? 0 : word_of(ticket, to);
     if (!atomic_compare_exchange_strong(&job->word, &expected, word))
         return false;
-    engine_pulse(engine);
+    engine_pulse_job(engine);
     return true;
 }
 

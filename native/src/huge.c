@@ -2,8 +2,8 @@
  *
  * With small pages a read spends as much time on finding each page as on its bytes. The kernel uses huge pages on
  * tmpfs with a mount option that is rarely set, or since 6.1 on request (MADV_COLLAPSE): the first byte of each
- * huge page is allocated, and the kernel collapses the rest around it. This must be done while the file is empty:
- * the kernel locks the page meanwhile, and a thread that stores to it would wait.
+ * huge page is allocated, and the kernel collapses the rest around it. This must be done before any thread
+ * stores to the file: the kernel locks a page while it collapses it, and a store to that page would wait.
  *
  * This is an optimisation: after a failure the rest of the file has small pages. Nothing is stored: the mapping is
  * read-only. */

@@ -256,9 +256,10 @@ struct populate {
 struct lck_engine {
     pid_t pid;
     uint32_t threads;
-    /* `pulse` is incremented after every change that a parked thread may wait for; `sleepers` counts parked threads, so
-     * that no system call is made if there are none. */
+    /* `pulse` is incremented after every change that a parked thread may wait for. The next two count parked workers,
+     * which wait for work, and all other parked threads, so that no system call is made if nobody needs it. */
     _Atomic uint32_t pulse;
+    _Atomic uint32_t idle_workers;
     _Atomic uint32_t sleepers;
     _Atomic bool stop;
     _Atomic uint32_t urgent_waiters; /* threads that wait for blocks that workers have claimed */
@@ -283,7 +284,10 @@ static inline int32_t engine_check(const lck_engine *engine)
     return engine->pid == getpid() ? LCK_OK : LCK_EFORK;
 }
 
+/* Wake all parked threads after a change. */
 void engine_pulse(lck_engine *engine);
+/* The same after a change of a job, which wakes workers only if there is work for one. */
+void engine_pulse_job(lck_engine *engine);
 void engine_park(lck_engine *engine, uint32_t seen, uint64_t timeout_ns);
 /* Between these two calls the workers run at normal priority: a thread waits for blocks that they have claimed, and at
  * idle priority they might get no processor for as long as other threads keep it busy. */
@@ -300,11 +304,12 @@ enum role {
 
 /* Copy one block or seal one job, of the jobs with tickets up to `upto`, oldest first; false if there was no work. */
 bool work_once(lck_engine *engine, uint64_t upto, enum role role);
+bool work_for_a_worker(lck_engine *engine);
 /* Copy the blocks of all copies with these flags on the calling thread, and fence. */
 int32_t work_copy_now(lck_engine *engine, struct job *job, const lck_copy *copies, uint64_t count, uint32_t flags);
 void work_skip_rest(lck_engine *engine, struct job *job, uint64_t ticket);
 /* If a copied job was dropped meanwhile, end it. */
-void work_settle(lck_engine *engine, struct job *job, uint64_t ticket);
+void work_end_dropped(lck_engine *engine, struct job *job, uint64_t ticket);
 
 /* -- entry.c: entries, phases, references -- */
 

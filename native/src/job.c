@@ -72,7 +72,7 @@ static int32_t wait_for_commit(lck_engine *engine, struct job *job, uint64_t tic
     atomic_fetch_add(&job->waiters, 1);
     int32_t status = wait_for(engine, job, ticket, LCK_JOB_COMMITTED, deadline);
     atomic_fetch_sub(&job->waiters, 1);
-    engine_pulse(engine);
+    engine_pulse_job(engine);
     return status;
 }
 
@@ -106,7 +106,7 @@ int32_t lck_job_start(lck_engine *engine, uint64_t ticket, int32_t outcome)
         work_skip_rest(engine, job, ticket);
     }
     atomic_store(&job->held, false);
-    engine_pulse(engine);
+    engine_pulse_job(engine);
     status = atomic_load(&job->verdict) == VERDICT_DROPPED ? LCK_EDROPPED : LCK_OK;
     job_leave(job);
     return status;
@@ -128,7 +128,7 @@ static int32_t release(lck_engine *engine, struct job *job)
         return job_failure(job);
     if (!give_verdict(job, VERDICT_RELEASED))
         status = atomic_load(&job->verdict) == VERDICT_DROPPED ? LCK_EDROPPED : LCK_ESTATE;
-    engine_pulse(engine);
+    engine_pulse_job(engine);
     return status;
 }
 
@@ -157,7 +157,7 @@ static int32_t drop(lck_engine *engine, struct job *job, uint64_t ticket)
     if (!give_verdict(job, VERDICT_DROPPED))
         return LCK_ESTATE;
     work_skip_rest(engine, job, ticket);
-    work_settle(engine, job, ticket);
+    work_end_dropped(engine, job, ticket);
     wait_for_end(engine, job);
     return LCK_OK;
 }
@@ -169,6 +169,24 @@ int32_t lck_job_drop(lck_engine *engine, uint64_t ticket)
     if (status != LCK_OK)
         return status;
     status = drop(engine, job, ticket);
+    job_leave(job);
+    return status;
+}
+
+/* The waiter is counted before the release, so that no worker is woken to seal. */
+int32_t lck_job_commit(lck_engine *engine, uint64_t ticket, uint32_t timeout_ms)
+{
+    struct job *job;
+    int32_t status = find(engine, ticket, &job);
+    if (status != LCK_OK)
+        return status;
+    uint64_t deadline = clock_ns() + (uint64_t)timeout_ms * 1000000u;
+    atomic_fetch_add(&job->waiters, 1);
+    status = release(engine, job);
+    if (status == LCK_OK)
+        status = wait_for(engine, job, ticket, LCK_JOB_COMMITTED, deadline);
+    atomic_fetch_sub(&job->waiters, 1);
+    engine_pulse_job(engine);
     job_leave(job);
     return status;
 }

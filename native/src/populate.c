@@ -113,7 +113,7 @@ static void stop(struct populate *populate, lck_medium *medium)
 {
     lck_medium *expected = medium;
     atomic_compare_exchange_strong(&populate->medium, &expected, NULL);
-    _Atomic uint32_t never = 0;
+    _Atomic uint32_t never = 0; /* no thread changes it: park sleeps for WAIT_NS */
     while (atomic_load(&populate->owner) == medium && atomic_load(&populate->users) != 0)
         park(&never, 0, WAIT_NS);
 }

@@ -64,7 +64,7 @@ int32_t lck_unmap(const void *address, uint64_t nbytes)
 }
 
 /* Get the bytes of a block: in place if they are mapped and contiguous, else read into the buffer. */
-static int32_t fetch_block(const struct read_from *from, uint64_t off, uint64_t n, unsigned char *buffer,
+static int32_t find_bytes(const struct read_from *from, uint64_t off, uint64_t n, unsigned char *buffer,
                            const unsigned char **found)
 {
     uint64_t inside, i = extents_find(from->extents, from->count, off, &inside);
@@ -90,7 +90,7 @@ int32_t read_block(const struct read_from *from, const lck_read *what, uint64_t 
     uint64_t ends_at = emulate_read(what->off + at, n);
     unsigned char *dst = what->dst == 0 ? NULL : (unsigned char *)(uintptr_t)what->dst + at;
     const unsigned char *bytes;
-    int32_t status = fetch_block(from, what->off + at, n, buffer, &bytes);
+    int32_t status = find_bytes(from, what->off + at, n, buffer, &bytes);
     if (LCK_UNLIKELY(ends_at != 0))
         emulate_wait(ends_at);
     if (status != LCK_OK)

@@ -70,7 +70,7 @@ int32_t work_copy_now(lck_engine *engine, struct job *job, const lck_copy *copie
 
 /* ---- the queue of a job ------------------------------------------------------------------------------ */
 
-void work_settle(lck_engine *engine, struct job *job, uint64_t ticket)
+void work_end_dropped(lck_engine *engine, struct job *job, uint64_t ticket)
 {
     if (atomic_load(&job->verdict) == VERDICT_DROPPED)
         job_move(engine, job, ticket, PHASE_COPIED, PHASE_DROPPED);
@@ -83,7 +83,7 @@ static void report_done(lck_engine *engine, struct job *job, uint64_t ticket, ui
         return;
     bool failed = atomic_load(&job->failure) != 0;
     job_move(engine, job, ticket, PHASE_COPYING, failed ? PHASE_FAILED : PHASE_COPIED);
-    work_settle(engine, job, ticket);
+    work_end_dropped(engine, job, ticket);
 }
 
 /* Claim all unclaimed blocks and report them as done without copying them. */
@@ -170,6 +170,20 @@ static bool try_seal(lck_engine *engine, struct job *job, uint64_t ticket, enum 
         job_fail(job, status);
     job_move(engine, job, ticket, PHASE_SEALING, status == LCK_OK ? PHASE_COMMITTED : PHASE_FAILED);
     return true;
+}
+
+/* A job that another thread changes now may be missed: that thread looks again after its change. */
+bool work_for_a_worker(lck_engine *engine)
+{
+    for (int i = 0; i < ENGINE_JOBS; i++) {
+        uint64_t word = atomic_load(&engine->jobs[i].word);
+        if (word_phase(word) == PHASE_COPYING)
+            return true;
+        if (word_phase(word) == PHASE_COPIED && atomic_load(&engine->jobs[i].verdict) == VERDICT_RELEASED &&
+            !left_to_waiter(engine, word_ticket(word)))
+            return true;
+    }
+    return false;
 }
 
 /* ---- choice ------------------------------------------------------------------------------------------ */

@@ -326,6 +326,47 @@ static void test_unattended(void)
     teardown();
 }
 
+/* The calling thread seals: no worker has copied or sealed anything of a job whose copies were made at its submission. */
+static void test_commit_on_this_thread(void)
+{
+    setup(2);
+    for (uint64_t generation = 1; generation <= 50; generation++) {
+        struct checkpoint *v = checkpoint_new(generation, LCK_NOW);
+        submit(v);
+        CHECK_EQ(lck_job_commit(engine, v->ticket, LONG_MS), LCK_OK);
+        CHECK_EQ(info(v).state, LCK_JOB_COMMITTED);
+        CHECK(info(v).nbytes_helped > 0);
+        CHECK_EQ(lck_job_commit(engine, v->ticket, LONG_MS), LCK_ESTATE);
+        check_version(v);
+        forget(v);
+        checkpoint_free(v);
+    }
+    CHECK_EQ(lck_job_commit(engine, 12345, LONG_MS), LCK_ESTATE);
+    teardown();
+}
+
+/* An earlier job holds the commit up. A worker makes it after the earlier job has ended, though nobody waits then. */
+static void test_commit_that_times_out(void)
+{
+    setup(2);
+    struct checkpoint *a = checkpoint_new(1, LCK_NOW), *b = checkpoint_new(2, LCK_NOW);
+    submit(a);
+    submit(b);
+    CHECK_EQ(lck_job_commit(engine, b->ticket, SHORT_MS), LCK_ETIMEDOUT);
+    CHECK_EQ(lck_job_release(engine, b->ticket), LCK_ESTATE);
+    CHECK_EQ(lck_job_release(engine, a->ticket), LCK_OK);
+    while (info(b).state != LCK_JOB_COMMITTED)
+        usleep(500);
+    CHECK_EQ(info(a).state, LCK_JOB_COMMITTED);
+    check_version(a);
+    check_version(b);
+    forget(a);
+    CHECK_EQ(lck_job_drop(engine, b->ticket), LCK_ESTATE);
+    checkpoint_free(a);
+    checkpoint_free(b);
+    teardown();
+}
+
 static void test_order(void)
 {
     setup(2);
@@ -1000,6 +1041,8 @@ int main(void)
     test_many(1);
     test_many(4);
     test_unattended();
+    test_commit_on_this_thread();
+    test_commit_that_times_out();
     test_order();
     test_drop();
     test_drop_skips();

@@ -30,6 +30,16 @@ def test_a_torch_file_is_loaded_without_pickled_code(good, tmp_path, what):
     assert same(dict(loaded if what == "model" else loaded["model"]), dict(lightck.recover(good).model))
 
 
+@pytest.mark.parametrize("name", ["it.onnx", "it"])
+def test_a_name_that_says_no_format_is_refused(good, tmp_path, name):
+    result = call("export", good, tmp_path / name)
+    assert result.exit_code == 2
+    assert "does not say which format to write. Name the file *.safetensors or *.pt" in result.stderr
+    assert not (tmp_path / name).exists()
+    assert call("export", good, tmp_path / name, "--format", "safetensors").exit_code == 0
+    assert load_file(tmp_path / name)
+
+
 def test_a_file_that_is_there_is_kept_unless_asked(good, tmp_path):
     out = tmp_path / "it.safetensors"
     out.write_bytes(b"precious")
@@ -44,8 +54,8 @@ def test_a_file_that_is_there_is_kept_unless_asked(good, tmp_path):
 def test_a_pool_is_never_replaced(good, folder, name):
     shutil.copyfile(good, folder / "other.pool")
     before = (folder / name).read_bytes()
-    for options in ([], ["--overwrite"], ["--overwrite", "--format", "torch"]):
-        status, facts = call_json("export", good, folder / name, *options)
+    for options in (["safetensors"], ["safetensors", "--overwrite"], ["torch", "--overwrite"]):
+        status, facts = call_json("export", good, folder / name, "--format", *options)
         assert (status, facts["error"]["class"]) == (2, "ExportExistsError")
         assert "is a pool. It may hold the only copy" in facts["error"]["message"]
     assert (folder / name).read_bytes() == before
@@ -56,7 +66,7 @@ def test_what_only_looks_like_a_pool_is_replaced_when_asked(good, folder):
     """A pool file that was truncated to nothing is no pool."""
     empty = folder / "empty.pool"
     empty.touch()
-    assert call("export", good, empty, "--overwrite").exit_code == 0
+    assert call("export", good, empty, "--overwrite", "--format", "safetensors").exit_code == 0
     assert load_file(empty)
 
 
@@ -64,7 +74,7 @@ def test_neither_a_link_to_a_pool_nor_the_pool_is_replaced(good, folder):
     link = folder / "link"
     link.symlink_to(good)
     before = good.read_bytes()
-    result = call("export", good, link, "--overwrite")
+    result = call("export", good, link, "--overwrite", "--format", "torch")
     assert result.exit_code == 2
     assert "is a symbolic link" in result.stderr
     assert link.is_symlink()
@@ -82,7 +92,7 @@ def test_a_place_that_is_no_file(good, tmp_path, kind):
 
 def test_what_the_system_refuses_is_an_object_too(good, tmp_path):
     for place in (tmp_path / ("x" * 300), tmp_path / "no" / "it"):
-        status, facts = call_json("export", good, place)
+        status, facts = call_json("export", good, place, "--format", "torch")
         assert (status, facts["error"]["class"], facts["error"]["reasons"]) == (2, "ExportError", [])
         assert str(place) in facts["error"]["message"]
     status, facts = call_json("trace", tmp_path / "missing")

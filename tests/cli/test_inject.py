@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import lzma
 import os
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ from toys import adam, checkpoints, child_that_holds, net, train
 
 import lightck
 
+GOLDEN = Path(__file__).parents[1] / "pool" / "golden"
 OPTIONS = [
     ["--flip"],
     ["--flip", "payload"],
@@ -180,3 +182,12 @@ def test_a_reader_of_the_output_that_goes_away(good, copy):
 def test_a_torn_slot_keeps_its_commit_record_and_manifest(good, copy):
     call("inject", good, copy, "--torn-slot", "--seed", 2)
     assert [v.step for v in checkpoints(copy)] == [4, 3, 2]
+
+
+@pytest.mark.parametrize("option", ["--flip", "--zero-page"])
+def test_a_structure_that_an_older_pool_lacks_is_refused_by_name(folder, copy, option):
+    older = folder / "older.pool"
+    older.write_bytes(lzma.decompress((GOLDEN / "v1.pool.xz").read_bytes()))
+    result = call("inject", older, copy, option, "next")
+    assert (result.exit_code, copy.exists()) == (2, False)
+    assert "This pool has no next to damage: an older lightck made it" in result.stderr

@@ -112,7 +112,10 @@ def test_a_checkpoint_that_was_begun_is_named(good):
     _, facts = call_json("inspect", good)
     assert facts["unfinished"] == [{"slot": slot, "generation": 77}]
     assert [v["step"] for v in facts["checkpoints"]] == [4, 3]
-    assert "generation 77 was cut off by a kill, or given up" in call("inspect", good).stdout
+    assert (
+        "the checkpoint of generation 77 was not finished: a kill cut it off, or lightck dropped it"
+        in call("inspect", good).stdout
+    )
 
 
 def test_names_from_a_pool_cannot_move_the_cursor_or_fake_a_line(pool):
@@ -151,7 +154,7 @@ def test_many_modules_are_folded_to_a_page(pool):
         train(model, optimizer, 1)
     result = call("inspect", pool)
     assert len(result.stdout.splitlines()) < 60
-    assert "60 modules, folded into 30" in result.stdout
+    assert "60 modules in 30 rows" in result.stdout
 
 
 def test_folding_keeps_the_sums():

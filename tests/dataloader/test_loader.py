@@ -505,9 +505,11 @@ def test_a_loader_that_was_built_differently_is_refused(checkpoint):
     text = drifted(checkpoint, DataLoader(Noisy(), BATCH, num_workers=2, persistent_workers=True, generator=generator))
     for name in ("workers was 0 and is 2", "SequentialSampler", "persistent_workers was", "prefetch_factor was None"):
         assert name in text
-    assert "generators was 1 and is 0" in drifted(checkpoint, DataLoader(Noisy(), BATCH, shuffle=True))
+    assert "the number of its generators was 1 and is 0" in drifted(
+        checkpoint, DataLoader(Noisy(), BATCH, shuffle=True)
+    )
     assert "class was" in drifted(checkpoint, [1, 2])
-    assert "kind was 'plain'" in drifted(checkpoint, stateful(Noisy(), BATCH))
+    assert "kind of loader was 'plain'" in drifted(checkpoint, stateful(Noisy(), BATCH))
 
 
 def test_a_loader_may_change_between_passes(caplog):
@@ -520,8 +522,41 @@ def test_a_loader_may_change_between_passes(caplog):
     saved = save(IN_PROCESS["generator"]())
     loader = Host(resumed=saved).loader(DataLoader(Noisy(), 3, shuffle=True))
     assert len(list(loader)) == 4
-    assert "built differently" in caplog.text
+    assert "The checkpoint was saved between two passes, so the next pass uses the loader as it is" in caplog.text
+    assert "batch_size was 2 and is 3" in caplog.text
     assert len(list(Host(resumed=saved).loader(stateful(Noisy(), 3)))) == 4
+
+
+@pytest.mark.parametrize(
+    ("other", "fact", "length"),
+    [
+        (lambda: DataLoader(Noisy(), 3, shuffle=True, generator=torch.Generator()), "batch_size was 2 and is 3", 4),
+        (lambda: DataLoader(Noisy(), BATCH, shuffle=True), "the number of its generators was 1 and is 0", 6),
+        (lambda: DataLoader(Noisy(15), BATCH, shuffle=True, generator=torch.Generator()), "length was 6 and is 8", 8),
+        (lambda: stateful(Noisy(), BATCH), "the kind of loader was 'plain' and is 'stateful'", 6),
+        (lambda: [1, 2], "class was", 2),
+    ],
+)
+def test_a_loader_may_change_after_the_last_batch_of_a_pass(other, fact, length, caplog):
+    """No batch of the pass is left that the other loader would give differently."""
+    saved = run(train(IN_PROCESS["generator"]), seed=1).checkpoints[2 * PASS][1]
+    for at_once in (True, False):
+        host = Host(resumed=saved)
+        loader = host.loader(other())
+        assert (loader.epoch, loader.start) == (1, PASS)
+        then = values.unpack(saved)["loaders"]["train"]
+        now, then = values.pack(loader.position(), path="x"), values.pack(then, path="x")
+        assert now == then, "a checkpoint that is saved now says the same"
+        if not at_once:
+            next(iter(loader), None)  # a look before the loop
+            assert loader.epoch == 2
+        else:
+            assert list(enumerate(loader, loader.start)) == []
+            assert (loader.epoch, loader.start) == (2, 0)
+        assert len(list(loader)) == length
+        assert loader.epoch == 3
+    assert f"{fact}" in caplog.text
+    assert "The checkpoint was saved after the last batch of a pass, so the next pass uses" in caplog.text
 
 
 def test_a_dataset_that_changed():
@@ -541,6 +576,16 @@ def test_a_dataset_that_changed():
     saved = run(train(lambda: iter(range(9)) and Short(9)), seed=1).checkpoints
     with pytest.raises(DriftError, match="ended after 3 of the 5"):
         iter(Host(resumed=saved[5][1]).loader(Short(3)))
+
+    class Ending(torch.utils.data.SequentialSampler):
+        def __iter__(self) -> Iterator[int]:
+            return itertools.islice(super().__iter__(), BATCH)
+
+    Ending.__module__, Ending.__qualname__ = torch.utils.data.SequentialSampler.__module__, "SequentialSampler"
+    saved = run(train(lambda: DataLoader(Noisy(), BATCH)), seed=1).checkpoints
+    shorter = DataLoader(Noisy(), BATCH, sampler=Ending(Noisy()))
+    with pytest.raises(DriftError, match="ended after some of the 4"):
+        iter(Host(resumed=saved[4][1]).loader(shorter, skips=True))
 
 
 class Short:
@@ -716,7 +761,7 @@ DAMAGE = [
 def test_damage(checkpoint, key, value):
     position = values.unpack(checkpoint)["loaders"]["train"]
     position[key] = value
-    with pytest.raises(CorruptPoolError, match="recover an older step"):
+    with pytest.raises(CorruptPoolError, match="Go on from an older step"):
         SessionLoader(IN_PROCESS["generator"](), Host(), "train", position)
 
 

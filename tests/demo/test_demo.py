@@ -124,7 +124,7 @@ def test_kills_lie_apart_inside_the_run_half_of_them_at_sites(kills, seed):
     assert after[-1] <= steps - plan.TAIL
     assert all(b - a >= plan.GAP for a, b in itertools.pairwise(after))
     assert sum(each.site is not None for each in drawn) == kills // 2
-    assert all(0 <= each.delay <= plan.CLOCK_STEPS_MAX for each in drawn)
+    assert all(0 <= each.delay <= plan.DELAY_STEPS_MAX for each in drawn)
     assert drawn == plan.draw(kills, steps, seed)
 
 
@@ -169,7 +169,7 @@ def plain(options):
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"), [(14, "15 updates (not 14: 3 whole epochs)"), (15, "two runs of 15 updates, one")]
+    ("steps", "said"), [(14, "15 updates (14, rounded up to 3 whole epochs)"), (15, "two runs of 15 updates, one")]
 )
 def test_rounding_of_steps_is_reported(tmp_path, steps, said):
     console = Console(file=io.StringIO())

@@ -6,6 +6,7 @@ checks that CUDA streams keep this order.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 from toys import BIG, adam, batch, everything, is_step, net, train
 
 import lightck
-from lightck.errors import BackgroundError, SessionError
+from lightck.errors import BackgroundError, CorruptPoolError, NoCheckpointError, SessionError
 from lightck.pool.format.layout import Entry
 from lightck.restore.contents import Contents, OptimizerContents
 from lightck.restore.optimizer import counted_on_device, device_of
@@ -160,6 +161,30 @@ def test_host_memory_of_a_method_that_is_left_is_given_back(pool, transfer):
         assert "given back" in transfer.events
 
 
+@pytest.mark.parametrize("method", [lightck.Direct(), lightck.Host()])
+def test_an_unannounced_write_on_a_device_strikes_every_older_checkpoint(pool, transfer, caplog, method):
+    """Of sources on a device one block is read for each checkpoint, so no older one is known to be right."""
+    model = net(BIG)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, slots=5, staging=method) as session:
+        for _ in range(4):
+            train(model, optimizer, 1)
+            session.flush()
+        train(model, optimizer, 1)
+        session.end_step()
+        time.sleep(0.3)  # all copies arrive
+        for tensor in [*model.state_dict().values(), *(s["exp_avg"] for s in optimizer.state.values())]:
+            tensor.detach().numpy()[...] += 1.0
+        train(model, optimizer, 1)
+        assert "something wrote to a tensor while it was copied" in caplog.text
+        session.flush()
+        assert session.step == 6
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
+        for step in range(2, 6):
+            with pytest.raises((NoCheckpointError, CorruptPoolError)):
+                lightck.recover(pool, step=step)
+
+
 def test_a_device_that_fails_after_some_were_sent_leaves_nothing_under_way(pool, transfer, monkeypatch):
     def fails() -> Any:
         raise RuntimeError("no event can be made")
@@ -187,7 +212,7 @@ def test_steps_are_counted_where_the_optimizer_counts_them(option):
     live = torch.empty(3, device="meta")
     on_device = counted_on_device(saved)
     assert on_device == ({"weight"} if option != "foreach" else set())
-    found = device_of(count, contents, "weight", live, stays="weight" not in on_device)
+    found = device_of(count, contents, "weight", live, is_cpu_count="weight" not in on_device)
     assert found == (torch.device("cpu") if option == "foreach" else live.device)
 
 

@@ -331,10 +331,16 @@ session.close()
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor: OpenMP's threads wait for nobody")
 def test_waiting_threads_of_openmp_sleep_instead_of_spinning(folder):
-    """Measured by voluntary context switches, with parallel regions 0.3 ms apart."""
-    actively, passively = (int(child(SLEEPS, folder / f"{on}.pool", on)) for on in (False, True))
-    assert passively > 100
-    assert passively > 3 * actively
+    """Measured by voluntary context switches, with parallel regions 0.3 ms apart. A busy machine makes active waiting
+    switch too, so the fewest of up to three runs count."""
+    actively = []
+    for attempt in range(3):
+        actively.append(int(child(SLEEPS, folder / f"False-{attempt}.pool", False)))
+        passively = int(child(SLEEPS, folder / f"True-{attempt}.pool", True))
+        assert passively > 100
+        if passively > 3 * min(actively):
+            return
+    pytest.fail(f"{passively} switches of passive waiting, {actively} of active waiting")
 
 
 NO_ROOM = """

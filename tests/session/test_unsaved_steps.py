@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -84,8 +85,10 @@ def test_the_statistics_count_every_hook_and_torch_s_call_of_it(pool):
         session._steps.hooks.seconds_per_hook = 0.0
 
 
-def run(pace: Adaptive, steps: int, own: float, fixed: float) -> None:
+def run(pace: Adaptive, steps: int, own: float, fixed: float) -> tuple[float, float]:
+    """Returns the time of the last half of these steps, and lightck's time in it."""
     now = stalled = 0.0
+    half = (0.0, 0.0)
     saved = 0
     for step in range(1, steps + 1):
         is_saved = pace.is_due(step, saved)
@@ -93,14 +96,28 @@ def run(pace: Adaptive, steps: int, own: float, fixed: float) -> None:
         pace.boundary_passed(now, stalled, is_saved)
         stalled += fixed + 0.01 * is_saved
         now += own + fixed + 0.01 * is_saved
+        if step == steps // 2:
+            half = now, stalled
+    return now - half[0], stalled - half[1]
 
 
-@pytest.mark.parametrize(("fixed", "is_above"), [(0.0001, True), (0.00001, False)])
+@pytest.mark.parametrize("fixed", [0.0, 0.0001, 0.0002])
+def test_what_the_hooks_take_counts_against_the_budget(caplog, fixed):
+    """A checkpoint takes 10 ms, a step 10 ms."""
+    pace = Adaptive(lightck.Auto(0.03))
+    took, stalled = run(pace, 6000, own=0.01, fixed=fixed)
+    assert 0.025 < stalled / took <= 0.0301
+    assert not caplog.records
+    assert pace.interval == math.ceil(0.01 / (0.03 - fixed / (0.01 + fixed)) / 0.01)
+
+
+@pytest.mark.parametrize(("fixed", "is_above"), [(0.0001, True), (0.000025, True), (0.00002, False)])
 def test_a_fixed_cost_above_the_budget_is_reported_once(caplog, fixed, is_above):
     with caplog.at_level(logging.WARNING, "lightck"):
         run(Adaptive(lightck.Auto(0.03)), 3000, own=0.001, fixed=fixed)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == is_above
     if is_above:
-        assert "takes 9.1 % longer with lightck (100 us)" in said[0]
-        assert "interval=lightck.Auto(budget=0.19)" in said[0]
+        share, budget = {0.0001: ("9.1 % (100 us)", "0.19"), 0.000025: ("2.4 % (25 us)", "0.05")}[fixed]
+        assert f"take {share} of a step that saves nothing" in said[0]
+        assert f"interval=lightck.Auto(budget={budget})" in said[0]

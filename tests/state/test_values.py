@@ -206,7 +206,7 @@ REFUSED = {
     "key": ({torch.ones(1): 1}, "key of it is a Tensor"),
     "member": ({Odd()}, "item of it is a Odd"),
     "cycle": (loop(), "contains itself"),
-    "depth": (deep(31), "more than 32 deep"),
+    "depth": (deep(31), "more than 32 levels deep"),
     "bytearray": (bytearray(b"x"), "bytearray"),
     "range": (range(3), "range"),
 }

@@ -30,10 +30,10 @@ class Device:
     """The device makes a copy of the state in its own memory, in the order of its computation; from there the transfer
     goes on as with ``Host()``. (This is mode G of LightCheck.)
 
-    The copy takes as much memory on the device as the state, and host memory as ``Host()``. The next update does not
-    wait for the transfer: with ``slots=3`` or more the transfer may take as long as a step. (With two slots a
-    checkpoint must be committed before the next update with any method.) If the device has no room for the copy,
-    ``Host()`` is used, and the log says so.
+    The copy takes as much memory on the device as the state. The transfer takes as much host memory as with
+    ``Host()``. The next update does not wait for the transfer: with ``slots=3`` or more the transfer may take as long
+    as a step. (With two slots a checkpoint must be committed before the next update with any method.) If the device has
+    no room for the copy, ``Host()`` is used, and the log says so.
     """
 
 

@@ -40,8 +40,9 @@ class TransferMethod(Protocol):
     def group(
         self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
     ) -> Group | None:
-        """Make a group and its job; None if the engine has no free job. ``nbytes_max``: the bytes of the largest group
-        of the checkpoint. ``in_order``: the group is sent in the order of the computation."""
+        """Make a group and its job; None if the engine has no free job. ``nbytes_max``: how much memory to allocate for
+        a group: the size of the largest one with the same ``in_order``. ``in_order``: the group is sent in the order of
+        the computation."""
 
     def forget(self) -> None:
         """Release all memory. No transfer is under way."""

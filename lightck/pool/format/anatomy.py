@@ -96,7 +96,9 @@ def _structures(reader: PoolReader) -> Iterator[Part]:
 
 def _record(position: int, offset: int, record: CommitRecord | None) -> Part:
     if record is None:
-        return Part(COMMIT_RECORD, f"commit record {position} (never completed)", offset, COMMIT_RECORD_NBYTES)
+        return Part(
+            COMMIT_RECORD, f"commit record {position} (never completed, or damaged)", offset, COMMIT_RECORD_NBYTES
+        )
     words = f"commit record {position} (step {record.step}, generation {record.generation})"
     return Part(COMMIT_RECORD, words, offset, COMMIT_RECORD_NBYTES, record.payload_generation, record.step, record.slot)
 

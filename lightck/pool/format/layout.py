@@ -147,7 +147,7 @@ def check_aliases(present: Mapping[str, Entry]) -> None:
     for entry in present.values():
         if entry.alias is not None and (entry.alias not in present or present[entry.alias].alias is not None):
             raise DamagedError(
-                f"layout table: {entry.name!r} is tied to {entry.alias!r}, which has no bytes of its own"
+                f"list of tensors: {entry.name!r} is tied to {entry.alias!r}, which has no bytes of its own"
             )
 
 
@@ -187,15 +187,15 @@ def _items(data: bytes, *, is_table: bool) -> Iterator[object]:
             raise DamagedError("layout table: it is not a map of entries")
         count = unpacker.read_array_header()
         if count > ENTRIES_MAX:
-            raise DamagedError("layout table: it has too many entries")
+            raise DamagedError("list of tensors: it has too many entries")
         for _ in range(count):
             yield unpacker.unpack()
         if unpacker.tell() != len(data):
-            raise DamagedError("layout table: bytes are left after its last entry")
+            raise DamagedError("list of tensors: bytes are left after its last entry")
     except DamagedError:
         raise
     except Exception as err:
-        raise DamagedError(f"layout table: {err or type(err).__name__}") from err
+        raise DamagedError(f"list of tensors: {err or type(err).__name__}") from err
 
 
 def _checked(items: Iterator[object], low: int, high: int) -> tuple[Entry, ...]:
@@ -203,29 +203,29 @@ def _checked(items: Iterator[object], low: int, high: int) -> tuple[Entry, ...]:
     at = low
     for entry in sorted((e for e in entries if e.nbytes), key=attrgetter("offset")):
         if entry.offset % EXTENT_ALIGN or entry.offset < at or entry.offset + entry.nbytes > high:
-            raise DamagedError(f"layout table: extent of {entry.name!r} is out of place")
+            raise DamagedError(f"list of tensors: extent of {entry.name!r} is out of place")
         at = entry.offset + entry.nbytes
     return entries
 
 
 def _entry(item: object) -> Entry:
     if not isinstance(item, dict) or item.keys() != _KEYS:
-        raise DamagedError("layout table: an entry has the wrong keys")
+        raise DamagedError("list of tensors: an entry has the wrong keys")
     name, role, dtype, shape, stride, nbytes, device, offset, layer, alias = _VALUES(item)
     for text in (name, device) if alias is None else (name, device, alias):
         if type(text) is not str or not is_name(text):
-            raise DamagedError("layout table: an entry has a name that is not text")
+            raise DamagedError("list of tensors: an entry has a name that is not text")
     is_whole = type(nbytes) is type(offset) is type(layer) is int
     if not is_whole or not 0 <= nbytes < INT_MAX or not 0 <= offset < INT_MAX or not -1 <= layer < INT_MAX:
-        raise DamagedError("layout table: an entry has a number out of range")
+        raise DamagedError("list of tensors: an entry has a number out of range")
     if not type(shape) is type(stride) is list or not _INT.issuperset(map(type, shape + stride)):
-        raise DamagedError("layout table: an entry has a shape or stride that is no list of numbers")
+        raise DamagedError("list of tensors: an entry has a shape or stride that is no list of numbers")
     if not (type(role) is type(dtype) is str and role in ROLES and dtype in ITEM_NBYTES and len(shape) == len(stride)):
-        raise DamagedError(f"layout table: entry {name!r} has an unknown role, dtype or stride")
+        raise DamagedError(f"list of tensors: entry {name!r} has an unknown role, dtype or stride")
     shape, stride = tuple(shape), tuple(stride)
     numel = _dense_numel(shape, stride)
     if numel is None or nbytes != (0 if alias is not None else numel * ITEM_NBYTES[dtype]):
-        raise DamagedError(f"layout table: shape, stride and size of {name!r} do not go together")
+        raise DamagedError(f"list of tensors: shape, stride and size of {name!r} do not go together")
     return Entry(name, role, dtype, shape, stride, nbytes, device, offset, layer, alias)
 
 

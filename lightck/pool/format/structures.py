@@ -139,7 +139,7 @@ class Superblock:
         """Parse one copy. Raises ``NotAPoolError`` (no magic), ``FormatError`` (newer format), ``DamagedError``
         (checksum)."""
         if len(data) < SUPERBLOCK_NBYTES or data[: len(MAGIC)] != MAGIC:
-            raise NotAPoolError("no lightck signature")
+            raise NotAPoolError("it does not begin with lightck's magic bytes")
         body, (check,) = data[:-8], _U64.unpack(data[-8:])
         if crc64(body) != check:
             raise DamagedError("its checksum does not match")
@@ -286,7 +286,7 @@ def pack_slot_header(generation: int, slot: int, uuid: bytes, *, struck: bool = 
 
 
 def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
-    """Return the generation that the slot's bytes belong to; None if the header was never written or is damaged."""
+    """Return the generation that the header names; None if the header was never written or is damaged."""
     if len(data) < COMMIT_RECORD_NBYTES:
         return None
     body, (check,) = data[:56], _U64.unpack(data[56:64])
@@ -297,7 +297,8 @@ def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
 
 
 def is_struck_header(data: bytes) -> bool:
-    """Whether a slot header with a valid checksum says that the checkpoint in the slot was struck."""
+    """Whether a slot header says that the checkpoint in the slot was struck. The header's checksum is not checked here:
+    ``unpack_slot_header`` does that."""
     return bool(_HEADER.unpack_from(data)[3] == SLOT_STRUCK)
 
 
@@ -382,7 +383,7 @@ class ManifestHeader(NamedTuple):
         """Parse the header and check its bounds against the manifest's length, which is ``nbytes`` if only the header
         is given. Raises ``DamagedError``."""
         if len(manifest) < MANIFEST_HEADER_NBYTES or manifest[:8] != MANIFEST_MAGIC:
-            raise DamagedError("its manifest has no signature")
+            raise DamagedError("its manifest does not begin with its magic bytes")
         values = _MANIFEST.unpack_from(manifest)[1:-1]
         head, (records_offset, record_nbytes, *tail) = values[:_N_BEFORE_RECORDS], values[_N_BEFORE_RECORDS:]
         found = cls._make((*head, *tail))

@@ -89,7 +89,8 @@ class _Device:
         record = Record(before.sequence + 1 if before is not None else 1, start, nbytes, self.facts.nbytes)
         with contextlib.closing(Medium(self.fd, self._head_extents(), self.tier)) as medium:
             if before is not None and self.mapping.read(RECORD_OFFSETS[1], RECORD_NBYTES) != before.pack():
-                # The second copy must be valid while the first one is rewritten.
+                # The second copy must be valid while the first one is rewritten. A pool record has the size of a commit
+                # record, and is stored in the same order: its first eight bytes last.
                 medium.store_commit_record(RECORD_OFFSETS[1], before.pack())
             for offset in RECORD_OFFSETS:  # the second copy is the old record until the first one is complete
                 medium.store_commit_record(offset, record.pack())

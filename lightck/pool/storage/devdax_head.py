@@ -26,8 +26,8 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The pool has ``nbytes`` bytes from ``start`` on; 0 bytes means no pool. The copy with the highest
-    ``sequence`` counts."""
+    """The pool has ``nbytes`` bytes from ``start`` on; 0 bytes means no pool. Of two valid
+    copies, the one with the higher ``sequence`` is used."""
 
     sequence: int
     start: int

@@ -100,7 +100,7 @@ def probe_device(device: DaxDevice, *, system: System | None = None) -> Durabili
     system, region = system or System(), device.region
     seen = f"{device.name} is a device-dax device of {device.nbytes} bytes: its mapping is the memory itself"
     if region is None:
-        volatile = "it is not on the NVDIMM bus but hmem or CXL RAM: it is treated as memory that ends with the system"
+        volatile = "it is not on the NVDIMM bus (it is hmem or CXL RAM): lightck expects it to end with the system"
         return _process_only("memory (device-dax)", TIER_CACHE, seen, volatile)
     if _is_pretended(region):
         return _process_only("memory (device-dax)", TIER_CACHE, seen, *_why_volatile([Device(device.name, region)]))
@@ -307,6 +307,6 @@ def _reports(region: Region) -> tuple[str, ...]:
     if region.provider not in _REAL:
         return (f"{seen}{node}: lightck does not know this provider, and it could be ordinary memory",)
     if not region.persistence_domain:
-        return (f"{seen}{node} does not state its persistence domain: a power cut is not promised",)
+        return (f"{seen}{node} does not state its persistence domain, so it may not survive a power cut",)
     domain = region.persistence_domain
     return (f"{seen}{node} has persistence_domain {domain}: {_DOMAINS[domain]}",)

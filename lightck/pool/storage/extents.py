@@ -26,14 +26,14 @@ def read(fd: int, extents: Extents, offset: int, nbytes: int) -> bytes:
     """Read bytes of the pool; fewer at the end of the file or the pool."""
     data = b""
     for at, n in runs(extents, offset, nbytes):
-        part = _run(fd, at, n)
+        part = _read_run(fd, at, n)
         data = data + part if data else part
         if len(part) < n:
             break
     return data
 
 
-def _run(fd: int, at: int, nbytes: int) -> bytes:
+def _read_run(fd: int, at: int, nbytes: int) -> bytes:
     """Read one run of a file. pread may return less than requested; only an empty result means the end of the file."""
     data = os.pread(fd, nbytes, at)
     while len(data) < nbytes and (more := os.pread(fd, nbytes - len(data), at + len(data))):

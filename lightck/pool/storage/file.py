@@ -269,8 +269,8 @@ def _allocate_huge_pages(fd: int, nbytes: int) -> int:
 
     The work is done in slices, so that Ctrl-C is handled and the time limit is checked in between. In a virtual machine
     whose host must find the memory first, a GB can take seconds; after the time limit the rest of the file gets small
-    pages, which the system provides one by one during the first steps. A file that does not fit gets no huge pages: it
-    is refused afterwards, and must not use up the free space first."""
+    pages. The system allocates them afterwards (``_allocate``), and zeroes each when it is first written. A file that
+    does not fit gets no huge pages: it is refused afterwards, and must not use up the free space first."""
     try:
         space = os.fstatvfs(fd)
     except OSError:
@@ -405,7 +405,7 @@ def _refuse_shared(folder: str, st: os.stat_result) -> None:
             f"The folder {folder!r} can be changed by others and belongs to user {st.st_uid}. That user can "
             "replace any file in it, the pool too, despite its sticky bit. Use a folder of your own."
         )
-    cure = f"chmod o-w {folder}, or use another folder" if is_own else "Use a folder of your own, or chmod +t this one"
+    cure = f"chmod o-w {folder}, or use another folder" if is_own else "Use a folder of your own"
     raise PoolPermissionError(
         f"The folder {folder!r} can be changed by others and has no sticky bit. They could replace the pool by another "
         f"file. {cure}."

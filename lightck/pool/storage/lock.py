@@ -300,7 +300,7 @@ class PoolLock:
     def _try_lock(self) -> bool:
         try:
             if self._is_device:
-                _lock_open_file(self._fd, 0, 0)
+                _take_ofd_lock(self._fd, 0, 0)
             else:
                 _lock_both(self._fd)
         except OSError as err:
@@ -373,7 +373,7 @@ def lock_file(path: str) -> int:
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     _descriptors.add(fd)
     with contextlib.suppress(OSError):
-        _lock_open_file(fd, 0, 0)
+        _take_ofd_lock(fd, 0, 0)
     return fd
 
 
@@ -398,7 +398,7 @@ def _lock_both(fd: int) -> None:
     """Take both locks. Raises ``OSError`` (EAGAIN if either is taken), and then holds neither."""
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     try:
-        _lock_open_file(fd, 1, 1)
+        _take_ofd_lock(fd, 1, 1)
     except OSError as err:
         if err.errno == errno.EINVAL:
             return  # a sandbox whose kernel has no OFD locks
@@ -406,7 +406,8 @@ def _lock_both(fd: int) -> None:
         raise
 
 
-def _lock_open_file(fd: int, start: int, nbytes: int) -> None:
+def _take_ofd_lock(fd: int, start: int, nbytes: int) -> None:
+    """Take an OFD lock on these bytes; ``nbytes=0``: on all bytes from ``start`` on."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0))
 
 

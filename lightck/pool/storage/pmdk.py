@@ -176,9 +176,9 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
         )
     if err.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return PoolPermissionError(
-            f"libpmemobj cannot open the pool {path!r} ({reason}). Check its owner and mode, that its file system is "
-            "not mounted read-only, and, on persistent memory, that the kernel lets you read its count of "
-            "unsafe shutdowns."
+            f"libpmemobj cannot open the pool {path!r} ({reason}). Check its owner and mode, and that its file system "
+            "is not mounted read-only. On persistent memory libpmemobj also reads the device's count of unsafe "
+            "shutdowns, which needs root before Linux 5.0.4."
         )
     if "ADR failure" in (reason or ""):
         return MediumError(
@@ -194,7 +194,7 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
 
 
 def _warn_slow_medium(path: str, durability: Durability) -> None:
-    """Warn once per process of a PMDK pool that is not on persistent memory, unless PMEM_IS_PMEM_FORCE is set."""
+    """Warn, once in each process, that a PMDK pool is not on persistent memory, unless PMEM_IS_PMEM_FORCE is set."""
     global _has_warned
     if _has_warned or durability.is_persistent_memory or os.environ.get("PMEM_IS_PMEM_FORCE") == "1":
         return

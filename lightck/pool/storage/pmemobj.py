@@ -23,7 +23,7 @@ _LOG_NBYTES = 4096
 
 log = logging.getLogger("lightck")
 # Re-entrant: a garbage collection while it is held may end a forgotten session, which closes its pool.
-_turn = threading.RLock()
+_lock = threading.RLock()
 _open: dict[int, CData] = {}
 """Handles of the pools that this process has open."""
 _abandoned: list[Pool] = []
@@ -41,7 +41,7 @@ class PmemobjError(OSError):
 
 def load() -> None:
     """Load libpmemobj, once per process. Raises ``MissingError``."""
-    with _turn:
+    with _lock:
         status = lib.lck_pmdk_load((os.environ.get(LIBRARY_VARIABLE) or LIBRARY).encode())
         why = _message()
         _log_messages()
@@ -65,7 +65,7 @@ class Pool:
         ``shutdown_state``: whether the pool counts unsafe shutdowns (``pmdk_file.has_shutdown_state``)."""
         load()
         out = ffi.new("lck_pmdk **")
-        with _turn:
+        with _lock:
             status = lib.lck_pmdk_open(os.fsencode(path), layout.encode(), nbytes, create, shutdown_state, out)
             _check(status)
             _open[id(self)] = out[0]
@@ -89,7 +89,7 @@ class Pool:
         """Close the pool. In a forked child, which does not own it, this does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None and os.getpid() == self._pid:
-            with _turn:
+            with _lock:
                 _open.pop(id(self), None)
                 lib.lck_pmdk_close(handle)
                 _log_messages()
@@ -124,8 +124,8 @@ def _log_messages() -> None:
 
 def _reset_in_child() -> None:
     """Reset the state in a forked child, which owns none of its parent's pools."""
-    global _turn
-    _turn = threading.RLock()
+    global _lock
+    _lock = threading.RLock()
     for handle in _open.values():
         lib.lck_pmdk_forked(handle)
     _open.clear()
@@ -133,5 +133,5 @@ def _reset_in_child() -> None:
 
 # A fork waits until an open has ended, so that no child inherits a mapping before MADV_DONTFORK is set.
 os.register_at_fork(
-    before=lambda: _turn.acquire(), after_in_parent=lambda: _turn.release(), after_in_child=_reset_in_child
+    before=lambda: _lock.acquire(), after_in_parent=lambda: _lock.release(), after_in_child=_reset_in_child
 )

@@ -131,8 +131,8 @@ class System:
         except OSError as err:
             return Dax(False, False, f"no file could be opened to try it: {err.strerror}")
         try:
-            refused = _refuses_map_sync(fd)
-            return Dax(_is_dax(fd), not refused, refused)
+            why_not = _why_no_map_sync(fd)
+            return Dax(_is_dax(fd), not why_not, why_not)
         finally:
             os.close(fd)
 
@@ -245,7 +245,7 @@ def _open_probe(folder: str, file: str | None) -> int:
     return os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
-def _refuses_map_sync(fd: int) -> str:
+def _why_no_map_sync(fd: int) -> str:
     """Return why a MAP_SYNC mapping is refused, or "" if it is granted. No page is touched."""
     libc = _libc()
     base = libc.mmap(None, _PAGE, PROT_READ, MAP_SHARED_VALIDATE | MAP_SYNC, fd, 0)

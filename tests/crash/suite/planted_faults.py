@@ -21,7 +21,7 @@ def _replace(owner: object, name: str, by: object) -> None:
 
 def short_reads_are_believed() -> None:
     """A call that gives less than asked for is taken for the end of the file."""
-    _replace(extents, "_run", lambda fd, at, nbytes: os.pread(fd, nbytes, at))
+    _replace(extents, "_read_run", lambda fd, at, nbytes: os.pread(fd, nbytes, at))
 
 
 def a_refused_attach_keeps_its_lock() -> None:

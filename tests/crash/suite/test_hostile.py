@@ -529,7 +529,7 @@ def test_sealed_small_state_of_another_kind_is_refused(pool, tmp_path, change):
     pool_with(pool, 3)
     other_state(pool, change)
     for reading in readings(pool, tmp_path):
-        with pytest.raises(LightckError, match="small state"):
+        with pytest.raises(LightckError, match="saved options, counters or random states"):
             reading()
 
 

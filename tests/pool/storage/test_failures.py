@@ -42,7 +42,7 @@ def test_manifest_that_the_medium_cannot_read_is_passed_over(pool, monkeypatch):
     sb, line = checkpoint.reader.superblock, checkpoint.record
     at = sb.slots[line.slot][0] + sb.manifest_offset + line.manifest_index * sb.manifest_nbytes
     ((start, _),) = extents.runs(places(pool), at, 1)
-    monkeypatch.setattr(extents, "_run", failing(extents._run, errno.EIO, lambda _, at, __: at == start))
+    monkeypatch.setattr(extents, "_read_run", failing(extents._read_run, errno.EIO, lambda _, at, __: at == start))
     checkpoint = lightck.recover(pool)
     assert checkpoint.step == 2
     assert [rejected.step for rejected in checkpoint.rejected] == [3]
@@ -62,7 +62,7 @@ def test_one_superblock_that_the_medium_can_read_is_enough(pool, monkeypatch, co
 @pytest.mark.parametrize("code", [errno.ENOMEM, errno.EMFILE])
 def test_no_checkpoint_is_passed_over_because_the_process_is_short_of_something(pool, monkeypatch, code):
     pool_with(pool)
-    real, calls, outcomes = extents._run, 0, set()
+    real, calls, outcomes = extents._read_run, 0, set()
     for nth in range(1, 60):
         calls = 0
 
@@ -73,7 +73,7 @@ def test_no_checkpoint_is_passed_over_because_the_process_is_short_of_something(
                 raise OSError(code, os.strerror(code))
             return real(*arguments)
 
-        monkeypatch.setattr(extents, "_run", once)
+        monkeypatch.setattr(extents, "_read_run", once)
         try:
             outcomes.add(lightck.recover(pool).step)
         except PoolIOError as err:

@@ -31,6 +31,7 @@ def changed(tensor: torch.Tensor, at: int) -> torch.Tensor:
         (torch.zeros(4), torch.zeros(8)),
         (np.zeros((2, 3)), np.zeros((3, 2))),
         (np.float32(1), np.float64(1)),
+        (np.full((4, 4), "a", dtype="U2000")[:, ::2], np.full((4, 4), "b", dtype="U2000")[:, ::2]),
         ((torch.ones(3), 1), (torch.ones(3), 2)),
         ({"x": [torch.ones(3), {"y": "a"}]}, {"x": [torch.ones(3), {"y": "b"}]}),
         (torch.ones(3, 4).t(), torch.ones(4, 3) * 2),

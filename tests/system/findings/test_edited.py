@@ -21,7 +21,13 @@ class Script:
     """Builds a training; ``edits`` are what its second run builds otherwise."""
 
     def __init__(
-        self, *, scheduler: dict[str, Any] | None = None, frozen: tuple[int, ...] = (), groups: int = 1, **options: Any
+        self,
+        *,
+        scheduler: dict[str, Any] | None = None,
+        kind: Any = torch.optim.lr_scheduler.CosineAnnealingLR,
+        frozen: tuple[int, ...] = (),
+        groups: int = 1,
+        **options: Any,
     ) -> None:
         self.model = net()
         for i in frozen:
@@ -30,7 +36,7 @@ class Script:
         self.opt = torch.optim.AdamW([{"params": part.parameters()} for part in parts], **{"lr": 0.01, **options})
         self.state = {}
         if scheduler is not None:
-            self.state = {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, **scheduler)}
+            self.state = {"scheduler": kind(self.opt, **scheduler)}
 
     def attach(self, pool: Path) -> lightck.Session:
         return lightck.attach(self.model, pool, optimizer=self.opt, state=self.state, resume=True)
@@ -82,6 +88,15 @@ def test_a_scheduled_lr_is_no_edit_and_an_edited_schedule_is(pool, said):
     (warning,) = said()
     assert "CosineAnnealingLR's T_max (20 here, 9 at the start, 9 in the checkpoint)" in warning
     assert script.state["scheduler"].T_max == 9
+
+
+def test_a_private_attribute_that_follows_from_an_option_is_not_named_beside_it(pool, said):
+    one_cycle = torch.optim.lr_scheduler.OneCycleLR
+    Script(kind=one_cycle, scheduler={"max_lr": 0.1, "total_steps": 20}).run(pool)
+    Script(kind=one_cycle, scheduler={"max_lr": 0.1, "total_steps": 30}).run(pool)
+    (warning,) = said()
+    assert "OneCycleLR's total_steps (30 here, 20 at the start, 20 in the checkpoint). The" in warning
+    assert "_schedule_phases" not in warning
 
 
 def test_the_group_is_named_where_there_are_several(pool, said):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -31,7 +33,7 @@ from .harness import Bench
 
 Call: TypeAlias = "Callable[[nn.Module, torch.Tensor], torch.Tensor]"
 Reported: TypeAlias = "Callable[[], dict[str, list[str]]]"
-REPORTED = r"first (batch|update) after the resume is not the one that followed step \d+"
+REPORTED = r"first (batch|update|input of the forward) after the resume is (missing|not the one that followed step \d+)"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +124,11 @@ def reported(caplog: pytest.LogCaptureFixture) -> Callable[[], dict[str, list[st
     caplog.set_level(logging.INFO, "lightck")
 
     def said() -> dict[str, list[str]]:
-        records = [r for r in caplog.records if "first batch after the resume" in r.getMessage()]
+        records = [
+            r
+            for r in caplog.records
+            if re.search("first (batch|input of the forward) after the resume", r.getMessage())
+        ]
         caplog.clear()
         levels = {r.levelname for r in records}
         return {level: [r.getMessage() for r in records if r.levelname == level] for level in levels}
@@ -151,7 +157,7 @@ def test_other_batches_are_a_warning_with_causes_and_cure(pool: Path, reported: 
         "between attach and the loop",
         "session.loader",
         "end_step",
-        "docs/loops.md",
+        "lightck docs loops",
         "strict_data=True",
     ):
         assert word in line
@@ -176,6 +182,52 @@ def test_strict_data_raises_before_anything_is_changed(pool: Path, reported: Rep
     assert lightck.recover(pool).step == 3
     trained(pool, range(3, 6), resume=True, strict_data=True)
     assert "INFO" in reported()
+
+
+@pytest.mark.parametrize("anew", [True, False])
+def test_a_pass_that_begins_anew_is_not_compared(anew: bool, pool: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(12, 4) / 48)
+
+    def passed(batches: int, **options: bool) -> None:
+        model = net()
+        optimizer = adam(model)
+        session = lightck.attach(model, pool, optimizer=optimizer, resume=True, strict_data=True)
+        for (x,) in itertools.islice(session.loader(DataLoader(rows, 2), **options), batches):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        session.abandon()
+
+    passed(4)
+    with caplog.at_level(logging.INFO, "lightck"):
+        passed(2, anew=anew)
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    given_again = re.search(r"3 batches of epoch 0 are given again.*its first update is not compared", said)
+    assert bool(given_again) == anew
+    assert ("the first batch after the resume" in said) == (not anew)
+
+
+def test_another_batch_size_after_a_pass_is_named_and_not_compared(
+    pool: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = torch.utils.data.TensorDataset(torch.arange(48.0).reshape(12, 4) / 48)
+    steps = []
+    for epochs, batch_size in ((1, 2), (2, 4), (3, 4)):
+        caplog.clear()
+        model = net()
+        optimizer = adam(model)
+        with lightck.attach(model, pool, optimizer=optimizer, resume=True, strict_data=True) as session:
+            loader = session.loader(DataLoader(rows, batch_size, shuffle=True))
+            for epoch in range(loader.epoch, epochs):
+                for (x,) in loader:
+                    optimizer.zero_grad()
+                    model(x).square().sum().backward()
+                    optimizer.step()
+                steps.append((epoch, session.step))
+        warned = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert len(warned) == (batch_size == 4 and epochs == 2), warned
+        assert all("batch_size was 2 and is 4. The checkpoint was saved after the last batch" in w for w in warned)
+    assert steps == [(0, 6), (0, 6), (1, 9), (1, 9), (2, 12)], "the top of a pass that is over runs again"
 
 
 def test_strict_data_is_a_bool(pool: Path) -> None:

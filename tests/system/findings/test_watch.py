@@ -290,7 +290,7 @@ def test_first_run_names_what_the_loop_moves_at_its_top(pool, caplog):
         asked = counter.asked
         (said,) = warnings(caplog)
         assert re.search(
-            r"first update and again in the next one, state\['n'\] changed before .*forward\. .*end_step\(\)",
+            r"state\['n'\] changed before .*forward, in the first update and again in the next one\. .*end_step\(\)",
             said,
         )
         at_top(model, optimizer, counter, 5)

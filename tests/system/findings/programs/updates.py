@@ -409,6 +409,70 @@ def epochs_from_nothing(run: Run) -> None:
 
 
 @program()
+def epochs_from_nothing_with_its_step_printed(run: Run) -> None:
+    run.seed()
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    loader = session.loader(torch.utils.data.DataLoader(data(), 6, shuffle=True))
+    print(f"starts at step {session.step}")
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            update(run, opt, F.mse_loss(model(x), y))
+    run.finished(model, [opt])
+
+
+@program()
+def epochs_from_nothing_with_its_steps_logged(run: Run) -> None:
+    """The loop reads its step all the time, and not to count by it."""
+    run.seed()
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    loader = session.loader(torch.utils.data.DataLoader(data(), 6, shuffle=True))
+    for epoch in range(EPOCHS):
+        for x, y in loader:
+            print(f"step {session.step} begins")
+            update(run, opt, F.mse_loss(model(x), y))
+        print(f"epoch {epoch} ended at step {session.step}")
+    run.finished(model, [opt])
+
+
+@program()
+def steps_over_an_endless_loader(run: Run) -> None:
+    """Right: the loop counts updates from session.step, and takes batches from passes without an end."""
+    run.seed()
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    loader = session.loader(torch.utils.data.DataLoader(data(), 6, shuffle=True))
+
+    def endless() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    batches = endless()
+    for _step in range(session.step, 5 * EPOCHS):
+        x, y = next(batches)
+        update(run, opt, F.mse_loss(model(x), y))
+    run.finished(model, [opt])
+
+
+@program()
+def while_step_is_below(run: Run) -> None:
+    """Right: the loop over epochs ends by session.step, and never asks for the loader's epoch."""
+    run.seed()
+    model = mlp()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    session = run.attach(model)
+    loader = session.loader(torch.utils.data.DataLoader(data(), 6, shuffle=True))
+    while session.step < 5 * EPOCHS:
+        for x, y in loader:
+            update(run, opt, F.mse_loss(model(x), y))
+    run.finished(model, [opt])
+
+
+@program()
 def steps_from_nothing(run: Run) -> None:
     run.seed()
     model = mlp()

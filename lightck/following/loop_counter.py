@@ -1,0 +1,143 @@
+"""Whether the loop of a resumed training asks for its position: a loop that counts from 0 makes too many updates.
+
+``for epoch in range(epochs)`` over a session loader continues with the right batch and makes too many passes at the
+end, which no batch shows. A correct loop reads the loader's epoch, or the session's step or iteration. But a script may
+also read the step only to print it. So over a session loader the check is made twice: before the first update after the
+resume, and before the first update of the next pass.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from inspect import CO_OPTIMIZED
+from types import CodeType, FrameType
+
+from lightck.dataloader.loader import SessionLoader
+from lightck.errors import listed
+
+log = logging.getLogger("lightck")
+_FRAMES_MAX = 60
+_PASSES_MAX = 4
+"""After so many passes with one update each, the check is made even so."""
+_REFERENCES_TO_COPIES = 3
+"""References to the copies of a frame's variables that nobody else holds: the frame's, a variable's, an argument's."""
+_Variables = dict[tuple[CodeType, str], int]
+"""(function or module, name) -> value."""
+
+
+class LoopCounterCheck:
+    """Warns if the loop of a resumed training does not ask for its position."""
+
+    def __init__(
+        self, step: int, updates: Callable[[], int], loaders: Sequence[SessionLoader], *, may_keep_count: bool
+    ) -> None:
+        """``step``: the restored step; 0 for a fresh start. ``updates``: returns the number of updates so far.
+        ``may_keep_count``: an object in ``state=`` may hold the loop's own counter."""
+        self._step, self._updates, self._loaders = step, updates, loaders
+        self._is_over = may_keep_count or not step
+        self._was_step_read = self._has_updated = self._has_ended_pass = False
+        self._ended_passes = self._ended_before = 0
+        """Passes that have ended since the resume, and before its first update: that one if it had no batch left."""
+        self._counters: set[tuple[CodeType, str]] = set()
+        """Variables of the loop that were the number of ended passes at the first update."""
+        self._steps: set[tuple[CodeType, str]] = set()
+        """Variables of the loop that were the number of updates at the first update."""
+
+    def step_read(self) -> None:
+        """The script has read the session's step or iteration."""
+        self._was_step_read = True
+
+    def pass_ended(self) -> None:
+        """A training pass over a session loader has ended."""
+        self._has_ended_pass = self._has_updated
+        self._ended_passes += 1
+
+    def before_update(self) -> None:
+        """Warn before the first update after the resume, or before the first update of the next pass. There is no
+        warning if the resume is in the first pass over each loader, because a loop over ``range(epochs)`` is correct in
+        that case."""
+        if self._is_over or (self._has_updated and not self._has_ended_pass):
+            return
+        later = [loader for loader in self._loaders if loader.restored_epoch]
+        if any(loader.position_was_read for loader in self._loaders) or (self._loaders and not later):
+            self._is_over = True
+        elif not self._has_updated:
+            self._before_first_update(later)
+        else:
+            self._has_ended_pass = False
+            # After as many updates as passes, a variable that counts updates looks like one that counts passes.
+            passes = self._ended_passes - self._ended_before
+            self._is_over = self._updates() - self._step != passes or passes == _PASSES_MAX
+            if self._is_over:
+                self._before_next_pass(later[0])
+
+    def _before_first_update(self, later: Sequence[SessionLoader]) -> None:
+        """``later``: the loaders that go on in a later pass than their first."""
+        self._has_updated = True
+        if self._was_step_read:
+            self._is_over = not later
+            self._was_step_read = False
+            if later:
+                variables, updates = _variables_of_the_loop(sys._getframe(1)), self._updates()
+                self._ended_before = self._ended_passes
+                self._counters = {key for key, value in variables.items() if value == self._ended_before}
+                self._steps = {key for key, value in variables.items() if value == updates}
+            return
+        self._is_over = True
+        where = f" in pass {later[0].restored_epoch + 1} over loader {later[0].name!r}" if later else ""
+        log.warning(
+            "lightck: The training goes on from step %d%s, and the loop has read neither session.step nor "
+            "loader.epoch. A loop that counts from 0, such as range(steps) or range(epochs), makes too many updates. "
+            "Count from session.step; over a session loader, write: for epoch in range(loader.epoch, epochs)",
+            self._step,
+            where,
+        )
+
+    def _before_next_pass(self, loader: SessionLoader) -> None:
+        """A loop over ``range(epochs)`` shows itself by a variable that was 0 in the restored pass and counts passes. A
+        loop that counts updates shows itself by a variable that is the number of updates, or reads the step again."""
+        variables, updates = _variables_of_the_loop(sys._getframe(1)), self._updates()
+        counting = [name for code, name in self._counters if variables.get((code, name)) == self._ended_passes]
+        counts_updates = any(variables.get(key) == updates for key in self._steps)
+        if counting:
+            fact = f"and {listed(sorted(set(counting)))} was 0 in that pass and is {self._ended_passes} now"
+        elif self._was_step_read or counts_updates:
+            return
+        else:
+            fact = "and has not read session.step since its first update"
+        log.warning(
+            "lightck: The training goes on from step %d in pass %d over loader %r. A new pass begins now, and the loop "
+            "has never read loader.epoch, %s. A loop that counts passes from 0, such as range(epochs), makes too "
+            "many updates: write for epoch in range(loader.epoch, epochs). If the loop counts otherwise, it is right; "
+            "read loader.epoch once to omit this warning",
+            self._step,
+            loader.restored_epoch + 1,
+            loader.name,
+            fact,
+        )
+
+
+def _variables_of_the_loop(frame: FrameType | None) -> _Variables:
+    """The whole numbers among the local variables of the functions that are running, and of the script."""
+    found: _Variables = {}
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            break
+        if not str(frame.f_globals.get("__name__")).startswith(("lightck.", "torch.")):
+            variables = frame.f_locals
+            found.update({(frame.f_code, name): value for name, value in variables.items() if type(value) is int})
+            is_copy = type(variables) is dict and frame.f_code.co_flags & CO_OPTIMIZED
+            if is_copy and sys.getrefcount(variables) <= _REFERENCES_TO_COPIES:
+                _forget_copies(variables)
+        frame = frame.f_back
+    return found
+
+
+def _forget_copies(variables: dict[str, object]) -> None:
+    """Before Python 3.13 the frame of a function keeps these copies of its variables, and so keeps a batch alive. (The
+    variables of a module or a class are no copies. A script that called ``locals()`` holds the copies too, and they
+    stay.)"""
+    for name in [name for name, value in variables.items() if type(value) is not int]:
+        del variables[name]
