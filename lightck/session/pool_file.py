@@ -57,13 +57,15 @@ class PoolFile:
         return PoolLock(self.path)
 
     def open(self, pipeline: Pipeline) -> Resumed | None:
-        """Restore or adopt the pool's checkpoint, or create the pool. None for a fresh start."""
+        """Go on from the pool's checkpoint: restore it, unless the model was restored from it already, and adopt it. Or
+        create the pool. None for a fresh start."""
         reader = self._existing()
         if reader is None:
             self._create(pipeline)
             return None
         try:
-            checkpoint = self._checkpoint(reader)
+            checkpoint = self._restored(reader)
+            recorded = None if checkpoint is None else reader.next_batches(checkpoint[1])
         except BaseException:
             reader.close()
             raise
@@ -72,7 +74,6 @@ class PoolFile:
             self._create(pipeline)
             return None
         contents, record = checkpoint
-        recorded = reader.next_batches(record)
         pipeline.pool.open(reader).adopt(record)
         pipeline.adopted(
             contents.step,
@@ -106,8 +107,9 @@ class PoolFile:
             return None
         return reader
 
-    def _checkpoint(self, reader: PoolReader) -> tuple[Contents, CommitRecord] | None:
-        """The checkpoint to continue from; None if the pool never held one."""
+    def _restored(self, reader: PoolReader) -> tuple[Contents, CommitRecord] | None:
+        """Restore the checkpoint to continue from, unless the model was restored from it already, and return it. None
+        if the pool never held one."""
         if reader.commit_log().is_empty:
             lost = erased_log_error(reader)
             if lost is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 from toys import adam, everything, forward, is_step, net, pool_with, same, train
 
 import lightck
-from lightck.errors import DriftError
+from lightck.errors import DriftError, PoolIOError
+from lightck.pool.reader import PoolReader
 
 
 class Master(torch.optim.Optimizer):
@@ -302,3 +304,38 @@ def test_fresh_optimizer_loses_the_state_that_the_checkpoint_lacks(pool):
     lightck.recover(pool, model, optimizer)
     assert not optimizer.state
     assert forward(model).item() == forward(net()).item()
+
+
+@pytest.mark.parametrize("backend", ["file", "pmdk"])
+def test_a_resume_whose_nth_read_fails_closes_the_pool(backend, pool, monkeypatch, request):
+    if backend == "pmdk":
+        request.getfixturevalue("pmdk")
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, backend=backend):
+        train(model, optimizer, 2)
+    read, reads, fails_at = PoolReader.read, 0, 0
+
+    def failing(self: PoolReader, offset: int, nbytes: int) -> bytes:
+        nonlocal reads
+        reads += 1
+        if reads == fails_at:
+            raise PoolIOError("a read failed. It was asked to. Ask no more.")
+        return read(self, offset, nbytes)
+
+    monkeypatch.setattr(PoolReader, "read", failing)
+    session = None
+    while session is None:
+        reads, fails_at = 0, fails_at + 1
+        other = net(seed=5)
+        try:
+            session = lightck.attach(other, pool, optimizer=adam(other), resume=True, backend=backend)
+        except PoolIOError:
+            assert is_closed(pool), f"read number {fails_at} failed, and the pool is still open"
+    assert session.step == 2
+    session.close()
+    assert fails_at > 5
+
+
+def is_closed(pool: Any) -> bool:
+    return not any(os.path.realpath(f"/proc/self/fd/{fd}") == str(pool) for fd in os.listdir("/proc/self/fd"))
