@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightck.dataloader.persistent import draws_once
 from lightck.errors import AmbiguousError, LateError, UnsupportedError
+from lightck.state.inventory import OptimizerView
 from lightck.state.optimizer_wrappers import followed, has_hooks, inner_of, unsaved_tensors, wrapped_ids, wrapper_roles
 
 log = logging.getLogger("lightck")
@@ -132,14 +133,31 @@ def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
     return tuple(o for o, wrapper_role in zip(found, wrapper_roles(found), strict=True) if not wrapper_role.is_wrapped)
 
 
-def follow_late(optimizer: Optimizer, known: Collection[int]) -> tuple[Optimizer, ...]:
-    """Warn about an optimizer that was made after attach, and return the optimizers to follow. Raises ``LateError`` if
-    it steps parameters of an earlier optimizer. ``known``: ids of those parameters."""
+def follow_late(
+    optimizer: Optimizer, views: Sequence[OptimizerView], names: Mapping[int, str]
+) -> tuple[Optimizer, ...]:
+    """Warn about an optimizer that was made after attach, and return the optimizers to follow.
+
+    views: the optimizers that are followed already. names: id -> name of the model's present parameters. Raises
+    ``LateError`` if the new optimizer steps parameters of an earlier one, or parameters that replaced them in the
+    model: optimizer state is saved by parameter name, so the two would be saved under the same names.
+    """
     new = followed([optimizer])
-    if any(id(p) in known for one in new for g in one.param_groups for p in g["params"]):
+    params = [p for one in new for g in one.param_groups for p in g["params"]]
+    known = {id(p) for view in views for _, p in view.params}
+    if any(id(p) in known for p in params):
         raise LateError(
             f"An optimizer ({type(optimizer).__name__}) steps parameters that another optimizer had at attach. lightck "
             "saves only the state of the other. Build this one before attach, or close the session and attach again."
+        )
+    known_names = {name for view in views for name, _ in view.params}
+    replaced = [names[id(p)] for p in params if names.get(id(p)) in known_names]
+    if replaced:
+        raise LateError(
+            f"The parameter {replaced[0]!r} was replaced in the model after attach (as by load_state_dict(..., "
+            f"assign=True)), and a new optimizer ({type(optimizer).__name__}) steps the new one. The session follows "
+            "the optimizer of the replaced parameter, whose state is saved under the same name. Replace parameters and "
+            "build the optimizer before attach, or close the session and attach again."
         )
     log.warning(
         "lightck: %s was made after attach, or had no parameter of this model then. It is followed from now "

@@ -59,7 +59,8 @@ class SavedWatch:
         self._is_alive = False  # a training forward or an update was seen
         self._steps_elsewhere = 0  # steps of optimizers of other models
         self._last_optimizer_elsewhere: weakref.ref[Optimizer] | None = None  # the last of these optimizers
-        self._steps_in_a_row = 0  # of the last of these optimizers
+        self._steps_in_a_row = 0  # of this optimizer, since this session's model was last called or updated
+        self._twin_class: str | None = None  # its class, if its parameters have the shapes of this model's
         self._is_twin_trained = False
         self._before: Marks = {}  # parameters at an earlier iteration, to compare with
         self._at_end_step: Marks = {}  # tensors of the model at the last end_step()
@@ -73,6 +74,7 @@ class SavedWatch:
     def training_forward(self) -> None:
         """A training forward of the root module begins."""
         self._is_alive = True
+        self._steps_in_a_row = 0
         self._idle_forwards += 1
         if self._boundary.n_optimizers:
             self._idle_iterations(self._idle_forwards)
@@ -84,7 +86,7 @@ class SavedWatch:
         if not self._is_alive and self._have_no_parameter_here():
             self._foreign_updates = 0
         self._is_alive = True
-        self._idle_forwards = self._idle_end_steps = 0
+        self._idle_forwards = self._idle_end_steps = self._steps_in_a_row = 0
         if 0 <= self._foreign_updates < _FOREIGN:
             self._compare_updates()
 
@@ -133,18 +135,29 @@ class SavedWatch:
         self._steps_elsewhere += 1
         if self._last_optimizer_elsewhere is None or self._last_optimizer_elsewhere() is not optimizer:
             self._last_optimizer_elsewhere, self._steps_in_a_row = weakref.ref(optimizer), 0
+        if not self._steps_in_a_row:
+            self._twin_class = type(optimizer).__name__ if self._is_twin(optimizer) else None
         self._steps_in_a_row += 1
         # Copies of the model with optimizers of their own, as in federated learning, make few steps each.
-        steps = self._steps_in_a_row
-        if not (self._is_alive or self._end_steps or self._is_reported) and _TWIN_STEPS <= steps < 2 * _TWIN_STEPS:
-            self._is_twin_trained = self._is_twin(optimizer)
-            if self._is_twin_trained:
-                self._warn(
-                    f"{type(optimizer).__name__} made {steps} updates of a model with parameters of the same "
-                    "shapes, and the model of this session was neither called nor updated since attach. A model that "
-                    "is built again (a notebook cell that was run again) is not the one that is saved: close this "
-                    "session and attach to the new one"
-                )
+        if self._steps_in_a_row == _TWIN_STEPS:
+            self._check_twin()
+
+    def session_ends(self) -> None:
+        """Warn if the last updates that the session saw were updates of another model of the same shapes."""
+        if self._is_alive and self._boundary.n_optimizers:
+            self._check_twin()
+
+    def _check_twin(self) -> None:
+        if not self._steps_in_a_row or self._twin_class is None or self._end_steps:
+            return
+        self._is_twin_trained = True
+        since = f"since update {self._boundary.step}" if self._is_alive else "since attach"
+        self._warn(
+            f"{self._twin_class} made {self._steps_in_a_row} updates of a model with parameters of the same shapes, "
+            f"and the model of this session was neither called nor updated {since}. These updates are not saved. If "
+            "the model was built again (a notebook cell that was run again), the new model is not the one that the "
+            "session saves: close this session and attach to the new model"
+        )
 
     def problem(self) -> str | None:
         """The message that ``close()`` raises if this model, or another one in its place, was trained and nothing was

@@ -217,6 +217,7 @@ class Session:
                 log.warning("lightck: the session was closed between backward() and step(): the open step is not saved")
             elif not self._steps.session_lock.is_forked and self._steps.commits.failure is None:
                 self._steps.continuation.session_ends()
+                self._steps.watch.session_ends()
                 with self._steps.meter.stall("close"):
                     self._steps.capture.is_done = done or self.done
                     self._steps.commit_current(None, also_step_0=False)

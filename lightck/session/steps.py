@@ -261,7 +261,7 @@ class Steps(StepListener):
             if not is_followed(optimizer):
                 self.watch.step_elsewhere(optimizer)
             return
-        new = follow_late(optimizer, {id(p) for view in self.capture.optimizers for _, p in view.params})
+        new = follow_late(optimizer, self.capture.optimizers, self.capture.model.names_by_id())
         self.capture.add_optimizers(new)
         self.boundary.n_optimizers += count_updating(new)
         self.hooks.add(new)

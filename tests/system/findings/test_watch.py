@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from toys import BIG, adam, crashed, everything, forward, is_step, net, same, settled, train, weights
 
 import lightck
-from lightck.errors import NothingSavedError
+from lightck.errors import LateError, NothingSavedError
 
 from .harness import Bench, Kill
 
@@ -104,7 +104,7 @@ def test_model_that_is_built_again(pool, caplog, keeps_optimizer):
     optimizer = adam(model)
     train(model, optimizer, 30)
     (said,) = warnings(caplog)
-    assert re.search(r"AdamW made 10 updates.*built again.*attach to the new one", said)
+    assert re.search(r"AdamW made 10 updates.*built again.*attach to the new model", said)
     with pytest.raises(NothingSavedError, match="another one"):
         session.close()
 
@@ -550,3 +550,50 @@ def test_optimizer_made_after_attach_is_reported_in_the_first_run(pool, caplog):
         train(model, optimizer, 3)
     (said,) = warnings(caplog)
     assert re.search("AdamW was made after attach.*restart.*Build it before attach", said)
+
+
+# -- a model that is built again, or whose parameters are replaced, after some updates --------------------------------
+
+
+@pytest.mark.parametrize("n_updates", [3, 30])
+def test_a_model_built_again_after_saved_updates_is_reported(n_updates: int, pool: Path, caplog: Any) -> None:
+    """A notebook cell that builds model and optimizer runs again after ``attach`` and some updates."""
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool)
+    train(model, optimizer, 2)
+    rebuilt = net()
+    train(rebuilt, adam(rebuilt), n_updates)
+    session.close(done=True)
+    assert session.committed == 2
+    assert f"AdamW made {n_updates} updates of a model with parameters of the same shapes" in warnings(caplog)[-1]
+    assert "since update 2. These updates are not saved" in warnings(caplog)[-1]
+
+
+def test_models_of_the_same_shapes_that_are_trained_in_turn_are_not_reported(pool: Path, caplog: Any) -> None:
+    model, other = net(), net(seed=1)
+    optimizer, theirs = adam(model), adam(other)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        for step in range(30):
+            train(other, theirs, 4, start=step)
+            train(model, optimizer, 1, start=step)
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize("n_updates", [0, 3])
+def test_an_optimizer_of_parameters_that_replaced_followed_ones_is_refused(n_updates: int, pool: Path) -> None:
+    """The state of both optimizers would be saved under the same names."""
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer)
+    train(model, optimizer, n_updates)
+    seen = everything(model, optimizer)
+    session.flush()
+    model.load_state_dict(net(seed=1).state_dict(), assign=True)
+    with pytest.raises(LateError, match=r"'0\.weight' was replaced in the model after attach .*close the session"):
+        train(model, adam(model), 1, start=n_updates)
+    session.abandon()
+    if n_updates:
+        checkpoint = lightck.recover(pool)
+        assert checkpoint.step == n_updates
+        assert is_step(checkpoint, seen)
