@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -78,6 +80,25 @@ def raise_if_interrupted() -> None:
     """Raise ``Interrupted`` if a signal is queued. Called only where nothing is half done."""
     if _pending and threading.get_ident() == _main_thread:
         raise Interrupted
+
+
+def is_in_handler() -> bool:
+    """Whether a handler of one of ``_SIGNALS`` is among the callers. A handler that is not a Python function, method,
+    ``partial`` or object with a Python ``__call__`` is not recognised."""
+    codes = [_code_of(_user_handlers.get(number, _handler_of(number))) for number in _SIGNALS]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _code_of(handler: object) -> CodeType | None:
+    while isinstance(handler, partial):
+        handler = handler.func
+    function = getattr(handler, "__func__", handler)
+    if not isinstance(function, FunctionType):
+        function = vars(type(handler)).get("__call__")
+    return function.__code__ if isinstance(function, FunctionType) else None
 
 
 def retry_interrupted(work: Callable[[], T]) -> T:

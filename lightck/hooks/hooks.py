@@ -88,6 +88,11 @@ class Hooks:
         self._stepping.clear()
         self._updated_frame = None
 
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a followed optimizer is inside its ``step``, or the last ``step`` raised an exception."""
+        return bool(self._stepping)
+
     def _index(self, optimizer: Optimizer) -> int:
         """The index of the optimizer whose step is the update."""
         return self._roots[id(optimizer)]

@@ -90,6 +90,8 @@ class Commits:
         self.saved_step = boundary.step
         self._is_done_saved = False  # whether the last saved checkpoint says that the training is finished
         self._done_at = done_at
+        self.n_saved_by_flush = 0
+        """Checkpoints that ``flush()``, ``pin()`` or ``close()`` saved."""
         self._decision: tuple[int | None, bool] = None, False
         """The number of updates at which it was last decided whether the checkpoint is due, and the decision."""
 
@@ -131,6 +133,7 @@ class Commits:
     def _save(self, event: Event, step: int) -> None:
         began = time.perf_counter()
         self.saved_step, self._is_done_saved = step, self._capture.is_done
+        self.n_saved_by_flush += event is Event.FLUSH
         self.run(self.pipeline.check_left_out)
         closed_step = self._capture.close(
             event,
@@ -147,10 +150,14 @@ class Commits:
 
     # -- what the user waits for -------------------------------------------------------------------------
 
+    def commit_saved(self, timeout: float | None, deadline: float | None) -> None:
+        """Commit the checkpoints that are saved."""
+        self.run(lambda: self._finish(timeout, deadline))
+
     def commit(self, timeout: float | None, deadline: float | None, *, also_step_0: bool = True) -> None:
         """Commit the checkpoint of the current step. If it was closed before and not saved (``interval``), or was
         dropped, save the present state as this step. ``also_step_0``: save even if no update was made yet."""
-        self.run(lambda: self._finish(timeout, deadline))
+        self.commit_saved(timeout, deadline)
         step = self._boundary.step
         if self.pipeline.committed != step and not self.paused and (step or also_step_0):
             self._save(Event.FLUSH, step)

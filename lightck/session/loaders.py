@@ -54,6 +54,7 @@ class LoaderEvents(LoaderHost):
         """Called for each batch. It does not take the session's lock, because it is safe on any thread."""
         if not self._session_lock.is_live or self._steps.commits.paused or (loader.in_eval and not loader.is_training):
             return
+        self._steps.flush_moment.batch_given()
         self._steps.continuation.batch_given(loader.name, of, batch, checksum, read)
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
@@ -64,6 +65,7 @@ class LoaderEvents(LoaderHost):
         steps = self._steps
         steps.capture.positions.pass_ended(loader)
         if loader.is_training and not (loader.in_eval or steps.commits.paused):
+            steps.flush_moment.pass_ended()
             steps.continuation.pass_ended()
         if steps.commits.failure is None:
             with steps.meter.stall("pass ended"):

@@ -239,7 +239,7 @@ class SavedWatch:
         roots = sorted({view.root for view in self._capture.optimizers if not view.wraps})
         names = [self._named(root) for root in roots if not self._boundary.pending(root)]
         self._warn(
-            f"{self._named(index)} made {n} updates since a checkpoint closed, and {' and '.join(names)} none. With "
+            f"Since a checkpoint closed, {self._named(index)} made {n} updates, and {' and '.join(names)} none. With "
             f"several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass only "
             "those that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as the last "
             "statement of the loop"
@@ -248,7 +248,8 @@ class SavedWatch:
     def _named(self, root: int) -> str:
         views = [view for view in self._capture.optimizers if view.root == root and not view.wraps]
         names = [name for view in views for name, _ in view.params]
-        return f"{views[0].class_name if views else 'an optimizer'} of {_some(names)}"
+        number = len({view.root for view in self._capture.optimizers if view.root < root}) + 1
+        return f"optimizer {number} ({views[0].class_name} of {_some(names)})" if views else f"optimizer {number}"
 
     def _have_no_parameter_here(self) -> bool:
         """Whether the followed optimizers have no parameter of this model. They may update master copies that the loop

@@ -173,9 +173,10 @@ class Session:
 
     @_exclusive
     def flush(self, timeout: float | None = None) -> int | None:
-        """Commit the current step, and return the newest committed step: an older one, or None, if
-        ``pause_on_nonfinite`` refused this one. Raises ``FlushTimeoutError`` after ``timeout`` seconds (None or
-        infinity: never)."""
+        """Commit the current step, and return the newest committed step.
+
+        That is an older step, or None, if ``pause_on_nonfinite`` refused the current one, or if the call is inside
+        ``optimizer.step()``. Raises ``FlushTimeoutError`` after ``timeout`` seconds (None or infinity: never)."""
         self._check_usable()
         if self._steps.commits.paused:
             raise SessionError(

@@ -29,6 +29,7 @@ from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants, Commits, deadline_after
 from lightck.session.discover import Found, count_updating, drives, follow_late, live_optimizers, param_positions
 from lightck.session.first_step import FirstStep
+from lightck.session.flush_moment import FlushMoment
 from lightck.session.interval import Cadence
 from lightck.session.loop_top import LoopTopCheck
 from lightck.session.saved_watch import SavedWatch
@@ -81,6 +82,7 @@ class Steps(StepListener):
             capture, None if resumed is None else (resumed.event, resumed.step)
         )
         self._optimizers_were_passed = found.optimizers_were_passed
+        self.flush_moment = FlushMoment(capture, is_fresh_start=resumed is None)
         self.step_thread: int | None = None
         """The thread on which the optimizer steps."""
         self._reported_step = self.boundary.step
@@ -149,6 +151,7 @@ class Steps(StepListener):
         with self.meter.stall("after the update"):
             self.boundary.updated(index)
             self.watch.updated()
+            self.flush_moment.updated()
             if self.loop_top is not None:
                 self.loop_top.updated(self.boundary)
             self._scalers.stepped()
@@ -185,6 +188,7 @@ class Steps(StepListener):
         self._check_first_step()
         self.continuation.before_update(None)
         self.boundary.updated(BY_HAND)
+        self.flush_moment.updated()
         self.capture.positions.updated()
         self.capture.devices.add_update_streams()
         self.handle(Event.END_STEP)
@@ -223,6 +227,7 @@ class Steps(StepListener):
         self._is_forward_known = True
         with self.meter.stall("forward begins"):
             self.watch.training_forward()
+            self.flush_moment.forward()
             self._check_loop_top(Event.FORWARD)
             if self.commits.failure is None:
                 # Not FORWARD: with several optimizers no forward closes a checkpoint, but the next pre-step hook does.
@@ -296,10 +301,19 @@ class Steps(StepListener):
         self._report_step_ended()
 
     def commit_current(self, timeout: float | None, *, also_step_0: bool = True) -> None:
-        """Close the checkpoint of the current step, and commit it."""
+        """Close the checkpoint of the current step, and commit it. Inside ``optimizer.step()``, commit only what was
+        closed before."""
         deadline = deadline_after(timeout)
+        if self.hooks.is_in_step:
+            self.commits.commit_saved(timeout, deadline)
+            self.flush_moment.refused(self.boundary.step, self.pipeline.committed)
+            return
+        change = self.flush_moment.change_since_update(self.step_thread)
+        n_before = self.commits.n_saved_by_flush
         self.handle(Event.FLUSH)
         self.commits.commit(timeout, deadline, also_step_0=also_step_0)
+        if self.commits.n_saved_by_flush != n_before:
+            self.flush_moment.saved(self.boundary.step, change)
 
     def _check_loop_top(self, event: Event) -> None:
         """Check, before a checkpoint may close, what the loop changed at its top."""

@@ -258,9 +258,15 @@ def _allocate(path: str, fd: int, nbytes: int) -> None:
     except OSError as err:
         if err.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             raise
+        needs = f"The pool {path!r} needs {nbytes / 1e6:,.1f} MB"
+        if err.errno == errno.EFBIG:
+            raise NoSpaceError(
+                f"{needs}, more than the largest file that this process or this file system allows ({err.strerror}). "
+                "Raise the process's limit (ulimit -f), choose another file system, or use fewer slots."
+            ) from err
         raise NoSpaceError(
-            f"The pool {path!r} needs {nbytes / 1e6:,.1f} MB and {_free(fd)} ({err.strerror}). A pool is allocated in "
-            "full when it is made. Free space, choose another medium, or use fewer slots."
+            f"{needs} and {_free(fd)} ({err.strerror}). A pool is allocated in full when it is made. Free space, "
+            "choose another medium, or use fewer slots."
         ) from err
 
 

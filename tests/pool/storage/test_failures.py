@@ -173,3 +173,15 @@ def test_want_of_memory_is_not_taken_for_damage_of_a_pmdk_pool():
     refused = pmdk._refused("/a/run.pool", caught.value)
     assert isinstance(refused, NoSpaceError)
     assert "out of memory" in str(refused)
+
+
+def test_a_pool_above_the_limit_of_a_file_names_the_limit(pool):
+    model = net()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, hard))
+    try:
+        with pytest.raises(NoSpaceError, match=r"more than the largest file that this process .*\(ulimit -f\)"):
+            lightck.attach(model, pool, optimizer=adam(model))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not pool.exists()
