@@ -129,6 +129,15 @@ class Hooks:
         if self._is_inside(index, frame):
             return None
         self._stepping[index] = frame
+        try:
+            return self._prepare_step(index, optimizer, args, kwargs)
+        except BaseException:
+            del self._stepping[index]  # the step does not run
+            raise
+
+    def _prepare_step(
+        self, index: int, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> own_hooks.Call | None:
         closure = own_hooks.closure_of(args, kwargs)
         self._events.before_step(index, self._optimizers[index] is not optimizer, has_gradients=closure is None)
         if closure is None:
