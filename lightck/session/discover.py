@@ -46,7 +46,7 @@ class Found:
 
 def count_updating(optimizers: Sequence[Optimizer]) -> int:
     """Count the optimizers that make updates: those inside a wrapper do not."""
-    return sum(wrapper_role.steps for wrapper_role in wrapper_roles(optimizers))
+    return sum(wrapper_role.makes_updates for wrapper_role in wrapper_roles(optimizers))
 
 
 def unwrap(optimizer: object) -> Optimizer:
