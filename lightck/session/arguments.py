@@ -33,11 +33,11 @@ class SaveOptions:
     strict_data: bool
 
     def check(self) -> Cadence:
-        """Check the options and return the cadence. Raises ``TypeError`` or ``ValueError``."""
+        """Check the options, and return the cadence for ``interval``. Raises ``TypeError`` or ``ValueError``."""
         refuse_other_than_bool(strict_data=self.strict_data, pause_on_nonfinite=self.pause_on_nonfinite)
         if self.strategy is not None and (isinstance(self.strategy, type) or not isinstance(self.strategy, Strategy)):
             name = getattr(self.strategy, "__name__", type(self.strategy).__name__)
-            raise TypeError(f"strategy is {name!r}. Pass lightck.FullState().")
+            raise TypeError(f"strategy is {name!r}, which is no strategy object. Pass lightck.FullState().")
         slots, keep = self.slots, self.keep
         if slots is not None and (type(slots) is not int or not 2 <= slots <= SLOTS_MAX):
             raise ValueError(f"slots={slots!r}: a pool has 2 to {SLOTS_MAX} slots.")
@@ -45,7 +45,8 @@ class SaveOptions:
             raise TypeError(f"keep is a {type(keep).__name__}. Pass lightck.Keep(every=1000, last=3, to=folder).")
         if keep is not None and slots == SLOTS_MAX:
             raise ValueError(
-                f"slots={slots} and keep=: a pool has at most {SLOTS_MAX} slots, and keep= needs one more. Pass fewer."
+                f"slots={slots} and keep=: a pool has at most {SLOTS_MAX} slots, and keep= needs one more than slots=. "
+                f"Pass slots={SLOTS_MAX - 1} or fewer."
             )
         check_kind(self.staging)
         return cadence_of(self.interval)
@@ -71,20 +72,21 @@ class Arguments:
         return frozenset(name for name, obj in (self.state or {}).items() if obj is None)
 
     def check(self) -> Cadence:
-        """Check the arguments and return the cadence. Raises ``TypeError``, ``ValueError``, ``SessionError``,
-        or ``UnsupportedError`` on another rank than 0."""
+        """Check all arguments, and return the cadence for ``interval``. Raises ``TypeError``, ``ValueError``,
+        ``SessionError``, or ``UnsupportedError`` on another rank than 0."""
         refuse_other_than_bool(resume=self.resume, overwrite=self.overwrite)
         refuse_other_than_module(self.model)
         refuse_other_than_mapping(self.state)
         if self.resume and self.overwrite:
             raise ValueError(
-                "resume=True and overwrite=True exclude each other: go on from the checkpoint, or discard it."
+                "resume=True and overwrite=True exclude each other. Pass resume=True to continue from the checkpoint, "
+                "or overwrite=True to discard it."
             )
         sessions.refuse_open(self.model)
         if is_poisoned(self.model):
             raise SessionError(
-                "A restore into this model failed half-way, and its parameters were set to NaN so that nobody trains "
-                "on a mix. Build the model anew, or restore another checkpoint into it."
+                "A restore into this model failed half-way. The parameters of the model were set to NaN, so that "
+                "nobody trains on a mix of two states. Build the model anew, or restore another checkpoint into it."
             )
         cadence = self.save_options.check()
         check_rank()

@@ -1,9 +1,9 @@
 """``attach``: from a model and a path to a session.
 
-The steps, in order: find and check what is to be saved; take the pool's lock; restore and adopt an existing pool's
-checkpoint, refuse or discard the pool, or create one; install the hooks. The user's objects are changed only after
-every check has passed, and a pool that holds a checkpoint is overwritten or loaded only if the caller passed
-``overwrite=True`` or ``resume=True``.
+The steps, in order: find and check what is to be saved; take the pool's lock; open an existing pool (restore and adopt
+its checkpoint, refuse the pool, or discard it) or create a pool; install the hooks. The user's objects are changed only
+after every check has passed. A pool that holds a checkpoint is overwritten only if the caller passed
+``overwrite=True``, and loaded only if the caller passed ``resume=True``.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from lightck.tiers.pin import Holds
 
 log = logging.getLogger("lightck")
 CHECK_VARIABLE = "LIGHTCK_CHECK"
+"""Environment variable. If it is "1", all bytes are checked for unannounced writes at every checkpoint."""
 
 
 @ordinary_tensors()
@@ -71,10 +72,12 @@ def attach(
     Args:
         model: the root module. Attach after its optimizer and LR scheduler were built.
         pool_path: the pool's file, created if it does not exist (its folder must exist); or a device-dax device.
-        optimizer: an optimizer or a list of them. By default those of this model are found among live objects.
-        state: name -> object with ``state_dict``. Schedulers and a GradScaler are found; ``{"scheduler": None}``
-            saves no scheduler.
-        interval: updates between saved checkpoints; ``"auto"`` or ``lightck.Auto(...)`` chooses it by their cost.
+        optimizer: an optimizer or a list of optimizers. By default the optimizers of this model are found among live
+            objects.
+        state: name -> object with ``state_dict`` and ``load_state_dict``. Schedulers and a GradScaler need not be
+            passed: they are found. ``{"scheduler": None}`` saves no scheduler.
+        interval: updates between saved checkpoints. ``"auto"`` or ``lightck.Auto(...)`` chooses the interval by the
+            cost of checkpoints.
         resume: restore the newest checkpoint, if the pool holds one, and continue from it.
         overwrite: discard what the pool holds.
         strategy: what a checkpoint holds; by default ``FullState()``.
@@ -87,7 +90,7 @@ def attach(
         pause_on_nonfinite: commit no checkpoint if the GradScaler's loss scale, or one of the values that lightck
             checks (some of each tensor), is not finite.
         staging: transfer method for tensors on a device: ``lightck.Host()``, ``Direct()`` or ``Device()``; by default
-            the fastest of them.
+            the fastest of the three.
         strict_data: raise ``DataMismatchError`` if the first update after a resume uses other data than the update that
             followed the checkpoint; by default warn.
 
@@ -103,6 +106,7 @@ def attach(
 
 
 def _attach(arguments: Arguments) -> Session:
+    """Make the session. If a step fails, release what the steps before it acquired."""
     cadence = arguments.check()
     path = _pool_path(arguments.pool_path)
     backend = backend_for(path, arguments.backend)
@@ -115,7 +119,7 @@ def _attach(arguments: Arguments) -> Session:
     meter = Meter()
     strategy = arguments.save_options.strategy or FullState()
     is_checked = os.environ.get(CHECK_VARIABLE) == "1"
-    with ExitStack() as undo:  # if attach fails, release what was acquired
+    with ExitStack() as undo:
         undo.callback(lock.release)
         slots = arguments.save_options.slots or 2
         pipeline = Pipeline(
@@ -158,6 +162,7 @@ def _commit_participants(save_options: SaveOptions, found: Found, path: str, met
 
 
 def _discover(arguments: Arguments) -> Found:
+    """Find what the session saves, and check that it can be saved."""
     model = arguments.model
     found = discover(model, arguments.optimizer, arguments.state)
     check_objects(found.state)
@@ -170,9 +175,9 @@ def _discover(arguments: Arguments) -> Found:
         )
     if enabled_scalers(found.state) and any(layerwise_of(o) is not None for o in found.optimizers):
         raise UnsupportedError(
-            "A GradScaler is enabled, and layers are updated inside backward(). The scaler decides later, when all "
-            "gradients are there, whether a step is skipped. Leave out lightck.layerwise(), or the scaler "
-            '(bfloat16 needs none); if the scaler is of another training, pass state={"scaler": None}.'
+            "A GradScaler is enabled, and layers are updated inside backward(). The scaler decides only after "
+            "backward(), from all gradients, whether a step is skipped. Leave out lightck.layerwise(), or the scaler "
+            '(bfloat16 needs none). If the scaler belongs to another training, pass state={"scaler": None}.'
         )
     return found
 

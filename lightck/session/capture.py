@@ -1,9 +1,9 @@
 """The state of a training at a boundary: which tensors a checkpoint holds, and its small state as bytes.
 
 ``Capture`` reads state at two moments. In the post-step hook it reads buffers, random states and loaders provisionally,
-because the next event may be the pre-step hook of the next update, which comes after they have changed. At the boundary
-it reads everything that is small or may change before the next update; large tensors are only listed here, and the
-pipeline copies them.
+because the next step may change them before an event closes the checkpoint (at the latest, the pre-step hook of the
+next update). At the boundary it reads all other small state. Large tensors are only listed here: the pipeline copies
+them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ _NO_VALUES = values.pack({}, path="")
 
 @dataclass(slots=True)
 class Provisional:
-    """The state that was read right after an update. ``large``: large tensors in the state of loaders. ``extra``: the
-    modules' extra state, with its large tensors in ``extra_large``."""
+    """The state that was read right after an update. ``buffers``: name -> copy. ``loaders``: name -> packed state of
+    each loader in ``state=``, with its large tensors in ``large``. ``extra``: name -> packed extra state of each
+    module, with its large tensors in ``extra_large``."""
 
     rng: rng.RngState
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -56,7 +57,7 @@ class Provisional:
 
 
 class Capture:
-    """Knows everything that a session saves, by name, and reads it."""
+    """Refers, by name, to everything that a session saves, and reads it."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], objects: Objects) -> None:
         self.model = ModelView(model)
@@ -69,6 +70,7 @@ class Capture:
         """Whether the next checkpoint says that the training is finished."""
         self.mid_batch = MidBatch(self.loaders)
         self.provisional: Provisional | None = None
+        """What was read after the last update; None if no checkpoint needs it."""
         self._buffer_copies = BufferCopies()
         self.resizable: set[str] = set()
         """Buffers that changed in size or dtype, were removed, or were None at first: a restore may resize them."""
@@ -80,7 +82,7 @@ class Capture:
         """Name -> size and dtype of each buffer when the model was built, or when it was first seen; None for a buffer
         that was None."""
         self.expected_state_nbytes = 0
-        """Length of the small state, as the last call of ``expected_tensors`` found it."""
+        """Bytes of the packed small state at the last call of ``expected_tensors``."""
         self.optimizers: list[OptimizerView] = []
         self.built = CurrentBuild(self.model, (), self.objects)
         self.numbers = ModuleNumbers(model)
@@ -92,18 +94,20 @@ class Capture:
         self._object_states: defaultdict[str, CachedPacker] = defaultdict(CachedPacker)
         self._n_followed = 0
         """How many optimizers are followed, wrappers included."""
-        self._reported_shared = False
+        self._is_shared_checked = False
+        """Whether optimizer state existed once and was checked for shared memory."""
         self._forked = ForkWatch()
         self._stepped_outside: set[int] = set()
-        """Indexes of optimizers that were stepped outside the ``step`` of their wrapper."""
+        """Numbers of followed optimizers of which an inner optimizer was stepped outside the wrapper's ``step``."""
         self._never_had_grad: dict[int, dict[int, torch.Tensor]] = {}
-        """View index -> (id -> parameter), of the parameters that never had a gradient, so that no update has changed
-        them."""
+        """View index -> (id -> parameter) for each parameter of the view that has had no gradient at any update, so
+        that no update has changed the parameter."""
         self._seen_grad: frozenset[int] = frozenset()
         """Ids of parameters that had a gradient at an update."""
         self.add_optimizers(optimizers)
 
     def add_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Save these optimizers too."""
         views = optimizer_views(
             optimizers, self.model.names_by_id(), views=len(self.optimizers), followed=self._n_followed
         )
@@ -114,8 +118,9 @@ class Capture:
         self._never_had_grad |= {view.index: self._skipped_without_gradient(view) for view in views}
 
     def _skipped_without_gradient(self, view: OptimizerView) -> dict[int, torch.Tensor]:
-        """The parameters that this optimizer leaves unchanged while they have no gradient. Only a class of torch.optim
-        without a wrapper is known to do so."""
+        """The parameters that this optimizer leaves unchanged while they have no gradient: id -> parameter. Only a
+        class of torch.optim outside of wrappers is known to leave such parameters unchanged; for others the dict is
+        empty."""
         if view.wraps or view.is_wrapped or not type(view.optimizer).__module__.startswith("torch.optim."):
             return {}
         return {id(p): p for _, p in view.params}
@@ -126,7 +131,7 @@ class Capture:
         self._built_buffers |= {name: None for name, _, _ in self.model.vacant_buffers()}
 
     def forget(self) -> None:
-        """Drop all references: a closed session keeps no model, optimizer or worker alive."""
+        """Drop all references, because a closed session must keep no model, optimizer or worker alive."""
         self.model, self.numbers = ModelView(nn.Module()), ModuleNumbers(nn.Module())
         self.provisional = self._tensor_list = self._compared_list = None
         self._buffer_copies = BufferCopies()
@@ -134,7 +139,7 @@ class Capture:
             held.clear()
 
     def refresh(self) -> None:
-        """Update the names after modules or parameter groups changed."""
+        """Name tensors again if modules or parameter groups have changed."""
         if self.model.refresh():
             self._tensor_list = None
         if any(view.has_changed() for view in self.optimizers):
@@ -149,12 +154,12 @@ class Capture:
     # -- at the update -----------------------------------------------------------------------------------
 
     def before_first_update(self) -> None:
-        """Find the devices again: the model may have been moved to one after attach."""
+        """Find the devices again, because the model may have been moved to a device after attach."""
         self.devices.set_tensors(live.tensor for live in self.tensors())
 
     def before_update(self, index: int) -> None:
-        """Record which parameters this update can change: torch's optimizers skip those without a gradient. ``index``:
-        the number of the optimizer that makes the update."""
+        """Record which parameters this update can change: torch's optimizers skip parameters without a gradient.
+        ``index``: the number of the followed optimizer that makes the update."""
         for view in self.optimizers:
             waiting = self._never_had_grad[view.index]
             if waiting and view.root == index:
@@ -177,8 +182,8 @@ class Capture:
             classes = " around ".join(view.class_name for view in self.optimizers if view.root == index)
             log.info(
                 "lightck: %s: the inner optimizer is stepped outside the step() of its wrapper, where lightck cannot "
-                "wait for a copy to end before the tensors change. So the tensors of both are copied when a step "
-                "closes, before training goes on",
+                "wait for a copy to end before the tensors change. So the tensors of the wrapper and of the inner "
+                "optimizer are copied when a step closes, before training goes on",
                 classes,
             )
 
@@ -212,12 +217,13 @@ class Capture:
         copied_at_boundary: set[str],
         stale_after: int | None = None,
     ) -> ClosedStep:
-        """Read the checkpoint that this event closes. ``copied_at_boundary``: names of tensors that no background copy
-        may read. ``stale_after``: a generation; the checkpoints between it and this one are stale."""
+        """Read the state for the checkpoint that this event closes. ``explicit``: whether ``end_step()`` was called.
+        ``copied_at_boundary``: names of tensors that no background copy may read. ``stale_after``: the older
+        checkpoints of a larger generation than this are stale (None: none is)."""
         self.refresh()
-        # At these two events the next step has begun: its batch is fetched, and random numbers are drawn.
+        # At a pre-step hook or a forward the next step has begun: it has fetched its batch and drawn random numbers.
         before = self._provisional_of(step) if event in (Event.PRE_STEP, Event.FORWARD) else None
-        # At the pre-step hook the next step's forward has run too, and has changed the buffers: take the earlier ones.
+        # At a pre-step hook the forward of the next step has run too, and has changed the buffers.
         with_buffers = before if event is Event.PRE_STEP else None
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
@@ -230,7 +236,7 @@ class Capture:
         return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list)
 
     def _provisional_of(self, step: int) -> Provisional:
-        """What was read when the update of this step ended."""
+        """What was read when the update of this step ended. Raises ``SessionError`` if nothing was read."""
         if self.provisional is None:
             raise SessionError(
                 f"Step {step} cannot be saved: its random states were not read when its update ended, and the next "
@@ -239,12 +245,12 @@ class Capture:
         return self.provisional
 
     def _warn_shared_memory(self, lives: list[Live]) -> None:
-        """Warn once, as soon as optimizer state exists, if two of its tensors share memory: a restore makes them
-        separate tensors."""
-        if self._reported_shared:
+        """Warn once, as soon as optimizer state exists, if two tensors of it share memory, because a restore makes
+        separate tensors of them."""
+        if self._is_shared_checked:
             return
         states = [live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)]
-        self._reported_shared = bool(states)
+        self._is_shared_checked = bool(states)
         first: dict[int, str] = {}
         for live in states:
             other = first.setdefault(live.tensor.untyped_storage().data_ptr(), live.name)
@@ -259,16 +265,18 @@ class Capture:
                 return
 
     def _written_outside_step(self, lives: list[Live]) -> frozenset[str]:
-        """Tensors that methods of a wrapper other than ``step`` write (SAM's ascent step, and the weights that it
-        saves). No gate comes before such a method, so no background copy may read them."""
+        """The names of tensors that a wrapper writes in other methods than ``step`` (in its ascent step, SAM writes
+        parameters and the weights that it saves). No gate comes before such a method, so no background copy may read
+        these tensors."""
         if not self._stepped_outside:
             return frozenset()
         params = {id(p) for view in self.optimizers if view.root in self._stepped_outside for _, p in view.params}
         return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
 
     def _find_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
-        """Add to ``resizable`` the buffers that differ from those that the model was built with. ``provisional``: the
-        buffers as they were after the update; None to compare the present ones."""
+        """Add to ``resizable`` the buffers whose size or dtype differs from that with which the model was built, and
+        removed buffers. ``provisional``: the buffers that were read after the update; None: compare the present
+        ones."""
         now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
         for name, tensor in now.items():
             if self._built_buffers.setdefault(name, _kind(tensor)) != _kind(tensor):
@@ -280,7 +288,8 @@ class Capture:
 
     @staticmethod
     def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:
-        """Replace the buffers by those that were read after the update, which may have other shapes."""
+        """Return ``lives`` with the buffers that were read after the update in place of the present ones. The shapes
+        may differ."""
         tied = {live.name for live in lives if live.alias is not None}
         buffers = [Live(name, "buffer", t, None, None) for name, t in provisional.buffers.items() if name not in tied]
         return [live for live in lives if live.role != "buffer" or live.alias is not None] + buffers
@@ -303,10 +312,11 @@ class Capture:
         return list(lives)
 
     def expected_tensors(self) -> Iterator[Live]:
-        """The tensors of ``tensors`` and the large ones inside ``state``, for the layout of a pool."""
+        """Yield the tensors of ``tensors``, and then the large tensors inside ``state=``, for the layout of a pool. Set
+        ``expected_state_nbytes``."""
         yield from self.tensors()
         large: list[Live] = []
-        # No loader is asked before its first pass: the state_dict() of some draws random numbers.
+        # No loader's state_dict() is called before its first pass, because that of some loaders draws random numbers.
         unread = Provisional(rng.capture(), loaders={n: b"" for n, o in self.objects.items() if is_loader(o)})
         self.expected_state_nbytes = len(self._small_state(Event.FLUSH, False, set(), unread, large))
         yield from large
@@ -320,10 +330,11 @@ class Capture:
         lives: list[Live],
         stale_after: int | None = None,
     ) -> bytes:
-        """Pack the small state. Large tensors in it are appended to ``lives``. ``before``: the state to use instead of
-        the present one, where the next step has begun already."""
+        """Return the small state, packed, and append its large tensors to ``lives``. ``before``: if the next step has
+        begun already, the state that was read after the update, to use in place of the present random states, loaders
+        and extra state."""
         now = rng.capture()
-        at_start = now if before is None else before.rng  # from which the next step starts
+        at_start = now if before is None else before.rng  # the random states from which the next step starts
         if before is not None:
             self._forked.warn_if_forked()
         state = {
@@ -350,9 +361,10 @@ class Capture:
         return self._state.pack(state)
 
     def _packed_optimizer(self, view: OptimizerView, lives: list[Live]) -> bytes:
+        """Return the small state of one optimizer, packed, and append its large tensors to ``lives``."""
         view.refuse_nameless()
         path = numbered_name("optimizer", view.index, len(self.optimizers))
-        # ``with_values``: the parameters with state that is not a tensor; None if they are not known.
+        # The parameters with state that is not a tensor; None: not known.
         with_values = None if self._tensor_list is None else self._tensor_list.with_values[view.index]
         state, rest, large = view.state_values(with_values), view.rest(), _collector(lives, "optimizer")
         return self._optimizer_states[view.index].pack(
@@ -367,6 +379,8 @@ class Capture:
         )
 
     def _objects_value(self, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
+        """Return name -> packed state of each object in ``state=``, and append their large tensors to ``lives``. The
+        state of a loader is taken from ``before``, if given."""
         known: Mapping[str, bytes] = {}
         if before is not None:
             lives.extend(before.large)
@@ -381,8 +395,8 @@ class Capture:
         return packer.pack(obj.state_dict(), path=f"state/{name}", large=_collector(lives, "state"))
 
     def _extra_state(self, event: Event, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
-        """The modules' extra state. A forward may change it, so at the pre-step hook, which comes after the forward,
-        the provisional state is used."""
+        """Return name -> packed extra state of each module, and append its large tensors to ``lives``. A forward may
+        change extra state. So at the pre-step hook, which comes after the forward, the provisional state is used."""
         if event is not Event.PRE_STEP or before is None:
             return self._pack_extra_state(lives)
         lives.extend(before.extra_large)
@@ -400,6 +414,8 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _collector(lives: list[Live], role: str) -> Callable[[str, torch.Tensor], None]:
+    """Return a function for ``large=`` of ``values.pack``, which appends each large tensor to ``lives``."""
+
     def large(path: str, tensor: torch.Tensor) -> None:
         lives.append(Live(path, role, tensor.detach(), None, None))
 

@@ -37,7 +37,8 @@ class CommitParticipants:
     nonfinite_check: NonfiniteCheck | None = None
 
     def join(self, pipeline: Pipeline) -> None:
-        """Register as commit listeners and decisions. Called before the pool is created or opened."""
+        """Register the participants with the pipeline, as commit listeners and commit decisions. Called before the pool
+        is created or opened."""
         pipeline.decisions.add(self.holds)
         if self.nonfinite_check is not None:
             pipeline.decisions.add(self.nonfinite_check)
@@ -47,8 +48,9 @@ class CommitParticipants:
             pipeline.events.add(self.keeper)
 
     def pin(self, pipeline: Pipeline) -> Hold:
-        """Hold the newest committed checkpoint. If fewer than two slots would stay free, the pool is relaid out in a
-        new file."""
+        """Hold the newest committed checkpoint, and return the hold. If fewer than two slots would be left that are
+        neither pinned nor reserved for ``keep=``, the pool is relaid out in a new file. Raises ``SessionError`` if
+        nothing is committed yet, or if the pool cannot have enough slots."""
         pipeline.finish()
         writer = pipeline.pool.writer
         if writer is None or pipeline.committed is None:
@@ -65,7 +67,9 @@ class CommitParticipants:
 
 
 class Commits:
-    """Saves and commits the closed checkpoints of one session. ``saved_step``: step of the last one that was saved."""
+    """Saves and commits the closed checkpoints of one session. ``saved_step``: the step of the last checkpoint that was
+    saved; before that, the step at which the session began. ``failure``: the ``BackgroundError`` to raise at every
+    later step."""
 
     def __init__(
         self,
@@ -79,8 +83,8 @@ class Commits:
         participants: CommitParticipants,
         done_at: int | None,
     ) -> None:
-        """``done_at``: the step at which the training was finished, from the restored checkpoint; None if it was
-        not."""
+        """``done_at``: the step at which the training was declared finished, if the restored checkpoint says so; else
+        None."""
         self.pipeline, self.cadence, self.participants = pipeline, cadence, participants
         self._capture, self._boundary, self._recorder = capture, boundary, recorder
         self._meter, self._session_lock = meter, session_lock
@@ -93,7 +97,8 @@ class Commits:
         self.n_saved_by_flush = 0
         """Checkpoints that ``flush()``, ``pin()`` or ``close()`` saved."""
         self._decision: tuple[int | None, bool] = None, False
-        """The number of updates at which it was last decided whether the checkpoint is due, and the decision."""
+        """The step for which it was last decided whether its checkpoint is due (None: no decision yet), and whether it
+        is."""
 
     @property
     def is_done(self) -> bool:
@@ -102,26 +107,27 @@ class Commits:
 
     @property
     def is_all_committed(self) -> bool:
-        """Whether the last saved checkpoint is committed, and a forward that begins now would close no checkpoint."""
+        """Whether the last saved checkpoint is committed (or none was saved), and a forward that begins now would close
+        no checkpoint."""
         is_saved = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
         return is_saved and not self._boundary.closes_at(Event.FORWARD)
 
     # -- a checkpoint closes -----------------------------------------------------------------------------
 
     def updated(self, step: int) -> bool:
-        """An update was made; ``step``: the number of updates now. Returns whether the checkpoint of this step will be
-        saved if one of torch's hooks closes it. The decision is made here, and not at the boundary, because the state
-        that the next forward changes must be read before it."""
+        """Decide right after an update, and return, whether the checkpoint of ``step`` will be saved if one of torch's
+        hooks closes it. ``step``: the number of updates so far. The decision is made here, and not at the boundary,
+        because the state that the next forward changes must be read before that forward."""
         self._decision = step, self.cadence.is_due(step, self.saved_step)
         return self._decision[1]
 
     def will_be_saved(self, step: int) -> bool:
-        """Whether the checkpoint of this step is due."""
+        """Whether the checkpoint of ``step`` is due. A decision of ``updated`` for the same step holds."""
         decided_step, is_due = self._decision
         return is_due if decided_step == step else self.cadence.is_due(step, self.saved_step)
 
     def closed(self, event: Event, step: int) -> None:
-        """The checkpoint of this step was closed: save it if it is due."""
+        """Save the checkpoint that ``event`` has closed, if it is due or ``event`` is ``FLUSH``."""
         is_saved = event is Event.FLUSH or self.will_be_saved(step)
         self.cadence.boundary_passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
         self._capture.mid_batch.boundary(event, step, is_saved)
@@ -131,6 +137,7 @@ class Commits:
             self._recorder.closed_unsaved()
 
     def _save(self, event: Event, step: int) -> None:
+        """Read the present state as the checkpoint of ``step``, and begin its copies."""
         began = time.perf_counter()
         self.saved_step, self._is_done_saved = step, self._capture.is_done
         self.n_saved_by_flush += event is Event.FLUSH
@@ -155,8 +162,10 @@ class Commits:
         self.run(lambda: self._finish(timeout, deadline))
 
     def commit(self, timeout: float | None, deadline: float | None, *, also_step_0: bool = True) -> None:
-        """Commit the checkpoint of the current step. If it was closed before and not saved (``interval``), or was
-        dropped, save the present state as this step. ``also_step_0``: save even if no update was made yet."""
+        """Commit the checkpoint of the current step. If that checkpoint was closed and not saved (``interval``), or was
+        dropped, save the present state as the checkpoint of this step. ``timeout``: seconds, for the message.
+        ``deadline``: see ``deadline_after``. ``also_step_0``: save even if no update was made yet. Raises
+        ``FlushTimeoutError`` at the deadline."""
         self.commit_saved(timeout, deadline)
         step = self._boundary.step
         if self.pipeline.committed != step and not self.paused and (step or also_step_0):
@@ -164,8 +173,8 @@ class Commits:
             self.run(lambda: self._finish(timeout, deadline))
 
     def commit_done(self) -> None:
-        """Commit a checkpoint that says that the training is finished. If this step was committed without that, save it
-        once more."""
+        """Commit a checkpoint that says that the training is finished. If the saved checkpoint of this step does not
+        say so, save the step once more."""
         if self.is_done:
             return
         if not self._is_done_saved and not self.paused:
@@ -175,17 +184,18 @@ class Commits:
             self._done_at = self._boundary.step
 
     def _finish(self, timeout: float | None, deadline: float | None) -> None:
+        """Wait until every checkpoint has committed or failed. Raises ``FlushTimeoutError`` at the deadline."""
         if not self.pipeline.finish(deadline):
             raise FlushTimeoutError(
-                f"Step {self._boundary.step} was not durable within {timeout} seconds. Its copies go on in the "
-                "background. Wait longer, or check the speed of the pool's medium."
+                f"Step {self._boundary.step} was not durable within {timeout} seconds. The copies of its checkpoint go "
+                "on in the background. Wait longer, or check the speed of the pool's medium."
             )
 
     # -- what failed -------------------------------------------------------------------------------------
 
     def run(self, work: Callable[[], object]) -> None:
         """Call ``work`` and keep a ``BackgroundError`` that it raises: the error is raised again at every later step
-        and at close. A signal may interrupt a wait in ``work``; then ``work`` is repeated after the signal's handler,
+        and at close. If a signal interrupts a wait in ``work``, ``work`` is called again after the signal's handler,
         unless the handler closed the session."""
         try:
             retry_interrupted(lambda: work() if self._session_lock.is_open else None)
@@ -194,19 +204,20 @@ class Commits:
             raise
 
     def raise_failure(self) -> None:
+        """Raise the ``BackgroundError`` that ``run`` has kept, if any."""
         if self.failure is not None:
             raise self.failure
 
     def raise_keep_failure(self) -> None:
-        """Raise an error of ``keep=``. Called before an update, where a loop can catch the error and call ``step()``
-        again. (An error in ``next()`` would leave the ``for`` loop.)"""
+        """Raise an error of ``keep=``, if there is one. Called before an update, where a loop can catch the error and
+        call ``step()`` again. (An error in ``next()`` would end the ``for`` loop.)"""
         if self.participants.keeper is not None:
             self.participants.keeper.raise_failure(at_close=not self._session_lock.is_open)
 
 
 def deadline_after(timeout: object) -> float | None:
-    """Convert a timeout in seconds to a deadline on the monotonic clock; None (no limit) for None and infinity. Raises
-    ``TypeError`` and ``ValueError``."""
+    """Convert a timeout in seconds to a deadline on the monotonic clock. Return None (no limit) for None and infinity.
+    Raises ``TypeError`` if the timeout is no number, and ``ValueError`` for NaN."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, Real):

@@ -1,8 +1,9 @@
 """Finding what the user did not pass: the optimizers, LR schedulers and GradScaler that drive this model.
 
 The search runs at attach, over the objects that Python's garbage collector tracks. Two candidates for one role are an
-error that names both. Garbage is collected first, so that it is no candidate. Later searches, for objects that were
-made after attach, collect garbage only if a search without it finds something.
+error that names the two. Garbage is collected before the search, so that no dead object is a candidate. Later searches,
+for objects that were made after attach, first run without a collection of garbage. If such a search finds something,
+garbage is collected and the search runs again.
 """
 
 from __future__ import annotations
@@ -46,26 +47,29 @@ class Found:
 
 
 def count_updating(optimizers: Sequence[Optimizer]) -> int:
-    """Count the optimizers that make updates: those inside a wrapper do not."""
-    return sum(wrapper_role.steps for wrapper_role in wrapper_roles(optimizers))
+    """Return how many of these optimizers make updates (see ``WrapperRole.makes_updates``)."""
+    return sum(wrapper_role.makes_updates for wrapper_role in wrapper_roles(optimizers))
 
 
 def unwrap(optimizer: object) -> Optimizer:
-    """The innermost optimizer. A scheduler may refer to a wrapper or to the optimizer inside it; both give the same
-    innermost one."""
+    """Return the innermost optimizer in ``optimizer``. A scheduler may refer to a wrapper or to the optimizer inside
+    the wrapper, and ``unwrap`` returns the same optimizer for the two. Raises ``TypeError`` and
+    ``UnsupportedError``."""
     innermost: Optimizer = followed([optimizer])[-1]
     return innermost
 
 
 def param_positions(model: nn.Module) -> dict[int, int]:
-    """Id of each parameter -> its position in the model."""
+    """Id of each parameter -> its index in ``model.parameters()``."""
     return {id(p): i for i, p in enumerate(model.parameters())}
 
 
 def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | None) -> Found:
-    """Combine the objects that were passed with those that are found.
+    """Return the objects that were passed, together with those that are found among the live objects. ``optimizer``,
+    ``state``: the arguments of ``attach``.
 
-    Raises ``AmbiguousError`` if two live objects could fill one role.
+    Raises ``AmbiguousError`` if two live objects could fill one role, and ``TypeError`` or ``UnsupportedError`` for an
+    optimizer that cannot be followed.
     """
     given, params = dict(state or {}), param_positions(model)
     live = LiveObjects()
@@ -85,15 +89,16 @@ def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | 
 
 
 _KINDS: tuple[type, ...] = (Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
+"""The classes whose live objects are searched for."""
 
 
 class LiveObjects:
-    """A snapshot of the live objects. Garbage is collected first, so that the scaler of a finished training is not
-    found."""
+    """A snapshot of the live objects of ``_KINDS``. With ``collect``, garbage is collected first, so that the scaler of
+    a finished training is not found."""
 
     def __init__(self, *, collect: bool = True) -> None:
         if gc.get_freeze_count():
-            # gc.get_objects() leaves out frozen objects. They are not frozen again, which would also freeze garbage.
+            # gc.get_objects() leaves out frozen objects. They are not frozen again: that would freeze garbage too.
             gc.unfreeze()
         if collect:
             gc.collect()
@@ -103,6 +108,7 @@ class LiveObjects:
         self._candidates = [o for o in gc.get_objects() if type(o) in kinds]
 
     def matching(self, kind: type[T], accept: Callable[[T], bool]) -> list[T]:
+        """The objects of class ``kind``, or of a subclass, for which ``accept`` returns True."""
         return [o for o in self._candidates if issubclass(type(o), kind) and accept(o)]
 
 
@@ -120,8 +126,8 @@ def drives(optimizer: object, params: Mapping[int, int]) -> bool:
 
 
 def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
-    """The optimizers that drive this model now; of wrapped ones the outermost wrapper only. Empty if the search is
-    ambiguous: then each optimizer is followed when it first steps."""
+    """The live optimizers that have a parameter of this model, without optimizers inside a wrapper. Empty if the search
+    is ambiguous: in that case each optimizer is followed when it first steps."""
     # A collection of garbage is slow, so it is done only if the quick search finds something, which may be garbage.
     for collect in (False, True):
         try:
@@ -148,7 +154,8 @@ def follow_late(
     if any(id(p) in known for p in params):
         raise LateError(
             f"An optimizer ({type(optimizer).__name__}) steps parameters that another optimizer had at attach. lightck "
-            "saves only the state of the other. Build this one before attach, or close the session and attach again."
+            "saves only the state of the optimizer that had them at attach. Build the new optimizer before attach, or "
+            "close the session and attach again."
         )
     known_names = {name for view in views for name, _ in view.params}
     replaced = [names[id(p)] for p in params if names.get(id(p)) in known_names]
@@ -160,9 +167,9 @@ def follow_late(
             "build the optimizer before attach, or close the session and attach again."
         )
     log.warning(
-        "lightck: %s was made after attach, or had no parameter of this model then. It is followed from now "
-        "on, but a restart restores its state at attach and fails if it does not exist yet. Build it before "
-        "attach, over this model's parameters",
+        "lightck: %s was made after attach, or had no parameter of this model at attach. It is followed from now "
+        "on, but a restart restores the state of the optimizer at attach, and fails if the optimizer does not exist "
+        "then. Build it before attach, over this model's parameters",
         type(optimizer).__name__,
     )
     return new
@@ -170,7 +177,7 @@ def follow_late(
 
 def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Optimizer, ...]:
     driving = live.matching(Optimizer, lambda o: drives(o, params) and (has_hooks(o) or bool(inner_of(o))))
-    # The order of live objects is arbitrary; the order of the model is the same in the next process.
+    # The order of live objects is arbitrary. The order of the model's parameters is the same in the next process.
     driving.sort(key=lambda o: min(params.get(id(p), len(params)) for g in o.param_groups for p in g["params"]))
     optimizers = followed(driving)
     _refuse_shared(optimizers)
@@ -178,7 +185,8 @@ def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Opti
 
 
 def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse two optimizers (unless one wraps the other) over one parameter: state is saved by parameter name."""
+    """Raise ``AmbiguousError`` for two optimizers over one parameter, unless one wraps the other, because state is
+    saved by parameter name."""
     owner: dict[int, Optimizer] = {}
     wrappers = [(id(o), inner) for o in optimizers if (inner := wrapped_ids(o))]
     for opt in optimizers:
@@ -189,8 +197,9 @@ def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
                 if other is not opt and id(other) not in around:
                     raise AmbiguousError(
                         f"Two optimizers update the same parameters: {_describe(other)} and {_describe(opt)}. State is "
-                        "saved by parameter, so lightck saves one optimizer for each. If one of them is unused, pass "
-                        "the other: attach(..., optimizer=opt); else give each optimizer parameters of its own."
+                        "saved by parameter, so lightck saves one optimizer for each parameter. If one of the two is "
+                        "unused, pass the other: attach(..., optimizer=opt). Otherwise give each optimizer parameters "
+                        "of its own."
                     )
 
 
@@ -217,6 +226,7 @@ def _scheduled_by(scheduler: LRScheduler) -> Optimizer | None:
 
 
 def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given: Objects) -> dict[str, LRScheduler]:
+    """Return name -> scheduler for each optimizer for which no scheduler was passed. Raises ``AmbiguousError``."""
     taken = {id(_scheduled_by(obj)) for obj in given.values() if isinstance(obj, LRScheduler)}
     if not optimizers or given.get("scheduler", 0) is None:  # the caller passed state={"scheduler": None}
         return {}
@@ -254,6 +264,8 @@ def _warn_not_passed(schedulers: Sequence[LRScheduler], optimizer: Optimizer) ->
 
 
 def _find_scaler(live: LiveObjects, given: Objects) -> dict[str, torch.amp.GradScaler]:
+    """Return the live scaler under the name ``scaler``, unless one was passed or declined. Raises
+    ``AmbiguousError``."""
     kind = torch.amp.GradScaler
     is_declined = given.get("scaler", 0) is None  # the caller passed state={"scaler": None}
     if is_declined or any(isinstance(obj, kind) for obj in given.values()):
@@ -268,7 +280,7 @@ def _find_scaler(live: LiveObjects, given: Objects) -> dict[str, torch.amp.GradS
 
 
 def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """Saved name -> class name for a log line; a wrapper is named with the optimizers inside it."""
+    """Name -> class name of each optimizer, for a log line. A wrapper and the optimizers inside it have one name."""
     around: dict[int, list[str]] = {}
     for optimizer, wrapper_role in zip(optimizers, wrapper_roles(optimizers), strict=True):
         around.setdefault(wrapper_role.outermost, []).append(type(optimizer).__name__)
@@ -277,7 +289,7 @@ def _names(optimizers: Sequence[Optimizer]) -> dict[str, str]:
 
 
 def _warn_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: Objects) -> None:
-    """Warn about tensors in attributes of a third-party optimizer: neither a checkpoint nor ``state_dict`` has them."""
+    """Warn about tensors in attributes of a third-party optimizer, because a checkpoint does not hold them."""
     loose = unsaved_tensors(optimizer, params)
     if loose and not any(obj is optimizer for obj in given.values()):
         name = type(optimizer).__name__
@@ -290,5 +302,5 @@ def _warn_loose_tensors(optimizer: Optimizer, params: Mapping[int, int], given: 
 
 
 def numbered_name(name: str, index: int, count: int) -> str:
-    """The name under which an object is saved: with its number if there are several."""
+    """The name under which an object is saved: ``name``, followed by ``index`` unless ``count`` is 1."""
     return name if count == 1 else f"{name}.{index}"

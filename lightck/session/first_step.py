@@ -26,18 +26,19 @@ class FirstStep:
     optimizers: tuple[Optimizer, ...]
     objects: Objects
     declined: bool = False
-    """Whether ``state={"scheduler": None}`` was passed: schedulers need not be saved."""
+    """Whether ``state={"scheduler": None}`` was passed, so that no scheduler need be saved."""
     chosen: frozenset[int] = frozenset()
     """Ids of the optimizers for which a scheduler was passed: their other schedulers are not checked."""
     _is_rank: bool = field(default_factory=lambda: rank_and_world_size() is not None)
     """Whether the process was one of several ranks already at attach."""
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
-    """Each parameter group that a scheduler has driven, and its restored learning rate."""
+    """Each parameter group that a scheduler has driven, and the restored learning rate of the group."""
     _scheduler_counts_at_attach: list[object] = field(default_factory=list)
+    """What ``_scheduler_counts`` returned after the restore."""
     _options_are_compared: bool = False
     """Whether ``Comparison`` compares the options of optimizers at the first update."""
     _schedulers_at_attach: list[weakref.ref[LRScheduler]] = field(default_factory=list)
-    """Schedulers that existed at attach, saved or not."""
+    """Schedulers that existed after the restore, saved or not. Empty if ``_lrs`` is empty."""
 
     def after_restore(self, options_are_compared: bool) -> None:
         """Record the restored learning rates. ``options_are_compared``: the checkpoint records the options of the
@@ -52,7 +53,8 @@ class FirstStep:
 
     def check(self, capture: Capture) -> None:
         """Raise ``LateError`` for a scheduler that was made after attach, and ``UnsupportedError`` if the process has
-        become one of several ranks since, and is not rank 0. (Rank 0 is warned.)"""
+        become one of several ranks since attach and is not rank 0. (If it is rank 0, warn.) Then run what other parts
+        of the session do before the first update."""
         if not self._is_rank:
             check_rank()
         capture.before_first_update()
@@ -62,21 +64,22 @@ class FirstStep:
         capture.persistent.before_first_update()
 
     def _scheduler_counts(self) -> list[object]:
+        """The step counts of the saved schedulers and of their parts. A scheduler that has stepped has other counts."""
         schedulers = [o for o in self.objects.values() if isinstance(o, LRScheduler)]
-        # A chained scheduler does not count its steps; its parts do.
+        # A chained scheduler does not count its steps. Its parts count theirs.
         parts = [part for s in schedulers for part in getattr(s, "_schedulers", ())]
         counts = ("last_epoch", "_step_count", "T_cur")  # T_cur: warm restarts count in fractions of an epoch
         return [[getattr(s, name, None) for name in counts] for s in [*schedulers, *parts]]
 
     def _check_lr(self) -> None:
-        """Raise or warn if a restored learning rate has changed, and no scheduler that lightck knows has stepped."""
+        """If a restored learning rate has changed and no saved scheduler has stepped, raise ``LateError`` or warn."""
         if not self._lrs or self._scheduler_counts() != self._scheduler_counts_at_attach:
             return
         moved = [(was, float(g["lr"])) for g, was in self._lrs if "initial_lr" in g and float(g["lr"]) != was]
         if not moved:
             return
         was, now = moved[0]
-        fact = f"The learning rate was restored as {was:g} and is {now:g} now, though no known scheduler has stepped"
+        fact = f"The learning rate was restored as {was:g} and is {now:g} now, though no saved scheduler has stepped"
         early = [scheduler for known in self._schedulers_at_attach if (scheduler := known()) is not None]
         if any(s not in early for s in schedulers_of(LiveObjects(collect=False), self.optimizers)):
             raise LateError(
@@ -92,6 +95,7 @@ class FirstStep:
         )
 
     def _check_schedulers(self, optimizers: list[Optimizer]) -> None:
+        """Raise ``LateError`` for a live scheduler of these optimizers that is not saved."""
         known = {id(o) for o in self.objects.values()}
         watched = [] if self.declined else [o for o in optimizers if id(o) not in self.chosen]
         for collect in (False, True):  # what the quick search finds may be garbage, which must not stop a training

@@ -2,8 +2,8 @@
 
 After each update the session asks a ``Cadence`` whether the checkpoint of this step is due. For ``Auto`` lightck
 measures what a checkpoint costs, in two parts: the time inside lightck on the training thread, and how much longer a
-step takes while a checkpoint is written. The interval follows that cost up and down. It does not affect a resume: every
-saved checkpoint is exact.
+step takes while a checkpoint is written. The interval becomes larger or smaller with the measured cost. The interval
+does not affect a resume, because every saved checkpoint is exact.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class Cadence(Protocol):
 
     @property
     def interval(self) -> int:
-        """Updates between checkpoints, at present."""
+        """Updates from one saved checkpoint to the next, at present."""
         ...
 
     def is_due(self, step: int, saved_step: int) -> bool:
-        """Whether the checkpoint of ``step`` is to be saved. ``saved_step``: the step of the last saved one."""
+        """Whether the checkpoint of ``step`` is to be saved. ``saved_step``: the step of the last saved checkpoint."""
         ...
 
     def will_be_due(self, step: int, saved_step: int) -> bool:
-        """Whether it is certain before the update ends that the checkpoint of ``step`` will be saved."""
+        """Whether it is certain, before the update to ``step`` ends, that the checkpoint of ``step`` will be saved."""
         ...
 
     def boundary_passed(self, now: float, stall_seconds: float, saved: bool) -> None:
-        """Record a boundary. ``now``: its time, in seconds; ``stall_seconds``: the session's stall so far; ``saved``:
-        whether its checkpoint is saved."""
+        """Record a boundary. ``now``: its time, in seconds of a monotonic clock; ``stall_seconds``: seconds that the
+        training thread has spent inside lightck so far; ``saved``: whether the checkpoint of the boundary is saved."""
         ...
 
 
@@ -62,19 +62,21 @@ class Auto:
     Args:
         budget: the share of the training's time that checkpoints may cost: 0.03 is 3 %.
         mtbf: mean time between failures, in seconds. Checkpoints are then at least sqrt(2 x cost x mtbf) seconds
-            apart, even if the budget allows more of them: this distance minimizes their cost plus the work that
-            failures lose (Young, Commun. ACM 17(9), 1974). None or infinity: only the budget counts.
+            apart, even if the budget allows more of them. (``cost``: seconds that one checkpoint costs.) This distance
+            minimizes the cost of checkpoints plus the work that failures lose (Young, Commun. ACM 17(9), 1974). None or
+            infinity: only the budget counts.
         most: upper bound of the interval, in updates.
 
-    What lightck's hooks take at every step, with a checkpoint or without, counts against the budget. Checkpoints
-    may always spend a quarter of the budget; a warning says so if hooks and checkpoints together then exceed it.
+    The time that lightck's hooks take at every step, with a checkpoint or without, counts against the budget. A quarter
+    of the budget is always left for checkpoints. If hooks and checkpoints together then exceed the budget, a warning
+    says so.
 
     The budget is CheckFreq's rule (Mohan et al., FAST 2021), measured during the whole training and not only at its
-    start. At an interval of 1 a checkpoint is left out now and then, to measure a step without one. After a lasting
-    change of the time of steps or checkpoints, the interval is right again once 12 checkpoints were saved and 40 steps
-    made; 240 steps if the interval was 1, where steps without a checkpoint are rare. One outlier changes nothing. If
-    the times of steps vary much (batches of varying length), only a half to a quarter of the checkpoints that the
-    budget allows are saved.
+    start. At an interval of 1 a checkpoint is left out now and then, to measure a step without a checkpoint. After a
+    lasting change of the time of steps or checkpoints, the interval is right again once 12 checkpoints were saved and
+    40 steps were made (240 steps if the interval was 1, because steps without a checkpoint are rare then). One outlier
+    changes nothing. If the times of steps vary much (batches of varying length), only a half to a quarter of the
+    checkpoints that the budget allows are saved.
     """
 
     budget: float = 0.03
@@ -99,40 +101,45 @@ class Auto:
 
 
 def _number(value: object) -> float:
-    """Convert to float; NaN for what is no number, or is too large for a float."""
+    """Convert ``value`` to float. Return NaN if it is no number, or is too large for a float."""
     try:
         return float(value) if isinstance(value, (SupportsFloat, SupportsIndex)) else math.nan
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
-# A *pair* is a step after a saved checkpoint, and the next step, which follows none (see ``Adaptive``).
+# A *pair* is a step after a saved checkpoint, and the next step, which begins without one (see ``Adaptive``).
 _WARM_UP = 3
-"""The first steps, which are not measured: they create optimizer state and touch memory first."""
+"""This many steps after the first boundary are not measured, because they create optimizer state and touch
+memory for the first time."""
 _STEPS = 15
-"""How many steps the median step time is computed of."""
+"""The step time is the median of this many last steps."""
 _UNSAVED = 5
-"""How many steps without a checkpoint are kept: their least stall is the time that hooks take anyway."""
+"""The least stall of this many last steps without a checkpoint is the time that hooks take at every step."""
 _AGREE_UP, _AGREE_DOWN = 3, 5
-"""How many measurements in a row must agree before the cost is raised, or lowered."""
+"""How many measurements in a row must agree before the cost is raised (the first number), or lowered (the second)."""
 _LEFT_MIN = 0.25
-"""The share of the budget that is left for checkpoints in any case."""
+"""The share of the budget that is left for checkpoints, whatever the hooks cost."""
 _SKIP_EVERY, _SKIP_SOON = 200, 4
-"""Saved checkpoints in a row after which one is left out; the smaller number while there are too few pairs."""
+"""At an interval of 1, one checkpoint is left out after this many saved checkpoints in a row: the second number while
+fewer than ``_AGREE_UP`` pairs are known, otherwise the first."""
 
 
 @dataclass(slots=True)
 class _Cost:
-    """A cost in seconds. If the last three measurements are all above ``value``, it is raised to the least of them. If
-    the last five are all below it (or as many as there are, at least three), it is lowered to the largest of them.
+    """A cost in seconds. If the last three measurements are all above ``value``, ``value`` is raised to the least of
+    them. If the last five measurements (or all, while there are three or four) are all below ``value``, ``value`` is
+    lowered to the largest of them.
 
-    So one outlier changes nothing. Some media keep up with few checkpoints but not with many. There the interval does
-    not settle: while few checkpoints are saved, each costs little, so more are saved; then each costs much, so fewer
-    are saved again. A cost usually falls only after five low measurements, so this exceeds the budget by little.
+    So one outlier changes nothing. Some media keep up with few checkpoints but not with many. On such a medium the
+    interval does not settle: while few checkpoints are saved, each costs little, so more are saved. Then each costs
+    much, so fewer are saved again. The budget is exceeded by little, because ``value`` usually falls only after five
+    low measurements.
     """
 
     value: float = 0.0
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_AGREE_DOWN))
+    """The last measurements, in seconds, the newest at the end."""
 
     def measured(self, seconds: float) -> None:
         self.last.append(seconds)
@@ -143,7 +150,7 @@ class _Cost:
 @dataclass(frozen=True, slots=True)
 class _Step:
     """The time from one boundary to the next. ``own``: seconds outside lightck; ``stall``: seconds inside lightck;
-    ``saved``: whether the checkpoint at its beginning was saved."""
+    ``saved``: whether the checkpoint of the boundary at the beginning was saved."""
 
     own: float
     stall: float
@@ -157,8 +164,8 @@ class Adaptive:
     The cost of a checkpoint is the *stall* of the step after it, plus the *extra* time of that step compared with the
     next step, which has no checkpoint. Only neighbouring steps are compared, since the time of steps may drift. At an
     interval of 1 such pairs exist only where a checkpoint is left out. At a larger interval every second checkpoint is
-    delayed by one step, so that periodic work of the loop (an evaluation) does not follow three checkpoints in a row
-    and is not taken for their cost.
+    delayed by one step. So periodic work of the loop (an evaluation) does not follow three checkpoints in a row, and is
+    not mistaken for the cost of checkpoints.
     """
 
     auto: Auto
@@ -166,12 +173,15 @@ class Adaptive:
     _stall: _Cost = field(default_factory=_Cost)
     _extra: _Cost = field(default_factory=_Cost)
     _steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=_STEPS))
+    """The last steps that were measured, the newest at the end."""
     _unsaved_stalls: deque[float] = field(default_factory=lambda: deque(maxlen=_UNSAVED))
     """Stalls of the last steps without a checkpoint."""
     _boundaries: int = 0
+    """Number of boundaries so far."""
     _last: tuple[float, float] = (0.0, 0.0)
     """Time and total stall at the last boundary."""
     _saved: int = 0
+    """Number of saved checkpoints so far."""
     _saved_in_a_row: int = 0
     """Saved checkpoints in a row up to the last boundary."""
     _is_warned: bool = False
@@ -181,7 +191,7 @@ class Adaptive:
         return step - saved_step >= min(self.interval + self._is_delayed(), self.auto.most)
 
     def will_be_due(self, step: int, saved_step: int) -> bool:
-        """Never: what is measured until the boundary may change the decision."""
+        """Return False, because the measurements until the boundary may change the decision."""
         return False
 
     def boundary_passed(self, now: float, stall_seconds: float, saved: bool) -> None:
@@ -191,12 +201,13 @@ class Adaptive:
         self._boundaries += 1
         self._last = now, stall_seconds
         if not saved and self._saved_in_a_row > _SKIP_SOON:
-            # No pair was measured during so many saved checkpoints in a row, so the old pairs do not apply any more.
+            # No pair was measured while more than _SKIP_SOON checkpoints in a row were saved, so the pairs are old.
             self._extra.last.clear()
         self._saved_in_a_row = self._saved_in_a_row + 1 if saved else 0
         self._saved += saved
 
     def _measure(self, step: _Step) -> None:
+        """Add a step: the stall after a saved checkpoint, or the extra time of a pair that this step completes."""
         if step.saved:
             self._stall.measured(step.stall - min(self._unsaved_stalls, default=0.0))
         else:
@@ -214,8 +225,8 @@ class Adaptive:
             self._is_warned = True
             log.warning(
                 "lightck: lightck's hooks, which torch calls at every step, take %.1f %% (%.0f us) of a step that "
-                'saves nothing. So interval="auto" exceeds its budget of %g %%: it spends at least a quarter of the '
-                "budget on checkpoints, whatever the hooks cost. Make steps longer (a larger batch), or pass a larger "
+                'saves nothing. So interval="auto" exceeds its budget of %g %%, because a quarter of the budget is '
+                "left for checkpoints, whatever the hooks cost. Make steps longer (a larger batch), or pass a larger "
                 "budget: interval=lightck.Auto(budget=%.2f)",
                 100 * share,
                 1e6 * fixed,
@@ -224,7 +235,8 @@ class Adaptive:
             )
 
     def _fixed(self) -> tuple[float, float]:
-        """What the hooks take in a step without a checkpoint: seconds, and their share of the step."""
+        """What the hooks take in a step without a checkpoint: seconds, and the share of the step's time; (0, 0) while
+        too few steps were measured."""
         if len(self._unsaved_stalls) < _UNSAVED or not self._steps:
             return 0.0, 0.0
         fixed = min(self._unsaved_stalls)
@@ -240,21 +252,23 @@ class Adaptive:
         self._warn_fixed_cost()
         wanted, pairs = self._wanted_interval(self._extra.value), self._extra.last
         enters_or_leaves_1 = (wanted == 1) != (self.interval == 1)
-        allows_1_by_stalls = self._wanted_interval(0.0) == 1  # whether the stalls alone allow 1
-        if (enters_or_leaves_1 or len(pairs) < _AGREE_UP) and allows_1_by_stalls:
+        stalls_allow_1 = self._wanted_interval(0.0) == 1
+        if (enters_or_leaves_1 or len(pairs) < _AGREE_UP) and stalls_allow_1:
             if enters_or_leaves_1 and (wanted == 1 or self._saved_in_a_row > _SKIP_SOON):
-                pairs.clear()  # measured at a larger interval, they do not apply at 1; measured at 1, they are old
-            wanted = wanted if len(pairs) >= _AGREE_UP else min(wanted, 2)  # at 2 each checkpoint gives a new pair
+                pairs.clear()  # pairs of a larger interval do not apply at 1, and pairs of an interval of 1 are old
+            wanted = wanted if len(pairs) >= _AGREE_UP else min(wanted, 2)  # 2: each checkpoint gives a pair
         self.interval = min(wanted, self.auto.most)
 
     def _is_delayed(self) -> bool:
-        """Whether the next checkpoint is delayed by one step; at an interval of 1 that leaves one out."""
+        """Whether the next checkpoint is delayed by one step. At an interval of 1 the delay leaves out one
+        checkpoint."""
         if self.interval > 1:
             return self._saved % 2 == 1
         return self._saved_in_a_row >= (_SKIP_SOON if len(self._extra.last) < _AGREE_UP else _SKIP_EVERY)
 
     def _wanted_interval(self, extra: float) -> int:
-        """The smallest interval within the budget, if each checkpoint makes its step ``extra`` seconds longer."""
+        """The smallest interval within the budget, if a checkpoint makes the step after it ``extra`` seconds longer.
+        The present interval if no step was measured yet."""
         extra = max(extra, 0.0)
         steps = sorted([s.own - extra * s.saved for s in self._steps])
         step = steps[len(steps) // 2] if steps else 0.0
@@ -269,7 +283,7 @@ class Adaptive:
 
 
 def cadence_of(interval: int | str | Auto) -> Cadence:
-    """The cadence for the ``interval`` argument of ``attach``."""
+    """The cadence for the ``interval`` argument of ``attach``. Raises ``ValueError`` for a wrong argument."""
     if interval == "auto":
         interval = Auto()
     if isinstance(interval, Auto):

@@ -14,8 +14,8 @@ from lightck.state.rng import RngState
 
 
 class LoaderEvents(LoaderHost):
-    """Receives the events of one session's loaders. After the session is closed, and in a forked child, it ignores
-    them."""
+    """Receives the events of one session's loaders. Events after the session is closed, or in a forked child, are
+    ignored."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps, self._session_lock = steps, steps.session_lock
@@ -36,8 +36,8 @@ class LoaderEvents(LoaderHost):
         if steps.step_thread not in (None, threading.get_ident()):
             raise SessionError(
                 f"loader {loader.name!r}: next() was called on another thread than optimizer.step(). next() "
-                "closes a checkpoint, and the training would change the state while it is read. Iterate in the "
-                "training loop; let the DataLoader fetch ahead: num_workers=, prefetch_factor=."
+                "closes a checkpoint, and the training would change the state while lightck reads it. Iterate in the "
+                "training loop, and let the DataLoader fetch ahead (num_workers=, prefetch_factor=)."
             )
         if loader.in_eval and not loader.is_training:
             return  # an evaluation: the checkpoint stays open until the training continues
@@ -51,7 +51,8 @@ class LoaderEvents(LoaderHost):
     def loader_gave(
         self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: TensorReads
     ) -> None:
-        """Called for each batch. It does not take the session's lock, because it is safe on any thread."""
+        """Record a batch that a loader gave. The session's lock is not taken, because the record is safe on any
+        thread."""
         if not self._session_lock.is_live or self._steps.commits.paused or (loader.in_eval and not loader.is_training):
             return
         self._steps.flush_moment.batch_given()

@@ -1,19 +1,21 @@
 """Finds changes that the top of a loop makes before a checkpoint closes, and that a resumed loop therefore makes twice.
 
 Without a session loader or ``end_step()``, a checkpoint closes in the middle of the loop's body, at a *closing point*:
-the model's next forward, or, if that hook never fires, the next step of the optimizer. If the loop changes something
-between its top and that point, such as an object in ``state=`` or weights that it shrinks, the checkpoint contains the
-change, and the resumed loop makes it again. One boundary alone cannot distinguish that from work at the end of an
-iteration, such as ``scheduler.step()``. So the check compares state on three occasions only, and reads nothing later:
+the model's next forward, or, if the forward hook never fires, the next step of the optimizer. If the loop changes
+something between its top and the closing point, such as an object in ``state=`` or weights that it shrinks, the
+checkpoint contains the change, and the resumed loop makes the change again. One boundary alone cannot distinguish such
+a change from work at the end of an iteration, such as ``scheduler.step()``. So the check compares state on three
+occasions only, and reads nothing afterwards:
 
-*After a restore* of a checkpoint that closed at a closing point: what changes until the loop reaches that point again
-was changed twice. (A checkpoint that ``end_step()`` or ``flush()`` closed does not hold what the loop does afterwards.)
+*After a restore* of a checkpoint that closed at a closing point: whatever changes until the loop reaches that closing
+point again was changed twice. (A checkpoint that ``end_step()`` or ``flush()`` closed does not hold what the loop does
+afterwards.)
 
 *In a fresh run*: a change counts if the loop makes it before the first closing point, and makes it again between the
 first update and the next closing point.
 
-*In a resume in the middle of a pass over a session loader*: what changes until the loop continues that pass. The
-interrupted run executed the top of this epoch too, so such a change was made twice.
+*In a resume in the middle of a pass over a session loader*: whatever changes until the loop continues the pass was
+changed twice, because the interrupted run executed the top of the same epoch too.
 """
 
 from __future__ import annotations
@@ -52,21 +54,30 @@ class LoopTopCheck:
     """The check of one session. ``reaches`` returns False when nothing is left to check."""
 
     def __init__(self, capture: Capture, restored: tuple[str, int] | None) -> None:
-        """``restored``: the event that closed the restored checkpoint, and its step; None in a fresh run."""
+        """``restored``: the event that closed the restored checkpoint, and the step of that checkpoint; None in a fresh
+        run."""
         self._capture = capture
         self._step = 0 if restored is None else restored[1]
         self._closed_by = next((event for event in _POINTS if restored and event.value == restored[0]), None)
+        """The closing point at which the restored checkpoint closed; None if another event closed it, and in a fresh
+        run."""
         self._before = self._marks()
+        """Marks at attach, after the restore."""
         self._point: Event | None = None
+        """The first closing point that the loop reached; None before, and always None if ``_closed_by`` is set."""
         self._candidates: set[str] = set()
+        """Names of what changed before the first closing point."""
         self._after_update: Marks | None = None
+        """Marks of the candidates after the last update."""
         self._is_pass_check_on = restored is not None
         self._states_before = self._optimizer_states() if self._is_pass_check_on and capture.positions.any_live else {}
+        """Marks of the optimizers' state at attach."""
         self._checked_pass: Pass | None = None
+        """The pass that ``fetches`` checked last."""
 
     def reaches(self, event: Event, boundary: Boundary) -> bool:
-        """A training forward or a step of the optimizer begins, and may close a checkpoint. Returns whether the check
-        goes on."""
+        """Check before a training forward or a step of the optimizer, which may close a checkpoint. Returns False if
+        nothing is left to check at later closing points."""
         if self._closed_by is not None:
             return self._after_restore(event)
         if boundary.explicit or self._capture.loaders:
@@ -75,7 +86,7 @@ class LoopTopCheck:
             if event is Event.FORWARD and boundary.n_optimizers > 1:
                 return True  # with several optimizers a forward closes nothing
             self._point = event
-            # Many loops compute options from the step number before each update. To repeat that does no harm.
+            # Many loops compute options from the step number before each update. To compute them twice does no harm.
             options = {options_label(view) for view in self._capture.optimizers}
             self._candidates = set(self._changed(self._before, event)) - options
             return bool(self._candidates)
@@ -86,9 +97,9 @@ class LoopTopCheck:
         return False
 
     def fetches(self, loader: SessionLoader) -> None:
-        """Check at the first ``next()`` of each restored pass, until an update is made. There may be several: a script
-        may begin a pass before its loop, to inspect a batch. Options of optimizers are not compared, because a loop
-        may set them again after ``next()``."""
+        """Check at the first ``next()`` of each restored pass, until an update is made. There may be several restored
+        passes, because a script may begin a pass before its loop, to inspect a batch. Options of optimizers are not
+        compared, because a loop may set them again after ``next()``."""
         pass_ = loader.current_pass
         if (
             not self._is_pass_check_on
@@ -113,14 +124,16 @@ class LoopTopCheck:
             )
 
     def updated(self, boundary: Boundary) -> None:
-        """An update was made. The marks after it are kept if its checkpoint may close at the next closing point."""
+        """Keep the marks after an update, if the checkpoint of the update may close at the next closing point."""
         self._is_pass_check_on = False
         if self._point is not None and boundary.closes_at(Event.PRE_STEP):
             self._after_update = self._marks(self._candidates)
 
     def _after_restore(self, event: Event) -> bool:
+        """Warn about what changed between the restore and the closing point at which the restored checkpoint closed.
+        Returns as ``reaches``."""
         if event is not self._closed_by:
-            return event is Event.FORWARD  # the step that closed the checkpoint comes after this forward
+            return event is Event.FORWARD  # the closing point is the step of the optimizer after this forward
         names = self._repeatable(self._changed(self._before, event))
         if names:
             log.warning(
@@ -150,12 +163,13 @@ class LoopTopCheck:
 
     def _changed(self, before: Marks, event: Event) -> list[str]:
         """Names whose marks changed. If the closing point is a step of the optimizer, buffers do not count: the forward
-        has changed them, but the checkpoint has them as they were right after the update before."""
+        has changed them, but the checkpoint holds the buffers that were read right after the update before."""
         names = changed_names(before, self._marks(set(before)))
         return names if event is Event.FORWARD else [name for name in names if name not in self._buffers()]
 
     def _repeatable(self, names: list[str]) -> list[str]:
-        """Leave out objects whose ``state_dict()`` differs at every call, for example because it holds the time."""
+        """Return ``names`` without those of objects whose ``state_dict()`` differs at every call, for example because
+        it holds the time."""
         changes = changed_names(self._marks(set(names)), self._marks(set(names)))
         return [name for name in names if name not in changes]
 
@@ -168,9 +182,9 @@ class LoopTopCheck:
         return {live.name.removeprefix("model/") for live in self._capture.model.buffers()}
 
     def _marks(self, names: set[str] | None = None) -> Marks:
-        """Marks of the model's tensors, the objects in ``state=`` and the optimizers' options. ``names``: only of
-        these. Loaders are left out: they are saved as they were right after the update, so their batches are
-        repeated."""
+        """Marks of the model's tensors, the objects in ``state=`` and the optimizers' options. ``names``: make marks of
+        these only (None: of all). Loaders are left out, because a checkpoint holds their state right after the update,
+        so that a resume repeats their batches."""
         marks: Marks = {}
         for name, obj in self._capture.objects.items():
             if not is_loader(obj) and (names is None or f"state[{name!r}]" in names):

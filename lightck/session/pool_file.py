@@ -38,7 +38,8 @@ class PoolFile:
     found: Found
     capture: Capture
     entries: dict[str, Entry] = field(init=False)
-    """Name -> entry of each tensor that a checkpoint would hold now. All of them can be stored."""
+    """Name -> entry of each tensor that a checkpoint would hold now, apart from optimizer state that does not exist
+    yet. All these tensors can be stored."""
 
     def __post_init__(self) -> None:
         self.entries = {live.name: entry_of(live) for live in self.capture.expected_tensors()}
@@ -49,7 +50,8 @@ class PoolFile:
         self.capture.persistent.follow(self.found.persistent)
 
     def lock(self) -> PoolLock:
-        """Take the pool's lock. A file that is no pool is refused first, so that no lock file is made next to it."""
+        """Take the pool's lock, and return it. If the file is no pool, raise first, so that no lock file is made next
+        to that file."""
         if os.path.lexists(self.path) and not self.backend.recognises(self.path):
             reader = self._existing(write=False)
             if reader is not None:
@@ -57,8 +59,8 @@ class PoolFile:
         return PoolLock(self.path)
 
     def open(self, pipeline: Pipeline) -> Resumed | None:
-        """Go on from the pool's checkpoint: restore it, unless the model was restored from it already, and adopt it. Or
-        create the pool. None for a fresh start."""
+        """Continue from the pool's checkpoint, or create the pool. To continue, restore the checkpoint, unless the
+        model was restored from it already, and adopt the checkpoint. Returns None for a fresh start."""
         reader = self._existing()
         if reader is None:
             self._create(pipeline)
@@ -89,7 +91,7 @@ class PoolFile:
         return Resumed.from_contents(contents, recorded)
 
     def _existing(self, *, write: bool = True) -> PoolReader | None:
-        """The pool at this path; None if there is none, or it is to be discarded."""
+        """Open the pool at this path. Returns None if there is no pool, or if the pool is to be discarded."""
         try:
             reader = open_pool(self.path, self.backend.name, write=write)
         except PoolNotFoundError:
@@ -108,8 +110,8 @@ class PoolFile:
         return reader
 
     def _restored(self, reader: PoolReader) -> tuple[Contents, CommitRecord] | None:
-        """Restore the checkpoint to continue from, unless the model was restored from it already, and return it. None
-        if the pool never held one."""
+        """Restore the checkpoint to continue from, unless the model was restored from it already, and return the
+        checkpoint. Returns None if the pool never held a checkpoint."""
         if reader.commit_log().is_empty:
             lost = erased_log_error(reader)
             if lost is not None:
@@ -136,15 +138,17 @@ class PoolFile:
         return checkpoint.contents, checkpoint.record
 
     def _go_on_from(self, reader: PoolReader, known: RestoredFrom) -> tuple[Contents, CommitRecord]:
+        """Return the checkpoint that the script restored into the model before attach. Raises ``SessionError`` if parts
+        of the checkpoint were restored nowhere, and ``CheckpointExistsError`` if the pool no longer holds it."""
         missing = [
             what for what in known.missing if what not in {f"state {name!r}" for name in self.arguments.declined}
         ]
         if missing:
             raise SessionError(
                 f"This model was restored from step {known.contents.step} of {self.path!r}, but "
-                f"{', '.join(missing)} of that checkpoint was restored nowhere, and to continue would lose it. Pass "
-                "it to recover() or restore() too, use attach(..., resume=True), or train into another pool; "
-                "overwrite=True discards what this one holds."
+                f"{', '.join(missing)} of that checkpoint was restored nowhere, and would be lost. Pass what is "
+                "missing to recover() or restore() too, use attach(..., resume=True), or train into another pool. "
+                "overwrite=True discards what this pool holds."
             )
         try:
             reader.checkpoint(known.record)
@@ -158,6 +162,8 @@ class PoolFile:
         return known.contents, known.record
 
     def _check_optimizer_in_time(self, reader: PoolReader) -> None:
+        """Raise ``LateError`` if no optimizer is followed, and the newest readable checkpoint holds the state of
+        one."""
         if self.found.optimizers:
             return
         for stored in reader.checkpoints():
@@ -175,8 +181,9 @@ class PoolFile:
                 return
 
     def _create(self, pipeline: Pipeline) -> None:
-        """Create the pool now, so that a full medium is an error here; or later, if its tensors cannot be predicted."""
-        forget(self.arguments.model)  # it was restored from another pool, which this training does not continue
+        """Create the pool now, so that a full medium is an error at attach. If the tensors of a checkpoint cannot be
+        predicted, the pipeline creates the pool later."""
+        forget(self.arguments.model)  # this training does not continue the pool from which the model was restored
         entries = self._predicted()
         if entries is not None:
             pipeline.pool.create(list(entries.values()), self.capture.expected_state_nbytes)
@@ -184,6 +191,8 @@ class PoolFile:
             self.backend.discard(self.path)  # else a crash before the first checkpoint would leave the old pool
 
     def _predicted(self) -> dict[str, Entry] | None:
+        """Return the entries of all tensors, with the predicted state of the optimizers; None if it cannot be
+        predicted."""
         entries = dict(self.entries)
         if not self.capture.optimizers:
             log.info("lightck: no optimizer exists yet: the pool is created when the first step closes")

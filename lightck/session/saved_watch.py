@@ -4,7 +4,7 @@ A checkpoint closes only after an update that lightck detects. Three kinds of lo
 checkpoint ever closes: a loop without an optimizer object; a loop with a second optimizer that never steps, so that no
 update is complete; and a loop whose model was built again, while the session follows the old one. The watch counts
 iterations in which no checkpoint closed. Accumulated gradients, or a GradScaler that skips, may explain such
-iterations: then the watch compares the parameters.
+iterations. So the watch also compares parameters before it warns.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ _FIRST = 8
 """If no optimizer is followed, the model's tensors are compared at this many first training forwards, or at half as
 many first calls of ``end_step()``."""
 _TWIN_STEPS = 10
-"""After so many steps in a row of an optimizer of another model, that model is compared with this session's."""
+"""After this many steps in a row of one optimizer of another model, and at each further step up to twice as many, that
+model is compared with the session's model."""
 _FOREIGN = 4
-"""After so many updates by optimizers that have no parameter of this model, its parameters must have changed. (Such
-optimizers are correct if they update master weights, which the loop then copies into the model.)"""
+"""After this many updates by followed optimizers that have no parameter of the session's model, the parameters of the
+model must have changed. (Such optimizers are correct if they update master weights, which the loop then copies into the
+model.)"""
 _NO_OPTIMIZER = (
     "no optimizer is followed: none was found or passed that has a parameter of this model, so lightck does not know "
     "when an update is made"
@@ -49,8 +51,8 @@ class SavedWatch:
     """The watch of one session. It warns once; ``problem`` is the message that ``close()`` raises."""
 
     def __init__(self, capture: Capture, boundary: Boundary, follow_live: Callable[[], bool]) -> None:
-        """``follow_live``: finds an optimizer of this model among live objects and follows it; returns whether there is
-        one."""
+        """``follow_live``: searches live objects for an optimizer of this model, follows it, and returns whether there
+        is such an optimizer."""
         self._capture, self._boundary, self._follow_live = capture, boundary, follow_live
         self._idle_forwards = 0  # training forwards since the last update
         self._end_steps = 0  # calls of end_step() in this session
@@ -59,15 +61,16 @@ class SavedWatch:
         self._is_alive = False  # a training forward or an update was seen
         self._steps_elsewhere = 0  # steps of optimizers of other models
         self._last_optimizer_elsewhere: weakref.ref[Optimizer] | None = None  # the last of these optimizers
-        self._steps_in_a_row = 0  # of this optimizer, since this session's model was last called or updated
-        self._twin_class: str | None = None  # its class, if its parameters have the shapes of this model's
-        self._is_twin_trained = False
-        self._before: Marks = {}  # parameters at an earlier iteration, to compare with
-        self._at_end_step: Marks = {}  # tensors of the model at the last end_step()
-        self._is_reported = False
-        self._was_searched = False  # for an optimizer that was made after attach
+        self._steps_in_a_row = 0  # steps of this optimizer since this session's model was last called or updated
+        self._twin_class: str | None = None  # this optimizer's class, if its parameters have the shapes of this model's
+        self._is_twin_trained = False  # whether a warning said that such an optimizer trains another model
+        self._before: Marks = {}  # marks of the parameters at an earlier iteration
+        self._at_end_step: Marks = {}  # marks of the model's tensors at the last end_step()
+        self._is_reported = False  # whether the warning was given
+        self._was_searched = False  # whether live objects were searched for an optimizer that was made after attach
         self._foreign_updates = -1
-        """Updates by followed optimizers without a parameter of this model; -1: not counted."""
+        """Updates by followed optimizers without a parameter of this model; -1: not counted, because this model was
+        called before the first update, or because the followed optimizers have parameters of this model."""
 
     # -- what the session reports ------------------------------------------------------------------------
 
@@ -91,9 +94,10 @@ class SavedWatch:
             self._compare_updates()
 
     def end_step(self) -> bool:
-        """``end_step()`` was called. Returns whether it counts as an update, because no optimizer is followed."""
+        """``end_step()`` was called. Returns whether the call counts as an update: it does if no optimizer is
+        followed."""
         self._end_steps += 1
-        if self._end_steps > 1:  # before the first call other events closed checkpoints
+        if self._end_steps > 1:  # before the first call, other events close checkpoints
             self._longest_interval = max(self._longest_interval, self._boundary.most_pending)
         self._idle_end_steps += 1
         if not self._boundary.n_optimizers and self._end_steps == 1:
@@ -110,7 +114,8 @@ class SavedWatch:
         return True
 
     def before_step(self, index: int) -> None:
-        """The optimizer ``index`` is about to make an update; a checkpoint that this event closes is closed already."""
+        """The optimizer ``index`` is about to make an update. If this event closes a checkpoint, the checkpoint is
+        closed already."""
         n = self._boundary.pending(index)
         if n < MANY or self._is_reported:
             return
@@ -160,8 +165,8 @@ class SavedWatch:
         )
 
     def problem(self) -> str | None:
-        """The message that ``close()`` raises if this model, or another one in its place, was trained and nothing was
-        saved; else None."""
+        """The message of the error that ``close()`` raises if nothing was saved, although this model, or another one in
+        its place, was trained. Otherwise None."""
         if self._is_twin_trained and not self._is_alive and not self._end_steps:
             return (
                 "Nothing was saved: the model of this session was neither called nor updated since attach, while "
@@ -178,8 +183,8 @@ class SavedWatch:
     # -- no optimizer is followed ------------------------------------------------------------------------
 
     def _forward_without_optimizer(self) -> None:
-        """Warn at the first sign of an update, and otherwise after ``MANY`` forwards. Before the first warning, search
-        for an optimizer that was made after attach; if there is one, do not warn."""
+        """Warn at the first sign of an update in the first ``_FIRST`` forwards, and otherwise after ``MANY`` forwards.
+        Before the warning, search for an optimizer that was made after attach. If there is one, do not warn."""
         n = self._idle_forwards
         if n == 1:
             self._before = self._params()
@@ -229,23 +234,25 @@ class SavedWatch:
                 classes = ", ".join(view.class_name for view in self._capture.optimizers)
                 self._warn(
                     f"{MANY} iterations passed without a step of {classes}, and {_some(changed)} changed between the "
-                    "last two. An update that lightck does not see closes no checkpoint, so nothing is saved. Step "
-                    "that optimizer, or, where the loop updates by hand, attach(..., optimizer=[]) and call "
+                    "last two. An update that lightck does not see closes no checkpoint, so nothing is saved. Call "
+                    f"step() of {classes}, or, where the loop updates by hand, attach(..., optimizer=[]) and call "
                     "session.end_step() after each update"
                 )
 
     def _warn_incomplete_round(self, index: int, n: int) -> None:
+        """Warn that other optimizers made no update while the optimizer ``index`` made ``n``."""
         # The roots are the optimizers whose steps count as updates.
         roots = sorted({view.root for view in self._capture.optimizers if not view.wraps})
         names = [self._named(root) for root in roots if not self._boundary.pending(root)]
         self._warn(
-            f"Since a checkpoint closed, {self._named(index)} made {n} updates, and {' and '.join(names)} none. With "
-            f"several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass only "
-            "those that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as the last "
-            "statement of the loop"
+            f"Since a checkpoint closed, {self._named(index)} made {n} updates, and {' and '.join(names)} made none. "
+            "With several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass "
+            "only the optimizers that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as "
+            "the last statement of the loop"
         )
 
     def _named(self, root: int) -> str:
+        """The optimizer of this number for a message: its class and its parameters."""
         views = [view for view in self._capture.optimizers if view.root == root and not view.wraps]
         names = [name for view in views for name, _ in view.params]
         number = len({view.root for view in self._capture.optimizers if view.root < root}) + 1
@@ -258,6 +265,8 @@ class SavedWatch:
         return bool(params) and all(name.startswith("outside/") for name in params)
 
     def _compare_updates(self) -> None:
+        """Warn if no parameter of this model changed between the first and the ``_FOREIGN``-th update by optimizers
+        that have no parameter of this model."""
         self._foreign_updates += 1
         if self._foreign_updates == 1:
             self._before = self._params()
@@ -282,8 +291,8 @@ class SavedWatch:
         return any(p.grad is not None for p in self._capture.model.model.parameters())
 
     def _is_twin(self, optimizer: Optimizer) -> bool:
-        """Whether the parameters of an optimizer have the same shapes as those of this session's model, or of its
-        optimizers. Then they probably belong to the same model, built again."""
+        """Whether the parameters of ``optimizer`` have the same shapes as those of this session's model, or as those of
+        the followed optimizers. If so, ``optimizer`` probably trains the same model, built again."""
         theirs = _shapes(p for group in optimizer.param_groups for p in group["params"])
         ours = _shapes(p for p in self._capture.model.model.parameters() if p.requires_grad)
         followed = _shapes(p for view in self._capture.optimizers if not view.wraps for _, p in view.params)
@@ -299,5 +308,6 @@ def _shapes(params: Iterable[torch.Tensor]) -> Counter[torch.Size]:
 
 
 def _some(names: list[str]) -> str:
+    """The first name, and how many more there are, for a message."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]!r}{more}" if names else "nothing"

@@ -51,7 +51,7 @@ class Session:
     """One training that is saved, made by :func:`lightck.attach`. As a context manager it commits the current step at
     the end of its block, unless the block raises an exception.
 
-    An error in the background is raised in the training loop at its next step, and again at ``close``.
+    An error of background work is raised in the training loop at the next step, and again at ``close``.
     """
 
     def __init__(self, steps: Steps, lock: PoolLock, found: Mapping[str, str]) -> None:
@@ -70,14 +70,15 @@ class Session:
 
     @property
     def step(self) -> int:
-        """Updates so far, without skipped ones. With several optimizers: rounds in which each has stepped."""
+        """Updates since the beginning of the training, earlier runs included and skipped updates left out. With several
+        optimizers: rounds in which each optimizer has stepped."""
         self._steps.continuation.loop_counter.step_read()
         return self._steps.boundary.step
 
     @property
     def iteration(self) -> int:
-        """Iterations of the loop so far: one for each boundary, and one for each iteration whose update a GradScaler
-        skipped, or that ``end_step()`` ended without an update."""
+        """Iterations of the loop since the beginning of the training, earlier runs included: one for each boundary, and
+        one for each iteration whose update a GradScaler skipped, or that ``end_step()`` ended without an update."""
         self._steps.continuation.loop_counter.step_read()
         return self._steps.boundary.iteration
 
@@ -128,11 +129,11 @@ class Session:
 
         Args:
             loader: a DataLoader, a loader with ``state_dict`` and ``load_state_dict``, or any other iterable.
-            name: the name under which its position is saved and restored; by default its number.
-            anew: start a new pass even if the checkpoint is in the middle of one.
+            name: the name under which the loader's position is saved and restored; by default the number of the call.
+            anew: start a new pass even if the checkpoint is in the middle of a pass.
             replay: how a resume in mid-pass skips the batches before its position: ``"fetch"`` fetches and drops them;
-                ``"skip"`` fetches the last one only, which is exact if the dataset has no state of its own and draws no
-                random numbers in workers.
+                ``"skip"`` fetches only the last of these, which is exact if the dataset has no state of its own and
+                draws no random numbers in workers.
 
         Raises:
             DriftError: the checkpoint is in mid-pass, and the loader was built with other arguments.
@@ -160,8 +161,8 @@ class Session:
     def end_step(self) -> None:
         """Close the checkpoint of this step: call it as the last statement of the loop.
 
-        From the first call on, only this, ``flush`` and ``close`` are boundaries. If no optimizer is followed, each
-        call counts as an update."""
+        From the first call on, only ``end_step``, ``flush`` and ``close`` are boundaries. If no optimizer is followed,
+        each call counts as an update."""
         self._check_usable()
         with self._steps.meter.stall("end_step"):
             self._steps.commits.raise_failure()
@@ -192,8 +193,8 @@ class Session:
     def pin(self) -> Pin:
         """Commit the current step, as ``flush`` does, and hold its checkpoint in the pool until the pin is released.
 
-        ``recover(path, step=pin.step)`` returns it, now and after a crash. The first pin may move the pool to a larger
-        file. With ``pause_on_nonfinite`` the last checkpoint with finite values is held.
+        ``recover(path, step=pin.step)`` returns the checkpoint, now and after a crash. The first pin may move the pool
+        to a larger file. With ``pause_on_nonfinite`` the last checkpoint with finite values is held.
         """
         self.flush()
         participants = self._steps.commits.participants
@@ -205,10 +206,10 @@ class Session:
 
     @_exclusive
     def close(self, *, done: bool = False) -> None:
-        """Commit the current step, end the threads, release the pool. A second call does nothing.
+        """Commit the current step, end the threads, and release the pool. A second call does nothing.
 
         ``done``: record in the pool that the training is finished: ``session.done`` is True after the next attach.
-        Raises, after everything was released, an error of background work, or ``NothingSavedError``.
+        After everything is released, an error of background work or of ``keep=`` is raised, or ``NothingSavedError``.
         """
         if not self.is_open:
             return
@@ -236,8 +237,8 @@ class Session:
     def trace(self, path: str | os.PathLike[str], *, steps: int | None = 20, overwrite: bool = False) -> Recording:
         """Record the next ``steps`` steps (None: until the recording is closed), for Perfetto and ``lightck trace``.
 
-        The recording ends by itself, or earlier by its ``close`` or as a context manager. Its errors never stop the
-        training.
+        The recording ends by itself after these steps. It ends earlier when its ``close`` is called, or at the end of
+        its ``with`` block. An error of the recording never stops the training.
         """
         self._check_usable()
         about = {"medium": str(self.durability), "interval": self._steps.commits.cadence.interval}
@@ -245,7 +246,8 @@ class Session:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A block in which weights may be swapped and swapped back (EMA for evaluation): no boundary, and no copies."""
+        """A block in which weights may be swapped and swapped back (EMA for evaluation). In the block there is no
+        boundary, and no copy runs."""
         self._check_usable()
         with self._steps.session_lock, self._steps.meter.stall("paused"):
             self._steps.commits.run(self._pipeline.wait_for_copies)
@@ -299,8 +301,8 @@ class Session:
 
 
 def _end(pipeline: Pipeline, lock: PoolLock, handles: list[Handle]) -> None:
-    """End a session once, from ``close`` or from the garbage collector. The collector may run on a thread of the
-    pipeline, which this function waits for: then a new thread does the work."""
+    """End a session once, called from ``close`` or from the garbage collector. The collector may run on a thread of the
+    pipeline. The end waits for that thread, so a new thread does the work in that case."""
     if pipeline.on_background_thread:
         threading.Thread(target=_end_here, args=(pipeline, lock, handles), name="lightck-end").start()
     else:
@@ -308,8 +310,8 @@ def _end(pipeline: Pipeline, lock: PoolLock, handles: list[Handle]) -> None:
 
 
 def _end_here(pipeline: Pipeline, lock: PoolLock, handles: list[Handle]) -> None:
-    """End a session on this thread. A signal handler that raises (Ctrl-C) may cut short only the wait for copies. The
-    pipeline is closed all the same, because nothing may write to the pool after its lock is released."""
+    """End a session on this thread. A signal handler that raises (Ctrl-C) may end only the wait for copies. The
+    pipeline is closed in any case, because nothing may write to the pool after the pool's lock is released."""
     remove(handles)
     with deferred(), ExitStack() as last:
         last.callback(lock.release)

@@ -20,6 +20,7 @@ from lightck.state.inventory import Live, OptimizerView, address_of, has_memory,
 from lightck.state.signatures import version_counter_of
 
 _BLOCK = 1 << 20
+"""Bytes per checksum."""
 
 Mark = tuple[object, ...]
 Marks = dict[str, Mark]
@@ -33,8 +34,9 @@ def tensor_marks(lives: Iterable[Live]) -> Marks:
 
 
 def object_marks(name: str, obj: Any) -> Marks:
-    """The mark of an object in ``state``: of its ``state_dict()``, large tensors included. Empty if that cannot be read
-    or stored now. Random numbers that it draws do not change the global generators."""
+    """Name -> mark of an object in ``state=``: the mark of its ``state_dict()``, large tensors included. Empty if the
+    ``state_dict()`` cannot be read or stored now. Random numbers that ``state_dict()`` draws do not change the global
+    generators."""
     large: list[torch.Tensor] = []
     try:
         with rng.preserved():
@@ -43,20 +45,20 @@ def object_marks(name: str, obj: Any) -> Marks:
                 state = _epoch_of(state)
             packed = values.pack(state, path=name, large=lambda _, tensor: large.append(tensor))
         return {f"state[{name!r}]": (_digest(packed), *map(_mark, large))}
-    except Exception:  # the user's code may fail here; the boundary calls it again, and raises
+    except Exception:  # state_dict() is the user's code; the boundary calls it again, and raises its error
         return {}
 
 
 def _epoch_of(state: object) -> object:
-    """The position of a scheduler and of the schedulers in it. The rest of its state changes even if
-    ``step(epoch)`` is called with the same epoch again."""
+    """Return the position of a scheduler and of the schedulers in it; a state without a position is returned unchanged.
+    The rest of a scheduler's state changes even if ``step(epoch)`` is called with the same epoch again."""
     if not isinstance(state, dict) or "last_epoch" not in state:
         return state
     return state["last_epoch"], [_epoch_of(each) for each in state.get("_schedulers") or ()]
 
 
 def option_marks(view: OptimizerView) -> Marks:
-    """The mark of an optimizer's options (lr, betas, ...)."""
+    """Label -> mark of an optimizer's options (lr, betas, ...). Empty if they cannot be stored."""
     try:
         return {options_label(view): (_digest(values.pack(view.groups(), path="options")),)}
     except Exception:
@@ -74,13 +76,13 @@ def options_label(view: OptimizerView) -> str:
 
 
 def optimizer_label(view: OptimizerView) -> str:
-    """The class of an optimizer, and its number if it is not the first: two may have one class."""
+    """The class of an optimizer, and its number unless that is 0, because two optimizers may have the same class."""
     return view.class_name + (f" {view.index}" if view.index else "")
 
 
 def changed_names(before: Mapping[str, Mark], now: Mapping[str, Mark]) -> list[str]:
-    """Names whose marks differ. A tensor that moved to a device, or back, is left out: its marks are of another
-    kind."""
+    """Names in ``before`` and ``now`` whose marks differ. A tensor that moved to a device, or back, is left out,
+    because the two marks are of different kinds."""
     both = [(name, before[name], mark) for name, mark in now.items() if name in before]
     return [name for name, was, mark in both if was != mark and type(was[0]) is type(mark[0])]
 
@@ -90,6 +92,7 @@ def _digest(packed: bytes) -> bytes:
 
 
 def _mark(tensor: torch.Tensor) -> Mark | None:
+    """The mark of a tensor; None if it has no bytes in memory."""
     if transfer_of(tensor) is not None or not tensor.is_cpu:
         return version_counter_of(tensor), address_of(tensor)
     if not has_memory(tensor):

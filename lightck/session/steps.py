@@ -1,7 +1,7 @@
 """What a session does at each step event. ``Steps`` receives each event last; the listeners before it only record it.
 
-``Boundary`` says which event closes a checkpoint; ``Capture`` reads the state; ``Commits`` saves it. Each
-checkpoint is "the state from which step *t + 1* starts".
+``Boundary`` decides which event closes a checkpoint, ``Capture`` reads the state, and ``Commits`` saves the state. The
+checkpoint of step *t* is "the state from which step *t + 1* starts".
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ class Steps(StepListener):
         self._optimizers_were_passed = found.optimizers_were_passed
         self.flush_moment = FlushMoment(capture, is_fresh_start=resumed is None)
         self.step_thread: int | None = None
-        """The thread on which the optimizer steps."""
+        """Id of the thread on which the optimizer steps; None before its first step."""
         self._reported_step = self.boundary.step
+        """The step that the listeners received last (``step_ended``)."""
         self._is_forward_known = False
-        """Whether the model's forward hook has fired, or the log says that it does not."""
+        """Whether the model's forward hook has fired, or a log line has said that it does not fire."""
         self._scalers = ScalerWatch(capture.objects)
         self.partial_update = PartialUpdate()
         self.events = StepEvents(self.session_lock)
@@ -103,7 +104,8 @@ class Steps(StepListener):
 
     @property
     def updates(self) -> int:
-        """Updates so far. Unlike ``Session.step``, reading it does not count as the loop asking for its step."""
+        """Updates so far. A read of ``Session.step`` is recorded as a sign that the loop takes its position from the
+        session. A read of ``updates`` is not."""
         return self.boundary.step
 
     def follows_optimizer(self, optimizer: object) -> bool:
@@ -111,7 +113,7 @@ class Steps(StepListener):
         return self.hooks.follows(optimizer)
 
     def forget(self) -> None:
-        """Drop all references to the user's objects after the end."""
+        """Drop all references to the user's objects after the session has ended."""
         self.capture.forget()
         self.hooks.forget()
         self.continuation.forget()
@@ -120,7 +122,8 @@ class Steps(StepListener):
     # -- an update ---------------------------------------------------------------------------------------
 
     def before_step(self, index: int, bypasses_wrapper: bool, has_gradients: bool, in_backward: bool = False) -> None:
-        """``in_backward``: called before the first layer of a layer-wise update."""
+        """``in_backward``: whether the call comes before the first layer of a layer-wise update, inside the backward
+        pass."""
         self.capture.devices.refuse_capture("An optimizer's step")
         with self.meter.stall("before the update"):
             self.commits.raise_failure()
@@ -162,7 +165,8 @@ class Steps(StepListener):
         self._report_step_ended()
 
     def _report_step_ended(self) -> None:
-        """Report an update once, when it is counted; with several optimizers that may be when a checkpoint closes."""
+        """Report an update to the listeners once, when the update is counted. With several optimizers, an update may be
+        counted only when a checkpoint closes."""
         if self.boundary.step != self._reported_step:
             self._reported_step = self.boundary.step
             self.events.step_ended(self._reported_step)
@@ -172,8 +176,8 @@ class Steps(StepListener):
             self._read_provisionally()  # again, because the user's own hooks belong to the update
 
     def _read_provisionally(self) -> None:
-        """Read what changes before the next event, if that event may close a checkpoint. Nothing is read in a loop that
-        calls ``end_step()``: that call closes the checkpoint before anything changes."""
+        """Read what may change before the next event, if that event may close a checkpoint that is due. Nothing is read
+        in a loop that calls ``end_step()``, because the call closes the checkpoint before anything changes."""
         is_due = self.commits.updated(self.boundary.step)
         self.capture.after_update(is_due=is_due and not self.boundary.explicit)
 
@@ -182,8 +186,8 @@ class Steps(StepListener):
         self.partial_update.end(index)
 
     def updated_by_hand(self) -> None:
-        """An update of a loop in which no optimizer is followed. No hook precedes the next update, so the gate is
-        here."""
+        """Handle an update of a loop in which no optimizer is followed. No hook precedes the next update, so this
+        method passes the gate."""
         self.step_thread = threading.get_ident()
         self._check_first_step()
         self.continuation.before_update(None)
@@ -200,7 +204,7 @@ class Steps(StepListener):
     def layers_begin(self, index: int) -> None:
         self.partial_update.call_in_backward(lambda: self.before_step(index, False, False, in_backward=True))
         while not self.partial_update.call_in_backward(self.gate):
-            pass  # the gate raised for one checkpoint that it dropped, and there may be others: pass the gate again
+            pass  # the gate raised because it dropped one checkpoint. Others may be in flight, so pass the gate again
         # Eager copies of an update that no boundary followed belong to no checkpoint.
         self.commits.run(self.pipeline.eager.drop)
         self.partial_update.begin(index)
@@ -241,7 +245,7 @@ class Steps(StepListener):
             self.continuation.forward(inputs)
 
     def _log_no_forward(self) -> None:
-        """Log once, at an update that had to close the last checkpoint itself, that no forward hook fires."""
+        """Log once that the forward hook does not fire. Called at an update whose pre-step hook closed a checkpoint."""
         if not (self._is_forward_known or self.boundary.explicit):
             self._is_forward_known = True
             log.info(
@@ -272,8 +276,8 @@ class Steps(StepListener):
         self.hooks.add(new)
 
     def _follow_live(self) -> bool:
-        """Follow optimizers that were made after attach and have not stepped yet; none if ``optimizer=`` was passed.
-        Returns whether there is any, followed or not."""
+        """Follow live optimizers that were made after attach and have not stepped yet, unless ``optimizer=`` was
+        passed. Returns whether there is such an optimizer, followed or not."""
         model = self.model
         found = () if model is None else live_optimizers(model)
         for optimizer in () if self._optimizers_were_passed else found:
@@ -301,8 +305,9 @@ class Steps(StepListener):
         self._report_step_ended()
 
     def commit_current(self, timeout: float | None, *, also_step_0: bool = True) -> None:
-        """Close the checkpoint of the current step, and commit it. Inside ``optimizer.step()``, commit only what was
-        closed before."""
+        """Close the checkpoint of the current step, and commit it. Inside ``optimizer.step()``, commit only the
+        checkpoints that were saved before. Raises ``FlushTimeoutError`` after ``timeout`` seconds (None: never).
+        ``also_step_0``: commit even if no update was made yet."""
         deadline = deadline_after(timeout)
         if self.hooks.is_in_step:
             self.commits.commit_saved(timeout, deadline)
@@ -334,7 +339,8 @@ def _continuation_of(
     strict_data: bool,
     boundary: Boundary,
 ) -> Continuation:
-    """Record how the training continues after each checkpoint, and compare it after a resume."""
+    """Make the object that records how the training continues after each checkpoint, and that compares the continuation
+    after a resume."""
     parts = UpdateParts(capture.optimizers)
     comparison, step = None, 0
     if resumed is not None:

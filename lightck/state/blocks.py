@@ -1,7 +1,7 @@
-"""Checksums of tensors in memory, block by block, which find writes that no version counter counts.
+"""Checksums of tensors in memory, block by block, which reveal writes that move no version counter.
 
-One native call reads many blocks. ``RoundRobin`` chooses the blocks to read now. Each checkpoint has a budget of bytes:
-a small model is read whole every time, and of a large model the next blocks in order are read.
+One native call reads many blocks. Each checkpoint has a budget of bytes to read. ``RoundRobin`` chooses the blocks: all
+blocks, if they fit in the budget; otherwise the blocks that follow those of the checkpoint before.
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ import torch
 from lightck._native import check, ffi, lib
 
 BUDGET_NBYTES = 1 << 20
-"""Bytes that are read for each checkpoint in addition to its copies: one block of the largest size."""
+"""How many bytes are read for one checkpoint to find unannounced writes, in addition to what its copies read. It is
+the size of the largest block."""
 WHOLE_CHECKPOINTS = 3
-"""The number of checkpoints after attach that are compared whole: they show every write that a loop makes at each
-step."""
+"""In this many first checkpoints after attach all bytes are compared, without a budget. That reveals every write that a
+loop makes at each step. The sources of background copies are compared whole in this many first checkpoints that have
+any."""
 
 _CANDIDATES_MAX = 4096
-"""At most so many blocks are read for one checkpoint, even if more fit in its budget (a model of very many tiny
-tensors)."""
+"""The largest number of blocks that one checkpoint with a budget reads, even if more blocks fit in the budget (a model
+of very many tiny tensors)."""
 
 ALL = slice(None)
+"""The choice of all blocks, as an index of the arrays in ``Blocks``."""
 Positions = npt.NDArray[np.int64]
+"""Indices of blocks, tensors or checksums."""
 Checksums = npt.NDArray[np.uint32]
 
 
@@ -34,8 +38,8 @@ Checksums = npt.NDArray[np.uint32]
 class Blocks:
     """Blocks of tensors, as parallel arrays with one item per block.
 
-    addresses, nbytes: where the block lies in memory, and its length. owners: index of its tensor in the sequence given
-    to ``of``. checksum_positions: index of its checksum in the array of all checksums.
+    addresses, nbytes: the block's address in memory, and its length. owners: index of the block's tensor in the
+    sequences given to ``of``. checksum_positions: index of the block's checksum in the array of all checksums.
     """
 
     addresses: npt.NDArray[np.uint64]
@@ -53,8 +57,9 @@ class Blocks:
         starts: Sequence[int] | npt.NDArray[np.int64],
         block: int,
     ) -> Blocks:
-        """Split tensors into blocks of ``block`` bytes. ``starts``: index of each tensor's first checksum. Each tensor
-        has at least one byte."""
+        """Return the blocks of tensors. Every block has ``block`` bytes, except the last one of a tensor, which may be
+        shorter. ``addresses``, ``nbytes``: of each tensor; every tensor must have at least one byte. ``starts``: the
+        checksum position of each tensor's first block."""
         begin, size = np.asarray(addresses, np.uint64), np.asarray(nbytes, np.uint64)
         count = -(-size.astype(np.int64) // block)
         owners = np.repeat(np.arange(len(count)), count)
@@ -72,7 +77,8 @@ class Blocks:
         return len(self.owners)
 
     def concatenated(self, other: Blocks) -> Blocks:
-        """Return the blocks of both, with the owners of ``other`` numbered after those of this object."""
+        """Return the blocks of this object, then those of ``other``. The owners of ``other`` are numbered after the
+        owners of this object."""
         if not len(other) or not len(self):
             return self if len(self) else other
         first = int(self.owners[-1]) + 1
@@ -85,7 +91,7 @@ class Blocks:
         )
 
     def checksums(self, chosen: Positions | slice = ALL) -> Checksums:
-        """Compute the unseeded CRC-32C of the chosen blocks from memory, without the GIL."""
+        """Read the chosen blocks, without the GIL, and return the unseeded CRC-32C of each."""
         addresses, nbytes = self.addresses[chosen], self.nbytes[chosen]
         out = np.zeros(len(addresses), np.uint32)
         status = lib.lck_crc32c_each(
@@ -103,12 +109,13 @@ class RoundRobin:
 
     def __init__(self) -> None:
         self._next = 0
+        """Index of the block with which the next choice begins."""
 
     def next_blocks(self, blocks: Blocks, budget: int | None) -> tuple[Positions | slice, bool]:
-        """Return the next blocks and whether this call reached the last block.
+        """Return the indices of the blocks to read, and whether the last one of ``blocks`` is among them.
 
-        budget: bytes to read, at least one block; None for all blocks. The first result is `ALL` if all blocks are
-        chosen.
+        budget: the chosen blocks have at most this many bytes, but at least one block is chosen; None: choose all
+        blocks. The first result is `ALL` if all blocks are chosen.
         """
         if budget is None or blocks.total <= budget:
             self._next = 0
@@ -127,7 +134,7 @@ NO_BLOCKS = Blocks.of([], [], [], BUDGET_NBYTES)
 
 
 def checksums(tensor: torch.Tensor, block: int) -> npt.NDArray[np.uint32]:
-    """Compute the unseeded CRC-32C of every block of a tensor's bytes from memory, without the GIL."""
+    """Read a dense tensor in host memory, without the GIL, and return the unseeded CRC-32C of every ``block`` bytes."""
     nbytes = tensor.numel() * tensor.element_size()
     out = np.zeros(-(-nbytes // block), np.uint32)
     if nbytes:

@@ -1,8 +1,8 @@
 """Copies of the persistent buffers as they are right after an update, in memory that the next update reuses.
 
-The forward of the next step changes buffers. If no event closes a step before that forward, the optimizer's next call
-of ``step`` closes it, and the step's checkpoint holds these copies. As long as every buffer is the same tensor with the
-same memory layout, one call copies all of them.
+The forward of the next step changes buffers. If no event closes the checkpoint before that forward, the optimizer's
+next call of ``step`` closes it, and the checkpoint holds these copies. One call copies all buffers, as long as every
+buffer is the same tensor with the same memory layout as at the call before.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ from lightck.state.storable import refuse_unstorable
 
 
 class BufferCopies:
-    """The copies that the last update made."""
+    """The copies of a model's buffers, made anew after each update."""
 
     def __init__(self) -> None:
         self._buffers_or_none: list[torch.Tensor | None] = []
+        """What each place of a persistent buffer held when ``_lives`` was made."""
         self._layouts: MemoryLayouts | None = None
+        """Memory layouts of the buffers; None if one call cannot copy all of them."""
         self._lives: list[Live] = []
         self._sources: list[torch.Tensor] = []
+        """The buffers, detached; used only with ``_layouts``."""
         self._copies: list[torch.Tensor] = []
+        """The copy of each of ``_lives``."""
 
-    @torch.inference_mode(False)  # torch lets nobody overwrite an inference tensor outside of inference mode
+    @torch.inference_mode(False)  # a copy made in inference mode could not be overwritten outside of it
     def take(self, model: ModelView) -> dict[str, torch.Tensor]:
-        """Copy every persistent buffer: name -> copy, which the next call overwrites. Raises ``StateValueError`` for a
-        buffer that cannot be stored."""
+        """Copy every persistent buffer, and return name -> copy. The next call may overwrite the copies. Raises
+        ``StateValueError`` for a buffer that cannot be stored."""
         now = model.buffers_or_none()
         if not self._is_unchanged(now):
             self._rebuild(model, now)
@@ -54,9 +58,9 @@ class BufferCopies:
 
 
 def _clone(tensor: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-    """Copy a tensor, into its last copy where that fits, because fresh memory costs a page fault on every page. The
-    copy of a tensor on a device stays on the device: a copy to the host would wait for all pending work of the
-    device."""
+    """Return a copy of a tensor. ``last``: the previous copy, which is overwritten if its shape, dtype and strides fit,
+    because new memory costs a page fault for every page. The copy of a tensor on a device stays on the device, because
+    a copy to the host would wait for all pending work of the device."""
     source = in_plain_memory(tensor) if transfer_of(tensor) is None else tensor.detach().resolve_conj().resolve_neg()
     if last is not None and (last.shape, last.dtype, last.stride()) == (source.shape, source.dtype, source.stride()):
         return last.copy_(source)

@@ -22,11 +22,11 @@ from lightck.state.values import typed
 
 @dataclass(slots=True)
 class BuildRecord:
-    """What one script built.
+    """What one script had built when it attached.
 
-    groups: for each optimizer the options of its groups. states: for each optimizer, how many parameters had state
-    already. schedulers: name -> state. without_grad: names of the model's parameters with requires_grad=False, whether
-    or not an optimizer has them.
+    groups: for each optimizer, the options of its groups. states: for each optimizer, the number of keys that its
+    ``state`` already had. schedulers: name -> ``state_dict()``. without_grad: names of the model's parameters with
+    requires_grad=False, whether or not an optimizer has them.
     """
 
     groups: list[list[dict[str, object]]] = field(default_factory=list)
@@ -35,12 +35,13 @@ class BuildRecord:
     without_grad: list[str] = field(default_factory=list)
 
     def pack(self) -> bytes:
+        """Return the record as bytes. Raises ``StateValueError`` for a value that cannot be stored."""
         value = {"groups": self.groups, "states": self.states, "schedulers": self.schedulers}
         return values.pack(value | {"frozen": self.without_grad}, path="options at attach")
 
     @classmethod
     def parse(cls, packed: object) -> BuildRecord:
-        """Read what `pack` wrote. Raises ``CorruptPoolError``."""
+        """Return the record that `pack` wrote. Raises ``CorruptPoolError`` if ``packed`` is anything else."""
         raw = typed(values.unpack(typed(packed, bytes)), dict)
         if raw.keys() != {"groups", "states", "schedulers", "frozen"}:
             raise CorruptPoolError("its saved options, counters or random states are malformed (options at attach)")
@@ -53,8 +54,8 @@ class BuildRecord:
 
 
 class CurrentBuild:
-    """The build record of the script that attaches now, as bytes for the small state, and the parameters that
-    need no gradient now."""
+    """The build record of the script that attaches now, and which parameters need no gradient now. ``packed``: the
+    record as bytes for the small state; None if a value in it cannot be stored."""
 
     def __init__(self, model: ModelView, views: Sequence[OptimizerView], objects: Mapping[str, object]) -> None:
         schedulers = {name: dict(obj.state_dict()) for name, obj in objects.items() if isinstance(obj, LRScheduler)}
@@ -67,10 +68,10 @@ class CurrentBuild:
         """Token of the tensor list that was examined last. A reference to the list itself would keep its tensors
         alive."""
         self._without_grad: list[str] | None = None
-        """What `without_grad_if_changed` returned for that list."""
+        """What `without_grad_if_changed` returned for the list that was examined last."""
         try:
             self.packed: bytes | None = built.pack()
-        except StateValueError:  # the first checkpoint raises it with the path of the value
+        except StateValueError:  # the first checkpoint raises this error too, with the path of the value
             self.packed = None
 
     def add(self, views: Sequence[OptimizerView]) -> None:
@@ -82,14 +83,16 @@ class CurrentBuild:
             self._set(built)
 
     def use_record(self, built: BuildRecord | None) -> None:
-        """Take over the record of a checkpoint that the script restored before it attached: the live objects hold
-        restored options, not the ones that the script built."""
+        """Use the record of a checkpoint that the script restored before it attached, because the live objects now hold
+        the options of the checkpoint, not those that the script built. ``built``: None if the checkpoint has no record;
+        then nothing changes."""
         if built is not None:
             self._set(built)
 
     def without_grad_if_changed(self, tensor_list: TensorList | None, model: ModelView) -> list[str] | None:
         """Return the names of the parameters that need no gradient now, or None if they are the same as at attach.
-        ``tensor_list``: the current list; nothing changed if it is the list of an earlier checkpoint."""
+        ``tensor_list``: the current list, or None. For the same list as at the last call, the last result is returned
+        again."""
         if tensor_list is None or tensor_list.token is not self._token:
             names = names_without_grad(model.tensors(None) if tensor_list is None else tensor_list.lives)
             self._without_grad = None if names == self._without_grad_at_attach else names

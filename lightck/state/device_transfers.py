@@ -1,8 +1,8 @@
-"""Copies of tensors from a device to host memory while the device goes on computing.
+"""Copies of tensors from a device to host memory while the device computes.
 
 A ``DeviceTransfer`` copies from one device, on a stream of its own. Such a copy runs in parallel with the computation,
-so an update of the tensor has to wait until the copy has arrived. A copy of a tensor that the next kernels change (a
-buffer) is enqueued on the stream of the computation instead. Nothing here waits for the whole device.
+so an update of the tensor has to wait until the copy has arrived. The copy of a tensor that the next kernels change (a
+buffer) is enqueued on the stream of the computation instead. No function in this file waits for the whole device.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from lightck.errors import SessionError
 from lightck.pool.format.layout import is_dense
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""Target memory, with as many bytes as the tensor has, and the tensor to copy there. The target is host memory;
-only in ``copy_on_device`` it is memory of the device."""
+"""(target, source): memory of as many bytes as the source has, and the tensor that is copied into this memory. The
+target is host memory, except in ``copy_on_device``, where the target is memory of the device."""
 
 
 class Arrival(Protocol):
@@ -32,20 +32,22 @@ class DeviceTransfer(Protocol):
     """Copies from one device."""
 
     def mark(self) -> Arrival:
-        """Return the point behind all work that is enqueued for the computation now."""
+        """Return a point that the device passes when all work that is enqueued for the computation now is done."""
 
     def send(self, pairs: Sequence[Pair], after: Arrival) -> Arrival:
-        """Copy in parallel with the computation, after ``after`` has passed. The tensors must not change until the
-        copies arrive."""
+        """Enqueue copies that run in parallel with the computation, after the device has passed ``after``. Return the
+        point at which the copies have arrived. The tensors must not change before the device has passed it."""
 
     def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
-        """Copy in the order of the computation: work that is enqueued later may change the tensors."""
+        """Enqueue copies in the order of the computation, and return the point at which the copies have arrived. Work
+        that is enqueued after this call may change the tensors."""
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
-        """Return bytes of a tensor as they are now, without waiting for pending work of the computation."""
+        """Copy bytes of a tensor to host memory now, without waiting for pending work of the computation, and return
+        the copy. ``start``: the first byte; ``nbytes``: how many bytes (None: all from ``start`` on)."""
 
     def copy_on_device(self, pairs: Sequence[Pair]) -> None:
-        """As ``send_in_order``, but the targets are memory of the same device."""
+        """Enqueue copies as ``send_in_order`` does, into memory of the same device."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Allocate host memory that the device can write to directly."""
@@ -54,7 +56,7 @@ class DeviceTransfer(Protocol):
         """Allocate memory on the device."""
 
     def free_nbytes(self) -> int:
-        """Return how many bytes of device memory could be allocated now."""
+        """Return how many bytes of device memory stay free even at the peak of what the training has used so far."""
 
     def register(self, memory: torch.Tensor) -> None:
         """Let the device write to this host memory directly. Raises ``RuntimeError`` if it cannot."""
@@ -87,8 +89,8 @@ def is_dense_tensor(tensor: torch.Tensor) -> bool:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor on its device: a view if its memory is dense, otherwise the bytes of a contiguous
-    copy."""
+    """Return the bytes of a tensor on its device: a view of the tensor if it is dense, otherwise the bytes of a
+    contiguous copy."""
     return _as_bytes(tensor.detach()) if is_dense_tensor(tensor) else bytes_in_order(tensor)
 
 
@@ -109,10 +111,12 @@ class CudaTransfer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._updated_on: dict[torch.cuda.Stream, None] = {}
-        """Streams that made the updates of this step, the last one last. They are kept until the first update of the
-        next step."""
+        """The streams on which updates of this step were enqueued, the stream of the last update at the end. (The
+        values are not used.) The streams are kept until the first update of the next step."""
         self._is_next_update_first = True
+        """Whether the next update is the first one of its step."""
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        """The stream of copies that run in parallel with the computation."""
 
     def mark(self) -> Arrival:
         return self._record_event(self._update_stream())
@@ -143,7 +147,8 @@ class CudaTransfer:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def free_nbytes(self) -> int:
-        # The peak, and not what is allocated now: at a boundary the next step's activations do not exist yet.
+        # The peak is subtracted, and not what is allocated now, because at a boundary the activations of the next step
+        # do not exist yet.
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) + unused
 
@@ -180,8 +185,9 @@ class CudaTransfer:
             empty()
 
     def _update_stream(self) -> torch.cuda.Stream:
-        """Return the stream of the last update, and make it wait for the current stream. The two may differ at a
-        boundary: for example, the next forward may run on a stream of its own."""
+        """Return the stream of the last update (the current stream if there was none), and make it wait for the current
+        stream. The two streams may differ at a boundary: for example, the next forward may run on a stream of its
+        own."""
         current = torch.cuda.current_stream(self._device)
         last = next(reversed(self._updated_on), current)
         if last != current:
@@ -189,17 +195,20 @@ class CudaTransfer:
         return last
 
     def _delay_next_writes(self, arrival: torch.cuda.Event) -> None:
-        """Let the streams that may compute the next forward wait for the copies, because it may change the tensors."""
+        """Make the streams that may compute the next forward wait for ``arrival``, because that forward may change the
+        tensors."""
         for stream in {torch.cuda.current_stream(self._device), *self._updated_on}:
             stream.wait_event(arrival)
 
     def _enqueue_copies(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> torch.cuda.Event:
+        """Enqueue the copies on ``stream``, and return an event after them. If a copy cannot be enqueued, wait for the
+        copies before it, because the caller does not learn of them."""
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
                 for target, tensor in pairs:
                     target.copy_(raw(tensor), non_blocking=True)
         except BaseException:
-            self._record_event(stream).synchronize()  # so that no copy is pending that the caller does not know of
+            self._record_event(stream).synchronize()
             raise
         return self._record_event(stream)
 
@@ -217,6 +226,7 @@ class _Registered:
 
     def __init__(self) -> None:
         self._users: dict[int, int] = {}
+        """Address of registered memory -> how many users have registered it."""
 
     def add(self, memory: torch.Tensor, device: torch.device) -> None:
         address = memory.data_ptr()
@@ -240,7 +250,7 @@ class _Registered:
             if int(status) != 0:
                 with suppress(RuntimeError):
                     # The runtime keeps the error and reports it at the thread's next call, which would be the user's
-                    # next kernel. This call fetches and clears it.
+                    # next kernel. torch.ones fetches and clears the error.
                     torch.ones(1, device=device)
                 raise RuntimeError(f"{name}: {runtime.cudaGetErrorString(status)}")
 
@@ -261,8 +271,8 @@ def transfer_of(tensor: torch.Tensor) -> DeviceTransfer | None:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor whose device has a transfer, in host memory. They are read in parallel with the
-    computation, and nothing may change the tensor meanwhile. Any other tensor is returned as it is."""
+    """Return the bytes of a tensor whose device has a transfer, in host memory. The bytes are read in parallel with the
+    computation, so nothing may change the tensor during the call. Any other tensor is returned itself."""
     transfer = transfer_of(tensor)
     return tensor if transfer is None else transfer.read(tensor)
 
@@ -271,15 +281,16 @@ class Devices:
     """The devices of one session's tensors, and the order of their work at a boundary.
 
     A device executes work later than it is enqueued, and on several streams. A checkpoint holds the result of the
-    *updates*. So the streams of all updates are remembered, and at the boundary the current stream waits for them
-    before anything is read. Work of other sessions on the same device is not considered.
+    *updates*. So the streams of all updates are remembered, and at the boundary the current stream waits for these
+    streams before anything is read. Work of other sessions on the same device is not considered.
     """
 
     def __init__(self) -> None:
         self._transfers: list[DeviceTransfer] = []
 
     def set_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Set the session's tensors. To be called before the first update, so that its stream is remembered."""
+        """Set the session's tensors. To be called before the first update, so that the stream of that update is
+        remembered."""
         transfers = (transfer_of(tensor) for tensor in tensors)
         self._transfers = list(dict.fromkeys(transfer for transfer in transfers if transfer is not None))
 
@@ -289,8 +300,8 @@ class Devices:
             transfer.add_update_stream()
 
     def join_updates(self) -> None:
-        """Make the current streams wait for the updates. To be called at a boundary before anything is read, because
-        another stream than that of the update may be current."""
+        """Make the current stream of each device wait for the updates. To be called at a boundary before anything is
+        read, because the current stream may be another one than the stream of the update."""
         for transfer in self._transfers:
             transfer.join_updates()
 
@@ -306,12 +317,14 @@ class Devices:
 
     def is_captured(self, is_idle: Callable[[], bool]) -> bool:
         """Whether the current forward is captured for a CUDA graph; a captured forward is no boundary. Raises
-        ``SessionError`` if a checkpoint is due or in flight, because waiting for it would end the capture."""
+        ``SessionError`` if a checkpoint is due or in flight, because waiting for the checkpoint would end the capture.
+        ``is_idle``: returns whether no checkpoint is due or in flight."""
         if not self._transfers or not any(transfer.is_capturing() for transfer in self._transfers):
             return False
         if not is_idle():
             raise SessionError(
-                "A forward pass is being captured in a CUDA graph while a checkpoint is being saved. Saving it waits "
-                "for the device, which would end the capture. Call session.flush() right before the capture."
+                "A forward pass is being captured in a CUDA graph while a checkpoint is being saved. To save the "
+                "checkpoint, lightck waits for the device, which would end the capture. Call session.flush() right "
+                "before the capture."
             )
         return True

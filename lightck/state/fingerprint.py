@@ -33,8 +33,8 @@ def _fingerprint(threads: int, is_deterministic: bool, cuda: str | None) -> dict
 
 
 def _vendor() -> str | None:
-    """Return the vendor of the processor. It decides bits too: with the same instruction set, torch draws another
-    dropout mask on Intel's processors than on others."""
+    """Return the vendor of the processor, or None if it is unknown. The vendor decides bits too: with the same
+    instruction set, torch draws another dropout mask on Intel's processors than on others."""
     with suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             name, _, value = line.partition(":")
@@ -44,7 +44,8 @@ def _vendor() -> str | None:
 
 
 def _cuda() -> str | None:
-    """Return the CUDA device and versions, or None if CUDA is not used."""
+    """Return the name of the current CUDA device and the versions of CUDA (or HIP) and cuDNN; None if CUDA is not
+    used."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     version = torch.version.cuda or torch.version.hip

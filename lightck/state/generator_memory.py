@@ -1,11 +1,11 @@
 """The states of Python's and numpy's global generators, read from the generators' memory.
 
-``random.getstate()`` and ``numpy.random.get_state()`` build a Python object for each of 624 words. They take 8 and
-31 us at each update, and an update may take only 500 us. The same words lie in one piece in the memory of the
-generator. Python and numpy do not document where, so ``_python_place`` and ``_numpy_place`` search for the words once,
-in generators made for that purpose: the place must hold exactly what the public functions return, at several states of
-the generator. Where they are not found (another interpreter, another version), and for any other kind of generator, the
-public functions are called.
+``random.getstate()`` and ``numpy.random.get_state()`` build a Python object for each of 624 words. These two calls take
+8 and 31 us at each update, and an update may take only 500 us. The same words lie in one piece in the memory of the
+generator. Python does not document where its words lie, and numpy does not document where its cached normal number
+lies. ``_python_place`` and ``_numpy_place`` search for these places once, in generators made for that purpose. A place
+is used only if it holds exactly what the public functions return, at several states of the generator. If no place is
+found (another interpreter, another version), and for any other kind of generator, the public functions are called.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _GAUSS = struct.Struct("<d")
 
 
 class Twister(NamedTuple):
-    """The state of a Mersenne Twister. ``key``: 624 words of 32 bits. ``position``: of the next word. ``gauss``: the
-    normal number that the next draw returns if ``has_gauss``."""
+    """The state of a Mersenne Twister. ``key``: 624 words of 32 bits. ``position``: index of the next word (624: all
+    words are used). ``gauss``: the cached normal number; if ``has_gauss``, the next draw of a normal number returns
+    it."""
 
     key: bytes
     position: int
@@ -38,15 +39,16 @@ class Twister(NamedTuple):
 
 
 class _PythonPlace(NamedTuple):
-    """Where a ``random.Random`` keeps its words and its position, which adjoin each other. ``begin``: the offset of the
-    first of the two."""
+    """Where a ``random.Random`` keeps its words and its position, which adjoin each other. ``begin``: the offset, in
+    bytes from the beginning of the object, of whichever lies first."""
 
     begin: int
     is_position_first: bool
 
 
 class _NumpyPlace(NamedTuple):
-    """Offsets from the beginning of a ``numpy.random.RandomState``."""
+    """Offsets of the cached normal number and of its flag, in bytes from the beginning of a
+    ``numpy.random.RandomState``."""
 
     has_gauss: int
     gauss: int
@@ -72,7 +74,7 @@ class _NumpyMemory:
 
     def __init__(self, generator: Any, bits: Any, place: _NumpyPlace) -> None:
         self.generator, self.bits, self._lock = generator, bits, bits.lock
-        address = bits.ctypes.state_address  # documented: the words, and then the position
+        address = bits.ctypes.state_address  # documented by numpy: the words lie there, and then the position
         self._key = (ctypes.c_char * _KEY.size).from_address(address)
         self._position = ctypes.c_int.from_address(address + _KEY.size)
         self._has_gauss = ctypes.c_int.from_address(id(generator) + place.has_gauss)
@@ -90,7 +92,7 @@ addresses."""
 
 
 def python_twister() -> Twister | None:
-    """The state of ``random``'s global generator, or None if only ``random.getstate()`` can tell it."""
+    """Return the state of ``random``'s global generator, or None if it has to be read with ``random.getstate()``."""
     global _python
     generator = getattr(random.getstate, "__self__", None)
     if _python is None or _python.generator is not generator:
@@ -102,7 +104,8 @@ def python_twister() -> Twister | None:
 
 
 def numpy_twister() -> Twister | None:
-    """The state of ``numpy.random``'s global generator, or None if only ``numpy.random.get_state()`` can tell it."""
+    """Return the state of ``numpy.random``'s global generator, or None if it has to be read with
+    ``numpy.random.get_state()``."""
     global _numpy
     generator = getattr(np.random.get_state, "__self__", None)
     bits: Any = getattr(generator, "_bit_generator", None)
@@ -144,7 +147,7 @@ def _numpy_place() -> _NumpyPlace | None:
     gauss = memory.find(_GAUSS.pack(_numpy_by_call(generator).gauss))
     if gauss < _GAUSS.size:
         return None
-    place = _NumpyPlace(gauss - _GAUSS.size, gauss)  # an int, padded to the alignment of the double behind it
+    place = _NumpyPlace(gauss - _GAUSS.size, gauss)  # the flag is an int, padded to the alignment of the double
     found = _NumpyMemory(generator, bits, place)
     return place if _agree(found.read, lambda: _numpy_by_call(generator), generator.standard_normal) else None
 
@@ -155,15 +158,15 @@ def _numpy_by_call(generator: np.random.RandomState) -> Twister:
 
 
 def _memory_of(generator: object, nbytes: int) -> bytes:
-    """Return the memory of an object. Return nothing where ``id`` is no address, or where words are not little-endian
-    as in a pool."""
+    """Return the first ``nbytes`` bytes of an object's memory. Return b"" if ``id`` is no address, or if words are not
+    little-endian, as they are in a pool."""
     is_readable = sys.implementation.name == "cpython" and sys.byteorder == "little"
     return ctypes.string_at(id(generator), nbytes) if is_readable else b""
 
 
 def _agree(read: Callable[[], Twister], call: Callable[[], Twister], draw: Callable[[], object]) -> bool:
-    """Whether ``read`` and ``call`` return the same at several states of the generator: with and without a cached
-    normal number, and before and after new words were generated."""
+    """Whether ``read`` and ``call`` return equal states at several moments: with and without a cached normal number,
+    and before and after new words were generated. ``draw``: draws a normal number."""
     for draws in (1, 1, 2, 301, 1000):
         for _ in range(draws):
             draw()

@@ -1,7 +1,7 @@
 """The live tensors of a training: where each one lies now, its name, and how it may be copied.
 
-``ModelView`` follows a module tree, ``OptimizerView`` one optimizer. Both find their tensors again at every boundary,
-because a parameter or its ``.data`` may be replaced, and both use the names that a user knows. They read no bytes.
+``ModelView`` follows a module tree. ``OptimizerView`` follows one optimizer. The two find their tensors again at every
+boundary, because a parameter or its ``.data`` may be replaced. They use the names that a user knows, and read no bytes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ run with the wrapper and one without it use the same names."""
 class Live:
     """One tensor as it is now.
 
-    ``home[key]`` holds it. ``home`` is None for a tensor that no dict of a module or optimizer state holds (a copy, or
-    a parameter that only an optimizer has).
-    ``layer``: number of its module. ``alias``: the name under which its bytes are saved, if that is another one.
+    ``role``: "param", "buffer", "optimizer" or "state". ``home``: the dict of a module or of optimizer state that holds
+    the tensor, under ``key``; None if no such dict holds it (a copy, or a parameter that only an optimizer has).
+    ``layer``: number of the tensor's module in the order of the module tree, from 0; -1 if it has none. ``alias``: the
+    name under which the tensor's bytes are saved; None if they are saved under ``name``.
     """
 
     name: str
@@ -47,18 +48,18 @@ class Live:
     layer: int = -1
     alias: str | None = None
     is_frozen: bool = False
-    """A parameter that no optimizer step changes. A strategy may leave it out of a slot that already holds its
-    bytes."""
+    """Whether this is a parameter that no optimizer step changes. A strategy may leave such a tensor out of a slot that
+    already holds its bytes."""
 
     def is_current(self) -> bool:
-        """Whether its module or optimizer still holds this tensor."""
+        """Whether the tensor's module or optimizer still holds it. Always True if ``home`` is None."""
         return self.home is None or self.home.get(self.key) is self.tensor
 
 
 def clean_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (prefix, module) for each name of every module. The prefix, "" or "name.", stands before the names of the
-    module's tensors; it leaves out wrappers (DDP, torch.compile, ...). Raises ``StateValueError`` if a module contains
-    itself."""
+    """Return (prefix, module) for each name of every module. A module that is registered twice has two names. The
+    prefix, "" or "name.", stands before the names of the module's tensors, and leaves out wrappers (DDP, torch.compile,
+    ...). Raises ``StateValueError`` if a module contains itself."""
     found: list[tuple[str, nn.Module]] = []
     todo: list[tuple[str, nn.Module, tuple[nn.Module, ...]]] = [("", model, ())]
     wraps: dict[type, str | None] = {}
@@ -90,8 +91,8 @@ def _contains_itself(name: str, module: nn.Module) -> StateValueError:
 
 
 def _has_name_clash(wrapper: nn.Module, key: str, child: nn.Module, path: tuple[nn.Module, ...]) -> bool:
-    """Whether a tensor of the wrapper itself and one of the wrapped module would get the same name without the
-    prefix."""
+    """Whether a tensor of the wrapped module ``child`` would get the name of another tensor of the wrapper, if ``key``
+    were left out of the names of ``child``. ``path``: the modules from the root to the wrapper."""
     if len(wrapper._modules) == 1 and not wrapper._parameters and not wrapper._buffers:
         return False  # the common case
     own = set(_own_names(wrapper))
@@ -102,6 +103,7 @@ def _has_name_clash(wrapper: nn.Module, key: str, child: nn.Module, path: tuple[
 
 
 def _own_names(module: nn.Module) -> Iterator[str]:
+    """Yield the names, without prefix, of what is saved of a module, without its children."""
     yield from module._parameters
     yield from (key for key in module._buffers if key not in module._non_persistent_buffers_set)
     if type(module).get_extra_state is not nn.Module.get_extra_state:
@@ -117,10 +119,14 @@ class ModelView:
 
     def _build(self) -> None:
         self._homes: list[tuple[dict[str, Any], str, str, str, int]] = []
-        """For each parameter and persistent buffer: its dict, its key there, name, role, and its module's number."""
+        """For each place of a parameter or persistent buffer: the dict and the key of the tensor, its name, its role,
+        and the number of its module."""
         self._buffer_homes: list[tuple[dict[str, Any], str, str, str, int]] = []
+        """The items of ``_homes`` for buffers."""
         self._children_seen: list[tuple[nn.Module, tuple[object, ...]]] = []
+        """Each module, and what ``_children`` returned for it."""
         self.extra: list[tuple[str, nn.Module]] = []
+        """Name and module of each extra state."""
         layers: dict[int, int] = {}
         for prefix, module in clean_prefixes(self.model):
             refuse_script(prefix, module)
@@ -136,16 +142,17 @@ class ModelView:
                 self.extra.append((f"{prefix}_extra_state", module))
 
     def refresh(self) -> bool:
-        """Follow modules that were added, removed or replaced since the last call. Return whether there were any."""
-        changed = any(_children(module) != seen for module, seen in self._children_seen)
-        if changed:
+        """Find all places again if a module, parameter name or buffer name was added, removed or replaced since they
+        were last found. Return whether that was so."""
+        has_changed = any(_children(module) != seen for module, seen in self._children_seen)
+        if has_changed:
             self._build()
-        return changed
+        return has_changed
 
     def tensors(self, trained: frozenset[int] | set[int] | None) -> list[Live]:
-        """Return every tensor under each of its names; a second name of the same tensor or the same memory is marked as
-        an alias. ``trained``: ids of the parameters that an optimizer updates, or None if the caller does not
-        need ``is_frozen``."""
+        """Return every tensor under each of its names. Every name of a tensor after the first one is marked as an
+        alias; so is a tensor in exactly the same memory as an earlier one. ``trained``: ids of the parameters that an
+        optimizer updates, or None if the caller does not need ``is_frozen``."""
         by_id: dict[int, Live] = {}
         by_address: dict[int, Live] = {}
         lives: list[Live] = []
@@ -168,6 +175,7 @@ class ModelView:
 
     @property
     def has_buffers(self) -> bool:
+        """Whether there are places of persistent buffers, even if each holds None."""
         return bool(self._buffer_homes)
 
     def buffers(self) -> Iterator[Live]:
@@ -180,7 +188,7 @@ class ModelView:
                 yield Live(name, role, tensor, home, key, layer)
 
     def buffers_or_none(self) -> list[torch.Tensor | None]:
-        """Return what each place of a persistent buffer holds."""
+        """Return what each place of a persistent buffer holds: a tensor or None."""
         return [home.get(key) for home, key, _, _, _ in self._buffer_homes]
 
     def refuse_hidden_state(self) -> None:
@@ -189,17 +197,17 @@ class ModelView:
         refuse_hidden_state(clean_prefixes(self.model), known)
 
     def vacant_buffers(self) -> Iterator[tuple[str, dict[str, object], str]]:
-        """Yield the name and place of each buffer that is None now."""
+        """Yield (name, dict, key) of each persistent buffer that is None now."""
         for home, key, name, _, _ in self._buffer_homes:
             if home.get(key) is None:
                 yield name, home, key
 
     def vacant(self) -> list[tuple[dict[str, object], str]]:
-        """Return the places of parameters and buffers that hold None now."""
+        """Return (dict, key) of each parameter and persistent buffer that is None now."""
         return [(home, key) for home, key, _, _, _ in self._homes if home.get(key) is None]
 
     def names_by_id(self) -> dict[int, str]:
-        """Return id -> first name of each parameter."""
+        """Return id -> first name of each parameter, without the prefix ``model/``."""
         names: dict[int, str] = {}
         for home, key, name, role, _ in self._homes:
             if role == "param" and home.get(key) is not None:
@@ -227,7 +235,8 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _unfreeze_shared(lives: list[Live]) -> None:
-    """Clear ``is_frozen`` of a parameter whose storage an update writes to under another name."""
+    """Clear ``is_frozen`` of each parameter in the same storage as a tensor that is not frozen, because an update may
+    write to that storage."""
     if any(live.is_frozen for live in lives):
         written = {storage_of(live.tensor) for live in lives if not live.is_frozen} - {0}
         for live in lives:
@@ -244,12 +253,13 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def memory_of(tensor: torch.Tensor) -> object:
-    """Return the object that keeps the tensor's bytes in place. The tensor alone does not: after ``p.data = ...`` it
-    has other bytes."""
+    """Return the tensor's storage. A reference to the storage keeps the tensor's present memory alive. A reference to
+    the tensor does not, because ``p.data = ...`` gives the tensor another storage."""
     return tensor.untyped_storage()
 
 
 def _children(module: nn.Module) -> tuple[object, ...]:
+    """Return what changes if a child, or the name of a parameter or buffer, is added, removed or replaced."""
     return (*map(id, module._modules.values()), *module._parameters, *module._buffers)
 
 
@@ -261,9 +271,9 @@ class OptimizerView:
     ) -> None:
         """Create the view of ``optimizer``.
 
-        index: number of the view. names: id -> name of the model's parameters. role: whether it wraps, or is wrapped
-        by, another optimizer; the state of a wrapper, its tensors included, is part of the small state. root: index of
-        the optimizer whose step counts as its update.
+        index: number of the view, from 0. names: id -> name of the model's parameters. role: whether the optimizer
+        wraps another one, or is wrapped by one. The state of a wrapper, its tensors included, is part of the small
+        state. root: index, among the followed optimizers, of the optimizer whose step counts as an update of this one.
         """
         self.index = index
         self.root = root
@@ -279,9 +289,12 @@ class OptimizerView:
         return type(self.optimizer).__name__
 
     def refresh(self, names: dict[int, str]) -> None:
-        """Include parameters that were added or replaced."""
+        """Read the parameters of all groups, and name them again. ``names``: as in the constructor; a parameter of no
+        name there is named ``outside/...``."""
         self.names: list[list[str]] = []
+        """For each group, the names of its parameters."""
         self.params: list[tuple[str, torch.Tensor]] = []
+        """Name and tensor of each parameter, group by group."""
         self._ids_seen = self._ids_of_groups()
         for g, group in enumerate(self.optimizer.param_groups):
             in_group = []
@@ -306,8 +319,8 @@ class OptimizerView:
                 yield Live(name, "param", p, None, None, is_frozen=not p.requires_grad)
 
     def state_tensors(self) -> Iterator[Live]:
-        """Yield tensors that lie directly in ``optimizer.state[p]``; a tensor that several parameters share is yielded
-        again as an alias."""
+        """Yield the tensors that lie directly in ``optimizer.state[p]``. A tensor that several parameters share is
+        yielded for each of them, after the first one as an alias. Yield nothing for a wrapper."""
         if self.wraps:
             return
         state = self.optimizer.state
@@ -325,7 +338,8 @@ class OptimizerView:
     def state_values(self, params: Sequence[tuple[str, torch.Tensor]] | None = None) -> dict[str, object]:
         """Return what ``state_tensors`` does not yield of each ``optimizer.state[p]`` (numbers, None, lists of
         tensors): name -> key -> value. A wrapper's state is returned whole, tensors included. A state that is no dict
-        is returned as it is. ``params``: the parameters that have such values, if known."""
+        is returned unchanged. ``params``: name and tensor of each parameter that may have such values; None: read all
+        parameters."""
         state = self.optimizer.state
         values: dict[str, object] = {}
         for name, p in self.params if params is None or self.wraps else params:
@@ -345,8 +359,8 @@ class OptimizerView:
         return {k: v for k, v in self.optimizer.state.items() if not isinstance(k, torch.Tensor)}
 
     def refuse_nameless(self) -> None:
-        """Raise ``StateValueError`` for state under a tensor that never was a parameter, because it has no name to be
-        saved under."""
+        """Raise ``StateValueError`` for state under a tensor that never was a parameter, because such a tensor has no
+        name under which its state could be saved."""
         for key in self.optimizer.state:
             if isinstance(key, torch.Tensor) and id(key) not in self._ids_of_all_params:
                 raise StateValueError(
@@ -382,7 +396,8 @@ def state_name(param: str, key: object) -> str:
 
 
 def entry_of(live: Live) -> Entry:
-    """Return the table entry of a tensor. Raises ``StateValueError`` for a tensor that cannot be stored."""
+    """Return the entry of a tensor in the layout table. Raises ``StateValueError`` for a tensor that cannot be
+    stored."""
     tensor = live.tensor
     refuse_unstorable(live.name, tensor)
     shape = tuple(tensor.shape)
@@ -422,8 +437,8 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_plain_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy on the CPU if its memory cannot be copied directly. The copy of a dense tensor has
-    the same order of dimensions; any other copy is contiguous."""
+    """Return the tensor, detached; if its memory cannot be copied directly, return a copy on the CPU. The copy of a
+    dense tensor keeps the order of dimensions in memory. Any other copy is contiguous."""
     tensor = tensor.detach()
     if is_plain(tensor):
         return tensor

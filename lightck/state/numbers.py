@@ -1,11 +1,12 @@
 """Whole numbers that modules keep as plain attributes and change at each step, and that no checkpoint restores.
 
-The pointer of a queue or a counter are examples: a resumed module has the value that it was built with. A walk through
-all modules finds the numbers that change; because it takes time, it happens at the first checkpoints and then more and
-more rarely. The values of the numbers that change are part of each checkpoint. A resume compares them when the model's
-first training forward begins; a loop that sets such numbers itself has set them by then. Numbers that change only now
-and then (the longest input so far) are left out. Floats, such as a temperature, are left out too: a float that matters
-changes the gradients of the first update.
+Examples are a counter, or the pointer of a queue. After a resume such a number has the value with which its module was
+built. A *sample*, which is a walk through all modules, finds the numbers that change. It takes time, so samples are
+taken at the first checkpoints and then more and more rarely. The values of the numbers that change are part of each
+checkpoint. A resume compares these values with the live ones when the model's first training forward begins. A loop
+that sets such numbers itself has set them before that forward. Numbers that change only now and then (the longest input
+so far) are left out. Floats, such as a temperature, are left out too: a float that matters changes the gradients of the
+first update.
 """
 
 from __future__ import annotations
@@ -20,26 +21,31 @@ from lightck.errors import listed
 
 log = logging.getLogger("lightck")
 _FIRST_CHECKPOINTS = 3
-"""All modules are walked through at this many first checkpoints, and later at each checkpoint whose number is a power
-of two."""
+"""A sample is taken at this many first checkpoints of a session, and later at each checkpoint whose number, counted
+from 1, is a power of two."""
 _INT64_LIMIT = 2**63
 
 
 class ModuleNumbers:
-    """The numbers of one session's model. Names that begin with an underscore are private to modules and left out
-    (torchmetrics keeps counters in such attributes)."""
+    """The numbers of one session's model. Attributes whose names begin with an underscore are left out, because they
+    are private to their module (torchmetrics keeps counters in such attributes)."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._n_checkpoints = self._n_samples = 0
+        self._n_checkpoints = 0
+        self._n_samples = 0
+        """How many samples were taken, counted from the first one at which any number differed from the sample before;
+        that sample is included."""
         self._last = {name: home[key] for name, home, key in _numbers(model)}
+        """Name -> value at the last sample. The constructor takes the first one."""
         self._changes: dict[str, int] = {}
-        """Name -> at how many samples the number differed from the sample before. Samples are counted from the first
-        one at which any number differed."""
+        """Name -> at how many samples the number differed from the sample before."""
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
+        """Name -> the dict and the key of each number in ``_changes``."""
 
     def now(self) -> dict[str, int]:
-        """Return the values of the numbers that change, by ``module.attribute``. To be called at each checkpoint."""
+        """Return the values of the numbers that changed at more than half of the samples: ``module.attribute`` ->
+        value. To be called at each checkpoint."""
         self._n_checkpoints += 1
         n = self._n_checkpoints
         if n <= _FIRST_CHECKPOINTS or n & (n - 1) == 0:
@@ -59,21 +65,22 @@ class ModuleNumbers:
 
     def compare(self, saved: Mapping[str, int], step: int) -> None:
         """Warn about numbers that differ from those of the checkpoint of ``step``. To be called before the first
-        training forward of a resume."""
+        training forward after a resume. ``saved``: name -> value."""
         now = {name: home[key] for name, home, key in _numbers(self._model) if name in saved}
         other = [f"{name} is {value} and was {saved[name]}" for name, value in now.items() if value != saved[name]]
         if other:
             log.warning(
                 "lightck: The numbers that modules keep as plain attributes are not restored, and at the first "
-                "training forward after the resume some are not what they were at step %d: %s. If the "
-                "training depends on one, make it a buffer (register_buffer), or set it from session.step. To "
-                "exclude one from this check, begin its name with an underscore",
+                "training forward after the resume some of them differ from step %d: %s. If the training depends on "
+                "such a number, make it a buffer (register_buffer), or set it from session.step. To exclude a number "
+                "from this check, begin its name with an underscore",
                 step,
                 listed(other),
             )
 
 
 def _numbers(model: nn.Module) -> Iterator[tuple[str, dict[str, object], str]]:
+    """Yield (``module.attribute``, dict, key) of each whole number that is a public attribute of a module."""
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
             if _is_number(value) and not key.startswith("_"):

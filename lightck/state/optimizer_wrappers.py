@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 from lightck.errors import UnsupportedError
 
 _DEPTH = 4
-"""How many objects without hooks are unwrapped in a row, each through its ``.optimizer``, and how many levels of
-containers inside an attribute are searched for tensors."""
+"""An object without hooks is unwrapped through its ``.optimizer`` only if it is inside fewer wrappers than this. And in
+an attribute, tensors are searched through this many levels of containers, the outermost included."""
 
 
 def followed(optimizers: Iterable[object]) -> tuple[Any, ...]:
-    """Return every optimizer to follow, a wrapper before the optimizers that it contains. Raises ``TypeError`` and
-    ``UnsupportedError``."""
+    """Return every optimizer to follow, a wrapper before the optimizers that it contains. Raises ``TypeError`` for an
+    object that is no optimizer with step hooks, and ``UnsupportedError`` for an optimizer that is not supported."""
     given = {id(o): o for o in optimizers}
     wrapped: set[int] = set().union(*(wrapped_ids(o) - {key} for key, o in given.items()))
     found = tuple({id(o): o for key, top in given.items() if key not in wrapped for o in _members(top, ())}.values())
@@ -34,7 +34,8 @@ def followed(optimizers: Iterable[object]) -> tuple[Any, ...]:
 
 
 def _members(optimizer: object, around: tuple[int, ...]) -> list[object]:
-    """Return this optimizer, if it is to be followed, and those inside it. ``around``: ids of its wrappers."""
+    """Return the optimizers to follow among this one and those inside it. ``around``: ids of its wrappers, the
+    outermost first. Raises ``TypeError`` for an object that is no optimizer with step hooks."""
     inner = [] if id(optimizer) in around else inner_of(optimizer)
     if not inner and not has_hooks(optimizer) and hasattr(optimizer, "optimizer") and len(around) < _DEPTH:
         inner = [optimizer.optimizer]
@@ -61,7 +62,8 @@ def refuse_unsupported(optimizer: object) -> None:
 
 
 def inner_of(optimizer: object) -> list[object]:
-    """Return the optimizers that this one holds as an attribute, or in a list, tuple or dict that is an attribute."""
+    """Return the optimizers that ``optimizer`` holds as attributes, or in lists, tuples or dicts that are
+    attributes."""
     found: dict[int, object] = {}
     for value in _attributes(optimizer).values():
         many = list(value.values()) if isinstance(value, dict) else value
@@ -81,16 +83,18 @@ def _attributes(value: object) -> dict[str, object]:
 
 
 def has_hooks(optimizer: object) -> bool:
+    """Whether the object has torch's registries of step hooks."""
     return hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def _steps_with_hooks(optimizer: object) -> bool:
-    """Whether torch wrapped its ``step`` with hooks: not for a subclass that never calls ``super().__init__``."""
+    """Whether torch has wrapped the ``step`` of the optimizer's class so that it calls the step hooks. It has not for a
+    subclass that never calls ``super().__init__``."""
     return has_hooks(optimizer) and bool(getattr(getattr(type(optimizer), "step", None), "hooked", False))
 
 
 def has_own_state(optimizer: object) -> bool:
-    """Whether it keeps its state in a dict of its own, and not in the dict of an optimizer that it contains."""
+    """Whether the optimizer keeps its state in a dict of its own, and not in the dict of an optimizer inside it."""
     state = getattr(optimizer, "state", None)
     if not isinstance(state, Mapping) or not hasattr(optimizer, "param_groups"):
         return False
@@ -98,7 +102,7 @@ def has_own_state(optimizer: object) -> bool:
 
 
 def wrapped_ids(optimizer: object) -> set[int]:
-    """Return the ids of the optimizers that this one contains, at any depth."""
+    """Return the ids of the optimizers that ``optimizer`` contains, at any depth."""
     found: set[int] = set()
     todo = inner_of(optimizer)
     while todo:
@@ -114,18 +118,20 @@ class WrapperRole:
     """The role of one followed optimizer among wrappers. Numbers are indices in the list of followed optimizers."""
 
     outermost: int
-    """The outermost wrapper of this one, or itself."""
+    """Index of the outermost wrapper around this optimizer; its own index if no wrapper contains it."""
     root: int
-    """The optimizer whose step is an update of this one: itself, or its outermost wrapper that has hooks."""
+    """Index of the optimizer whose step is an update of this one: the outermost wrapper with hooks around it, or the
+    optimizer itself."""
     wraps: bool
+    """Whether it contains another followed optimizer."""
     is_wrapped: bool
-    steps: bool
-    """Whether its steps are updates. The steps of an optimizer that has another one as its root are not, and neither
-    are those of a wrapper without hooks."""
+    makes_updates: bool
+    """Whether a step of this optimizer is an update. It is not if the root is another optimizer, or if this is a
+    wrapper without hooks."""
 
 
 def wrapper_roles(optimizers: Sequence[object]) -> list[WrapperRole]:
-    """Return the role of each optimizer."""
+    """Return the role of each of these optimizers, which are all that are followed."""
     positions = {id(o): i for i, o in enumerate(optimizers)}
     wrapped = [[positions[key] for key in wrapped_ids(o) - {id(o)} if key in positions] for o in optimizers]
     hooked = list(map(_steps_with_hooks, optimizers))
@@ -141,8 +147,8 @@ def wrapper_roles(optimizers: Sequence[object]) -> list[WrapperRole]:
 
 
 def unsaved_tensors(optimizer: object, known: Collection[int]) -> list[str]:
-    """Return attributes that hold tensors outside ``state`` and ``param_groups``, which nothing saves. ``known``: ids
-    of tensors that are saved elsewhere."""
+    """Return the names of the attributes with tensors that nothing saves: tensors that are not in ``state``,
+    ``param_groups`` or ``defaults``, and whose ids are not in ``known``."""
     saved = {"state", "param_groups", "defaults"}
     own = set(known) | {id(t) for part in saved for t in _tensors_in(getattr(optimizer, part, None), 5)}
     attributes = {k: v for k, v in _attributes(optimizer).items() if k not in saved and not _is_optimizer(v)}
@@ -150,6 +156,7 @@ def unsaved_tensors(optimizer: object, known: Collection[int]) -> list[str]:
 
 
 def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, through ``depth`` levels of lists, tuples and mappings."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple, Mapping)):
@@ -158,29 +165,32 @@ def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 
 class ScalerWatch:
-    """Detects updates that GradScalers among the objects of ``state`` skip. It is asked at each event that may be a
-    boundary. With an unfused optimizer, a scaler that skips an update calls no step, and only its own state changes."""
+    """Detects updates that GradScalers among the objects of ``state`` skip. A scaler that skips an update of an unfused
+    optimizer does not call ``step``: only the state of the scaler changes. The session calls ``skipped`` at each event
+    that may be a boundary."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects = objects
         self._seen: tuple[tuple[float, int], ...] | None = None
-        self._stepped = False
+        """Scale and growth tracker of each enabled scaler at the last call of ``skipped``."""
+        self._has_stepped = False
+        """Whether an optimizer has made a step since the last call of ``skipped``."""
         self.skipped()
 
     def stepped(self) -> None:
         """Record that an optimizer made a step."""
-        self._stepped = True
+        self._has_stepped = True
 
     def skipped(self) -> bool:
         """Whether, since the last call, a scaler was updated and no optimizer made a step."""
         if not self._objects:
-            self._stepped = False
+            self._has_stepped = False
             return False
         scalers = enabled_scalers(self._objects).values()
         seen = tuple((float(scaler.get_scale()), int(scaler._get_growth_tracker())) for scaler in scalers)
-        stepped, self._stepped = self._stepped, False
+        has_stepped, self._has_stepped = self._has_stepped, False
         has_changed, self._seen = seen != self._seen, seen
-        return has_changed and not stepped and bool(seen)
+        return has_changed and not has_stepped and bool(seen)
 
 
 def enabled_scalers(objects: Mapping[str, object]) -> dict[str, torch.amp.GradScaler]:

@@ -1,13 +1,13 @@
 """Predicts, before an optimizer's first step, which state it will have, so that the pool can be laid out at attach.
 
-A scratch instance of the optimizer's class makes one step on tiny stand-ins. Each kind of parameter (dtype, number of
-dimensions, options of its group) has one stand-in, a tensor whose sizes are different primes. The shapes of the state
-that appears are then read as functions of the parameter's shape. User hooks do not run, and random states are
-preserved. If anything fails the result is None, and the pool is laid out at the first boundary instead.
+A scratch instance of the optimizer's class makes one step on tiny stand-ins. Each kind of parameter (group, number of
+dimensions, dtype, device) has one stand-in, a tensor whose sizes are different primes. So each size of a state tensor
+shows from which size of the parameter it follows. User hooks do not run, and random states are preserved. If anything
+fails, ``predict`` returns None, and the pool is laid out at the first boundary instead.
 
 Only torch's own optimizers are run in this way. The constructor or the step of another class may do more than create
-state (change a counter of the class, a buffer that its groups share, a file, make a collective call). That would change
-the training, and could not be undone. For other classes the result is None.
+state (change a counter of the class or a buffer that its groups share, write a file, make a collective call). Such a
+side effect would change the training, and could not be undone. For another class ``predict`` returns None.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from lightck.state.storable import dtype_name
 
 log = logging.getLogger("lightck")
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
+"""The sizes of a stand-in of n dimensions are the first n of these."""
 
 _SizeRule = tuple[str, int]
-"""How one size of a state tensor follows from its parameter: dimension i of it, its numel, or a constant size."""
+"""How one size of a state tensor follows from its parameter: ("dim", i) is the parameter's size in dimension i,
+("numel", 0) its number of elements, ("size", n) the constant n."""
 _StateRule = tuple[torch.dtype, torch.device, tuple[_SizeRule, ...]]
 """Dtype and device of one state tensor, and a rule for each of its sizes."""
 
@@ -41,7 +43,8 @@ def predict(view: OptimizerView) -> list[Entry] | None:
             return list(_predict(view))
     except Exception as err:
         log.info(
-            "lightck: the size of the state of %s is not known before its first update (%s); the pool is created then",
+            "lightck: the size of the state of %s is not known before its first update (%s), so the pool is created "
+            "when the first checkpoint closes",
             view.class_name,
             err,
         )
@@ -49,6 +52,7 @@ def predict(view: OptimizerView) -> list[Entry] | None:
 
 
 def _predict(view: OptimizerView) -> Iterator[Entry]:
+    """Yield the entries. Raises ``ValueError`` with the reason if they cannot be predicted."""
     if view.wraps:
         raise ValueError("it wraps another optimizer")
     foreign = _foreign_code(type(view.optimizer))
@@ -66,7 +70,8 @@ def _predict(view: OptimizerView) -> Iterator[Entry]:
 
 
 def _foreign_code(kind: type) -> str | None:
-    """Return the name of the first class or method of an optimizer's class that is not torch's, or None."""
+    """Return the name of the first class or method, among an optimizer's class and its bases, that is not torch's own
+    code; None if all of it is torch's own."""
     for one in kind.__mro__[:-1]:
         if not _is_torch_module(one.__module__):
             return one.__qualname__
@@ -80,15 +85,19 @@ def _foreign_code(kind: type) -> str | None:
 
 
 def _is_torch_module(module: str) -> bool:
-    """Whether a module is part of torch; ``typing_extensions`` counts, because torch marks deprecated methods by it."""
+    """Whether a module is part of torch. ``typing_extensions`` counts, because torch marks deprecated methods with
+    it."""
     return module.partition(".")[0] in ("torch", "typing_extensions")
 
 
 def _kind(group: int, p: torch.Tensor) -> tuple[object, ...]:
+    """Return what a parameter has in common with its stand-in. ``group``: the index of the parameter's group."""
     return group, p.dim(), p.dtype, p.device
 
 
 def _stand_ins(view: OptimizerView) -> tuple[list[dict[str, object]], dict[tuple[object, ...], torch.Tensor]]:
+    """Return groups of stand-ins with the options of the optimizer's groups, and kind -> stand-in. Raises
+    ``ValueError`` for a parameter with more dimensions than ``_PRIMES`` has items."""
     groups, by_kind = [], {}
     for g, group in enumerate(view.optimizer.param_groups):
         mine = {_kind(g, p): p for p in group["params"]}
@@ -105,7 +114,7 @@ def _stand_ins(view: OptimizerView) -> tuple[list[dict[str, object]], dict[tuple
 
 def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Call ``step`` without torch's global hooks, which belong to the user. Each ``step`` in the chain of
-    ``super().step()`` runs them, so they are removed and added again afterwards."""
+    ``super().step()`` runs these hooks, so they are removed before the call and added again after it."""
     module = sys.modules[torch.optim.Optimizer.__module__]
     registries = [getattr(module, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
     held = [dict(registry) for registry in registries]
@@ -121,6 +130,8 @@ def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rules(p: torch.Tensor, state: dict[object, object]) -> dict[object, _StateRule]:
+    """Return key -> rule for each tensor in the state of a stand-in. Raises ``ValueError`` for a container with items,
+    and for a size that does not follow from the shape of the stand-in."""
     rules = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -141,6 +152,7 @@ def _size_rule(p: torch.Tensor, size: int) -> _SizeRule:
 
 
 def _size(p: torch.Tensor, kind: str, n: int) -> int:
+    """Return the size that the rule (``kind``, ``n``) gives for the parameter ``p``."""
     if kind == "dim":
         return int(p.shape[n])
     return p.numel() if kind == "numel" else n
@@ -151,7 +163,7 @@ def _entry(
 ) -> Entry:
     shape = tuple(_size(p, kind, n) for kind, n in dims)
     # State of the parameter's shape gets the parameter's strides too, because torch creates it with preserve_format.
-    # Where this is wrong, the state gets a new extent at its first checkpoint.
+    # If the state has other strides, it gets a new extent at its first checkpoint.
     stride = tuple(p.stride()) if shape == tuple(p.shape) and _is_dense(p) else contiguous_stride(shape)
     nbytes = dtype.itemsize
     for size in shape:
@@ -160,7 +172,7 @@ def _entry(
 
 
 def _is_dense(p: torch.Tensor) -> bool:
-    """Whether a parameter's memory is dense. For a parameter on a device this is assumed."""
+    """Whether a parameter's memory is dense. Every parameter on a device is assumed to be dense."""
     from lightck.state.inventory import is_plain
 
     return p.device.type != "cpu" or is_plain(p)

@@ -1,4 +1,4 @@
-"""Trainings of several processes: only rank 0 may be attached, and its pool holds only its own state."""
+"""Trainings of several processes: only rank 0 may be attached, and the pool holds only the state of rank 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger("lightck")
 
 
 def rank_and_world_size() -> tuple[int, int] | None:
-    """Return rank and number of ranks if this process is one of several in a process group, else None."""
+    """Return the rank of this process and the number of ranks, if that number is at least 2; else None."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None
@@ -29,13 +29,13 @@ def check_rank() -> bool:
     if rank:
         raise UnsupportedError(
             f"This process is rank {rank} of {n_ranks}. lightck saves single processes: ranks with one pool each could "
-            "resume at different steps after a kill. Attach on rank 0 only, and give the other ranks its model and "
-            "optimizer at the start (`lightck docs ranks` shows how)."
+            "resume at different steps after a kill. Attach on rank 0 only, and give the other ranks the model and "
+            "optimizer of rank 0 at the start (`lightck docs ranks` shows how)."
         )
     log.warning(
-        "lightck: this process is rank 0 of %d, and the pool holds only its own state. At the start, give the other "
-        "ranks its model and optimizer; their random states and the positions of their loaders are not restored "
-        "(see `lightck docs ranks`)",
+        "lightck: this process is rank 0 of %d, and the pool holds only the state of rank 0. At the start, give "
+        "the other ranks the model and optimizer of rank 0. The random states of the other ranks, and the positions of "
+        "their loaders, are not restored (see `lightck docs ranks`)",
         n_ranks,
     )
     return True

@@ -1,8 +1,9 @@
 """The random state of a process: python, numpy's global generator, torch on the CPU and on every CUDA device in use.
 
 ``capture`` runs at every step, so it takes raw bytes where it can (``generator_memory.py``) and converts nothing.
-``to_value`` and ``packed`` make the state storable, and ``from_value`` checks stored values before it passes any to a
-generator. Generators that a program creates itself (``torch.Generator``, ``numpy.random.Generator``) are not included.
+``to_value`` and ``packed`` make the state storable. ``from_value`` checks stored values, so that no global generator
+receives a malformed one. Generators that a program creates itself (``torch.Generator``, ``numpy.random.Generator``) are
+not included.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from lightck.state.generator_memory import WORDS, Twister, numpy_twister, python
 
 log = logging.getLogger("lightck")
 _PYTHON_VERSION = 3
+"""The version number in what ``random.getstate()`` returns. It is not stored."""
 _PYTHON_WORDS = struct.Struct("<625I")
 _PYTHON_POSITION = struct.Struct("<I")
 _NUMPY_KEY_DTYPE = np.dtype(np.uint32).str
 _MAX_CUDA_BYTES = 4096
 _MAX_CUDA_DEVICES = 1024
-# numpy's setters do not check these positions, and with a wrong one the generator reads beyond its buffer.
+"""Limits of a stored state: bytes for one CUDA device, and number of CUDA devices. A larger state counts as damaged."""
+# Bit generator -> the key of its position and the largest valid position; None for a bit generator without a position.
+# numpy's setters do not check a position, and with a wrong one the generator reads beyond its buffer.
 _NUMPY_POSITIONS = {
     "MT19937": ("pos", 624),
     "Philox": ("buffer_pos", 4),
@@ -83,12 +87,12 @@ class RngState:
         }
 
     def restore(self) -> None:
-        """Set every generator. States of devices that this machine does not have are skipped.
+        """Set every global generator to this state. States of devices that this machine does not have are skipped.
 
         Raises:
             CorruptPoolError: a device refuses its state.
         """
-        # CUDA is first, because only CUDA can still refuse its state, and then nothing else has changed.
+        # CUDA is first, because only a CUDA device can still refuse its state. No CPU generator has changed then.
         _restore_cuda(self.cuda)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
@@ -104,8 +108,8 @@ class RngState:
         }
 
     def packed(self) -> bytes:
-        """Return what ``values.pack`` makes of `to_value`, in a few calls instead of one for each part: this runs at
-        every checkpoint."""
+        """Return the same bytes as ``values.pack`` for the result of ``to_value``. This takes a few calls instead of
+        one for each part, because it runs at every checkpoint."""
         numpy = self._numpy
         if not isinstance(numpy, Twister):
             return values.pack(self.to_value(), path="rng")
@@ -125,7 +129,7 @@ class RngState:
         )
 
     def _python_value(self) -> list[object]:
-        """The words with the position, as bytes, and the normal number that the next draw returns, or None."""
+        """Return the words and the position, as bytes, and the cached normal number or None."""
         state = self._python
         if isinstance(state, Twister):
             return [_python_bytes(state), state.gauss]
@@ -133,7 +137,7 @@ class RngState:
 
     @classmethod
     def from_value(cls, value: object) -> RngState:
-        """Read what `to_value` returned.
+        """Return the state that `to_value` encoded as ``value``.
 
         Raises:
             CorruptPoolError: the value is malformed, or a generator would refuse it.
@@ -167,7 +171,8 @@ def _python_bytes(state: Twister) -> bytes:
 
 @contextmanager
 def preserved() -> Iterator[RngState]:
-    """Restore all global generators at the end, also after an exception. Yields the state that will be restored."""
+    """A block at whose end all global generators are restored, also after an exception. Yields the state that will be
+    restored."""
     before = capture()
     try:
         yield before
@@ -188,7 +193,7 @@ def _restore_cuda(states: tuple[tuple[int, Tensor], ...]) -> None:
     for index, state in states:
         if index < count:
             try:
-                torch.cuda.set_rng_state(state, index)  # queued by torch where CUDA was not used yet
+                torch.cuda.set_rng_state(state, index)  # torch queues the call if CUDA was not used yet
             except RuntimeError as error:
                 raise _corrupt(f"CUDA device {index} refuses its part ({error})") from error
 
@@ -265,7 +270,7 @@ def _read_cuda(value: object) -> tuple[tuple[int, Tensor], ...]:
 
 def _as_tensor(value: object) -> Tensor:
     if type(value) is not bytes or not value:
-        raise _corrupt("a generator's state is no bytes")
+        raise _corrupt("a generator's state is empty, or is no bytes")
     return torch.frombuffer(bytearray(value), dtype=torch.uint8).clone()
 
 
@@ -273,10 +278,11 @@ def _as_tensor(value: object) -> Tensor:
 
 _function: object = getattr(torch.random.fork_rng, "__wrapped__", None)
 _shared_by_blocks: tuple[object, ...] = (_function, getattr(_function, "__code__", None))
-"""Each open ``fork_rng`` block holds references to these two."""
+"""The undecorated function ``fork_rng`` and its code object. Each open ``fork_rng`` block holds references to them."""
 
 
 def _references() -> int:
+    """Return the number of references to the two objects together."""
     return sum(map(sys.getrefcount, _shared_by_blocks))
 
 
@@ -284,10 +290,10 @@ class ForkWatch:
     """Detects updates inside ``torch.random.fork_rng()``, which discards the random state at its end.
 
     When a forward closes a checkpoint, the loop has already drawn for the next batch. So the checkpoint holds the
-    random state that was read right after the update. If the update was inside such a block, the loop goes on with
-    another random state, which the checkpoint does not hold. An open block is a suspended call of the Python generator
-    function ``fork_rng``, and refers to that function and its code. So their reference counts, which are cheap to read,
-    show whether a block is open.
+    random state that was read right after the update. If the update was inside a ``fork_rng`` block, the loop goes on
+    with another random state, which the checkpoint does not hold. An open block is a suspended call of the Python
+    generator function ``fork_rng``, and refers to the function and its code. So the reference counts of the function
+    and its code, which are cheap to read, show whether a block is open.
 
     Create it at attach: a block that is open then surrounds the whole training, and is harmless.
     """
@@ -298,11 +304,12 @@ class ForkWatch:
         self._is_reported = False
 
     def updated(self) -> None:
+        """Record whether the update that has just ended was inside a ``fork_rng`` block."""
         self._is_inside_fork = _references() > self._at_attach
 
     def warn_if_forked(self) -> None:
         """Warn once if the last update was made inside a ``fork_rng`` block. To be called when a forward or the next
-        update closes the checkpoint, which then holds the random state of right after its update."""
+        update closes the checkpoint of that update. Such a checkpoint holds the random state right after the update."""
         if self._is_inside_fork and not self._is_reported:
             self._is_reported = True
             log.warning(

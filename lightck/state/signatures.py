@@ -1,11 +1,12 @@
 """Signatures of tensors: whether a tensor is the same one, in the same memory, without reading its bytes.
 
 These checks run at every step, so loops over many tensors run in C. Values are compared one at a time and not
-collected in a list first, because that many new objects would trigger the garbage collector.
+collected in a list first, because a list of so many new objects would trigger the garbage collector.
 
-Finding and naming every tensor again takes microseconds for each, and usually no tensor appears or disappears for
+To find and name all tensors again takes microseconds for each tensor, and usually no tensor appears or disappears for
 thousands of steps. So a ``TensorList`` keeps the tensors that one boundary found, and the next boundary checks whether
-they are all the same. Invariant: if anything differs, ``is_unchanged`` returns False, and all tensors are named again.
+all tensors are still the same. Invariant: if anything differs, ``is_unchanged`` returns False, and all tensors are
+named again.
 """
 
 from __future__ import annotations
@@ -23,27 +24,28 @@ _shape, _dtype, _version = attrgetter("shape"), attrgetter("dtype"), attrgetter(
 
 
 def all_same(now: Iterable[object], before: Sequence[object]) -> bool:
-    """Whether these are the same objects. Both have to be of the same length."""
+    """Whether ``now`` and ``before`` hold the same objects in the same order. They must have the same length."""
     return all(map(is_, now, before))
 
 
 def all_equal(now: Iterable[object], before: Sequence[object]) -> bool:
-    """Whether these are equal values. Both have to be of the same length."""
+    """Whether ``now`` and ``before`` hold equal values in the same order. They must have the same length."""
     return all(map(eq, now, before))
 
 
 def version_counter_of(tensor: torch.Tensor) -> int:
-    """Return torch's count of in-place writes to a tensor; 0 for one made under ``inference_mode``, whose writes torch
-    does not count."""
+    """Return torch's count of in-place writes to a tensor; 0 for a tensor made under ``inference_mode``, because torch
+    does not count writes to it."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 MemoryLayout = tuple[int, torch.Size, tuple[int, ...], torch.dtype, bool, bool]
+"""See ``memory_layout_of``."""
 
 
 def memory_layout_of(tensor: torch.Tensor) -> MemoryLayout:
-    """Return where the bytes of a tensor begin and how they are interpreted: shape, stride, dtype, conjugated, negated.
-    Assigning ``.data`` can change any of these on the same object."""
+    """Return where the bytes of a tensor begin (address) and how they are interpreted (shape, strides, dtype, whether
+    conjugated, whether negated). An assignment to ``.data`` can change any of these on the same object."""
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
@@ -51,8 +53,8 @@ class MemoryLayouts:
     """The memory layouts of tensors, to compare later. The constructor raises what ``data_ptr`` raises for a tensor
     without memory.
 
-    Only complex tensors are asked whether they are conjugated or negated. A real tensor is negated only as a
-    view of a complex one (``x.conj().imag``). Such a view is never dense, so it is copied at each checkpoint anyway.
+    Conjugation and negation are checked for complex tensors only. A real tensor is negated only as a view of a complex
+    one (``x.conj().imag``). Such a view is never dense, so it is copied at each checkpoint anyway.
     """
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -92,19 +94,20 @@ class VersionCounters:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._of: Callable[[torch.Tensor], int] = _version
+        self._counter_of: Callable[[torch.Tensor], int] = _version
         try:
-            self.counters = list(map(self._of, tensors))
-        except RuntimeError:  # an inference tensor has none; checking each one first would take time at every step
-            self._of = version_counter_of
-            self.counters = list(map(self._of, tensors))
+            self.counters = list(map(self._counter_of, tensors))
+        except RuntimeError:  # an inference tensor has no counter; to check each tensor for it takes time at every step
+            self._counter_of = version_counter_of
+            self.counters = list(map(self._counter_of, tensors))
 
     def are_unchanged(self) -> bool:
-        return all_equal(map(self._of, self._tensors), self.counters)
+        return all_equal(map(self._counter_of, self._tensors), self.counters)
 
     def changed(self) -> set[int]:
         """Return the indices of the tensors whose version counter changed."""
-        return {i for i, has_changed in enumerate(map(ne, map(self._of, self._tensors), self.counters)) if has_changed}
+        now = map(self._counter_of, self._tensors)
+        return {i for i, has_changed in enumerate(map(ne, now, self.counters)) if has_changed}
 
 
 class Registrations:
@@ -127,8 +130,8 @@ _UNREADABLE = (KeyError, TypeError, RuntimeError, NotImplementedError, ValueErro
 
 
 class TensorList:
-    """The tensors as one boundary found them: identity, address, shape, stride, dtype and ``requires_grad`` of each,
-    and which places were empty. Made by ``tensor_list_of``."""
+    """The tensors as one boundary found them: identity, address, shape, strides, dtype and ``requires_grad`` of each,
+    and which places of parameters and buffers held None. Made by ``tensor_list_of``."""
 
     def __init__(
         self, lives: list[Live], vacant: Sequence[tuple[dict[str, object], str]], views: Sequence[OptimizerView]
@@ -142,12 +145,12 @@ class TensorList:
         self._params = [live.tensor for live in lives if live.role == "param"]
         self._requires_grad_flags = list(map(_requires_grad, self._params))
         self._storages = list(map(storage_of, self._layouts.tensors)) if any(live.is_frozen for live in lives) else None
-        """None if no tensor is frozen. Whether a tensor is frozen depends on the storage of the other tensors too: see
-        ``inventory._unfreeze_shared``."""
+        """The address of each tensor's storage; None if no tensor is frozen. Whether a tensor is frozen depends on the
+        storages of the other tensors too: see ``inventory._unfreeze_shared``."""
         self._states = [_StateSignature(view) for view in views]
         self.with_values = {signature.view.index: signature.with_values for signature in self._states}
-        """Index of the optimizer view -> parameters whose state is not only tensors, and has to be read at every
-        boundary."""
+        """Index of the optimizer view -> name and tensor of each parameter whose state is not only tensors. Such state
+        has to be read at every boundary."""
 
     def is_unchanged(self) -> bool:
         """Whether finding and naming all tensors again would give the same list."""
@@ -176,7 +179,8 @@ def tensor_list_of(
 
 
 class _StateSignature:
-    """For which parameters an optimizer holds state, and in which dicts, to compare later."""
+    """For which parameters an optimizer holds state, in which dicts, and how many items each dict has, to compare
+    later. ``with_values``: name and tensor of each parameter whose state is not only direct tensors."""
 
     def __init__(self, view: OptimizerView) -> None:
         self.view = view
@@ -200,10 +204,12 @@ class _StateSignature:
 
 
 def _only_tensors(home: object) -> bool:
+    """Whether the state of one parameter is a dict that is not empty and holds direct tensors only (``is_direct``)."""
     return isinstance(home, dict) and 0 < len(home) == _n_direct(home)
 
 
 def _n_direct(home: object) -> int:
+    """Return how many direct tensors the state of one parameter holds; -1 if the state is no dict."""
     return sum(is_direct(key, value) for key, value in home.items()) if isinstance(home, dict) else -1
 
 
@@ -216,8 +222,9 @@ class ClosedStep:
     """How many iterations of the loop have ended, those without an update included."""
     lives: list[Live]
     state: bytes
+    """The small state, packed."""
     copied_at_boundary: frozenset[str] = frozenset()
     """Names of tensors that must not be left to background copies."""
     tensor_list: TensorList | None = None
-    """The list whose tensors are the first ones of ``lives``. If it is the list of an earlier checkpoint, these are the
-    same tensors in the same memory as then; their bytes may differ."""
+    """The list whose tensors are the first items of ``lives``. If an earlier checkpoint had the same list, these
+    tensors are the same and lie in the same memory as at that checkpoint. Their bytes may differ."""

@@ -1,8 +1,8 @@
 """Packs the parts of the small state, and packs again only those that changed since the last checkpoint.
 
 Most parts stay the same from checkpoint to checkpoint: the names of parameters, the options of optimizers, the record
-of what the script built. To see that a part is unchanged takes one call in C, or none if it is the same object as
-before and of a type whose values never change. The result is the same as that of ``values.pack`` for a dict.
+of what the script built. To see that a part is unchanged takes one call in C. It takes no call if the part is the same
+object as before and of a type whose values never change. The packed bytes are the same as those of ``values.pack``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class StatePacker:
     """Packs one dict at many checkpoints. Its keys are strings."""
 
     def __init__(self, path: str = "", *, never_mutated: Collection[str] = ()) -> None:
-        """``path``: where the dict lies, for errors. ``never_mutated``: keys whose values are never changed in place: a
-        changed value is always another object."""
+        """``path``: where the dict lies, for errors. ``never_mutated``: keys whose values are never changed in place,
+        so that the same object always has the same content."""
         self._path = path
         self._never_mutated = frozenset(never_mutated)
         self._parts: dict[str, _Part] = {}
 
     def pack(self, parts: Mapping[str, object]) -> bytes:
-        """As ``values.pack`` for this dict."""
+        """Return the same bytes as ``values.pack`` for this dict. A value of type ``Packed`` is stored as its bytes."""
         known, pieces = self._parts, []
         for key, value in parts.items():
             part = known.get(key)
@@ -43,7 +43,7 @@ class StatePacker:
 
 
 class _Part:
-    """One item of the dict, as it was packed last."""
+    """One item of the dict, in the form in which it was last packed."""
 
     __slots__ = ("_cache", "_data", "_is_never_mutated", "_path", "_value", "prefix")
 
@@ -51,10 +51,12 @@ class _Part:
         self.prefix = pair_prefix(key)
         self._path, self._is_never_mutated = path, is_never_mutated
         self._cache = CachedPacker()
-        self._value: object = self  # equal to no value that is ever packed
+        self._value: object = self
+        """The value whose packed form is ``_data``; this ``_Part`` itself, which is never packed, if there is none."""
         self._data = b""
 
     def pack(self, value: object) -> bytes:
+        """Return the packed value."""
         is_fixed = self._is_never_mutated or type(value) in _IMMUTABLE_TYPES
         if is_fixed and value is self._value:
             return self._data
@@ -68,14 +70,15 @@ class CachedPacker:
 
     def __init__(self) -> None:
         self._last: tuple[bytes | None, bytes] = None, b""
-        """The value's fast encoding and its packed form, assigned together so that a signal handler never sees only
-        one."""
+        """The fast encoding of the last value (None: there was no value) and its packed form. The two are assigned
+        together, so that a signal handler never sees the one without the other."""
 
     def pack(self, value: object, *, path: str, large: Callable[[str, torch.Tensor], None] | None = None) -> bytes:
-        """As ``values.pack``, with one difference: if an equal ``bytearray`` or ``memoryview`` has replaced a ``bytes``
-        value, the value counts as unchanged, although ``values.pack`` raises ``StateValueError`` for these types."""
+        """Return the same bytes as ``values.pack``, with one difference: if an equal ``bytearray`` or ``memoryview``
+        has replaced a ``bytes`` value, the value counts as unchanged, although ``values.pack`` raises
+        ``StateValueError`` for these types."""
         try:
-            # Exact in types, order and bits. Types that need an extension are refused, except tuple.
+            # The fast encoding keeps types, order and bits. It refuses types that need an extension, except tuple.
             now = _tuple_packer.pack(value)
         except (TypeError, ValueError, OverflowError, RecursionError):
             return values.pack(value, path=path, large=large)
@@ -113,23 +116,23 @@ def pack_plain(value: object) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A value that is packed already. It is stored as it is."""
+    """A value that is packed already: ``data`` is stored unchanged."""
 
     data: bytes
 
 
 def pair_prefix(key: str) -> bytes:
-    """The bytes before the value of this key in a packed dict (see ``join_dict``)."""
+    """Return the bytes before the value of this key in a packed dict (see ``join_dict``)."""
     return values.PAIR + values.pack(key, path="")
 
 
 def join_dict(count: int, pieces: Iterable[bytes]) -> bytes:
-    """Join packed items to a packed dict of ``count`` items. ``pieces``: for each item, the ``pair_prefix`` of its key
-    and then its packed value."""
+    """Join packed items, and return a packed dict of ``count`` items. ``pieces``: for each item, the ``pair_prefix`` of
+    its key and then its packed value."""
     payload = b"".join((_plain_packer.pack_array_header(count), *pieces))
     return cast("bytes", _plain_packer.pack_ext_type(values.DICT, payload))
 
 
 def join_list(items: Sequence[bytes]) -> bytes:
-    """Join packed items to a packed list."""
+    """Join packed items, and return a packed list."""
     return b"".join((_plain_packer.pack_array_header(len(items)), *items))

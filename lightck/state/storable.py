@@ -1,4 +1,5 @@
-"""What can be saved: plain tensors, which are completely described by their bytes. Other tensors are refused by name.
+"""What can be saved: plain tensors, which their dtype, shape and bytes describe completely. For any other tensor an
+error with its name is raised.
 
 ``refuse_unstorable`` checks one tensor. ``refuse_hidden_state`` checks modules: what a module writes into its
 ``state_dict`` beside parameters, buffers and extra state would silently be lost. ``check_objects`` checks the objects
@@ -34,7 +35,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Return the dtype of a name of `dtype_name`. Raises ``ValueError`` if this torch has no such dtype."""
+    """Return the dtype whose name `dtype_name` returns. Raises ``ValueError`` if this torch has no such dtype."""
     try:
         return DTYPES[name]
     except (KeyError, TypeError):
@@ -45,7 +46,8 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 _PLAIN_TENSORS = frozenset((torch.Tensor, nn.Parameter))
-"""Types that are neither lazy nor wrappers. The check of other types takes longer than all other checks here."""
+"""Types that are neither lazy nor wrappers. For any other type ``_reason_by_type`` is called, which takes longer than
+all other checks of a tensor."""
 
 _KEEP_OUT = "or keep it out of what is saved (a buffer with persistent=False) and create it again in each run"
 
@@ -146,9 +148,9 @@ def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str
         if hidden:
             raise StateValueError(
                 f"The module {prefix.rstrip('.') or 'at the root'} ({type(module).__name__}) keeps "
-                f"{', '.join(hidden[:3])} outside of its parameters and buffers, and writes it in its own "
-                "_save_to_state_dict. lightck saves parameters, buffers and extra state only, so it would be lost. "
-                "Register it as a buffer, or implement get_extra_state() and set_extra_state()."
+                f"state ({', '.join(hidden[:3])}) outside of its parameters and buffers, and writes it in its own "
+                "_save_to_state_dict. lightck saves parameters, buffers and extra state only, so this state would be "
+                "lost. Register it as a buffer, or implement get_extra_state() and set_extra_state()."
             )
 
 
@@ -156,26 +158,29 @@ def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str
 
 NUMPY_CODES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
 NUMPY_SCALARS: dict[type, str] = {np.dtype(code).type: np.dtype(code).str for code in NUMPY_CODES}
+"""Type of a numpy scalar -> the name of its dtype, with its byte order."""
 PLAIN = frozenset((type(None), bool, float, bytes))
 """Types of the small state that MessagePack encodes as they are. (``int`` and ``str`` are checked first.)"""
 _SCALARS = frozenset((*PLAIN, int, str, *NUMPY_SCALARS))
 _CONTAINERS = frozenset((tuple, frozenset))
 COLLIDING_MAX = 100
+"""The largest number of keys that may have the same hash as an earlier key of the same dict or set."""
 INT_NBYTES_MAX = 1700
-"""Python converts no int of more than 4300 digits to text, and an error or a report may have to print one."""
+"""The largest int that is stored, in bytes. Python converts no int of more than 4300 digits to text, and an error or a
+report may have to print any int that is stored."""
 
 
 def is_key(value: object) -> bool:
-    """Whether a value can be a key: it is hashed by its value, and so is everything in it."""
+    """Whether a value can be a key of a dict or an item of a set: it, and everything in it, is hashed by value."""
     kind = type(value)
     return kind in _SCALARS or (kind in _CONTAINERS and all(map(is_key, value)))  # type: ignore[call-overload]
 
 
 def has_many_collisions(keys: Collection[object]) -> bool:
-    """Whether more hashes of keys collide than can happen by chance.
+    """Whether more than ``COLLIDING_MAX`` keys have the hash of an earlier key, which does not happen by chance.
 
-    Python's hash of numbers is public, so anybody can choose many different keys with one hash, and building a dict of
-    n of them takes O(n^2). To be called on untrusted keys before a dict is built.
+    Python's hash of numbers is public, so anybody can choose many different keys with one hash. A dict of n such keys
+    takes O(n^2) time to build. To be called on untrusted keys before a dict is built.
     """
     return len(keys) > COLLIDING_MAX and len(keys) - len(set(map(hash, keys))) > COLLIDING_MAX
 
@@ -193,8 +198,8 @@ def class_name_of(obj: object) -> str:
 def is_loader(obj: object) -> bool:
     """Whether an object in ``state`` yields batches, so that its position has to be read right after the update.
 
-    Torch's DataLoaders, samplers and iterable datasets do. So does any other iterable that is an iterator, or that has
-    a dataset or a batch size. An iterable without these, such as a history of losses, is no loader.
+    Torch's DataLoaders, samplers and iterable datasets are loaders. So is any other iterable that is an iterator, or
+    that has a dataset, a batch size or a batch sampler. Any other object, such as a history of losses, is no loader.
     """
     if isinstance(obj, (DataLoader, Sampler, IterableDataset)):
         return True
@@ -219,5 +224,5 @@ def check_objects(objects: Mapping[str, object]) -> None:
         if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
             raise StateValueError(
                 f"state[{name!r}] is of type {type(obj).__name__}, which has no state_dict() and load_state_dict(). "
-                "lightck saves and restores objects through these two. Pass an object that has them."
+                "lightck saves and restores objects through these two methods. Pass an object that has them."
             )

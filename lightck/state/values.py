@@ -1,9 +1,9 @@
 """The small state of a checkpoint as bytes: MessagePack and thirteen extension types (docs/format.md, "Small state").
 
-A packed value is unpacked with its exact types, order and float bits; a value for which this is impossible is refused,
-with its path, when it is packed. Unpacking does not trust its input: damage raises ``CorruptPoolError``, and no size is
-trusted before that many bytes are present. No code and no class is ever stored or looked up. Large tensors are stored
-elsewhere, and only their names are part of these bytes.
+``unpack`` returns a packed value with its exact types, order and float bits. ``pack`` refuses a value for which this is
+impossible, and its error names the path of the value. ``unpack`` does not trust its input: damage raises
+``CorruptPoolError``, and no size is trusted before that many bytes are present. No code and no class is ever stored or
+looked up. Large tensors are stored elsewhere, and only their names are part of these bytes.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ from lightck.state.storable import (
 T = TypeVar("T")
 STATE_VERSION = 1
 """Version of the set of parts that the small state consists of."""
+# Codes of the extension types.
 TUPLE, DICT, ORDERED_DICT, COUNTER, DEFAULT_DICT, SET, DEQUE = 1, 2, 3, 4, 5, 6, 7
 BIG_INT, ARRAY, SCALAR, TENSOR, LARGE_TENSOR, FROZENSET = 8, 9, 10, 11, 12, 13
 MAX_DEPTH = 32
 """Maximum nesting of containers, the outermost included."""
 MAX_DIMS = 64
+"""Maximum number of dimensions of an array or tensor that is unpacked."""
 _NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in NUMPY_CODES for order in "<>"}
 _SCALAR_DTYPES = {name: np.dtype(name) for name in NUMPY_SCALARS.values()}
 _LEAF = MAX_DEPTH + 1
-"""The depth that is passed to read a value that must not be a container: lists and extensions are refused there."""
+"""The depth that is passed to read a value that must not be a container. At this depth lists and extensions are
+refused."""
 _MANY = 16
 """A list of this many items or more is first tested for being all text, which saves time."""
 
@@ -60,16 +63,16 @@ def pack(
     large: Callable[[str, torch.Tensor], None] | None = None,
     large_nbytes: int = 4096,
 ) -> bytes:
-    """Encode one value.
+    """Encode one value, and return the bytes.
 
     Args:
         value: None, bool, int, float, str, bytes, list, tuple, dict, OrderedDict, Counter, defaultdict(None), set,
-            frozenset, deque, numpy arrays and scalars (bool, int, float, complex), strided torch tensors; exactly
-            these types, nested up to 32 deep.
+            frozenset, deque, numpy arrays and scalars (bool, int, float, complex), strided torch tensors. Subclasses
+            are refused. At most 32 containers may be nested, the outermost included.
         path: where the value lies, e.g. ``state/ema``; starts the paths in errors and the names of large tensors.
         large: called with (path, tensor) for each tensor of ``large_nbytes`` or more, in order; only the path is
-            stored. The tensor is the caller's own object, on its device and in its layout. Paths are unique: if the
-            keys of two tensors join to the same path, the second one ends with ``#2``, and so on.
+            stored. The tensor is the caller's own object, on its device and in its layout. Each call has another path:
+            if the keys of several tensors join to the same path, the second path ends with ``#2``, and so on.
 
     Raises:
         StateValueError: something cannot be stored; the message names its path and type.
@@ -83,11 +86,12 @@ class ConstantDict(dict[Any, object]):
 
     __slots__ = ("packed",)
     packed: bytes | None
+    """The packed form. The attribute is missing until the dict is packed."""
 
 
 class _Packer:
-    """Encodes values, innermost first. ``_path`` is the current path. It is joined only for errors and for names of
-    large tensors."""
+    """Encodes values, innermost first. ``_path``: the keys and indices that lead to the value that is being encoded.
+    They are joined only for errors and for names of large tensors. ``_names``: the names of large tensors so far."""
 
     __slots__ = ("_large", "_large_nbytes", "_msgpack", "_names", "_path", "_writer")
 
@@ -123,11 +127,13 @@ class _Packer:
         return cast("bytes", self._writer.pack_array_header(count))
 
     def refused(self, value: object, why: str) -> StateValueError:
+        """Return the error for a value at the current path that cannot be stored."""
         kind = type(value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         return StateValueError(
             f"{self.path()} is a {name} that cannot be stored: {why}. A checkpoint keeps plain data and never code or "
-            "classes: let state_dict() return numbers, strings, tensors, or lists and dicts of them, or leave it out."
+            "classes: let state_dict() return numbers, strings, tensors, or lists and dicts of them, or leave out this "
+            "value."
         )
 
     def path(self) -> str:
@@ -281,14 +287,16 @@ _ENCODE: dict[type, Callable[[_Packer, Any], bytes]] = {
 
 
 def unpack(data: bytes, *, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
-    """Decode what `pack` wrote; ``data`` is untrusted.
+    """Return the value that `pack` encoded; ``data`` is untrusted.
 
     Args:
         data: the bytes of exactly one value.
-        tensor: returns the large tensor of a name; raises LookupError if there is none. Its other errors pass through.
+        tensor: called with the name of a large tensor. Returns the tensor, or raises LookupError if the checkpoint has
+            no such tensor. Other errors pass through. None: a large tensor in ``data`` is damage.
 
     Raises:
-        CorruptPoolError: the bytes are no packed value, or name a large tensor that is missing, or one twice.
+        CorruptPoolError: the bytes are no packed value, name a large tensor that is missing, or name the same large
+            tensor twice.
     """
     reader = _Reader(bytes(data), tensor)
     value = reader.value(0)
@@ -311,7 +319,8 @@ def _corrupt(reason: str) -> CorruptPoolError:
 class _Reader:
     """A strict reader of one MessagePack value, because the msgpack library trusts the sizes in headers.
 
-    ``_end`` is the end of the extension that is being read; ``depth`` counts the containers around a value.
+    ``_end``: the position after the last byte of the extension that is being read, or of the data outside of
+    extensions. ``_seen``: the names of large tensors so far. ``depth``: the number of containers around a value.
     """
 
     __slots__ = ("_data", "_end", "_pos", "_seen", "_tensor")
@@ -324,6 +333,7 @@ class _Reader:
         self._seen: set[str] = set()
 
     def finish(self) -> None:
+        """Raise ``CorruptPoolError`` if bytes are left before ``_end``."""
         if self._pos != self._end:
             raise _corrupt(f"{self._end - self._pos} bytes too many")
 
@@ -377,6 +387,7 @@ class _Reader:
         return [self.value(depth + 1) for _ in range(count)]
 
     def _count(self) -> int:
+        """Read the header of a list, and return its number of items."""
         tag = self._take(1)[0]
         if 0x90 <= tag < 0xA0:
             return tag & 0x0F
@@ -397,7 +408,7 @@ class _Reader:
         self._end = outer
         return value
 
-    # Payloads of the extensions. An extension and the list in it count as one container, as in the packer.
+    # These methods read payloads of extensions. An extension and the list in it count as one container, as in _Packer.
 
     def sequence(self, depth: int) -> list[object]:
         return self._list(self._count(), depth)
@@ -427,10 +438,12 @@ class _Reader:
         return items
 
     def fields(self, count: int) -> None:
+        """Read the header of a list, which must have ``count`` items."""
         if self._count() != count:
             raise _corrupt("a payload has the wrong number of fields")
 
     def exactly(self, kind: type[T]) -> T:
+        """Return the next value, which must be of exactly this type and no container."""
         value = self.value(_LEAF)
         if type(value) is not kind or not isinstance(value, kind):
             raise _corrupt(f"a {type(value).__qualname__} stands where a {kind.__qualname__} belongs")

@@ -218,7 +218,7 @@ def test_refusals_name_path_and_type(name):
     with pytest.raises(StateValueError, match=r"^state/it/sub/1") as caught:
         values.pack({"sub": [0, value]}, path="state/it")
     assert expected in str(caught.value)
-    assert "leave it out" in str(caught.value)
+    assert "leave out this value" in str(caught.value)
 
 
 def test_many_strings_are_packed_in_the_format_of_few():

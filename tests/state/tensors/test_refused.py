@@ -89,7 +89,7 @@ def test_kind_is_refused_by_name(pool, kind, role):
         assert cure in message
     else:
         assert "subclass" in message
-        assert "leave it out" in message
+        assert "leave out this value" in message
     assert not pool.exists(), "nothing was made"
 
 

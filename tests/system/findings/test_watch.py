@@ -449,7 +449,7 @@ def test_optimizer_that_never_steps_is_named(bench: Bench, pool: Path) -> None:
     assert reported.updates == 105
     (said,) = reported.warnings
     assert re.search(r"\(Adam of 'body.0.weight' and 5 more\) made 100 updates", said)
-    assert "(SGD of 'extra.weight' and 1 more) none" in said
+    assert "(SGD of 'extra.weight' and 1 more) made none" in said
 
 
 def two(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -478,7 +478,7 @@ def test_phases_of_several_optimizers_are_reported_once(pool, caplog):
     (said,) = warnings(caplog)
     assert re.search(
         r"optimizer 1 \(AdamW of '0.weight' and 1 more\) made 100 updates.*"
-        r"optimizer 2 \(SGD of '2.weight' and 1 more\) none.*optimizer=\[\.\.\.\].*end_step\(\)",
+        r"optimizer 2 \(SGD of '2.weight' and 1 more\) made none.*optimizer=\[\.\.\.\].*end_step\(\)",
         said,
     )
 
