@@ -33,8 +33,8 @@ def make(path: str) -> tuple[int, int]:
     except FileExistsError as err:
         raise PoolPermissionError(
             f"The pool {path!r} cannot be made: its temporary file {name!r} exists, and no crashed training of yours "
-            "left that file. The file was not touched. Remove the file if nobody needs it, or choose another name for the "
-            "pool."
+            "left that file. The file was not touched. Remove the file if nobody needs it, or choose another name for "
+            "the pool."
         ) from err
     with undo_on_error(lambda: os.unlink(name)), undo_on_error(lambda: os.close(fd)):
         os.fchmod(fd, 0o600)
