@@ -20,7 +20,7 @@ class CommitLog:
     """The commit records at one moment."""
 
     records: Mapping[int, CommitRecord]
-    """Position in the log, counted from 0 -> the valid record there."""
+    """Position in the log (from 0) -> the valid record at that position."""
     damaged: tuple[int, ...]
     """Positions whose bytes fail the check of a commit record."""
 

@@ -98,7 +98,7 @@ def encode_extras(entries: Sequence[Entry]) -> bytes:
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements of a tensor occupy one run of memory, without gaps or overlaps, in any order of the
+    """Whether the elements of a tensor occupy one run of memory, without gaps or overlaps, in some order of the
     dimensions. True for an empty tensor."""
     if is_contiguous(shape, stride) or 0 in shape:
         return True

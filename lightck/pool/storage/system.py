@@ -199,8 +199,8 @@ class System:
         return DaxDevice(os.path.basename(folder), int(nbytes), int(align), self._region(folder))
 
     def _bottom(self, folder: str, depth: int) -> Iterator[Device]:
-        """Yield the lowest devices below the block device with this sysfs folder. Raises ``OSError``, also if there are
-        ``depth`` devices or more one below the other."""
+        """Yield the lowest devices below the block device with this sysfs folder. Raises ``OSError``, also if
+        more than ``depth`` devices lie one below the other."""
         if depth == 0 or not os.path.isdir(folder):
             raise FileNotFoundError(folder)
         if os.path.exists(f"{folder}/partition"):
