@@ -1,9 +1,10 @@
 """The commit log: which commit records are valid, in which order recovery tries them, and where the next one goes.
 
 These are pure functions over the records of the log, so the writer, the reader and the checker share one set of rules.
-Invariants: records are ordered by (incarnation, generation), never by step or clock; the newest record of a
-checkpoint is not overwritten while a slot holds the checkpoint's bytes; a record between an adopted checkpoint and its
-adoption is dead.
+
+Invariants: Records are ordered by (incarnation, generation), never by step or clock. The newest record of a checkpoint
+is not overwritten while a slot holds the checkpoint's bytes. A record is dead if its generation lies between the
+generations of an adopted checkpoint and of the adoption record.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, KIND_ADOPTION, 
 
 @dataclass(frozen=True, slots=True)
 class CommitLog:
-    """The commit records at one moment: position -> record; ``damaged`` lists positions whose checksum fails."""
+    """The commit records at one moment."""
 
     records: Mapping[int, CommitRecord]
+    """Position in the log (from 0) -> the valid record at that position."""
     damaged: tuple[int, ...]
+    """Positions whose bytes fail the check of a commit record."""
 
     @property
     def is_empty(self) -> bool:
@@ -28,21 +31,24 @@ class CommitLog:
 
     @property
     def generation(self) -> int:
+        """The highest generation in the log; 0 if the log is empty."""
         return max((record.generation for record in self.records.values()), default=0)
 
     @property
     def highest_number(self) -> int:
-        """The highest generation, incarnation or step in the log."""
+        """The largest number among all generations, incarnations and steps in the log; 0 if the log is empty."""
         steps = (record.step for record in self.records.values())
         return max(self.generation, self.incarnation, *steps, 0)
 
     @property
     def incarnation(self) -> int:
+        """The highest incarnation in the log; 0 if the log is empty."""
         return max((record.incarnation for record in self.records.values()), default=0)
 
 
 def read_commit_log(sb: Superblock, read: Callable[[int, int], bytes]) -> CommitLog:
-    """Read all commit records of a pool through ``read(offset, nbytes)``."""
+    """Read all commit records of a pool through ``read(offset, nbytes)``. A record of a slot that the pool does not
+    have is left out."""
     records: dict[int, CommitRecord] = {}
     damaged: list[int] = []
     for position in range(sb.ring_lines):
@@ -57,7 +63,8 @@ def read_commit_log(sb: Superblock, read: Callable[[int, int], bytes]) -> Commit
 
 
 def is_dead(record: CommitRecord, commit_log: CommitLog) -> bool:
-    """Whether a later adoption went back to a checkpoint before this one, so that no training continues from it."""
+    """Whether a later adoption went back to a checkpoint older than this record's, so that this record is not
+    resumed."""
     return any(
         other.kind == KIND_ADOPTION and other.payload_generation < record.generation < other.generation
         for other in commit_log.records.values()
@@ -65,8 +72,11 @@ def is_dead(record: CommitRecord, commit_log: CommitLog) -> bool:
 
 
 def candidates(commit_log: CommitLog, step: int | None = None) -> list[CommitRecord]:
-    """Return the records that recovery tries, newest first. Of several records of one payload, only the newest is
-    returned. ``step``: only records of this step, dead ones too."""
+    """Return the records that recovery tries, newest first. If several records name the same checkpoint (its own record
+    and those of its adoptions), only the newest of them is returned.
+
+    ``step``: return only records of this step, including dead ones. None: return records of all steps, without dead
+    ones."""
     if step is None:
         records = [record for record in commit_log.records.values() if not is_dead(record, commit_log)]
     else:
@@ -81,10 +91,11 @@ def candidates(commit_log: CommitLog, step: int | None = None) -> list[CommitRec
 
 
 def next_position(commit_log: CommitLog, contents: Mapping[int, int | None], ring_lines: int, after: int) -> int:
-    """Return the position for the next record: the first one after ``after`` whose record is not needed.
+    """Return the position for the next record: the first position after ``after``, in the order of the ring, whose
+    record is not needed.
 
-    For each slot, the newest record of the bytes in the slot is needed. ``contents`` maps slot -> generation of these
-    bytes; if it is None (unknown), the newest of all records of the slot is needed.
+    For each slot, the newest record of the checkpoint in the slot is needed. ``contents`` maps slot -> generation of
+    that checkpoint. If the generation is None (unknown), the newest record of the slot is needed.
     """
     needed: dict[int, tuple[int, int]] = {}
     for position, record in commit_log.records.items():

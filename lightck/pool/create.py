@@ -1,4 +1,7 @@
-"""Create a pool: compute its geometry and write its static part. The new pool is not visible at its path yet."""
+"""Create a pool: compute its geometry and write its static part (superblocks and layout tables).
+
+The caller makes the new pool visible at its path (``Container.publish``).
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,10 @@ from lightck.pool.storage.backend import Backend, Container
 from lightck.pool.storage.failures import undo_on_error
 
 RESERVE_MIN, RESERVE_SHARE = 256 * KIB, 32
-"""The reserve of a slot has at least this many bytes, and at least this fraction (1/32) of the payload."""
+"""The reserve of a slot has ``RESERVE_MIN`` bytes, or 1/``RESERVE_SHARE`` of the payload if that is more."""
 STATE_MIN, STATE_FACTOR = 256 * KIB, 4
-"""The manifest has room for small state of at least this many bytes, and of this many times the expected length."""
+"""A manifest has room for ``STATE_MIN`` bytes of small state, or for ``STATE_FACTOR`` times its expected length if that
+is more."""
 
 
 def create(
@@ -44,11 +48,12 @@ def create(
     extras: Sequence[Entry] = (),
     may_discard: bool = False,
 ) -> tuple[Container, Superblock]:
-    """Allocate a pool for these entries and write its static part; ``container.publish()`` makes it visible.
+    """Allocate a pool for these entries and write its static part. Returns the pool's container, which ``publish()``
+    makes visible, and its superblock. Raises the errors of ``Backend.create``.
 
-    ``state_nbytes`` is the expected length of the small state. The reserve of each slot has room for ``extras`` and
-    for ``spare_nbytes`` more. ``may_discard``: a pool at this path is empty or no longer wanted, and is removed if
-    the new one has no room beside it.
+    ``slots``: number of slots. ``state_nbytes``: expected length of the small state. The reserve of each slot has room
+    for ``extras``, and for ``spare_nbytes`` bytes besides. ``may_discard``: what is at this path is empty or no longer
+    wanted, and may be removed if the new pool has no room beside it.
     """
     sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes, extras)
     container = _allocated(backend, path, sb.nbytes, may_discard)
@@ -65,6 +70,7 @@ def create(
 
 
 def _allocated(backend: Backend, path: str, nbytes: int, may_discard: bool) -> Container:
+    """Create the container. If only what is at the path prevents that and ``may_discard`` is true, discard it first."""
     try:
         return backend.create(path, nbytes)
     except (NoSpaceError, NotAPoolError) as err:
@@ -83,7 +89,7 @@ def _geometry(
     # The factor 2: a tensor whose size changed gets an extent of double its size (PoolWriter._append).
     reserve += 2 * sum(align_up(e.nbytes, LARGE_EXTENT_ALIGN) + LARGE_EXTENT_ALIGN for e in extras)
     fixed = MANIFEST_HEADER_NBYTES + len(entries) * TENSOR_RECORD_NBYTES + 4 * blocks
-    # Room for the table entries, records and checksums of tensors that are added later.
+    # Room in the manifest for the entries, records and checksums of tensors that are added later.
     variable = 64 * KIB + fixed // 4 + 2 * len(layout.encode_extras(extras))
     variable += sum(TENSOR_RECORD_NBYTES + 8 * blocks_of(e.nbytes, BLOCK_MAX) for e in extras)
     manifest = align_up(fixed + variable + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)

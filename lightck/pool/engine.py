@@ -1,7 +1,7 @@
-"""The native engine and medium as Python objects: threads that copy, the mapping they copy into, and jobs.
+"""The native engine and medium as Python objects: threads that copy, the mapping that they copy into, and jobs.
 
-The classes hold native handles with an explicit ``close`` and turn status codes into errors. All waits run in short
-slices without the GIL, so that signals (Ctrl-C) are handled while the training thread waits.
+The classes own native handles, which an explicit ``close`` frees, and turn status codes into errors. A wait consists of
+native calls of at most ``_SLICE_MS`` without the GIL. Python handles signals (Ctrl-C) between the calls.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightck")
 T = TypeVar("T")
 COPIED, ENDED = 2, 3
-"""What ``Job.wait`` waits for: all bytes are copied; the job is committed, failed or dropped."""
+"""What ``Job.wait`` waits for. ``COPIED``: all bytes are copied. ``ENDED``: the job is committed, failed or dropped."""
 JOBS_MAX = 32
-"""Jobs that an engine has room for, including those that ended and were not freed by ``Job.forget``."""
+"""Maximum number of jobs of an engine. A job counts until ``Job.forget``, also after it has ended."""
 THREADS_MAX = 2
+"""Copy threads of an engine on a machine with more than four processors; on others an engine has one."""
 _SLICE_MS = 100
-_ZEROS = 1 << 20
+"""Maximum milliseconds of one native call that waits."""
+_ZEROS_NBYTES = 1 << 20
+"""Bytes per native call of ``Medium.zero``."""
 
 
 def check(status: int, what: str) -> None:
-    """Raise ``BackgroundError`` unless a native call succeeded; ``what`` says what it did."""
+    """Raise ``BackgroundError`` unless ``status`` is ``LCK_OK``. ``what``: what the native call did, for the
+    message."""
     try:
         _check(status, what)
     except NativeError as err:
@@ -48,14 +52,17 @@ def check(status: int, what: str) -> None:
 
 
 class Medium:
-    """A writable mapping of a pool; every store goes through its choke point in C (native/src/medium.c)."""
+    """A writable mapping of a pool; every store goes through the choke point in C (native/src/medium.c).
+
+    Each method that writes raises ``BackgroundError`` if the native library fails."""
 
     trace_from_start = False
-    """Set by tests: record all stores of every medium from the moment it is mapped."""
+    """Tests set this to record all stores of every medium that is mapped afterwards."""
 
     def __init__(self, fd: int, extents: Extents, tier: int) -> None:
+        """Map these extents of the file. ``tier``: ``TIER_...`` of ``durability``. Raises ``PoolIOError``."""
         out = ffi.new("lck_medium **")
-        emulation.active_profile()  # an invalid LIGHTCK_EMULATE fails here
+        emulation.active_profile()  # raises ImportError if LIGHTCK_EMULATE is invalid
         status = lib.lck_medium_open(fd, native(extents), len(extents), tier, out)
         if status != lib.LCK_OK:
             raise io_error("The pool cannot be mapped into memory", errno_of(status), reason(status))
@@ -66,25 +73,27 @@ class Medium:
             check(lib.lck_trace_start(self.handle), "starting a trace")
 
     def store(self, offset: int, data: bytes) -> None:
-        """Store bytes through the caches and write the cache lines back; the next ``sync`` makes them durable."""
+        """Store bytes through the caches, and write the cache lines back. The next ``sync`` makes the bytes durable."""
         check(lib.lck_m_store(self.handle, offset, data, len(data)), "storing")
         check(lib.lck_m_flush(self.handle, offset, len(data)), "flushing")
 
     def zero(self, offset: int, nbytes: int) -> None:
-        """Store zeros, bypassing the caches; the next ``sync`` makes them durable."""
-        zeros = ffi.new("char[]", min(nbytes, _ZEROS))
-        for at in range(offset, offset + nbytes, _ZEROS):
-            n = min(_ZEROS, offset + nbytes - at)
+        """Store zeros past the caches. The next ``sync`` makes them durable."""
+        zeros = ffi.new("char[]", min(nbytes, _ZEROS_NBYTES))
+        for at in range(offset, offset + nbytes, _ZEROS_NBYTES):
+            n = min(_ZEROS_NBYTES, offset + nbytes - at)
             check(lib.lck_m_copy(self.handle, at, zeros, n, ffi.NULL), "writing zeros")
 
     def sync(self) -> None:
+        """Make all earlier stores of this thread durable."""
         check(lib.lck_m_sync(self.handle), "making the pool durable")
 
     def store_commit_record(self, offset: int, record: bytes) -> None:
-        """Store a commit record, its first eight bytes last; it is durable on return."""
+        """Store a commit record of 64 bytes, the first eight bytes last. The record is durable on return."""
         check(lib.lck_m_commit_record(self.handle, offset, record), "writing a commit record")
 
     def close(self) -> None:
+        """Unmap. No job of an engine may be running on this medium. A second call does nothing."""
         if self.handle is not None:
             lib.lck_medium_close(self.handle)
             self.handle = None
@@ -92,17 +101,22 @@ class Medium:
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """What the engine says about a job. ``nbytes_helped``: how many of the bytes a waiting thread copied."""
+    """The progress of a job."""
 
     state: int
+    """``LCK_JOB_...``"""
     nbytes: int
+    """Bytes of payload and manifest stored so far."""
     nbytes_helped: int
+    """Those of ``nbytes`` that threads stored while they waited for the job."""
 
 
 def find_openmp(library: str) -> bool:
-    """Find the GNU OpenMP that this library uses, for ``Engine.set_passive_waiting``. Returns False if it uses none.
+    """Find the GNU OpenMP that ``library`` (a file name) uses, for ``Engine.set_passive_waiting``. Returns False if the
+    library uses none, or one older than OpenMP 5.0.
 
-    The library must be loaded already. The first GNU OpenMP that is found serves the whole process."""
+    The library must be loaded already. The first GNU OpenMP that is found is used for the whole process: after that,
+    every call returns True."""
     return lib.lck_openmp_find(library.encode()) == lib.LCK_OK
 
 
@@ -110,24 +124,27 @@ class Engine:
     """Copy threads at idle priority, shared by all pools of a session."""
 
     def __init__(self, threads: int | None = None) -> None:
+        """``threads``: number of copy threads; None: see ``THREADS_MAX``. Raises ``PoolIOError``."""
         out = ffi.new("lck_engine **")
         n = threads or (1 if (os.cpu_count() or 1) <= 4 else THREADS_MAX)
         self.threads = n
         self._processors: frozenset[int] = frozenset()
+        """Argument of the last ``run_on`` that succeeded."""
         status = lib.lck_engine_open(n, out)
         if status != lib.LCK_OK:
             raise io_error("The threads that copy checkpoints cannot be started", errno_of(status), reason(status))
         self.handle: CData | None = out[0]
         self._pid = os.getpid()
         self._handle_lock = threading.RLock()
-        """Guards the handle against a concurrent ``close``; reentrant, because a signal handler may query too."""
+        """Held during each ``query``, so that ``close`` waits for it. Reentrant, because a signal handler may call
+        ``query`` on the thread that holds the lock."""
         self._cpu_seconds = 0.0
-        """CPU time of the copy threads at ``close``."""
+        """Value of ``cpu_seconds`` when ``close`` was called; 0 before."""
 
     def run_on(self, processors: frozenset[int]) -> None:
-        """Bind the copy threads to these processors; an empty set means those of the calling thread.
+        """Bind the copy threads to these processors; an empty set means the processors of the calling thread.
 
-        If the system refuses, the threads keep their affinity, a warning is logged, and only speed is lost."""
+        If the system refuses, this logs a warning, and the threads keep their affinity: only speed is lost."""
         if processors == self._processors:
             return
         numbers = sorted(processors or os.sched_getaffinity(0))
@@ -145,33 +162,37 @@ class Engine:
         )
 
     def set_passive_waiting(self, on: bool) -> bool:
-        """Make OpenMP's waiting threads sleep soon instead of spinning while a checkpoint is copied, or stop doing so.
+        """Switch passive waiting on or off. While it is on and a checkpoint is being copied, OpenMP's waiting threads
+        sleep soon instead of spinning.
 
-        Returns False if this is impossible: ``find_openmp`` found no GNU OpenMP, or no further thread can be
-        started."""
+        Returns False if passive waiting is impossible, because ``find_openmp`` found no GNU OpenMP or no further thread
+        can be started."""
         return lib.lck_engine_passive(self.handle, on) == lib.LCK_OK
 
     def populate(self, medium: Medium) -> None:
+        """Let idle copy threads touch every page of the mapping, so that later copies cause no page faults. Returns at
+        once. Raises ``BackgroundError``."""
         check(lib.lck_engine_populate(self.handle, medium.handle), "populating the pool")
 
     def quiesce(self, medium: Medium) -> bool:
-        """Stop populating this mapping, and wait until no thread touches it. Returns False at once, without a wait, if
-        a job on it has not ended."""
+        """Stop populating this mapping, and wait until no copy thread accesses it. Returns True then, and also if the
+        engine or the mapping is closed. Returns False at once if a job on the mapping has not ended."""
         if self.handle is None or medium.handle is None:
             return True
         return lib.lck_engine_quiesce(self.handle, medium.handle) != lib.LCK_ESTATE
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of all copy threads so far."""
+        """CPU time of all threads of the engine so far, in seconds, also after ``close``."""
         return self.query(lambda handle: lib.lck_engine_cpu_ns(handle) * 1e-9, self._cpu_seconds)
 
-    def query(self, ask: Callable[[CData], T], closed: T) -> T:
-        """Return ``ask(handle)``, or ``closed`` once the engine is closed. Any thread may call this at any time."""
+    def query(self, call: Callable[[CData], T], closed: T) -> T:
+        """Return ``call(handle)``, or ``closed`` if the engine is closed or this process was forked from its owner. Any
+        thread may call this method at any time."""
         if self.is_forked:  # another thread of the parent may have held the lock at the fork
             return closed
         with self._handle_lock:
-            return closed if self.handle is None else ask(self.handle)
+            return closed if self.handle is None else call(self.handle)
 
     @property
     def is_forked(self) -> bool:
@@ -179,7 +200,8 @@ class Engine:
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """Join the threads. In a forked child, which has no copy threads, this does nothing."""
+        """Commit the released jobs, drop the others, and join the threads. In a forked child, which has no copy
+        threads, only forget the handle."""
         if self.is_forked:
             self.handle = None
             return
@@ -191,43 +213,49 @@ class Engine:
 
 
 class Job:
-    """The copies and the commit of one checkpoint; ``keep`` keeps the memory of its sources alive until they end.
+    """The copies and the commit of one checkpoint.
 
-    ``parts``: jobs that were submitted earlier for the same checkpoint and copy some of its tensors (eager copies,
-    device transfers). This job ends only after all of them.
+    ``keep``: an object that keeps the memory of the sources alive; the job refers to it until ``forget``. ``parts``:
+    jobs that were submitted earlier for the same checkpoint and copy some of its tensors (eager copies, device
+    transfers). This job commits only after all of them have ended.
     """
 
     def __init__(self, engine: Engine, ticket: int, keep: object, parts: Sequence[Job] = ()) -> None:
         self._engine = engine
         self._ticket = ticket
+        """The engine's number of this job."""
         self._keep: object = keep
         self.parts = tuple(parts)
         self.is_released = False
         self._why: BaseException | None = None
+        """The reason that ``give_up`` got."""
         self._info_struct = ffi.new("lck_job_info *")
 
     def start(self) -> bool:
-        """Let the copies of a ``held`` job begin: its sources are complete. Returns False if the job was dropped."""
+        """Let the copies of a held job (``LCK_HELD``) begin: its sources are complete. Returns False if the job was
+        dropped or forgotten. Raises ``BackgroundError``."""
         status = lib.lck_job_start(self._engine.handle, self._ticket, lib.LCK_OK)
-        if status in (lib.LCK_EDROPPED, lib.LCK_ESTATE):  # ESTATE: the job was forgotten
+        if status in (lib.LCK_EDROPPED, lib.LCK_ESTATE):  # LCK_ESTATE: the job was forgotten
             return False
         check(status, "starting the copies of a checkpoint")
         return True
 
     def give_up(self, why: BaseException) -> None:
-        """Fail a ``held`` job whose sources will never be complete; whoever waits for it gets ``why`` as the reason."""
+        """Fail a held job whose sources will never be complete. ``wait`` and ``commit`` then raise ``BackgroundError``
+        with ``why`` as the reason."""
         self._why = why
         lib.lck_job_start(self._engine.handle, self._ticket, lib.LCK_ESTATE)
 
     @property
     def needs_sources(self) -> bool:
-        """Whether copies of this job may read their sources later; False also if the job was forgotten."""
+        """Whether a copy of this job may still read its source; False also if the job was forgotten."""
         out = ffi.new("lck_job_info *")
         status = lib.lck_job_info_get(self._engine.handle, self._ticket, out)
         return status == lib.LCK_OK and out.state < lib.LCK_JOB_COPIED
 
     def release(self) -> None:
-        """Allow the commit. Call it after ``wait(COPIED)`` returned True."""
+        """Allow the commit of this job and of its parts. Call it only after ``wait(COPIED)`` returned True. A second
+        call does nothing."""
         if not self.is_released:
             for part in self.parts:
                 part.release()
@@ -235,8 +263,8 @@ class Job:
             check(lib.lck_job_release(self._engine.handle, self._ticket), "releasing a checkpoint")
 
     def commit(self) -> None:
-        """Release the job, and commit on this thread. Call it after ``wait(COPIED)`` returned True, if no earlier job
-        is open. Raises ``BackgroundError``."""
+        """Release the job, and commit the checkpoint on this thread. Call it only after ``wait(COPIED)`` returned True,
+        and if all earlier jobs of the engine have ended. Raises ``BackgroundError`` if the job failed."""
         self.is_released = True
         for part in self.parts:
             part.release()
@@ -247,15 +275,16 @@ class Job:
             self._raise(status)
 
     def drop(self) -> None:
-        """Cancel the checkpoint. Allowed before ``release`` only."""
+        """Cancel the checkpoint: skip copies that have not begun, and wait for running ones. Allowed only before
+        ``release``."""
         for part in self.parts:
             if not part.is_released:
                 part.drop()
         check(lib.lck_job_drop(self._engine.handle, self._ticket), "dropping a checkpoint")
 
     def abandon(self) -> None:
-        """Cancel the job in any state, wait until nothing of it runs, and free its entries. If it was released, it may
-        commit nevertheless."""
+        """End the job in any state: cancel it if it is not released, else wait until it has committed or failed. Then
+        free the engine's entries of the job and of its parts."""
         engine = self._engine.handle
         for job in (*self.parts, self):
             if not job.is_released:
@@ -266,10 +295,12 @@ class Job:
         self.forget()
 
     def wait(self, until: int, timeout: float | None = None, *, pause: Callable[[], None] | None = None) -> bool:
-        """Copy on this thread too, until all is copied (``COPIED``) or the job ended (``ENDED``).
+        """Wait until all bytes are copied (``COPIED``) or the job has ended (``ENDED``), and copy on this thread
+        meanwhile.
 
-        Returns False after ``timeout`` seconds. ``pause`` is called every tenth of a second; an exception from it
-        leaves the job unchanged. Raises ``BackgroundError`` if the job failed.
+        Returns True then, and False if ``timeout`` seconds passed before. ``pause`` is called after every ``_SLICE_MS``
+        of waiting. An exception that ``pause`` raises ends the wait and leaves the job unchanged. Raises
+        ``BackgroundError`` if the job failed or was dropped.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         for part in self.parts:
@@ -288,6 +319,7 @@ class Job:
             return True
 
     def info(self) -> JobInfo:
+        """Return the progress of this job and its parts together."""
         out = self._info_struct
         check(lib.lck_job_info_get(self._engine.handle, self._ticket, out), "reading the state of a checkpoint")
         own = JobInfo(out.state, out.nbytes, out.nbytes_helped)
@@ -295,6 +327,7 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
+        """Whether the job has committed, has failed or was dropped."""
         return self.info().state >= lib.LCK_JOB_COMMITTED
 
     @property
@@ -309,13 +342,14 @@ class Job:
         return status == lib.LCK_OK and out.state == lib.LCK_JOB_COMMITTED
 
     def forget(self) -> None:
-        """Free the engine's entry of a job that has ended, and the references to its sources."""
+        """Free the engine's entries of a job that has ended and of its parts, and drop the reference to ``keep``."""
         for part in self.parts:
             part.forget()
         lib.lck_job_forget(self._engine.handle, self._ticket)
         self._keep = None
 
     def _raise(self, status: int) -> None:
+        """Raise ``BackgroundError`` with the job's failure, unless ``status`` is ``LCK_OK``."""
         if status == lib.LCK_OK:
             return
         out = ffi.new("lck_job_info *")
@@ -333,7 +367,8 @@ class Job:
 
 
 def _together(own: JobInfo, parts: Sequence[JobInfo]) -> JobInfo:
-    """Combine the jobs of one checkpoint: it is copied once all of them are, and failed once one of them is."""
+    """Return the progress of a checkpoint whose committing job (``own``) has parts. The checkpoint is copied when all
+    of its jobs are copied, and failed as soon as a part has failed or was dropped."""
     state = own.state
     if state <= lib.LCK_JOB_COPIED and any(part.state > lib.LCK_JOB_COMMITTED for part in parts):
         state = lib.LCK_JOB_FAILED

@@ -1,6 +1,6 @@
-"""Commit events: what happens to checkpoints in a pool, for pins, exports and traces.
+"""Commit events: what happens to the checkpoints of a pool. Pins, exports and traces listen to these events.
 
-The pipeline knows no listener by name. It calls the methods of ``CommitListener`` on the training thread.
+The pipeline imports no listener. It calls the methods of ``CommitListener`` on the training thread.
 """
 
 from __future__ import annotations
@@ -21,46 +21,48 @@ class CommitListener:
         """A training continues from the checkpoint of this step."""
 
     def begun(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
-        """A checkpoint has a slot, and its copies are under way."""
+        """The checkpoint has a slot, and its copies are under way. ``entries``: the entries of the pool at this moment,
+        in the order of their record numbers."""
 
     def committed(self, writer: PoolWriter, step: int) -> None:
-        """The checkpoint of this step is durable, and ``writer`` knows no newer one."""
+        """The checkpoint of this step is durable, and is the newest committed checkpoint in the pool of ``writer``."""
 
     def stop_reading(self) -> None:
-        """Stop reading older checkpoints, and return once that is done. Called before checkpoints are struck and before
-        the pool moves to a new file."""
+        """Stop reading older checkpoints, and return only when no thread of this listener reads one any more. Called
+        before checkpoints are struck, and before the pool moves to a new file."""
 
     def struck(self, slots: Sequence[int]) -> None:
-        """The checkpoints in these slots held wrong bytes and were made unreadable."""
+        """The checkpoints in these slots (indexes) held old bytes and were made unreadable."""
 
     def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
         """Return the checkpoints that a new pool file must contain too, oldest first."""
         return ()
 
     def carry(self, new: PoolWriter) -> None:
-        """Commit to the new file the checkpoints that ``checkpoints_to_carry`` returned. The new file is not visible at
-        the pool's path yet. If this raises, the old file stays in use."""
+        """Commit the checkpoints that ``checkpoints_to_carry`` returned to the new file, which is not visible at the
+        pool's path yet. If this method raises, the old file stays in use."""
 
     def relayout_done(self, new: PoolWriter) -> None:
         """The new file has replaced the old one."""
 
     def relayout_failed(self) -> None:
-        """The new file could not be made: the old one stays in use."""
+        """The new file could not be made. The old file stays in use."""
 
     def closing(self, writer: PoolWriter | None) -> None:
-        """No checkpoint is in flight, and none will follow. The pool can be read until ``closed``."""
+        """No checkpoint is in flight, and no further one will begin. The pool can be read until ``closed`` is called.
+        ``writer``: None if no pool was opened."""
 
     def closed(self) -> None:
         """The pool is closed."""
 
     @property
     def called_from_own_thread(self) -> bool:
-        """Whether the calling thread belongs to this listener."""
+        """Whether the calling thread is one that this listener started."""
         return False
 
 
 class CommitEvents(CommitListener):
-    """Passes each event to its listeners, in the order in which they were added."""
+    """Passes each event to the added listeners, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._listeners: tuple[CommitListener, ...] = ()

@@ -1,8 +1,8 @@
 """Read a pool: superblock, layout table, commit log, manifests, verified payload. The reader writes nothing.
 
-Every structure is copied to private memory once and used from there, so bytes that change meanwhile (a pool in use,
-a hostile file) can make a check fail but cannot bypass it. Recovery, resume, the checker and the writer's own
-start all use this reader.
+Every structure is copied to private memory once, and checked and used there. Bytes that change in the pool meanwhile (a
+pool in use, a hostile file) can make a check fail but cannot bypass it. Recovery, resume, the checker and the start of
+the writer all use this reader.
 """
 
 from __future__ import annotations
@@ -50,25 +50,26 @@ from lightck.pool.storage.extents import native
 from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error, undo_on_error
 
 log = logging.getLogger("lightck")
+# A tensor record of the manifest (docs/format.md, "Manifest"); ``crc`` is the index of its first block checksum.
 TENSOR_RECORD_DTYPE = np.dtype(
     [("generation", "<u8"), ("step", "<u8"), ("offset", "<u8"), ("crc", "<u4"), ("zero", "<u4")]
 )
 READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs", "tensor", "generation")])
 """The C struct ``lck_read``."""
 PARALLEL_READ_NBYTES_MIN = 4 << 20
-"""Fewer bytes than this are read by one thread alone, because it costs more to start others."""
+"""``read_many`` reads fewer bytes than this on one thread, because starting others would cost more than it saves."""
 THREADS_MAX = 8
+"""Maximum number of threads that read one checkpoint."""
 RESUMABLE_NUMBER_MAX = NUMBER_MAX // 2
-"""A training continues in a pool only if all its generations, incarnations and steps are below this. The numbers that
-the training adds then stay far below ``NUMBER_MAX``."""
+"""A training continues in a pool only if all generations, incarnations and steps in the pool are below this number. The
+numbers that the training adds then stay far below ``NUMBER_MAX``."""
 SPARSE_READ_NBYTES_MAX = 64 << 20
-"""A longer structure is read only if the file has that many allocated bytes: a hostile sparse file costs nothing to
-make, and reading its holes would take memory."""
-
+"""A structure with more bytes than this is read only if the file has at least as many allocated bytes as the structure.
+A hostile sparse file costs nothing to make, and reading its holes would take memory."""
 
 STRUCK_REASON = (
-    "its training struck it (made it unreadable): it holds old bytes of a tensor, because a write to the tensor was "
-    "detected only later"
+    "the training struck this checkpoint (made it unreadable) because it holds old bytes of a tensor: a write to the "
+    "tensor was detected only later"
 )
 
 
@@ -80,17 +81,20 @@ class PoolReader:
         self.path = path
         fd, places = container.source
         self.source = fd, native(places), len(places)
+        """The first three arguments of the native functions that read: descriptor, extents, number of extents."""
         self._unreadable: OSError | None = None
+        """The last medium error of ``read``."""
         self.superblock = self._read_superblock()
         self.table, self.entries = self._read_table()
 
     @property
     def is_writable(self) -> bool:
+        """Whether this lightck knows all features that a writer of the pool must know."""
         return not self.superblock.ro_compat & ~RO_COMPAT_KNOWN
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Read bytes of the pool. The result is shorter at the end of the file, and empty if the medium fails: the
-        structure then fails its check.
+        """Read bytes of the pool. At the end of the file the result is shorter than ``nbytes``. If the medium fails,
+        the result is empty and a warning is logged; the structure in these bytes then fails its check.
 
         Raises ``PoolIOError`` for errors that say nothing about the pool's bytes (out of memory, no descriptors)."""
         try:
@@ -111,8 +115,8 @@ class PoolReader:
             return b""
 
     def _read_with_retry(self, offset: int, nbytes: int) -> bytes:
-        """Read once more after a medium error, which may be transient. (A failed sync, in contrast, is never
-        repeated.)"""
+        """Read bytes, and read them a second time after a medium error, which may be transient. (A failed sync, in
+        contrast, is never repeated.) Raises ``OSError``."""
         try:
             return self.container.read(offset, nbytes)
         except OSError as err:
@@ -121,14 +125,15 @@ class PoolReader:
         return self.container.read(offset, nbytes)
 
     def _fits_on_medium(self, nbytes: int) -> bool:
-        """Whether a structure of this length can be in the file; a long one must fit into the allocated bytes."""
+        """Whether the file can contain a structure of ``nbytes`` (see ``SPARSE_READ_NBYTES_MAX``)."""
         if nbytes <= SPARSE_READ_NBYTES_MAX:
             return True
         st = os.fstat(self.container.fd)
         return not stat.S_ISREG(st.st_mode) or nbytes <= st.st_blocks * 512
 
     def _refuse_unreadable(self) -> None:
-        """Raise ``PoolIOError`` if a read failed: unreadable bytes do not prove that the pool is damaged or foreign."""
+        """Raise ``PoolIOError`` if a ``read`` met a medium error. Unreadable bytes do not prove that the pool is
+        damaged or that the file is no pool."""
         if self._unreadable is not None:
             fact = f"The beginning of the pool {self.path!r} cannot be read"
             raise io_error(fact, self._unreadable.errno, self._unreadable.strerror) from self._unreadable
@@ -155,13 +160,13 @@ class PoolReader:
                 "Choose another path, or remove the file if nobody needs it."
             )
         raise CorruptPoolError(
-            f"Both superblocks of the pool {self.path!r} are damaged ({problems[0]}; {problems[1]}). Without them "
-            "nothing in it can be found. Use a copy of the pool if there is one."
+            f"Both superblocks of the pool {self.path!r} are damaged ({problems[0]}; {problems[1]}). Without a "
+            "superblock nothing in the pool can be found. Use a copy of the pool if there is one."
         )
 
     def _matching_superblock(self, first: Superblock, last: Superblock) -> Superblock:
-        """Choose between two valid superblocks. If they differ, one belongs to another pool and was written here by
-        mistake: no commit record passes its check with the uuid of the other pool."""
+        """Return the superblock of this pool, of two valid ones. If the two differ, one of them belongs to another pool
+        and was written here by mistake: with the other pool's uuid no commit record passes its check."""
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first
@@ -187,11 +192,12 @@ class PoolReader:
                     ) from err
         self._refuse_unreadable()
         raise CorruptPoolError(
-            f"Both layout tables of the pool {self.path!r} are damaged. Without one, no tensor can be found. Use a "
+            f"Both layout tables of the pool {self.path!r} are damaged. Without a table no tensor can be found. Use a "
             "copy of the pool if there is one."
         )
 
     def commit_log(self) -> CommitLog:
+        """Read the commit log at this moment."""
         return read_commit_log(self.superblock, self.read)
 
     def slot_generation(self, slot: int) -> int | None:
@@ -202,10 +208,10 @@ class PoolReader:
         return unpack_slot_header(data, slot, self.superblock.uuid)
 
     def unnamed_generations(self) -> tuple[int, ...]:
-        """Return the generations of checkpoints whose commit records were erased; empty if none were.
+        """Return the generations of the checkpoints whose commit records were erased; () if no record was erased.
 
-        Records were erased if the commit log is empty and several slots hold a manifest: the second manifest is written
-        after the first commit record, so a crash before the first commit leaves at most one."""
+        Records were erased if the commit log is empty and at least two slots hold a manifest. (A second slot gets a
+        manifest only after the first commit. So a crash before the first commit leaves at most one manifest.)"""
         if not self.commit_log().is_empty:
             return ()
         found = [self._manifest_generation(slot) for slot in range(len(self.superblock.slots))]
@@ -215,7 +221,8 @@ class PoolReader:
         return generations
 
     def _manifest_generation(self, slot: int) -> int | None:
-        """Return the generation that the slot's header names if the slot holds a manifest of it; else None."""
+        """Return the generation that the slot's header names, or None if the slot holds no manifest of that
+        generation."""
         sb, generation = self.superblock, self.slot_generation(slot)
         if generation is None:
             return None
@@ -230,7 +237,8 @@ class PoolReader:
         return None
 
     def next_batches(self, record: CommitRecord) -> tuple[NextBatch, ...] | None:
-        """Return the entries of the next-batch record of this commit record's checkpoint; None if there is none."""
+        """Return the entries of the next-batch record that belongs to this commit record's checkpoint; None if the
+        checkpoint has no next-batch record."""
         sb = self.superblock
         if not sb.has_next_batch:
             return None
@@ -250,12 +258,13 @@ class PoolReader:
         return len(data) == COMMIT_RECORD_NBYTES and is_struck_header(data)
 
     def newest_struck_generation(self) -> int:
-        """Return the largest generation that the header of a struck slot names; -1 if no slot is struck."""
+        """Return the largest generation in the headers of slots whose checkpoint was struck; -1 if there are none."""
         struck = [i for i in range(len(self.superblock.slots)) if self._is_struck(i)]
         return max((self.slot_generation(i) or 0 for i in struck), default=-1)
 
     def checkpoints(self, step: int | None = None) -> Iterator[StoredCheckpoint | RejectedCheckpoint]:
-        """Yield checkpoints from newest to oldest (or those of one step); manifests are checked, payload is not."""
+        """Yield the checkpoints from newest to oldest; ``step``: only those of this step. Manifests are checked, and
+        the payload is not. A checkpoint that fails a check is yielded as a ``RejectedCheckpoint``."""
         for record in candidates(self.commit_log(), step):
             try:
                 yield self.checkpoint(record)
@@ -265,7 +274,8 @@ class PoolReader:
     def checkpoint(self, record: CommitRecord) -> StoredCheckpoint:
         """Return the checkpoint that a commit record names.
 
-        Raises ``DamagedError`` with the reason if it is missing or incomplete, ``PoolIOError`` if memory is short."""
+        Raises ``DamagedError`` with the reason if the checkpoint was overwritten or fails a check. Raises
+        ``PoolIOError`` if the system cannot read the pool (out of memory, no descriptors)."""
         with as_io_error(f"The checkpoint of step {record.step} in the pool {self.path!r} cannot be read"):
             return self._checkpoint(record)
 
@@ -289,8 +299,7 @@ class PoolReader:
         return StoredCheckpoint(self, record, header, manifest)
 
     def close(self) -> None:
-        """Close the container. Later reads of a stored checkpoint fail, also where the container was mapped and not
-        read."""
+        """Close the container. Later reads of a ``StoredCheckpoint`` fail, also if the container is a mapping."""
         self.source = -1, *self.source[1:]
         self.container.close()
 
@@ -308,9 +317,10 @@ class RejectedCheckpoint:
 
 
 class StoredCheckpoint:
-    """One committed checkpoint: its manifest is checked, its payload is verified as it is read."""
+    """One committed checkpoint. Its manifest is checked at construction; its payload is verified while it is read."""
 
     def __init__(self, reader: PoolReader, record: CommitRecord, header: ManifestHeader, manifest: bytes) -> None:
+        """Raises ``DamagedError`` if the parts of the manifest contradict each other."""
         self.reader = reader
         self.record = record
         self.header = header
@@ -324,6 +334,7 @@ class StoredCheckpoint:
         )
         if header.n_records != header.n_table + len(extras):
             raise DamagedError("its manifest has a wrong number of records")
+        # Tensor records: first one for each entry of the layout table, then one for each extra entry.
         self.records = np.frombuffer(manifest, TENSOR_RECORD_DTYPE, header.n_records, offset=MANIFEST_HEADER_NBYTES)
         self.crcs = np.frombuffer(manifest, "<u4", header.crcs_count, offset=header.crcs_offset)
         self.state = manifest[header.state_offset : header.state_offset + header.state_nbytes]
@@ -335,8 +346,8 @@ class StoredCheckpoint:
         layout.check_ties(self.entries)
 
     def _present(self) -> dict[str, int]:
-        """Return name -> record number of every tensor in this checkpoint; each record is checked against its
-        extent."""
+        """Return name -> record number of every tensor in this checkpoint. Raises ``DamagedError`` if a record does not
+        fit its entry, or if a name occurs twice."""
         block, n_crcs, present = self.reader.superblock.block, len(self.crcs), {}
         columns = (self.records[name].tolist() for name in ("generation", "offset", "crc"))
         for number, (entry, generation, offset, crc) in enumerate(zip(self._all, *columns, strict=True)):
@@ -358,7 +369,8 @@ class StoredCheckpoint:
         return self.header.iteration
 
     def read_into(self, name: str, address: int) -> None:
-        """Read the bytes of one tensor to ``address`` (0: verify only). Raises ``DamagedError`` at a bad block."""
+        """Read the bytes of one tensor to the memory at ``address``; 0: only verify the bytes. Raises ``DamagedError``
+        at the first bad block, and ``PoolIOError``."""
         number = self._index[name]
         entry, record = self._all[number], self.records[number]
         if not entry.nbytes:
@@ -380,9 +392,10 @@ class StoredCheckpoint:
         self._refuse_bad(status, name, bad[0])
 
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
-        """Read many tensors, given as (name, address), whose memory must not overlap, on several threads.
+        """Read many tensors on several threads. ``places``: (name, address as for ``read_into``) of each tensor; their
+        memory must not overlap.
 
-        Raises ``DamagedError`` for the first bad block in this order."""
+        Raises ``DamagedError`` for the first bad block in the order of ``places``, and ``PoolIOError``."""
         if not places:
             return
         numbers = [self._index[name] for name, _ in places]
@@ -411,42 +424,45 @@ class StoredCheckpoint:
 
     @property
     def _base(self) -> int:
-        """Offset of its slot in the pool."""
+        """Offset of this checkpoint's slot in the pool."""
         return self.reader.superblock.slots[self.record.slot][0]
 
     def _refuse_bad(self, status: int, name: str, block: int) -> None:
+        """Raise the error for the status of a verified read. ``block``: number of the bad block in the tensor, from
+        0."""
         if status == lib.LCK_ECHECKSUM:
             raise DamagedError(f"block {block} of {name!r} does not match its checksum")
         if status == lib.LCK_ESHORT or is_medium_error(_native.errno_of(status)):
             raise DamagedError(f"block {block} of {name!r} cannot be read: {_native.reason(status)}")
         if status != lib.LCK_OK:
-            fact = f"{name!r} in the pool {self.reader.path!r} cannot be read"
+            fact = f"The tensor {name!r} in the pool {self.reader.path!r} cannot be read"
             raise io_error(fact, _native.errno_of(status), _native.reason(status))
 
     def is_intact(self) -> bool:
-        """Whether the slot still belongs to this checkpoint. A writer that uses the pool may reuse the slot, or strike
-        the checkpoint, while it is read. The bytes are not checked here."""
+        """Whether the slot still belongs to this checkpoint. If another process writes to the pool, that process may
+        reuse the slot or strike the checkpoint while this process reads it. This method checks no payload."""
         return not self.reader.is_reused(self.record)
 
     def verify(self) -> None:
-        """Read and verify every block. Raises ``DamagedError``."""
+        """Read and verify every block. Raises ``DamagedError`` or ``PoolIOError``."""
         self.read_many([(name, 0) for name in self._index])
         if not self.is_intact():
             raise DamagedError("its slot was reused while it was read")
 
 
 def read_threads() -> int:
-    """Number of threads that read large checkpoints."""
+    """Return the number of threads that read a large checkpoint."""
     return min(len(os.sched_getaffinity(0)), THREADS_MAX)
 
 
 def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolReader:
-    """Open an existing pool for reading; with ``write``, its container may be written afterwards."""
+    """Open an existing pool. ``backend``: as for ``backend_for``. With ``write``, the container can be written too, and
+    ``refuse_unwritable`` is called first. Raises ``PoolError``."""
     from lightck.pool.storage.backends import backend_for
 
-    emulation.active_profile()  # the first call reads LIGHTCK_EMULATE: an emulated memory also slows reads down
+    emulation.active_profile()  # the first call reads LIGHTCK_EMULATE, which also slows reads down
     kind = backend_for(path, backend)
-    if write:  # checked read-only first: opening for writing changes the backend's own structures in the file (PMDK)
+    if write:  # check before the open for writing, which changes the backend's own structures in the file (PMDK)
         with contextlib.closing(_reader_of(kind.open(path, write=False), path)) as reader:
             refuse_unwritable(reader)
     return _reader_of(kind.open(path, write=write), path)
@@ -458,14 +474,15 @@ def _reader_of(container: Container, path: str) -> PoolReader:
 
 
 def refuse_unwritable(reader: PoolReader) -> None:
-    """Raise ``FormatError`` or ``CorruptPoolError`` if a training must not continue in a readable pool.
+    """Raise ``FormatError`` or ``CorruptPoolError`` if a training must not continue in this pool, though it can be
+    read.
 
-    Call it before anything in the pool or in a model is changed."""
+    Call this function before anything in the pool or in a model is changed."""
     if not reader.is_writable:
         raise FormatError(
-            f"{reader.path!r}: the pool uses features ({reader.superblock.ro_compat:#x}) that this lightck can "
-            "read but not write. It was written by a newer lightck. Install that version to continue training in it; "
-            "lightck.recover() reads it."
+            f"The pool {reader.path!r} uses features ({reader.superblock.ro_compat:#x}) that this lightck can "
+            "read but not write. The pool was written by a newer lightck. Install that version to continue training in "
+            "the pool; lightck.recover() reads it."
         )
     generations = (reader.slot_generation(slot) or 0 for slot in range(len(reader.superblock.slots)))
     highest = max(reader.commit_log().highest_number, *generations)
@@ -473,6 +490,6 @@ def refuse_unwritable(reader: PoolReader) -> None:
         raise CorruptPoolError(
             f"The pool {reader.path!r} has a generation, incarnation or step of {highest}. lightck continues a "
             f"training only if all three are below {RESUMABLE_NUMBER_MAX}. No training reaches this number: the pool "
-            "is damaged or was manipulated. lightck.recover() reads it; train into another pool, or discard this one "
-            "with overwrite=True."
+            "is damaged or was manipulated. lightck.recover() reads the pool. Train into another pool, or discard this "
+            "one with overwrite=True."
         )

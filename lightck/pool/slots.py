@@ -1,9 +1,10 @@
-"""The slots of a writable pool: what each holds, which one is written next, and its manifest in memory.
+"""The slots of a writable pool: the content of each, the slot that is written next, and manifests in memory.
 
-Invariant: the protected slot is never chosen, and neither is a held one. The protected slot holds the checkpoint that
-this process committed last, or, before the first commit, the one that it adopted. A slot's ``SlotImage`` mirrors the
-tensor records and checksums of the bytes in the slot, so a tensor that a write plan leaves out keeps the record with
-which it was written.
+Invariant: neither the protected slot nor a held slot is chosen for a new checkpoint. The protected slot holds the
+checkpoint that this process committed last. Before the first commit, the protected slot holds the adopted checkpoint.
+
+A slot's ``SlotImage`` mirrors the tensor records and checksums of the bytes in the slot. So a tensor that a write plan
+leaves out keeps the record with which its bytes were written.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from lightck.pool.reader import TENSOR_RECORD_DTYPE
 class SlotImage:
     """The manifest of one slot in memory, into which the engine writes the block checksums.
 
-    ``records`` is a view of the tensor records in ``buffer``; ``raw`` holds the unseeded CRC-32C of every block in the
-    slot, which can be compared across generations.
+    ``records`` and ``crcs`` are views of the tensor records and the seeded block checksums in ``buffer``. ``raw`` holds
+    the unseeded CRC-32C of every block in the slot. Unseeded checksums can be compared across generations.
     """
 
     def __init__(self, n_records: int, n_crcs: int, nbytes_max: int) -> None:
+        """``n_crcs``: number of block checksums. ``nbytes_max``: maximum length of the manifest."""
         self.crcs_offset = MANIFEST_HEADER_NBYTES + n_records * TENSOR_RECORD_NBYTES
         self.tail_offset = self.crcs_offset + 4 * n_crcs
         self.nbytes_max = nbytes_max
@@ -37,7 +39,8 @@ class SlotImage:
         """Which records describe bytes that are known to be in the slot."""
 
     def grown(self, n_records: int, n_crcs: int) -> SlotImage:
-        """Return a copy with room for more records; the present ones keep their numbers."""
+        """Return a copy with room for ``n_records`` records and ``n_crcs`` checksums. The present ones keep their
+        numbers."""
         new = SlotImage(n_records, n_crcs, self.nbytes_max)
         new.records[: len(self.records)] = self.records
         new.crcs[: len(self.crcs)] = self.crcs
@@ -46,7 +49,7 @@ class SlotImage:
         return new
 
     def write_tail(self, header: bytes, extras: bytes, state: bytes) -> int:
-        """Write header, extras and small state into the buffer. Returns the manifest's length in bytes."""
+        """Write header, extra entries and small state into the buffer. Returns the length of the manifest in bytes."""
         end = self.tail_offset + len(extras) + len(state)
         self.buffer[:MANIFEST_HEADER_NBYTES] = np.frombuffer(header, np.uint8)
         self.buffer[self.tail_offset : end] = np.frombuffer(extras + state, np.uint8)
@@ -55,18 +58,22 @@ class SlotImage:
 
 @dataclass(slots=True)
 class Slot:
-    """One slot as the writer knows it."""
+    """One slot, in the state that the writer keeps in memory."""
 
     index: int
     offset: int
+    """Offset in the pool."""
     generation: int | None
+    """The generation of the content; None: the content is unknown."""
     image: SlotImage
     manifest_index: int = 0
     """Which of the slot's two places (0 or 1) gets the next manifest."""
     is_bad: bool = False
+    """Whether a write to the slot failed. This process does not use the slot again."""
     in_flight: bool = False
+    """Whether the slot belongs to a checkpoint in flight or to a reservation."""
     original_generation: int | None = None
-    """The generation of its checkpoint in the pool's previous file, if a relayout carried it over from there."""
+    """If relayouts of this session carried the checkpoint over: its generation before the first of them. Else None."""
 
 
 @dataclass(slots=True)
@@ -75,7 +82,7 @@ class Slots:
 
     slots: list[Slot]
     protected: int | None = None
-    """Index of the slot that must not be written: it holds the newest checkpoint."""
+    """Index of the slot with the newest committed checkpoint, which must not be written."""
     dead: tuple[int, int] = (0, 0)
     """Payload generations strictly between these two are dead. The first belongs to the adopted checkpoint, the second
     to its adoption record."""
@@ -86,23 +93,27 @@ class Slots:
         return sum(not slot.is_bad for slot in self.slots)
 
     def choose(self, held: frozenset[int] = frozenset()) -> Slot | None:
-        """Return the slot for the next checkpoint: first one with dead or unknown content, then the oldest; None if
-        there is none. ``held``: indexes of slots whose checkpoints must not be overwritten."""
+        """Return the slot for the next checkpoint; None if no slot is free. Slots with dead or unknown content are
+        chosen first, then the slot with the oldest checkpoint. ``held``: indexes of slots whose checkpoints must not be
+        overwritten."""
         kept = held | {self.protected}
         free = [s for s in self.slots if s.index not in kept and not s.is_bad and not s.in_flight]
         return min(free, key=self._rank, default=None)
 
     def _rank(self, slot: Slot) -> tuple[bool, int]:
+        """Return the sort key of ``choose``, which takes the slot with the smallest key."""
         low, high = self.dead
         is_live = slot.generation is not None and not low < slot.generation < high
         return is_live, slot.generation or 0
 
     def contents(self) -> dict[int, int | None]:
+        """Return slot index -> generation of the content, or None if the content is unknown."""
         return {s.index: s.generation for s in self.slots}
 
 
 def crc_starts(nbytes: npt.NDArray[np.uint64], block: int) -> tuple[npt.NDArray[np.uint32], int]:
-    """Return the index of the first checksum of each record, and the number of all checksums."""
+    """Return the index of each record's first block checksum, and the number of checksums of all records. ``nbytes``:
+    the length of each record's tensor; ``block``: bytes per checksum."""
     blocks = -(-nbytes.astype(np.int64) // block)
     ends = np.cumsum(blocks)
     return (ends - blocks).astype(np.uint32), int(ends[-1]) if len(ends) else 0

@@ -1,9 +1,8 @@
-"""A pool that is open for writing: adopt a checkpoint of it, and write further ones.
+"""A pool that is open for writing: adopt one of its checkpoints, and write further ones.
 
-``PoolWriter`` joins a container, its mapping, its slots and its commit log. ``begin`` starts a checkpoint and returns
-its ``Job`` of the engine; when the job has ended, the caller reports the outcome by ``committed`` or ``release_slot``.
-The commit itself, the record that is written last, is native/src/seal.c.
-"""
+``PoolWriter`` joins a container, its mapping, its slots and its commit log. ``begin`` starts a checkpoint and returns a
+``Pending`` with the checkpoint's ``Job``. When the job has ended, the caller calls ``committed`` or ``release_slot``.
+The native library writes the commit record of a checkpoint (native/src/seal.c)."""
 
 from __future__ import annotations
 
@@ -48,6 +47,7 @@ log = logging.getLogger("lightck")
 COPY_DTYPE = np.dtype(
     [("src", "u8"), ("dst", "u8"), ("nbytes", "u8"), ("tensor", "u8"), ("crc_index", "u4"), ("flags", "u4")]
 )
+"""The C struct ``lck_copy``."""
 
 
 class RelayoutNeededError(Exception):
@@ -56,39 +56,43 @@ class RelayoutNeededError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """The copies of one checkpoint: record numbers and addresses, no tensors. ``records``, ``sources`` and
-    ``at_boundary`` are parallel arrays; record numbers are those of ``PoolWriter.numbers``."""
+    """The copies of one checkpoint, as record numbers and addresses without tensors. ``records``, ``sources`` and
+    ``at_boundary`` are parallel arrays. ``PoolWriter.numbers`` maps names to record numbers."""
 
     step: int
     iteration: int
     records: npt.NDArray[np.int64]
     """Record numbers of the tensors to copy."""
     sources: npt.NDArray[np.uint64]
-    """Addresses of their bytes."""
+    """Address of each tensor's bytes."""
     at_boundary: npt.NDArray[np.bool_]
-    """Whether to copy before ``begin`` returns."""
+    """Whether the tensor is copied before ``begin`` returns."""
     unchanged: npt.NDArray[np.int64]
     """Record numbers of the tensors whose bytes in the slot are already right."""
     not_copied: npt.NDArray[np.int64]
-    """Record numbers without bytes to copy here: tied or empty tensors, and those that a reservation copies."""
+    """Record numbers for which ``begin`` copies nothing: tied or empty tensors, and tensors that a reservation
+    copies."""
     n_tensors: int
-    """Number of tensors in the checkpoint: each is one of ``records``, ``unchanged`` and ``not_copied``."""
+    """Number of tensors in the checkpoint. Each is in exactly one of ``records``, ``unchanged`` and ``not_copied``."""
     state: bytes
+    """The small state."""
 
 
 @dataclass(slots=True)
 class Pending:
-    """A checkpoint between ``begin`` and the end of its job."""
+    """A checkpoint from ``begin`` until ``committed`` or ``release_slot``."""
 
     job: Job
     slot: Slot
     record: CommitRecord
+    """The commit record, except ``manifest_hash``, which is 0 here: the native library computes it."""
     position: int
+    """Position of ``record`` in the commit log."""
     plan: CopyPlan
 
 
 class PoolWriter:
-    """An existing pool with its mapping, ready for checkpoints. One per pool: the caller holds the pool's lock."""
+    """An existing pool with its mapping, ready for checkpoints. The caller holds the pool's lock."""
 
     def __init__(
         self,
@@ -98,8 +102,8 @@ class PoolWriter:
         predecessor: PoolWriter | None = None,
         lock: PoolLock | None = None,
     ) -> None:
-        """``predecessor``: the pool that this one replaces; its generations and incarnation continue. ``lock``: checked
-        before each write of a checkpoint."""
+        """``predecessor``: the writer of the file that this pool replaces; its generations and its incarnation continue
+        here. ``lock``: the pool's lock, which is checked before each write to a slot. Raises ``PoolIOError``."""
         self.reader = reader
         self._lock = lock
         self.durability = durability
@@ -108,27 +112,28 @@ class PoolWriter:
         self.entries: list[Entry] = list(reader.entries)
         self.numbers = {e.name: i for i, e in enumerate(self.entries)}
         self._n_table = len(self.entries)
-        """Number of entries in the layout table. The *extra* entries after them have their extents in the reserve."""
+        """Number of table entries. The *extra* entries after them in ``entries`` have their extents in the reserve."""
         self._reserve_at = sb.reserve_offset
+        """Offset in a slot of the first byte of the reserve that no extent uses."""
         self._capacities = [e.nbytes for e in self.entries]
-        """Bytes that belong to each entry from its offset on: an extra entry may have more than it needs."""
+        """Bytes of each entry's extent. The extent of an extra entry may be longer than its tensor."""
         self._free_numbers: list[int] = []
-        """Numbers of extra entries that no tensor uses any more."""
+        """Record numbers of extra entries that no tensor uses any more."""
         self.resized: set[str] = set() if predecessor is None else set(predecessor.resized)
-        """Names of tensors that changed their dtype, shape or size."""
+        """Names of tensors that changed their dtype, shape or size in this session."""
         self.n_relayouts: int = 0 if predecessor is None else predecessor.n_relayouts + 1
-        """Number of pool files that this one replaced, one after the other, in the session."""
+        """Number of relayouts in this session up to this file."""
         self.generation: int = self.commit_log.generation if predecessor is None else predecessor.generation
-        """The generation that was used last."""
+        """The generation that was used last; the next one is larger by 1."""
         self.incarnation: int = self.commit_log.incarnation + 1 if predecessor is None else predecessor.incarnation
         self._last_position = max(
             self.commit_log.records, key=lambda p: self.commit_log.records[p].generation, default=-1
         )
         self._engine = engine
         self._commit_struct: Commit = ffi.new("lck_commit *")
-        """The struct that is filled for each job, and that the engine copies when the job is submitted."""
+        """Filled anew for each job: the engine copies the struct when the job is submitted."""
         self.before_unmap: list[Callable[[], None]] = []
-        """Called before the memory is unmapped, by code that lets a device write into it."""
+        """``close`` calls these before it unmaps the pool. Code that lets a device write into the pool adds them."""
         self.medium = Medium(reader.container.fd, reader.container.extents, durability.tier)
         try:
             self._prepare()
@@ -142,11 +147,11 @@ class PoolWriter:
         sb = self.superblock
         self._compute_columns()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
-        # A slot may hold a checkpoint that never committed. Its generation must be smaller than that of the adoption
-        # record, which makes the checkpoint dead.
+        # A slot may hold a checkpoint that never committed. The adoption record makes that checkpoint dead, so the
+        # generation of the adoption record must be larger.
         self.generation = max(self.generation, *(slot.generation or 0 for slot in self.slots.slots))
         self._engine.run_on(processors_near(self.durability.numa_node, self._engine.threads))
-        if self.durability.tier != TIER_DISK:  # on a disk it would read the whole pool and mark all pages dirty
+        if self.durability.tier != TIER_DISK:  # populating would read the whole pool from disk, and dirty all pages
             self._engine.populate(self.medium)
 
     def _slot(self, index: int) -> Slot:
@@ -165,10 +170,10 @@ class PoolWriter:
         )
 
     def _compute_columns(self) -> None:
-        """Compute what is the same in every checkpoint until the entries change: columns of the copy array, the number
-        of checksums, and the encoded extra entries."""
-        # Each entry has room for the checksums of its whole capacity, so that the checksums of other entries keep
-        # their places if an extra entry uses more or less of its extent.
+        """Compute what stays the same until the entries change: the copy array without sources (``_template``), the
+        number of checksums, and the encoded extra entries."""
+        # Each entry has room for the checksums of its whole extent. So the checksums of other entries keep their places
+        # if an extra entry uses more or less of its extent.
         starts, self._n_crcs = crc_starts(np.array(self._capacities, np.uint64), self.superblock.block)
         self._template = np.zeros(len(self.entries), COPY_DTYPE)
         self._template["dst"] = [e.offset for e in self.entries]
@@ -180,16 +185,17 @@ class PoolWriter:
     # -- layout ------------------------------------------------------------------------------------------
 
     def has_extent_for(self, entry: Entry) -> bool:
-        """Whether the tensor has an extent of exactly its dtype, shape, strides, alias and device."""
+        """Whether the tensor that ``entry`` describes has an extent, and the extent's dtype, shape, strides, alias and
+        device are those of ``entry``."""
         number = self.numbers.get(entry.name)
         return number is not None and self.entries[number].fits(entry)
 
     def add(self, entries: Sequence[Entry], present: set[str]) -> None:
-        """Find extents in the reserve for tensors that are new or changed. Raises ``RelayoutNeededError``.
+        """Find extents in the reserve for new or changed tensors. Raises ``RelayoutNeededError`` if there is no room.
 
-        ``present``: the names in this checkpoint; if the reserve is full, extents of other names are reused. No
-        checkpoint may be in flight: the engine writes into the images, which are replaced here.
-        """
+        ``present``: names of all tensors in the next checkpoint. If the reserve is full, extents of other names are
+        reused. No checkpoint may be in flight, because the engine writes into the slot images, which are replaced
+        here."""
         assert not any(slot.in_flight for slot in self.slots.slots), "images in use"
         self.resized.update(entry.name for entry in entries if entry.name in self.numbers)
         try:
@@ -209,7 +215,7 @@ class PoolWriter:
                 slot.image = slot.image.grown(len(self.entries), self._n_crcs)
 
     def _number_for(self, entry: Entry) -> int | None:
-        """Return the number of an extra entry for this tensor: its own, a free one or a new one; None if none fits."""
+        """Return the record number of an extra entry for this tensor; None if the reserve has no room."""
         own = self.numbers.get(entry.name, -1)
         if own >= self._n_table:
             if self._capacities[own] >= entry.nbytes:
@@ -227,15 +233,16 @@ class PoolWriter:
         return self._append(entry)
 
     def _reuse(self, number: int, entry: Entry) -> int:
-        """Give an extra entry to another tensor: the bytes that the slots hold for it are not that tensor's."""
+        """Give an extra entry to the tensor that ``entry`` describes. The bytes that the slots hold for the extra entry
+        are then no longer valid. Returns ``number``."""
         self.entries[number] = entry._replace(offset=self.entries[number].offset)
         for slot in self.slots.slots:
             slot.image.in_slot[number] = False
         return number
 
     def _append(self, entry: Entry) -> int | None:
-        """Append an extra entry; a tensor that changed before gets twice its size, because it will likely grow
-        again."""
+        """Append an extra entry. Returns its record number; None if the reserve has no room. A tensor that changed
+        before gets an extent of twice its size if possible, because it will likely grow again."""
         for nbytes in (2 * entry.nbytes, entry.nbytes) if entry.name in self.resized else (entry.nbytes,):
             (placed,), end = layout.place([entry._replace(nbytes=nbytes)], self._reserve_at)
             if end <= self.superblock.slot_nbytes:
@@ -246,13 +253,13 @@ class PoolWriter:
         return None
 
     def _free_extras(self, names: Iterable[str]) -> None:
-        """Free the extra entries of these names for other tensors."""
+        """Free the extra entries of these names, so that other tensors can use them."""
         for name in names:
             if self.numbers[name] >= self._n_table:
                 self._free_numbers.append(self.numbers.pop(name))
 
     def raw_crcs(self, slot: Slot, number: int) -> npt.NDArray[np.uint32]:
-        """Return the unseeded block checksums of one record's bytes in a slot."""
+        """Return the unseeded block checksums of one record's bytes in the slot; ``number``: the record number."""
         start = int(self._template["crc_index"][number])
         return slot.image.raw[start : start + blocks_of(self.entries[number].nbytes, self.superblock.block)]
 
@@ -262,13 +269,13 @@ class PoolWriter:
         return rows["crc_index"].astype(np.int64), rows["nbytes"]
 
     def place(self, slot: Slot, number: int) -> tuple[int, int]:
-        """Return the offset in the mapping and the number of bytes of a record in this slot."""
+        """Return where a record's bytes lie in this slot: (offset in the mapping, number of bytes)."""
         return slot.offset + int(self._template["dst"][number]), self.entries[number].nbytes
 
     # -- identity ----------------------------------------------------------------------------------------
 
     def adopt(self, record: CommitRecord) -> None:
-        """Continue from this checkpoint: write a durable adoption record, and protect its slot."""
+        """Write a durable adoption record for the checkpoint of ``record``, and protect the checkpoint's slot."""
         self.generation += 1
         adoption = record._replace(generation=self.generation, incarnation=self.incarnation, kind=KIND_ADOPTION)
         position = self._next_position()
@@ -280,6 +287,7 @@ class PoolWriter:
         self.slots.dead = (record.payload_generation, adoption.generation)
 
     def _next_position(self) -> int:
+        """Return the position in the commit log for the next record, and remember it as the last one."""
         n_positions = self.superblock.ring_lines
         self._last_position = next_position(self.commit_log, self.slots.contents(), n_positions, self._last_position)
         return self._last_position
@@ -288,12 +296,10 @@ class PoolWriter:
         self.commit_log = CommitLog({**self.commit_log.records, position: record}, self.commit_log.damaged)
 
     def strike(self, after: int, before: int) -> list[int]:
-        """Make the checkpoints of the generations between these two (both excluded) unreadable, durably, because they
-        hold wrong bytes. Returns their slots. None of them may be in flight.
+        """Make the checkpoints whose generations lie between ``after`` and ``before`` (both excluded) unreadable,
+        durably, because they hold old bytes. None of them may be in flight. Returns the indexes of their slots.
 
-        A slot header that names a newer generation invalidates the bytes of the slot, as it does before a slot is
-        rewritten (docs/format.md, "Slot").
-        """
+        A strike writes a slot header with a new generation, as before a slot is reused (docs/format.md, "Slot")."""
         self._refuse_lost_lock()
         written = [slot for slot in self.slots.slots if slot.generation is not None]
         struck = [slot for slot in written if after < (slot.original_generation or slot.generation or 0) < before]
@@ -312,19 +318,21 @@ class PoolWriter:
     # -- checkpoints -------------------------------------------------------------------------------------
 
     def reservation(self, slot: Slot) -> Reservation:
-        """Reserve a slot for a checkpoint whose step is not closed yet."""
+        """Reserve a slot for a checkpoint whose step is not closed yet. Raises ``BackgroundError``."""
         self._refuse_lost_lock()
         self.generation += 1
         slot.generation, slot.in_flight, slot.original_generation = self.generation, True, None
         return Reservation(self, slot, self.generation)
 
     def begin(self, plan: CopyPlan, slot: Slot, keep: object, reservation: Reservation | None = None) -> Pending:
-        """Start a checkpoint: invalidate the slot, copy what is copied at the boundary, queue the rest.
+        """Start a checkpoint: invalidate the slot, make the copies at the boundary, and queue the background copies.
 
-        ``keep``: objects that keep the source memory alive. ``reservation``: the copies that were started before in
-        this slot; their records are in ``plan.not_copied``. Raises, before anything is written, ``RelayoutNeededError``
-        or, if the plan leaves out a tensor that the slot does not hold, ``SessionError``.
-        """
+        ``keep``: an object that keeps the source memory alive. ``reservation``: the reservation of this slot, whose
+        copies have been started; their records are in ``plan.not_copied``.
+
+        Raises before anything is written: ``RelayoutNeededError`` if the small state has no room, ``SessionError`` if
+        the plan is incomplete or leaves out a tensor that the slot does not hold, ``BackgroundError`` if the lock is
+        lost. Raises ``BackgroundError`` also if a copy at the boundary fails; the slot is then bad."""
         if reservation is None:
             self._refuse_lost_lock()
         generation = self.generation + 1 if reservation is None else reservation.generation
@@ -339,7 +347,7 @@ class PoolWriter:
         if status != lib.LCK_OK:
             slot.in_flight, slot.is_bad = False, True
             error = _submit_error(status)
-            self.refuse_lost_pool()  # raises its own error if the pool's file is lost: that is then the cause
+            self.refuse_lost_pool()  # a lost pool file is the cause of the failure, so its error comes first
             raise error
         slot.manifest_index = 1 - slot.manifest_index
         job = Job(self._engine, ticket, (keep, copies), parts)
@@ -364,7 +372,10 @@ class PoolWriter:
         flags: int,
         keep: object,
     ) -> Job | None:
-        """Submit one job of a reservation; None if the engine has no free entry."""
+        """Submit one job of a reservation. Returns None if the engine has no free entry. Raises ``BackgroundError``.
+
+        ``sources``: addresses of the bytes; None: a device stores the bytes into the slot. ``flags``: ``LCK_PART``,
+        ``LCK_FOLLOWS``, ``LCK_HELD``. ``keep``: as for ``begin``."""
         slot = reservation.slot
         commit = self._commit(slot, 0, reservation.generation, 0, slot.image.tail_offset, flags)
         copies = self._copies(
@@ -388,6 +399,8 @@ class PoolWriter:
         return status, ticket[0]
 
     def _fill_image(self, slot: Slot, plan: CopyPlan, generation: int) -> int:
+        """Write the manifest into the slot's image, except the block checksums. Returns its length in bytes. Raises
+        ``RelayoutNeededError`` or ``SessionError``."""
         image = slot.image
         extras = self._extras
         if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:
@@ -423,7 +436,7 @@ class PoolWriter:
         return image.write_tail(header.pack(), extras, plan.state)
 
     def _refuse_incomplete(self, plan: CopyPlan, image: SlotImage, n_listed: int) -> None:
-        """Raise ``SessionError`` if the plan does not cover the whole checkpoint."""
+        """Raise ``SessionError`` if the plan is incomplete. ``n_listed``: number of different records in the plan."""
         missing = plan.unchanged[~image.in_slot[plan.unchanged]]
         if len(missing):
             raise SessionError(
@@ -444,6 +457,7 @@ class PoolWriter:
         sources: npt.NDArray[np.uint64] | int,
         flags: npt.NDArray[np.int64] | int,
     ) -> npt.NDArray[np.void]:
+        """Return the copy array (``COPY_DTYPE``) for these records of the slot."""
         copies = self._template[records]
         copies["dst"] += np.uint64(slot.offset)
         copies["src"] = sources
@@ -451,6 +465,7 @@ class PoolWriter:
         return copies
 
     def _commit(self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int) -> Commit:
+        """Fill ``_commit_struct`` and return it. ``position``: of the commit record in the log."""
         sb = self.superblock
         lo, hi = uuid_words(sb.uuid)
         commit = self._commit_struct
@@ -467,11 +482,11 @@ class PoolWriter:
         return commit
 
     def store_next_batch(self, slot: Slot, generation: int, entries: Sequence[NextBatch]) -> bool:
-        """Store the record of the batch that followed a checkpoint, committed or not; False if its slot was reused.
+        """Store the next-batch record of a checkpoint, which need not be committed. Returns False, without a store, if
+        the slot no longer holds this generation or is bad, or if the pool has no next-batch records.
 
-        The record becomes durable with the next sync; a checkpoint without it is complete. Raises ``BackgroundError``
-        if another training may be using the pool.
-        """
+        The record becomes durable with the next sync. A checkpoint without the record is complete. Raises
+        ``BackgroundError`` if another training may be using the pool."""
         if slot.generation != generation or slot.is_bad or not self.superblock.has_next_batch:
             return False
         self._refuse_lost_lock(by_file=True)
@@ -479,18 +494,19 @@ class PoolWriter:
         return True
 
     def committed(self, pending: Pending) -> None:
-        """Register a checkpoint whose commit record is durable: from now on its slot is the protected one."""
+        """Register a checkpoint whose commit record is durable. The checkpoint's slot becomes the protected slot."""
         pending.slot.in_flight = False
         self.slots.protected = pending.slot.index
         self._add_record(pending.position, pending.record)
 
     def release_slot(self, pending: Pending, *, bad: bool) -> None:
-        """Free the slot of a checkpoint that was dropped, or that failed (``bad``): its content is unknown now."""
+        """Free the slot of a checkpoint that was dropped or failed. The content of the slot is unknown afterwards.
+        ``bad``: a write to the slot failed, so the slot is not used again."""
         pending.slot.is_bad |= bad
         self._forget_content(pending.slot)
 
     def release_reservation(self, reservation: Reservation, *, bad: bool) -> None:
-        """Free the slot of a reservation; ``bad``: writing to it failed."""
+        """Free the slot of a reservation; ``bad``: as for ``release_slot``."""
         reservation.slot.is_bad |= bad
         self._forget_content(reservation.slot)
 
@@ -503,13 +519,13 @@ class PoolWriter:
     def refuse_lost_pool(self) -> None:
         """Raise ``BackgroundError`` if the pool's file was removed, replaced or truncated.
 
-        A mapping outlives its file: without this check a training would go on saving into a deleted file."""
+        A mapping outlives its file, so without this check a training would continue to save into a deleted file."""
         if self.reader.container.is_current():
             return
         raise BackgroundError(
-            f"The pool {self.reader.path!r} was removed, moved, replaced or truncated while it was in use. What is "
-            "committed now could not be found after a crash. Keep cleaners of temporary files away from it; close this "
-            "session, and attach again: the training in memory is intact.",
+            f"The pool {self.reader.path!r} was removed, moved, replaced or truncated while it was in use. A "
+            "checkpoint that is committed now could not be found after a crash. Keep cleaners of temporary files away "
+            "from the pool; close this session, and attach again: the training in memory is intact.",
             errno.ENOENT,
         )
 
@@ -518,7 +534,7 @@ class PoolWriter:
             self._lock.refuse_if_lost(by_file=by_file)
 
     def close(self) -> None:
-        """Unmap. No job may be running; the engine may be closed already."""
+        """Unmap the pool and close its container. No job on it may be running. The engine may be closed already."""
         if self._engine.quiesce(self.medium):
             for release in self.before_unmap:
                 release()
@@ -543,10 +559,10 @@ def _submit_error(status: int) -> Exception:
 class Reservation:
     """A slot that is taken for a checkpoint whose step is not closed yet, so that some tensors can be copied early.
 
-    The bytes go to their final places. The job that ``PoolWriter.begin`` submits later for the same generation copies
-    the other tensors and commits. Made by ``PoolWriter.reservation``; ended by ``PoolWriter.begin`` or ``drop``.
-    Invariant: a reserved slot holds no checkpoint, and its generation is used for nothing else.
-    """
+    The bytes are copied to their final places in the slot. Later ``PoolWriter.begin`` submits a job of the same
+    generation, which copies the other tensors and commits. ``PoolWriter.reservation`` makes a reservation, and
+    ``PoolWriter.begin`` or ``drop`` ends it. Invariant: a reserved slot holds no checkpoint, and the generation of a
+    reservation is used for nothing else."""
 
     def __init__(self, writer: PoolWriter, slot: Slot, generation: int) -> None:
         self.slot = slot
@@ -555,12 +571,12 @@ class Reservation:
         self._writer = writer
 
     def copy(self, records: Sequence[int], sources: Sequence[int] | None, keep: object, *, held: bool = False) -> bool:
-        """Start copies in the background: record numbers, source addresses, and objects that keep the memory alive.
+        """Start background copies of these records as a new job in ``parts``. Returns False if the engine has no free
+        entry. Raises ``BackgroundError``.
 
-        Returns False if the engine has no free entry. The sources must stay unchanged until ``wait``. With ``held``,
-        the copies begin only at ``parts[-1].start()``, once the sources are complete. ``sources=None``: a device stores
-        the bytes into the slot by itself.
-        """
+        ``sources``: the address of each record's bytes, which must stay unchanged until ``wait`` returns; None: a
+        device stores the bytes into the slot. ``keep``: an object that keeps the source memory alive. With ``held``,
+        the copies begin only at ``parts[-1].start()``, which the caller calls when the sources are complete."""
         flags = lib.LCK_PART | (lib.LCK_FOLLOWS if self.parts else 0) | (lib.LCK_HELD if held else 0)
         numbers = np.array(records, np.int64)
         addresses = None if sources is None else np.array(sources, np.uint64)
@@ -570,12 +586,12 @@ class Reservation:
         return job is not None
 
     def wait(self) -> None:
-        """Copy on this thread too, until all started copies are done. Raises ``BackgroundError``."""
+        """Wait until all started copies are done, and copy on this thread meanwhile. Raises ``BackgroundError``."""
         for part in self.parts:
             part.wait(COPIED)
 
     def drop(self) -> None:
-        """Cancel the copies and free the slot, whose content is unknown now."""
+        """Cancel the copies and free the slot. The content of the slot is unknown afterwards."""
         failed = False
         for part in self.parts:
             part.drop()

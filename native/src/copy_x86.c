@@ -1,10 +1,10 @@
 /* copy_x86.c: streaming copies with the checksum computed on the registers that are stored.
  *
- * Each loop loads a vector, pins it in its register (a second load could see other bytes), streams it out and
- * folds it into the checksum. Folding: if 128 bits A of the message stand D bits before 128 bits B, the checksum
- * does not change if A is removed and A * x^D mod P is added (xor) to B. In the reflected domain a carry-less product
- * of 64-bit halves comes out one bit low, so the powers are smaller by 1. After the last fold one stride of bits is
- * left. The crc32 instruction computes its checksum, which is that of all bytes. This takes only a few dozen
+ * Each loop loads a vector, pins it in its register (a second load could return other bytes), stores it past the
+ * caches, and folds it into the checksum. Folding: if 128 bits A of the message stand D bits before 128 bits B, the
+ * checksum does not change if A is removed and A * x^D mod P is added (xor) to B. In the reflected domain a carry-less
+ * product of 64-bit halves is shifted by one bit, so the powers are smaller by 1. After the last fold one stride is
+ * left, whose checksum equals the checksum of all bytes. The crc32 instruction computes it. This takes only a few dozen
  * instructions per block, so there are no constants for folding the stride further. */
 #include "internal.h"
 
@@ -19,11 +19,11 @@
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,vpclmulqdq,avx2,pclmul,sse4.2")))
 
 #define PIN(v) __asm__ __volatile__("" : "+v"(v))
-#define PIN_X(v) __asm__ __volatile__("" : "+x"(v)) /* without AVX-512 there is no class v */
+#define PIN_X(v) __asm__ __volatile__("" : "+x"(v)) /* class v exists only with AVX-512 */
 
-enum { AVX2_STRIDE = 128, AVX512_STRIDE = 256 };
+enum { AVX2_STRIDE = 128, AVX512_STRIDE = 256 }; /* bytes per round of a loop */
 
-/* [0] for the low half of 128 bits (the higher powers), [1] for the high half. */
+/* Fold constants: [0] for the low half of 128 bits (the higher powers), [1] for the high half. */
 static uint64_t fold_avx2[2], fold_avx512[2];
 
 static void fold_constants(uint64_t *fold, uint32_t stride)

@@ -32,8 +32,9 @@ __attribute__((target("clwb"))) static void back_clwb(const unsigned char *line,
         _mm_clwb((void *)(uintptr_t)line);
 }
 
-/* Best first: clwb may keep the line cached, clflushopt does not wait for the flush before it. CPUID leaf 7 says which
- * of them exist, and they need no support from the operating system. clflush is part of x86-64. */
+/* Best first. clwb may keep the line in the cache. clflushopt need not wait for the flush before it. The bits of CPUID
+ * leaf 7 (register b) tell whether the processor has clwb and clflushopt, which need no support from the operating
+ * system. clflush is part of x86-64. */
 static const struct write_back {
     const char *name;
     write_back_fn *lines;
@@ -62,7 +63,7 @@ enum { SSE42 = 1, AVX2 = 2, WIDE = 4, AVX512 = 8 };
 
 static unsigned features;
 
-/* __builtin_cpu_supports also asks the operating system (xgetbv) for the vector registers. */
+/* __builtin_cpu_supports also checks (xgetbv) whether the operating system saves the vector registers. */
 static void find_features(void)
 {
     __builtin_cpu_init();
@@ -76,7 +77,7 @@ static void find_features(void)
         features |= AVX512;
 }
 
-/* Best first. The names with a dash select variants that a better processor would not choose: for tests. */
+/* Best first. Names with a dash select variants that "auto" never chooses on a better processor, for tests. */
 static const struct choice {
     const char *name;
     const struct kernel *kernel;

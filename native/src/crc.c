@@ -1,4 +1,4 @@
-/* crc.c: CRC-32C and CRC-64/XZ by tables, eight bytes at a time; the reference that all kernels must equal. */
+/* crc.c: CRC-32C and CRC-64/XZ by tables, eight bytes at a time. All kernels must return the same checksums. */
 #include <string.h>
 
 #include "internal.h"
@@ -129,7 +129,8 @@ static uint64_t splitmix64(uint64_t x)
     return x ^ x >> 31;
 }
 
-/* Replace each negative zero in the word by zero; `size`: bytes of a floating-point number, 0 for other data. */
+/* Return the word with each negative zero replaced by zero. `size`: bytes of a floating-point number; 0 for other
+ * data. */
 static uint64_t without_negative_zeros(uint64_t word, uint64_t size)
 {
     if (size != 2 && size != 4 && size != 8)
@@ -147,7 +148,7 @@ uint32_t lck_crc32c_spread(const void *data, uint64_t nbytes, uint64_t size, uin
     uint32_t state = UINT32_MAX;
     for (uint64_t k = 0; k < chosen; k++) {
         uint64_t begin = whole * k / chosen, length = whole * (k + 1) / chosen - begin;
-        /* Not the first word of each part: a fixed distance may match the row length. */
+        /* A pseudo-random word of the part, because words at a fixed distance may all lie in one column of a matrix. */
         uint64_t number = begin + splitmix64(k) % length;
         memcpy(&word, (const unsigned char *)data + 8 * number, 8);
         word = without_negative_zeros(word, size);

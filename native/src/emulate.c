@@ -1,15 +1,15 @@
 /* emulate.c: emulate the speed of another memory, for benches and tests on ordinary machines. A medium slower than
  * the emulated memory does not become faster, and durability does not change.
  *
- * A bucket holds the time at which the emulated memory is free again. A transfer begins at that time, or now if that
- * time is past. It moves the time to its own end, and waits for that end: threads share the bandwidth, and idle time
- * gives no credit. */
+ * A bucket contains the time at which the emulated memory is free again. A transfer begins at that time, or now if that
+ * time is past. The transfer sets the bucket's time to the end of the transfer, and its thread waits for that end. So
+ * threads share the bandwidth, and a pause does not make later transfers faster. */
 #include <errno.h>
 #include <time.h>
 
 #include "internal.h"
 
-/* For shorter waits a sleep would overshoot by more than its length. */
+/* Waits of less than this spin, because a sleep would take much longer than requested. */
 #define SPIN_NS ((uint64_t)50 * 1000)
 
 static struct {
@@ -39,7 +39,7 @@ void emulate_open(struct emulated_speed *speed)
 
 /* ---- buckets ----------------------------------------------------------------------------------------- */
 
-/* Reserve a transfer of nbytes from now on; returns the time of its end. */
+/* Reserve a transfer of nbytes that begins at the time `now` or later. Returns the time of its end. */
 uint64_t bucket_take(struct bucket *bucket, uint64_t now, uint64_t nbytes, uint64_t bps)
 {
     uint64_t duration = (uint64_t)((double)nbytes * 1e9 / (double)bps);

@@ -10,10 +10,11 @@
 
 #include "internal.h"
 
-enum { PROCESSORS = 1 << 16 };
+enum { PROCESSORS = 1 << 16 }; /* processor numbers are below this */
 
-/* A sleeper increments its counter before the kernel compares `pulse`, and these functions change `pulse` before they
- * read the counters: either the sleeper sees the change, or it is woken. */
+/* A thread that parks increments its counter before the kernel compares `pulse`. The functions engine_pulse and
+ * engine_pulse_job change `pulse` before they read the counters. So either the parking thread sees the change, or it is
+ * woken. */
 void engine_pulse(lck_engine *engine)
 {
     atomic_fetch_add(&engine->pulse, 1);
@@ -21,8 +22,8 @@ void engine_pulse(lck_engine *engine)
         unpark_all(&engine->pulse);
 }
 
-/* If two changes together make work, and neither does alone, then the thread whose change is the later one finds the
- * work, because each looks for work after its own change. */
+/* Two changes by different threads may make work only together. The thread whose change is the later one then finds the
+ * work, because each thread looks for work after its own change. */
 void engine_pulse_job(lck_engine *engine)
 {
     atomic_fetch_add(&engine->pulse, 1);
@@ -42,7 +43,7 @@ void engine_park(lck_engine *engine, uint32_t seen, uint64_t timeout_ns)
     park_counted(engine, &engine->sleepers, seen, timeout_ns);
 }
 
-/* Copy threads use only processor time that the training leaves. */
+/* At idle priority workers use only processor time that the training does not use. */
 static void become_idle(void)
 {
 #if defined(__linux__)
@@ -52,7 +53,8 @@ static void become_idle(void)
 #endif
 }
 
-/* Without CAP_SYS_NICE or a suitable RLIMIT_NICE the priorities stay unchanged, and it returns false. */
+/* Set the workers' scheduling policy. Returns false, with at least one policy unchanged, without CAP_SYS_NICE or a
+ * sufficient RLIMIT_NICE. */
 static bool set_idle(lck_engine *engine, bool idle)
 {
 #if defined(__linux__)
@@ -144,13 +146,13 @@ int32_t lck_engine_run_on(lck_engine *engine, const uint32_t *processors, uint64
 #endif
 }
 
-/* The workers block signals: a handler of the program must not run on a thread that may get no processor for
- * seconds. */
+/* The workers block signals, because a signal handler of the program must not run on a thread that may get no processor
+ * for seconds. */
 static int32_t start_workers(lck_engine *engine, uint32_t threads)
 {
     sigset_t all, before;
     sigfillset(&all);
-    sigdelset(&all, SIGBUS); /* a blocked SIGBUS of a fault would end the process: see guard.c */
+    sigdelset(&all, SIGBUS); /* a fault while SIGBUS is blocked would end the process: see guard.c */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = 0;
     while (error == 0 && engine->threads < threads) {
@@ -215,7 +217,7 @@ static void fail_held(lck_engine *engine, uint64_t ticket)
     job_leave(job);
 }
 
-/* First end the jobs that are not released: later jobs, which are released, cannot commit before that. */
+/* First end the jobs that are not released, because a released job cannot commit before all earlier jobs have ended. */
 static void end_jobs(lck_engine *engine)
 {
     for (int i = 0; i < ENGINE_JOBS; i++) {

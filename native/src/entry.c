@@ -16,7 +16,7 @@ uint64_t first_beyond(const uint64_t *ends, uint64_t count, uint64_t block)
     return low;
 }
 
-/* See struct job: increment users first, then check the word. */
+/* Increment `users` first and check `word` afterwards: see struct job. */
 bool job_enter(struct job *job, uint64_t ticket)
 {
     atomic_fetch_add(&job->users, 1);

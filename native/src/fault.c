@@ -5,8 +5,8 @@
 #include "internal.h"
 
 struct countdown {
-    _Atomic uint64_t left; /* passings until it triggers, this one included; 0: disarmed */
-    _Atomic int32_t error;
+    _Atomic uint64_t left; /* 1: the next passing triggers; n: the nth from now on; 0: disarmed */
+    _Atomic int32_t error; /* the errno of an injected failure */
 };
 
 static struct countdown faults[LCK_OP_SYNC + 1];
@@ -17,7 +17,7 @@ static const char *const site_names[KILL_SITES] = {
     [KILL_BODY] = "body",     [KILL_WORD] = "word",   [KILL_ACK] = "ack",
 };
 
-/* True for exactly one of the threads that pass, also if several pass at once. */
+/* Count one passing; true for the one that triggers, also if several threads pass at once. */
 static bool triggers(struct countdown *countdown)
 {
     uint64_t left = atomic_load_explicit(&countdown->left, memory_order_relaxed);

@@ -1,21 +1,21 @@
-/* fetch.c: many verified reads on several threads: during a recovery nothing else needs the processors.
+/* fetch.c: many verified reads on several threads, because during a recovery no other work needs the processors.
  *
- * Blocks are claimed in order. After a bad block, the claimed blocks before it are read to their end, so the reported
- * block does not depend on the threads. The dst of two reads must not overlap. */
+ * Threads claim blocks in the order of the reads. If a block is bad, all earlier blocks are still read, because they
+ * are claimed already. So the reported bad block does not depend on the timing of the threads. */
 #include <pthread.h>
 #include <stdlib.h>
 
 #include "internal.h"
 
-enum { FETCH_THREADS = 16 };
+enum { FETCH_THREADS = 16 }; /* maximum number of threads besides the calling one */
 
 struct fetch {
     struct read_from from;
     const lck_read *reads;
     uint64_t count, total;
-    uint64_t *ends;               /* ends[i]: blocks of reads 0..i */
-    _Atomic uint64_t next, bad;   /* bad: the first bad block, or total */
-    pthread_mutex_t lock;         /* for the two fields below, and to lower bad */
+    uint64_t *ends;               /* ends[i]: number of blocks of reads 0..i; total: of all reads */
+    _Atomic uint64_t next, bad;   /* block numbers: the next to claim; the first bad one so far, or total */
+    pthread_mutex_t lock;         /* guards the two fields below, and writes to bad */
     int32_t status;
     int error;
 };
@@ -50,13 +50,14 @@ static void *fetch_thread(void *argument)
 {
     struct fetch *fetch = argument;
     unsigned char *buffer = malloc(fetch->from.block);
-    if (buffer != NULL) /* without memory, the other threads do the work */
+    if (buffer != NULL) /* otherwise the other threads read all blocks */
         fetch_blocks(fetch, buffer);
     free(buffer);
     return NULL;
 }
 
-/* The calling thread works too; if no thread can be started, it works alone. */
+/* Read all blocks on up to `threads` threads, the calling one included. If no thread can be started, the calling thread
+ * reads all. */
 static int32_t fetch_all(struct fetch *fetch, uint32_t threads)
 {
     pthread_t others[FETCH_THREADS];

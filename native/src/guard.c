@@ -1,14 +1,15 @@
-/* guard.c: turn a SIGBUS in a store to a missing mapped page (the file was truncated, the medium failed) into an
- * error of that store instead of the end of the process. Any other SIGBUS goes to the previous handler. */
+/* guard.c: if a store to a missing mapped page (the file was truncated, the medium failed) causes SIGBUS, the store
+ * fails and the process continues. Any other SIGBUS is passed to the previous handler. */
 #include <pthread.h>
 #include <signal.h>
 #include <ucontext.h>
 
 #include "internal.h"
 
-/* The guard that this thread has entered. Initial-exec: a signal handler must not allocate a thread-local variable. */
+/* The guard that this thread has entered, or NULL. Initial-exec, because a signal handler must not allocate a
+ * thread-local variable. */
 static _Thread_local struct guard *volatile entered __attribute__((tls_model("initial-exec")));
-static struct sigaction before;
+static struct sigaction before; /* the previous handler */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 void guard_enter(struct guard *guard, const void *start, uint64_t nbytes)
@@ -33,11 +34,11 @@ static void pass_on(int number, siginfo_t *info, void *context)
         before.sa_sigaction(number, info, context);
     } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
         before.sa_handler(number);
-    } else if (info->si_code > 0) { /* a fault: the kernel raises it again on return */
+    } else if (info->si_code > 0) { /* a fault: it occurs again when this handler returns, and ends the process */
         signal(number, SIG_DFL);
-    } else if (before.sa_handler == SIG_DFL) { /* sent by kill() */
+    } else if (before.sa_handler == SIG_DFL) { /* the signal was sent by kill() */
         signal(number, SIG_DFL);
-        raise(number); /* delivered when this handler returns */
+        raise(number); /* delivered when this handler returns, and ends the process */
     }
 }
 

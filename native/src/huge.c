@@ -1,12 +1,13 @@
 /* huge.c: huge pages: reserve aligned address space, and allocate huge pages for a new file on tmpfs.
  *
- * With small pages a read spends as much time on finding each page as on its bytes. The kernel uses huge pages on
- * tmpfs with a mount option that is rarely set, or since 6.1 on request (MADV_COLLAPSE): the first byte of each
- * huge page is allocated, and the kernel collapses the rest around it. This must be done before any thread
- * stores to the file: the kernel locks a page while it collapses it, and a store to that page would wait.
+ * With small pages a read spends as much time to find the pages as to copy their bytes. On tmpfs the kernel uses huge
+ * pages with a mount option that is rarely set, or since Linux 6.1 on request: the first byte of each huge page is
+ * allocated, and madvise(MADV_COLLAPSE) makes the kernel replace its small page by a huge one. This must be done before
+ * any thread stores to the file, because the kernel locks a page while it collapses it, and a store to that page would
+ * wait.
  *
- * This is an optimisation: after a failure the rest of the file has small pages. Nothing is stored: the mapping is
- * read-only. */
+ * This is an optimisation: after a failure the rest of the file has small pages. The mapping used here is read-only, so
+ * nothing is stored through it. */
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -41,11 +42,13 @@ void *huge_reserve(uint64_t nbytes)
 #define MADV_COLLAPSE 25
 #endif
 
-/* Bytes per call of madvise: each call makes all processors flush their cached free pages. */
+/* Bytes per call of madvise. Few large calls are better, because each makes all processors flush their cached free
+ * pages. */
 #define WINDOW ((uint64_t)64 << 20)
-enum { HUGE_THREADS = 8 };
+enum { HUGE_THREADS = 8 }; /* maximum number of threads, the calling one included */
 
-/* A range of the file from `off` on, in whole huge pages, mapped at `view`. */
+/* A range of the file from `off` on, in whole huge pages, mapped at `view`. next: offset in the range of the first
+ * window that is not claimed; done: bytes in huge pages. */
 struct range {
     int fd;
     uint64_t off, nbytes;
@@ -70,7 +73,7 @@ static bool collapse_window(struct range *range, uint64_t from, uint64_t nbytes)
     return madvise(range->view + from, nbytes, MADV_COLLAPSE) == 0;
 }
 
-/* If one window fails (no huge pages left, an older kernel), the others are not tried. */
+/* If one window fails (no huge pages left, an older kernel), the windows that are not claimed yet are not tried. */
 static void *claim_windows(void *argument)
 {
     struct range *range = argument;
@@ -87,7 +90,7 @@ static void *claim_windows(void *argument)
     }
 }
 
-/* The helper threads block all signals, so that handlers run on the program's own threads. */
+/* The threads started here block all signals, so that signal handlers run on the program's own threads. */
 static void collapse(struct range *range, uint32_t threads)
 {
     pthread_t others[HUGE_THREADS];

@@ -24,20 +24,21 @@ enum { LCK_LINE = 64 }; /* bytes of a cache line, and of a slot header and a com
 
 /* ---- status.c ---------------------------------------------------------------------------------------- */
 
-int32_t status_sys(int error); /* remembers errno for lck_last_errno; always LCK_ESYS */
+int32_t status_sys(int error); /* stores the errno for lck_last_errno; always returns LCK_ESYS */
 
 /* ---- crc.c ------------------------------------------------------------------------------------------- */
 
 void crc_init(void);
-/* CRC-32C on the bare register: neither the initial nor the final inversion. */
+/* The CRC-32C register after these bytes, if it was `state` before: without the initial and the final inversion. */
 uint32_t crc32c_update(uint32_t state, const void *data, size_t nbytes);
 /* x^n modulo the CRC-32C polynomial, reflected (x^0 is bit 31). */
 uint32_t crc32c_xpow(uint32_t n);
 
 /* ---- kernels: copy.c, copy_portable.c, copy_x86.c, cpu.c ---------------------------------------------- */
 
-/* A kernel set works on whole lines: dst is 64-aligned (src is not), nbytes a multiple of 64. Each source byte is
- * loaded once, so the checksum covers exactly the stored bytes, even if the source changes while it is read. */
+/* The functions of a kernel set work on whole cache lines: dst is a multiple of 64 (src need not be), and so is nbytes.
+ * `state` is the register of crc32c_update, and its new value is returned. Each source byte is loaded once, so the
+ * checksum covers exactly the stored bytes, even if the source changes while it is read. */
 struct kernel {
     const char *name;
     uint32_t (*copy)(uint32_t state, void *dst, const void *src, size_t nbytes);
@@ -48,13 +49,14 @@ struct kernel {
 extern const struct kernel kernel_portable;
 
 const struct kernel *kernel_current(void);
+/* Copy any number of bytes to any address; returns their lck_crc32c. */
 uint32_t kernel_copy(const struct kernel *kernel, void *dst, const void *src, size_t nbytes);
 
 #if defined(__x86_64__)
 extern const struct kernel kernel_sse2;   /* baseline: table checksum */
-extern const struct kernel kernel_sse42;  /* presented as "sse2" too: crc32 instruction */
+extern const struct kernel kernel_sse42;  /* crc32 instruction; its name is "sse2" too */
 extern const struct kernel kernel_avx2;
-extern const struct kernel kernel_avx2v; /* presented as "avx2" too: VPCLMULQDQ, as on Zen 3 */
+extern const struct kernel kernel_avx2v; /* VPCLMULQDQ, as on Zen 3; its name is "avx2" too */
 extern const struct kernel kernel_avx512;
 void kernel_x86_init(void);
 #endif
@@ -69,15 +71,15 @@ void cpu_fence(void);
 
 enum kill_site { KILL_HEADER, KILL_BLOCK, KILL_MANIFEST, KILL_SEALED, KILL_BODY, KILL_WORD, KILL_ACK, KILL_SITES };
 
-int32_t fault_take(uint32_t op); /* the errno to fail with now, or 0 */
-void kill_point(enum kill_site site);
+int32_t fault_take(uint32_t op); /* the errno with which this call of the operation must fail, or 0 */
+void kill_point(enum kill_site site); /* a thread passes the site: does not return if the process is to be killed */
 
 /* ---- guard.c ----------------------------------------------------------------------------------------- */
 
-/* The caller calls sigsetjmp(guard.back, 0) and then guard_enter. If this thread gets a SIGBUS in the range before
- * guard_leave, the sigsetjmp returns a second time, and the guard is left. No lock may be held meanwhile. The 0 means
- * that sigsetjmp does not save the signal mask, which would cost a system call for each store: the handler restores
- * it. */
+/* The caller calls sigsetjmp(guard.back, 0) and then guard_enter. If an access of this thread to the range causes
+ * SIGBUS before guard_leave, sigsetjmp returns a second time, with 1, and the guard is left. The caller must hold no
+ * lock between guard_enter and guard_leave. The argument 0 means that sigsetjmp does not save the signal mask, because
+ * that would cost a system call for each store. The handler restores the mask instead. */
 struct guard {
     sigjmp_buf back;
     uintptr_t start;
@@ -92,8 +94,8 @@ void guard_leave(void);
 
 struct trace {
     _Atomic bool on;
-    pthread_mutex_t lock; /* for all fields below */
-    bool lost;            /* there was no memory for an event: the trace is incomplete */
+    pthread_mutex_t lock; /* guards all fields below */
+    bool lost;            /* there was no memory for an event, so the trace is incomplete */
     lck_event *events;
     uint64_t count, capacity;
     unsigned char *data;
@@ -113,7 +115,8 @@ static inline bool trace_on(struct trace *trace)
 
 /* The total length of the extents; LCK_EINVAL if they are impossible. */
 int32_t extents_total(const lck_extent *extents, uint64_t count, uint64_t *nbytes);
-/* The index of the extent that contains pool offset off, and the offset in it; count if none does. */
+/* The index of the extent that contains the pool offset off; *inside becomes the offset in that extent. Returns count
+ * if no extent contains off. */
 uint64_t extents_find(const lck_extent *extents, uint64_t count, uint64_t off, uint64_t *inside);
 
 /* ---- read.c ------------------------------------------------------------------------------------------ */
@@ -128,13 +131,14 @@ struct read_from {
 /* LCK_EINVAL for invalid arguments. */
 int32_t read_check(const struct read_from *from);
 int32_t read_check_one(const lck_read *what);
-/* Read and verify one block, through the buffer. If it fails, none of its bytes stay in dst. The caller fences. */
+/* Read and verify block `index` of a read. `buffer` has at least from->block bytes, or as many as the read if that is
+ * less. If the block does not match its checksum, none of its bytes stay in dst. The caller fences afterwards. */
 int32_t read_block(const struct read_from *from, const lck_read *what, uint64_t index, unsigned char *buffer);
 
 /* ---- emulate.c --------------------------------------------------------------------------------------- */
 
 struct bucket {
-    _Atomic uint64_t free_at; /* clock_ns() at which the emulated memory is free again */
+    _Atomic uint64_t free_at; /* value of clock_ns() at which the emulated memory is free again */
 };
 
 /* The speed that a medium emulates; all 0 for none. */
@@ -144,10 +148,11 @@ struct emulated_speed {
 };
 
 void emulate_open(struct emulated_speed *speed);
-/* The end time of a transfer that begins now; 0 if reads are not emulated. */
+/* Reserve a transfer that begins now. Returns the time of its end (clock_ns); emulate_read returns 0 if reads are not
+ * emulated. */
 uint64_t emulate_write(struct emulated_speed *speed, uint64_t off, uint64_t nbytes);
 uint64_t emulate_read(uint64_t off, uint64_t nbytes);
-void emulate_wait(uint64_t time);
+void emulate_wait(uint64_t time); /* until clock_ns() is at least time */
 void emulate_fence(const struct emulated_speed *speed);
 uint64_t bucket_take(struct bucket *bucket, uint64_t now, uint64_t nbytes, uint64_t bps);
 uint64_t whole_units(uint64_t off, uint64_t nbytes, uint64_t unit);
@@ -156,8 +161,8 @@ uint64_t whole_units(uint64_t off, uint64_t nbytes, uint64_t unit);
 
 #define HUGE_PAGE ((uint64_t)2 << 20) /* bytes of a huge page */
 
-/* Reserve address space, without memory, aligned to a huge page: extents that are apart in a file are mapped there
- * back to back, and huge pages can be used. MAP_FAILED on failure. */
+/* Reserve address space without memory, aligned to a huge page. Extents that lie apart in a file are mapped into it
+ * back to back, and the alignment permits huge pages. Returns MAP_FAILED on failure, with errno. */
 void *huge_reserve(uint64_t nbytes);
 
 /* ---- medium.c ---------------------------------------------------------------------------------------- */
@@ -165,16 +170,17 @@ void *huge_reserve(uint64_t nbytes);
 struct lck_medium {
     unsigned char *base;
     uint64_t nbytes;
-    uint64_t reserved; /* bytes of address space at base: whole pages */
+    uint64_t reserved; /* bytes of address space at base, in whole pages */
     uint32_t tier;
     int fd;    /* for fdatasync; -1 where the tier needs none */
     pid_t pid; /* the process in which the mapping exists */
-    _Atomic bool lost; /* a store met a missing page: every later copy and sync fails */
+    _Atomic bool lost; /* a store hit a missing page: every later copy and sync fails */
     struct trace trace;
     struct emulated_speed speed;
 };
 
-/* The functions lck_m_... without checks, for callers that have checked handle and range. */
+/* The functions lck_m_... without checks, for callers that have checked handle and range. medium_copy also accepts
+ * src NULL: a device has stored the bytes. */
 void medium_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes);
 void medium_store8(lck_medium *medium, uint64_t off, uint64_t value);
 int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
@@ -199,9 +205,9 @@ static inline bool medium_holds(const lck_medium *medium, uint64_t off, uint64_t
 /* ---- park.c ------------------------------------------------------------------------------------------ */
 
 #define PARK_FOREVER UINT64_MAX
-/* Sleep while *word == seen, at most timeout_ns; may return early. */
+/* Sleep while *word == seen, at most timeout_ns nanoseconds. May return early. */
 void park(_Atomic uint32_t *word, uint32_t seen, uint64_t timeout_ns);
-void unpark_all(_Atomic uint32_t *word);
+void unpark_all(_Atomic uint32_t *word); /* wake all threads that are parked on this word */
 uint64_t clock_ns(void); /* monotonic */
 
 /* ---- engine ------------------------------------------------------------------------------------------ */
@@ -216,64 +222,64 @@ enum phase {
     PHASE_COMMITTED = LCK_JOB_COMMITTED,
     PHASE_FAILED = LCK_JOB_FAILED,
     PHASE_DROPPED = LCK_JOB_DROPPED,
-    PHASE_BUILDING = 6, /* being submitted: only the submitter accesses it, and later jobs wait for it */
+    PHASE_BUILDING = 6, /* being submitted: only the submitting thread accesses it, and later jobs cannot commit */
     PHASE_SEALING = 7   /* one thread writes manifest and commit record */
 };
 
 enum verdict { VERDICT_OPEN, VERDICT_RELEASED, VERDICT_DROPPED };
 
-/* Job entries are a fixed array of the engine. `word` holds ticket and phase together, so one load gives a consistent
- * pair. A thread that accesses anything else in an entry first increments `users` and then checks `word` again
- * (job_enter); a submitter re-initialises an entry only if `users` is 0 after it set PHASE_BUILDING. All these accesses
- * are sequentially consistent, so one of the two threads sees the other. */
+/* Job entries are a fixed array of the engine. `word` contains ticket and phase together, so that one load returns a
+ * consistent pair. A thread that accesses another field of an entry first increments `users` and then checks `word`
+ * again (job_enter). A submitting thread first sets PHASE_BUILDING and then re-initialises the entry only if `users` is
+ * 0. All these accesses are sequentially consistent, so at least one of the two threads sees what the other wrote. */
 struct job {
     _Atomic uint64_t word; /* ticket << 4 | phase; 0: free */
     _Atomic uint32_t users;
-    _Atomic uint32_t waiters;  /* waiting threads that will seal this job and all before it */
-    _Atomic uint32_t verdict;
-    _Atomic bool held;         /* its sources are not complete: no block may be claimed yet */
+    _Atomic uint32_t waiters;  /* number of waiting threads that will seal this job and all earlier ones */
+    _Atomic uint32_t verdict;  /* enum verdict */
+    _Atomic bool held;         /* the sources are not complete: no block may be claimed yet */
     _Atomic uint64_t failure;  /* errno << 32 | (uint32) status of the first failure; 0: none */
-    _Atomic uint64_t next;     /* first block that is not claimed */
-    _Atomic uint64_t done;     /* blocks copied and fenced, or skipped */
+    _Atomic uint64_t next;     /* number of the first block that is not claimed */
+    _Atomic uint64_t done;     /* number of blocks that are copied and fenced, or skipped */
     _Atomic uint64_t nbytes, nbytes_helped, blocks;
     /* Written in PHASE_BUILDING only. Later jobs reuse the arrays, so that no memory is allocated per checkpoint. */
     lck_medium *medium;
     lck_commit commit;
-    lck_copy *copies;          /* the queued ones */
-    uint64_t *ends;            /* ends[i]: blocks of copies 0..i */
-    uint64_t count, capacity;
-    uint64_t total;            /* queued blocks */
+    lck_copy *copies;          /* the queued copies */
+    uint64_t *ends;            /* ends[i]: number of blocks of copies 0..i */
+    uint64_t count, capacity;  /* of copies and ends */
+    uint64_t total;            /* number of queued blocks */
 };
 
-/* A mapping whose pages are being touched. Same protocol as struct job: increment users, then check medium. */
+/* A mapping whose pages are being touched. As for struct job, a thread increments `users` and then checks `medium`. */
 struct populate {
     _Atomic(lck_medium *) medium;
-    _Atomic(lck_medium *) owner; /* the medium that last had this entry; never dereferenced */
+    _Atomic(lck_medium *) owner; /* the last medium of this entry; never dereferenced */
     _Atomic uint32_t users;
-    _Atomic uint64_t next;
+    _Atomic uint64_t next; /* offset of the first page that is not touched yet */
 };
 
 struct lck_engine {
     pid_t pid;
     uint32_t threads;
-    /* `pulse` is incremented after every change that a parked thread may wait for. The next two count parked workers,
-     * which wait for work, and all other parked threads, so that no system call is made if nobody needs it. */
+    /* `pulse` is incremented after every change that a parked thread may wait for. `idle_workers` counts the parked
+     * workers, and `sleepers` all other parked threads: if no thread is parked, no system call is made. */
     _Atomic uint32_t pulse;
     _Atomic uint32_t idle_workers;
     _Atomic uint32_t sleepers;
     _Atomic bool stop;
-    _Atomic uint32_t urgent_waiters; /* threads that wait for blocks that workers have claimed */
-    _Atomic bool cannot_raise_priority;
-    _Atomic bool passive; /* OpenMP's threads are to wait passively while a job is copied: openmp.c */
+    _Atomic uint32_t urgent_waiters; /* number of threads that wait for blocks that workers have claimed */
+    _Atomic bool cannot_raise_priority; /* the system refused it once: not tried again */
+    _Atomic bool passive; /* OpenMP's threads must wait passively while a job is copied: openmp.c */
     _Atomic bool spans_on;
     _Atomic(struct span_queue *) spans; /* made at the first start; freed with the engine */
-    pthread_mutex_t submit_lock; /* order of tickets; taken by callers only, never by a worker */
-    uint64_t tickets;
+    pthread_mutex_t submit_lock; /* for the order of tickets; callers of the library take it, and never a worker */
+    uint64_t tickets; /* the last ticket */
     struct job jobs[ENGINE_JOBS];
     struct populate populates[ENGINE_POPULATES];
     pthread_t workers[ENGINE_THREADS];
-    pthread_t team; /* the thread that keeps an OpenMP team: openmp.c */
-    _Atomic bool has_team; /* the thread `team` was started */
+    pthread_t team; /* the thread that owns an OpenMP team: openmp.c */
+    _Atomic bool has_team; /* whether the thread `team` was started */
     _Atomic bool no_room;  /* no further OpenMP thread could be started: not tried again */
 };
 
@@ -286,29 +292,31 @@ static inline int32_t engine_check(const lck_engine *engine)
 
 /* Wake all parked threads after a change. */
 void engine_pulse(lck_engine *engine);
-/* The same after a change of a job, which wakes workers only if there is work for one. */
+/* The same after a change of a job, but parked workers are woken only if there is work for a worker. */
 void engine_pulse_job(lck_engine *engine);
 void engine_park(lck_engine *engine, uint32_t seen, uint64_t timeout_ns);
-/* Between these two calls the workers run at normal priority: a thread waits for blocks that they have claimed, and at
- * idle priority they might get no processor for as long as other threads keep it busy. */
+/* Between these two calls the workers run at normal priority, because a thread waits for blocks that workers have
+ * claimed. At idle priority the workers might get no processor as long as other threads keep all of them busy. */
 void engine_raise_priority(lck_engine *engine);
 void engine_restore_priority(lck_engine *engine);
 
 /* -- work.c: what workers and waiting threads do -- */
 
 enum role {
-    ROLE_WORKER, /* copies; seals what no waiting thread will seal */
+    ROLE_WORKER, /* copies; seals jobs that no waiting thread will seal */
     ROLE_HELPER, /* copies */
     ROLE_SEALER  /* copies and seals */
 };
 
-/* Copy one block or seal one job, of the jobs with tickets up to `upto`, oldest first; false if there was no work. */
+/* Copy one block or seal one job. Jobs with tickets up to `upto` (inclusive) are tried, oldest first. Returns false if
+ * there was no work. */
 bool work_once(lck_engine *engine, uint64_t upto, enum role role);
-bool work_for_a_worker(lck_engine *engine);
+bool work_for_a_worker(lck_engine *engine); /* whether work_once may find work for a worker */
 /* Copy the blocks of all copies with these flags on the calling thread, and fence. */
 int32_t work_copy_now(lck_engine *engine, struct job *job, const lck_copy *copies, uint64_t count, uint32_t flags);
+/* Count all unclaimed blocks as done, without copying them. */
 void work_skip_rest(lck_engine *engine, struct job *job, uint64_t ticket);
-/* If a copied job was dropped meanwhile, end it. */
+/* If the job is copied and was dropped, end it (PHASE_DROPPED). */
 void work_end_dropped(lck_engine *engine, struct job *job, uint64_t ticket);
 
 /* -- entry.c: entries, phases, references -- */
@@ -322,21 +330,23 @@ static inline bool phase_ended(enum phase phase)
     return phase == PHASE_COMMITTED || phase == PHASE_FAILED || phase == PHASE_DROPPED;
 }
 
-/* Finds a job and enters it, so the caller must call job_leave; NULL if the ticket is unknown. */
+/* Find a job and enter it: the caller must call job_leave. NULL if the ticket is unknown. */
 struct job *job_find(lck_engine *engine, uint64_t ticket);
-bool job_enter(struct job *job, uint64_t ticket);
+bool job_enter(struct job *job, uint64_t ticket); /* false: the entry does not have this ticket, do not leave it */
 void job_leave(struct job *job);
 enum phase job_phase(struct job *job);
+/* Change the phase; false if the job is not in phase `from`. */
 bool job_move(lck_engine *engine, struct job *job, uint64_t ticket, enum phase from, enum phase to);
-void job_fail(struct job *job, int32_t status);
-int32_t job_failure(struct job *job); /* its status; also sets lck_last_errno */
-uint64_t blocks_of(uint64_t nbytes, uint64_t block);
-/* The index of the item that contains this block; ends[i] is the number of blocks of items 0..i (at least one item). */
+void job_fail(struct job *job, int32_t status); /* record a failure of this thread */
+int32_t job_failure(struct job *job); /* the status of the first failure; also sets lck_last_errno */
+uint64_t blocks_of(uint64_t nbytes, uint64_t block); /* ceil(nbytes / block) */
+/* The index of the item that contains block number `block`. There are `count` items (not 0); ends[i] is the number of
+ * blocks of items 0..i. */
 uint64_t first_beyond(const uint64_t *ends, uint64_t count, uint64_t block);
 
 /* -- openmp.c -- */
 
-void openmp_stop(lck_engine *engine); /* after `stop` was set */
+void openmp_stop(lck_engine *engine); /* join the thread `team`; call it after `stop` was set */
 
 /* -- spans.c -- */
 
@@ -348,7 +358,7 @@ void span_start(struct span *span);
 void span_end(lck_engine *engine, const struct span *span, uint32_t kind, uint64_t generation, uint64_t tensor,
               uint64_t nbytes, bool helped);
 
-/* Begin a span if recording is on. If it returns true, the caller must call span_end. */
+/* Begin a span and return true if recording is on; the caller must then call span_end. */
 static inline bool span_begin(lck_engine *engine, struct span *span)
 {
     if (LCK_LIKELY(!atomic_load_explicit(&engine->spans_on, memory_order_acquire)))

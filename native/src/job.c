@@ -6,7 +6,7 @@
 /* Waiting threads check again at least this often. */
 #define RECHECK_NS ((uint64_t)5 * 1000 * 1000)
 
-/* Internal phases are not part of the interface: a job that is being sealed is reported as copied. */
+/* The LCK_JOB_... of a phase. A job that is being sealed is reported as copied. */
 static uint32_t outer_state(enum phase phase)
 {
     return phase == PHASE_SEALING ? LCK_JOB_COPIED : (uint32_t)phase;
@@ -23,7 +23,7 @@ static int32_t find(lck_engine *engine, uint64_t ticket, struct job **job)
 
 /* ---- waiting ----------------------------------------------------------------------------------------- */
 
-/* True if the wait is over; *status is then its result. */
+/* True if the wait is over; *status then becomes the result of the wait. */
 static bool reached(struct job *job, uint32_t until, int32_t *status)
 {
     switch (job_phase(job)) {
@@ -36,7 +36,8 @@ static bool reached(struct job *job, uint32_t until, int32_t *status)
     }
 }
 
-/* The calling thread copies and, as a sealer, seals; it waits for blocks that other threads have claimed. */
+/* The calling thread copies and, as a sealer, also seals. When it finds no work, it parks until other threads have
+ * copied the blocks that they claimed. */
 static int32_t wait_for(lck_engine *engine, struct job *job, uint64_t ticket, uint32_t until, uint64_t deadline)
 {
     enum role role = until == LCK_JOB_COPIED ? ROLE_HELPER : ROLE_SEALER;
@@ -63,8 +64,8 @@ static int32_t wait_for(lck_engine *engine, struct job *job, uint64_t ticket, ui
     return status;
 }
 
-/* Workers leave the sealing to this thread while it is counted in `waiters`; the pulse at the end wakes them to do
- * it. */
+/* While this thread is counted in `waiters`, workers do not seal the job. If the wait times out, the pulse at the end
+ * wakes a worker, which seals it. */
 static int32_t wait_for_commit(lck_engine *engine, struct job *job, uint64_t ticket, uint64_t deadline)
 {
     if (atomic_load(&job->verdict) == VERDICT_OPEN && !phase_ended(job_phase(job)))
@@ -114,7 +115,7 @@ int32_t lck_job_start(lck_engine *engine, uint64_t ticket, int32_t outcome)
 
 /* ---- verdicts ---------------------------------------------------------------------------------------- */
 
-/* Set the verdict; false if a release or a drop came first. */
+/* Set the verdict; false if the job was released or dropped before. */
 static bool give_verdict(struct job *job, uint32_t verdict)
 {
     uint32_t open = VERDICT_OPEN;
@@ -143,7 +144,8 @@ int32_t lck_job_release(lck_engine *engine, uint64_t ticket)
     return status;
 }
 
-/* Wait for the blocks being copied, without helping with other jobs, which would take longer. */
+/* Wait until the blocks that are being copied are done. This thread does not copy meanwhile: it would copy blocks of
+ * other jobs, which would take longer. */
 static void wait_for_end(lck_engine *engine, struct job *job)
 {
     engine_raise_priority(engine);
@@ -173,7 +175,7 @@ int32_t lck_job_drop(lck_engine *engine, uint64_t ticket)
     return status;
 }
 
-/* The waiter is counted before the release, so that no worker is woken to seal. */
+/* This thread is counted in `waiters` before the release, so that no worker is woken to seal the job. */
 int32_t lck_job_commit(lck_engine *engine, uint64_t ticket, uint32_t timeout_ms)
 {
     struct job *job;

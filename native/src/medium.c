@@ -39,8 +39,8 @@ static bool whole_pages(const lck_extent *extents, uint64_t count)
 
 static bool writes_back(uint32_t tier) { return tier == LCK_TIER_PM || tier == LCK_TIER_PM_EMULATED; }
 
-/* On persistent memory MAP_SYNC makes the file system's metadata durable before a page can be stored to. Without it
- * a sync would not guarantee durability, so it is required. */
+/* On persistent memory MAP_SYNC makes the file system's metadata durable before a page can be stored to. Without
+ * MAP_SYNC, medium_sync would not make stores durable, so a mapping without it fails. */
 static int map_flags(uint32_t tier)
 {
     bool synced = tier == LCK_TIER_PM || tier == LCK_TIER_PM_EADR;
@@ -52,7 +52,7 @@ static void *map_at(void *address, int fd, const lck_extent *extent, uint32_t ti
     return mmap(address, extent->nbytes, PROT_READ | PROT_WRITE, MAP_FIXED | map_flags(tier), fd, (off_t)extent->off);
 }
 
-/* A forked child that inherited the mapping could write into the pool of its parent. */
+/* Keep the mapping out of forked children, which could otherwise write into the pool of their parent. */
 static int32_t keep_from_children(void *address, uint64_t nbytes)
 {
     if (madvise(address, nbytes, MADV_DONTFORK) != 0)
@@ -61,7 +61,8 @@ static int32_t keep_from_children(void *address, uint64_t nbytes)
     return LCK_OK;
 }
 
-/* device-dax needs addresses of its own alignment, up to 1 GiB: the kernel chooses one. */
+/* A device-dax mapping must have an address that is a multiple of the device's alignment (up to 1 GiB), so the kernel
+ * chooses the address. */
 static int32_t map_device(lck_medium *medium, int fd, const lck_extent *extents, uint64_t count)
 {
     if (count != 1)
@@ -84,7 +85,7 @@ static int32_t map_extents(lck_medium *medium, int fd, const lck_extent *extents
     unsigned char *base = huge_reserve(nbytes);
     if (base == MAP_FAILED)
         return status_sys(errno);
-    medium->base = base; /* release() unmaps all of it from here on */
+    medium->base = base; /* from here on release() unmaps the whole reservation, also after an error below */
     medium->reserved = nbytes;
     for (uint64_t i = 0; i < count; at += extents[i].nbytes, i++) {
         if (map_at(base + at, fd, &extents[i], medium->tier) == MAP_FAILED)
@@ -163,8 +164,8 @@ uint64_t lck_medium_address(const lck_medium *medium)
 
 /* ---- operations -------------------------------------------------------------------------------------- */
 
-/* A store that hits a missing page is incomplete. Its checkpoint never commits, because every later copy and sync
- * of the medium fails. */
+/* Mark the medium as lost after a store that hit a missing page and is incomplete. The checkpoint of that store never
+ * commits, because every later copy and sync of the medium fails. */
 static void lose(lck_medium *medium) { atomic_store(&medium->lost, true); }
 
 static bool is_lost(lck_medium *medium) { return LCK_UNLIKELY(atomic_load(&medium->lost)); }
@@ -221,8 +222,8 @@ void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes)
         trace_record(&medium->trace, LCK_EV_FLUSH, off, nbytes, NULL);
 }
 
-/* Flush what went through the caches: everything if the kernel does not stream, else the partial lines at both ends.
- * Streamed lines need no flush. */
+/* Flush the copied lines that went through the caches: all lines if the kernel set does not stream, else the partial
+ * lines at both ends. */
 static void flush_copied(lck_medium *medium, const struct kernel *kernel, uint64_t off, uint64_t nbytes)
 {
     uint64_t end = off + nbytes;
@@ -263,9 +264,9 @@ static uint32_t sum_guarded(lck_medium *medium, uint64_t off, uint64_t nbytes)
     return sum;
 }
 
-/* Without src, a device has stored the bytes into memory or caches: they are read for the checksum, and all cache lines
- * are written back as after a store. A trace records that store here, later than it happened; nothing reads the slot in
- * between. */
+/* src NULL: a device has stored the bytes into memory or caches. Then the bytes are read for the checksum, and all
+ * their cache lines are written back, as after a store. The trace gets a STORE event here, later than the device
+ * stored; no thread reads the slot in between. */
 int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc)
 {
     int32_t error = fault_take(LCK_OP_COPY);
@@ -305,7 +306,8 @@ void medium_fence(lck_medium *medium)
         trace_record(&medium->trace, LCK_EV_FENCE, 0, 0, NULL);
 }
 
-/* fdatasync is never repeated, not even after EINTR: a second one may succeed although the first lost pages. */
+/* fdatasync is never repeated, not even after EINTR, because the second call may succeed although the first has lost
+ * pages. */
 int32_t medium_sync(lck_medium *medium)
 {
     fence(medium);
@@ -327,7 +329,7 @@ void medium_mark(lck_medium *medium, uint32_t mark, uint64_t value)
         trace_record(&medium->trace, LCK_EV_MARK, mark, value, NULL);
 }
 
-/* The first word makes the record valid, so it must never become durable before the body. */
+/* The first word makes the record valid, so the word must never become durable before the body. */
 int32_t medium_commit_record(lck_medium *medium, uint64_t off, const void *record)
 {
     uint64_t word;

@@ -3,9 +3,9 @@
  * A thread of GNU OpenMP that waits for its team spins for some milliseconds before it sleeps. Meanwhile a copy
  * thread of idle priority does not get that processor. libgomp has a rule (do_spin, in its config/linux/wait.h):
  * while it manages more threads than there are processors, a waiting thread spins only a hundred rounds. To trigger
- * this rule, a thread of this file keeps an OpenMP team of two, which does nothing, while a job is being copied.
- * What is computed, and by how many threads, does not change. (A child that is forked meanwhile keeps the higher
- * count: its threads sleep a little sooner.) */
+ * this rule, a thread of this file owns an OpenMP team of two threads, which computes nothing, while a job is being
+ * copied. The results of the training, and the number of threads that compute them, do not change. (A child that is
+ * forked meanwhile inherits libgomp's higher count of threads, so its threads sleep a little sooner.) */
 #include "internal.h"
 
 #if defined(__linux__)
@@ -18,10 +18,10 @@
 #include <time.h>
 
 enum {
-    TEAM = 2,
+    TEAM = 2, /* threads of the team, the calling one included */
     PAUSE_SOFT = 1, /* omp_pause_soft of OpenMP 5.0 */
     NAP_NS = 20000,
-    NAPS = 100000, /* 2 seconds; more if other threads keep the processor busy */
+    NAPS = 100000, /* maximum number of naps: 2 seconds, or more if other threads keep the processor busy */
 };
 
 typedef void parallel_fn(void (*work)(void *), void *arg, unsigned threads, unsigned flags);
@@ -31,17 +31,18 @@ static pthread_mutex_t find_lock = PTHREAD_MUTEX_INITIALIZER;
 /* Written once, before the first thread that reads it starts. */
 static struct {
     parallel_fn *parallel;
-    pause_fn *pause; /* ends the calling thread's own team and no other */
+    pause_fn *pause; /* ends the team of the calling thread, and no other team */
 } api;
 
-/* Look up a symbol in the GNU OpenMP that `library` uses: a process may contain several. */
+/* Look up a symbol in the GNU OpenMP that `library` uses (a process may contain several). NULL if `library` uses none.
+ * */
 static void *symbol(void *library, const char *name)
 {
     Dl_info info;
     void *found = dlsym(library, name);
     bool gnu = found != NULL && dladdr(found, &info) != 0 && info.dli_fname != NULL &&
                strstr(info.dli_fname, "libgomp") != NULL;
-    return gnu ? found : NULL; /* other OpenMP libraries have functions of these names, but not this rule */
+    return gnu ? found : NULL; /* other OpenMP libraries have functions of these names, but not the rule of do_spin */
 }
 
 static bool find(const char *library)
@@ -95,7 +96,8 @@ static void *probe(void *arg)
     return NULL;
 }
 
-/* Wait until the kernel has removed a joined thread: it counts against limits until then. False if it stays. */
+/* Wait until the kernel has removed a joined thread, because the thread counts against limits until then. False if the
+ * thread is still there after NAPS. */
 static bool wait_until_removed(pid_t tid)
 {
     const struct timespec nap = {.tv_nsec = NAP_NS};
@@ -107,8 +109,8 @@ static bool wait_until_removed(pid_t tid)
     return !there;
 }
 
-/* libgomp ends the process if it cannot start a thread (a limit on threads or memory). It needs one thread here.
- * Therefore this function first checks that two threads can be started at once: one, and one as a margin. */
+/* Whether libgomp can start a thread. It needs one for the team, and ends the process if it cannot start one (a limit
+ * on threads or memory). So this function starts two threads at once: one as a test, and one as a margin. */
 static bool room_for_a_thread(void)
 {
     pthread_mutex_t end = PTHREAD_MUTEX_INITIALIZER;
@@ -135,7 +137,8 @@ static bool make_team(void)
     return room;
 }
 
-/* This thread runs at normal priority, because at idle priority it would act too late. It never copies. */
+/* The thread lightck-openmp. It runs at normal priority, because at idle priority it would make the team too late. It
+ * never copies. */
 static void *keep_team(void *arg)
 {
     lck_engine *engine = arg;

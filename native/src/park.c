@@ -1,5 +1,5 @@
-/* park.c: sleep until a word changes. No lock is used: a thread of idle priority that held one could block the training
- * for as long as the processor is busy. */
+/* park.c: sleep until a word changes. No lock is used, because a thread of idle priority that held a lock could block
+ * the training as long as the processor is busy. */
 #include <limits.h>
 #include <time.h>
 

@@ -1,5 +1,5 @@
-/* pmdk.c: PMDK's libpmemobj, loaded at run time, as the container of a pool: create, open, a root object, a few large
- * objects, close. It is never called between open and close; the pool's bytes go through medium.c. */
+/* pmdk.c: PMDK's libpmemobj, loaded at run time, as the container of a pool: create, open, allocate a root object and a
+ * few large objects, close. While lightck writes a pool, libpmemobj is not called: medium.c writes the bytes. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <stdio.h>
@@ -53,7 +53,7 @@ static int32_t missing(const char *why)
     return LCK_EMISSING;
 }
 
-/* Call it right after the call that failed. */
+/* Store the reason of a failed call of libpmemobj, and return its status. Call this right after the failed call. */
 static int32_t failed(void)
 {
     int error = errno != 0 ? errno : EIO;
@@ -66,7 +66,8 @@ static pthread_mutex_t log_lock = PTHREAD_MUTEX_INITIALIZER;
 static char log_text[4096];
 static size_t log_used;
 
-/* libpmemobj calls this on any thread while it holds its own locks, so the text is only stored. Excess text is lost. */
+/* libpmemobj calls this function on any thread while it holds locks of its own, so the text is only stored. Text that
+ * does not fit into log_text is lost. */
 static void keep_log(int level, const char *file, unsigned line, const char *function, const char *text)
 {
     (void)level;
@@ -176,8 +177,8 @@ static int32_t check_place(const lck_pmdk *pmdk, uint64_t off, uint64_t nbytes)
     return off <= pmdk->nbytes && nbytes <= pmdk->nbytes - off ? LCK_OK : LCK_EINVAL;
 }
 
-/* The mapping holds libpmemobj's lock on the file: a child that inherited it would keep the pool locked after its
- * parent has ended. */
+/* Keep the mapping out of forked children. The mapping holds libpmemobj's lock on the file, so a child that inherited
+ * the mapping would keep the pool locked after its parent has ended. On failure, close the pool. */
 static int32_t keep_from_children(lck_pmdk *pmdk)
 {
     if (madvise(pmdk->pool, pmdk->nbytes, MADV_DONTFORK) == 0) {
@@ -217,8 +218,9 @@ int32_t lck_pmdk_open(const char *path, const char *layout, uint64_t nbytes, uin
     return LCK_OK;
 }
 
-/* In the child, libpmemobj has the pool registered under its address, where nothing is mapped. Occupy that address:
- * otherwise a pool that the child opens could be mapped there and refused as already open. */
+/* In the child, libpmemobj still has the parent's pool registered under the address of its mapping, where nothing is
+ * mapped now. Occupy that address range: otherwise libpmemobj could map a pool that the child opens there, and refuse
+ * the pool as already open. */
 int32_t lck_pmdk_forked(const lck_pmdk *pmdk)
 {
     if (pmdk == NULL)

@@ -1,4 +1,4 @@
-/* populate.c: touch the pages of a mapping in the background. An optimisation: any failure only ends it. */
+/* populate.c: touch the pages of a mapping in the background. This is an optimisation: a failure only ends it. */
 #include <errno.h>
 #include <sys/mman.h>
 
@@ -8,11 +8,12 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
-/* Steps are small, because the kernel holds the address space's lock (for reading) during a step, and a thread of idle
- * priority may lose the processor meanwhile, while the training waits in mmap. */
+/* Bytes per step. Steps are small, because the kernel holds the lock of the address space (for reading) during a step.
+ * A thread of idle priority may lose the processor meanwhile, and the training would wait for the lock in mmap. */
 enum { STEP = 256 << 10, WAIT_NS = 200000 };
 
-/* For kernels before 5.14. An atomic OR with 0 is safe while other threads store to the same page. */
+/* For kernels before 5.14, which lack MADV_POPULATE_WRITE. An atomic OR with 0 is safe while other threads store to the
+ * same page. */
 static void touch(unsigned char *start, uint64_t nbytes)
 {
     struct guard guard;
@@ -107,13 +108,14 @@ static bool has_job_on(lck_engine *engine, const lck_medium *medium)
     return false;
 }
 
-/* Do not wait for users of an entry that belongs to another medium: they may stay for seconds. An entry changes its
- * owner only while it has no users. */
+/* Stop populating if the entry belongs to `medium`, and wait until the entry has no users. The users of an entry of
+ * another medium are not waited for, because they may take seconds. An entry changes its owner only while it has no
+ * users. */
 static void stop(struct populate *populate, lck_medium *medium)
 {
     lck_medium *expected = medium;
     atomic_compare_exchange_strong(&populate->medium, &expected, NULL);
-    _Atomic uint32_t never = 0; /* no thread changes it: park sleeps for WAIT_NS */
+    _Atomic uint32_t never = 0; /* no thread changes this word, so park sleeps for WAIT_NS */
     while (atomic_load(&populate->owner) == medium && atomic_load(&populate->users) != 0)
         park(&never, 0, WAIT_NS);
 }

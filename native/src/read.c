@@ -27,7 +27,7 @@ static int32_t read_all(int fd, unsigned char *buffer, uint64_t nbytes, uint64_t
     return LCK_OK;
 }
 
-/* Read at an offset in the pool; a block may span more than one extent. */
+/* Read nbytes at offset `off` of the pool into the buffer, from one or several extents. */
 static int32_t read_pool(int fd, const lck_extent *extents, uint64_t count, unsigned char *buffer, uint64_t nbytes,
                          uint64_t off)
 {
@@ -63,7 +63,7 @@ int32_t lck_unmap(const void *address, uint64_t nbytes)
     return munmap((void *)(uintptr_t)address, nbytes) == 0 ? LCK_OK : status_sys(errno);
 }
 
-/* Get the bytes of a block: in place if they are mapped and contiguous, else read into the buffer. */
+/* Set *found to the bytes of a block: in place if they are mapped and contiguous, else read into the buffer. */
 static int32_t find_bytes(const struct read_from *from, uint64_t off, uint64_t n, unsigned char *buffer,
                            const unsigned char **found)
 {
@@ -76,8 +76,8 @@ static int32_t find_bytes(const struct read_from *from, uint64_t off, uint64_t n
     return read_pool(from->fd, from->extents, from->count, buffer, n, off);
 }
 
-/* Store and checksum a block in one pass, bypassing the caches. Each byte is loaded once, so the stored bytes are the
- * verified ones, even if another process writes to the medium meanwhile. */
+/* Store a block to dst past the caches, and return its checksum; dst NULL: only compute the checksum. Each byte is
+ * loaded once, so the stored bytes are the verified ones, even if another process writes to the medium meanwhile. */
 static uint32_t take_block(unsigned char *dst, const unsigned char *bytes, uint64_t n)
 {
     return dst == NULL ? lck_crc32c(bytes, n) : kernel_copy(kernel_current(), dst, bytes, n);

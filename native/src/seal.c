@@ -33,7 +33,7 @@ static uint64_t check_of(const lck_commit *commit, const void *data, uint64_t nb
     return lck_crc64(lck_crc64(0, uuid, sizeof uuid), data, nbytes);
 }
 
-/* From here on no older commit record is valid for this slot. */
+/* Write the slot header of the new generation, which makes all older commit records of this slot invalid. */
 void seal_header(lck_medium *medium, const lck_commit *commit)
 {
     struct header header = {.generation = commit->generation, .slot = commit->slot};
@@ -57,7 +57,8 @@ static int32_t write_manifest(struct job *job)
     return LCK_OK;
 }
 
-/* Every copying thread fenced its own stores; the sync makes payload and manifest durable before the commit record. */
+/* Make payload and manifest durable, before the commit record is written. Every copying thread has fenced its own
+ * stores. */
 static int32_t sync_payload(struct job *job)
 {
     int32_t status = medium_sync(job->medium);
@@ -97,7 +98,7 @@ static int32_t timed(lck_engine *engine, struct job *job, uint32_t kind, int32_t
 
 int32_t seal_job(lck_engine *engine, struct job *job, bool helped)
 {
-    if (job->commit.flags & LCK_PART) /* a partial job: its bytes are fenced, and a later job commits them */
+    if (job->commit.flags & LCK_PART) /* its bytes are fenced already, and a later job commits them */
         return LCK_OK;
     uint64_t nbytes = job->commit.image_nbytes;
     int32_t status = timed(engine, job, LCK_SPAN_MANIFEST, write_manifest, nbytes, helped);

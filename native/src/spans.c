@@ -1,8 +1,8 @@
-/* spans.c: record which thread copied and sealed what, and when, for traces of a training.
+/* spans.c: record when each thread copied and sealed, for traces of a training.
  *
- * A bounded queue with a turn number per cell. Producers are copy threads and waiting threads; there is one
- * consumer at a time. No thread waits: if the queue is full, or a producer of idle priority was interrupted in a
- * cell, later spans are counted as dropped and never overwrite others. */
+ * Spans go into a bounded queue with a turn number per cell. Any thread that copies or seals is a producer, and there
+ * is one consumer at a time. No thread waits. If the queue is full, or if a producer of idle priority lost the
+ * processor while it filled a cell, later spans are counted as dropped. No span overwrites another. */
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -10,7 +10,7 @@
 #include "internal.h"
 
 struct span_cell {
-    _Atomic uint64_t turn; /* p: free for the span at position p; p + 1: filled with it */
+    _Atomic uint64_t turn; /* p: the cell is free for the span at position p; p + 1: it contains that span */
     lck_span span;
 };
 
@@ -18,7 +18,7 @@ struct span_queue {
     uint64_t mask; /* cells - 1 */
     _Atomic uint64_t head; /* next position to be filled */
     _Atomic uint64_t dropped;
-    uint64_t tail; /* next position to be taken; the consumer's */
+    uint64_t tail; /* next position to be taken; only the consumer accesses it */
     struct span_cell cells[];
 };
 
@@ -41,6 +41,7 @@ static uint64_t thread_cpu_ns(void)
 
 /* ---- producers --------------------------------------------------------------------------------------- */
 
+/* Claim the cell of the next position; NULL if it is not free. */
 static struct span_cell *claim(struct span_queue *queue, uint64_t *position)
 {
     *position = atomic_load(&queue->head);

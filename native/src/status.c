@@ -1,4 +1,4 @@
-/* status.c: status codes, and the numbers by which Python refuses a library of another interface. */
+/* status.c: status codes, and the numbers by which Python detects a library with another interface. */
 #include "internal.h"
 
 static _Thread_local int32_t last_errno;
@@ -27,7 +27,8 @@ uint32_t lck_sizeof(uint32_t id)
     }
 }
 
-/* cffi computes the layout of these structs from the header. The compiler's is the same: they have no padding. */
+/* cffi computes the layout of these structs from the header. The compiler computes the same layout, because the structs
+ * have no padding. */
 _Static_assert(sizeof(lck_copy) == 40, "lck_copy");
 _Static_assert(sizeof(lck_commit) == 144, "lck_commit");
 _Static_assert(sizeof(lck_job_info) == 40, "lck_job_info");

@@ -15,7 +15,7 @@ static bool commit_fits(const lck_medium *medium, const lck_commit *commit)
                  commit->crcs_off % 4 == 0 && commit->crcs_off <= commit->image_nbytes &&
                  commit->crcs_count <= (commit->image_nbytes - commit->crcs_off) / 4;
     bool block = commit->block > 0 && commit->block % 256 == 0 && commit->block <= LCK_MAX_BLOCK;
-    /* Generation 0 means that there is no commit record. */
+    /* In the commit log, generation 0 means that there is no commit record. */
     bool names = commit->generation != 0 && commit->slot <= UINT8_MAX && commit->manifest_index <= 1 &&
                  (commit->flags & ~(uint32_t)(LCK_PART | LCK_FOLLOWS | LCK_HELD)) == 0;
     return places && image && block && names;
@@ -42,7 +42,8 @@ static bool copies_fit(const lck_medium *medium, const lck_commit *commit, const
 
 /* ---- the entry --------------------------------------------------------------------------------------- */
 
-/* Skip an entry that a worker is accessing: waiting for a thread of idle priority may take long. */
+/* Take a free entry. False if the entry is not free, or if a worker is accessing it: to wait for a thread of idle
+ * priority may take long. */
 static bool take(struct job *job, uint64_t ticket)
 {
     if (atomic_load(&job->word) != 0)
@@ -54,7 +55,8 @@ static bool take(struct job *job, uint64_t ticket)
     return false;
 }
 
-/* The lock makes taking a ticket and publishing its entry one operation, so that later jobs see all earlier ones. */
+/* Take a free entry for the next ticket; NULL if there is none. Because of the lock, a thread with a later ticket sees
+ * the entries of all earlier tickets. */
 static struct job *take_entry(lck_engine *engine, uint64_t *ticket)
 {
     struct job *found = NULL;
@@ -69,6 +71,7 @@ static struct job *take_entry(lck_engine *engine, uint64_t *ticket)
     return found;
 }
 
+/* Make room for `count` copies. False if memory is short. */
 static bool reserve(struct job *job, uint64_t count)
 {
     if (count <= job->capacity)
@@ -85,6 +88,7 @@ static bool reserve(struct job *job, uint64_t count)
     return true;
 }
 
+/* Queue the copies that the workers make: all that are neither LCK_NOW nor empty. */
 static void queue(struct job *job, const lck_copy *copies, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++) {

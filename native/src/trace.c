@@ -1,14 +1,14 @@
 /* trace.c: record the operations of a medium, in an order consistent with what each thread could observe.
  *
- * An event is recorded after its operation and before the call returns. So if one thread's operation ended before
- * another's began, their events are in that order. */
+ * An event is recorded after its operation and before the call returns. So if an operation ended before an operation of
+ * another thread began, the trace has the two events in that order. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "internal.h"
 
 static _Atomic uint32_t thread_count;
-static _Thread_local uint32_t thread_number; /* from 1; 0: none yet */
+static _Thread_local uint32_t thread_number; /* one more than the number in events; 0: not assigned yet */
 
 static uint32_t this_thread(void)
 {
@@ -110,7 +110,8 @@ int32_t lck_trace_stop(lck_medium *medium)
     return status;
 }
 
-/* Casts const away: a reader takes the lock, but changes nothing that the caller can see. */
+/* The medium's trace; NULL if the medium is not usable. Casts const away: a reader takes the lock, but changes nothing
+ * that the caller can see. */
 static struct trace *trace_of(const lck_medium *medium)
 {
     return medium_check(medium) == LCK_OK ? &((lck_medium *)(uintptr_t)medium)->trace : NULL;

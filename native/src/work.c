@@ -16,7 +16,8 @@ static void put_checksum(struct job *job, const lck_copy *copy, uint64_t index, 
         memcpy((unsigned char *)(uintptr_t)commit->raw_crcs + 4 * at, &crc, 4);
 }
 
-/* The caller fences before it reports the block as done: a fence orders only the stores of its own processor. */
+/* Copy one block. The caller must fence on this thread before it reports the block as done, because a fence orders only
+ * the stores of its own thread. */
 static int32_t copy_block(lck_engine *engine, struct job *job, const lck_copy *copy, uint64_t index, bool helped)
 {
     struct span span;
@@ -61,7 +62,7 @@ int32_t work_copy_now(lck_engine *engine, struct job *job, const lck_copy *copie
     bool spanned = span_begin(engine, &span);
     uint64_t before = atomic_load_explicit(&job->nbytes, memory_order_relaxed);
     int32_t status = copy_flagged(engine, job, copies, count, flags);
-    medium_fence(job->medium); /* one fence for all: thousands of small tensors would be slow with one each */
+    medium_fence(job->medium); /* one fence for all copies: one per tensor would be slow for thousands of tensors */
     if (spanned)
         span_end(engine, &span, LCK_SPAN_NOW, job->commit.generation, 0,
                  atomic_load_explicit(&job->nbytes, memory_order_relaxed) - before, false);
@@ -76,7 +77,8 @@ void work_end_dropped(lck_engine *engine, struct job *job, uint64_t ticket)
         job_move(engine, job, ticket, PHASE_COPIED, PHASE_DROPPED);
 }
 
-/* The thread that brings `done` to the total ends the copying; all stores are fenced by then. */
+/* Count blocks as done. The thread that brings `done` to `total` ends the phase PHASE_COPYING. All stores are fenced by
+ * then. */
 static void report_done(lck_engine *engine, struct job *job, uint64_t ticket, uint64_t blocks)
 {
     if (blocks == 0 || atomic_fetch_add(&job->done, blocks) + blocks != job->total)
@@ -86,7 +88,6 @@ static void report_done(lck_engine *engine, struct job *job, uint64_t ticket, ui
     work_end_dropped(engine, job, ticket);
 }
 
-/* Claim all unclaimed blocks and report them as done without copying them. */
 void work_skip_rest(lck_engine *engine, struct job *job, uint64_t ticket)
 {
     uint64_t claimed = atomic_exchange(&job->next, job->total);
@@ -98,7 +99,7 @@ static bool copy_next(lck_engine *engine, struct job *job, uint64_t ticket, enum
 {
     if (atomic_load(&job->held))
         return false;
-    if (atomic_load(&job->next) >= job->total) /* keeps the counter from growing without limit */
+    if (atomic_load(&job->next) >= job->total) /* otherwise the counter would grow without limit */
         return false;
     uint64_t block = atomic_fetch_add(&job->next, 1);
     if (block >= job->total)
@@ -118,6 +119,7 @@ static bool copy_next(lck_engine *engine, struct job *job, uint64_t ticket, enum
 
 /* ---- sealing ----------------------------------------------------------------------------------------- */
 
+/* Whether a job with a smaller ticket has not ended. */
 static bool earlier_unended(lck_engine *engine, uint64_t ticket)
 {
     for (int i = 0; i < ENGINE_JOBS; i++) {
@@ -128,8 +130,9 @@ static bool earlier_unended(lck_engine *engine, uint64_t ticket)
     return false;
 }
 
-/* Whether to leave the sealing to a thread that waits for this job or a later one: it runs at normal priority and seals
- * sooner. When a thread stops waiting, it calls engine_pulse, so that a worker seals what the thread left. */
+/* Whether a thread waits for the commit of this job or a later one. A worker then leaves the sealing to that thread,
+ * which runs at normal priority and seals sooner. A thread that stops waiting calls engine_pulse_job, so that a worker
+ * seals what the thread has not sealed. */
 static bool left_to_waiter(lck_engine *engine, uint64_t ticket)
 {
     for (int i = 0; i < ENGINE_JOBS; i++) {
@@ -140,7 +143,7 @@ static bool left_to_waiter(lck_engine *engine, uint64_t ticket)
     return false;
 }
 
-/* Whether a partial job of the checkpoint that this job commits failed or was dropped. */
+/* Whether a partial job of this job's checkpoint has failed or was dropped. */
 static bool lacks_part(lck_engine *engine, const struct job *job)
 {
     for (int i = 0; i < ENGINE_JOBS; i++) {
@@ -172,7 +175,7 @@ static bool try_seal(lck_engine *engine, struct job *job, uint64_t ticket, enum 
     return true;
 }
 
-/* A job that another thread changes now may be missed: that thread looks again after its change. */
+/* This function may miss a job that another thread is changing. That thread calls engine_pulse_job after its change. */
 bool work_for_a_worker(lck_engine *engine)
 {
     for (int i = 0; i < ENGINE_JOBS; i++) {
@@ -188,7 +191,8 @@ bool work_for_a_worker(lck_engine *engine)
 
 /* ---- choice ------------------------------------------------------------------------------------------ */
 
-/* The oldest job with after < ticket <= upto on which there may be work; the caller must call job_enter. */
+/* The oldest job with after < ticket <= upto that may need work; *ticket becomes its ticket. NULL if there is none. The
+ * caller must call job_enter before it accesses the job. */
 static struct job *oldest(lck_engine *engine, uint64_t after, uint64_t upto, uint64_t *ticket)
 {
     struct job *found = NULL;

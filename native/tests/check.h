@@ -1,4 +1,4 @@
-/* check.h: what the C tests share. A failed check ends the program. */
+/* check.h: functions and macros of the C tests. A failed check ends the program with status 1. */
 #ifndef LCK_TEST_CHECK_H
 #define LCK_TEST_CHECK_H
 
@@ -60,7 +60,7 @@ static inline lck_medium *open_medium(int fd, uint64_t nbytes, uint32_t tier)
     lck_medium *medium = NULL;
     const lck_extent whole = {0, nbytes};
     int32_t status = lck_medium_open(fd, &whole, 1, tier, &medium);
-    if (tier == LCK_TIER_PM_EMULATED && status == LCK_ESYS && lck_last_errno() == ENOTSUP) /* a portable build */
+    if (tier == LCK_TIER_PM_EMULATED && status == LCK_ESYS && lck_last_errno() == ENOTSUP) /* no write-back */
         status = lck_medium_open(fd, &whole, 1, LCK_TIER_CACHE, &medium);
     CHECK_EQ(status, LCK_OK);
     return medium;

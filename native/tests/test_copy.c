@@ -1,4 +1,4 @@
-/* Every kernel set stores what it read, nothing beside it, and returns the checksum of it. */
+/* Every kernel set stores exactly the bytes of the source, changes no byte beside them, and returns their checksum. */
 #include "check.h"
 
 enum { SIZE = 4 << 20, GUARD = 256 };

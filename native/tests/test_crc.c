@@ -1,4 +1,4 @@
-/* Checksums against their published check values and against bit-by-bit references. */
+/* Checksums are compared with published check values and with bit-by-bit references. */
 #include "check.h"
 
 static uint32_t slow_crc32c(const unsigned char *p, size_t nbytes)
@@ -115,7 +115,7 @@ static void check_spread(void)
         seen += spread(data, sizeof data, 4) != before;
         data[i] = 0;
     }
-    CHECK_EQ(seen, 32 * 8); /* as many words, each in a gap of its own */
+    CHECK_EQ(seen, 32 * 8); /* 32 words of 8 bytes are in the sample, one of each part */
 }
 
 int main(void)

@@ -1,11 +1,11 @@
-/* The emulation of a memory's speed: its arithmetic with a clock of the test, then that it is applied where it should.
- * Times are only compared with what has to pass at least: a machine may always be slower. */
+/* The emulation of a memory's speed: first its arithmetic, with times that the test chooses, then its effect on copies,
+ * fences and reads. Measured times are compared only with a minimum, because a machine may always be slower. */
 #include <stdatomic.h>
 #include <pthread.h>
 
 #include "check.h"
 
-/* This file's own copy of the arithmetic; the library's is not visible. */
+/* This file compiles a second copy of the arithmetic, because the library does not export it. */
 #define lck_emulate own_emulate
 #include "../src/emulate.c"
 #undef lck_emulate
@@ -23,9 +23,9 @@ static void test_a_bucket_is_shared_and_gives_no_credit(void)
 {
     struct bucket bucket = {0};
     CHECK_EQ(bucket_take(&bucket, 1000, 2000, 2 * (uint64_t)GB), 2000);   /* 2000 bytes at 2 bytes per ns */
-    CHECK_EQ(bucket_take(&bucket, 1500, 2000, 2 * (uint64_t)GB), 3000);   /* waits for the one before */
+    CHECK_EQ(bucket_take(&bucket, 1500, 2000, 2 * (uint64_t)GB), 3000);   /* begins after the transfer before */
     CHECK_EQ(bucket_take(&bucket, 1500, 0, 2 * (uint64_t)GB), 3000);
-    CHECK_EQ(bucket_take(&bucket, 900000, 2000, 2 * (uint64_t)GB), 901000); /* the pause was no credit */
+    CHECK_EQ(bucket_take(&bucket, 900000, 2000, 2 * (uint64_t)GB), 901000); /* the pause did not make it faster */
     CHECK_EQ(bucket_take(&bucket, 900000, (uint64_t)40 * GB, (uint64_t)40 * GB), 1000901000);
 }
 
@@ -82,7 +82,7 @@ static void test_copies_fences_and_reads_take_their_time(void)
     unsigned char *source = calloc(1, SIZE);
     int fd = open_memory(SIZE);
     CHECK(source != NULL);
-    CHECK_EQ(lck_emulate(GB / 10, GB / 5, 300000, 256), LCK_OK); /* 4 MiB: 42 ms written, 21 ms read */
+    CHECK_EQ(lck_emulate(GB / 10, GB / 5, 300000, 256), LCK_OK); /* 4 MiB: a write takes 42 ms, a read 21 ms */
     lck_medium *slow = open_medium(fd, SIZE, LCK_TIER_CACHE);
     CHECK(time_of_copy(slow, source, SIZE) >= 40000000);
     uint64_t begin = clock_ns();
@@ -98,7 +98,7 @@ static void test_copies_fences_and_reads_take_their_time(void)
     CHECK_EQ(lck_read_verified(fd, &whole, 1, 0, NULL, SIZE, 1 << 20, crcs, 1, 2, 3, 4, NULL), LCK_OK);
     CHECK(clock_ns() - begin >= 20000000);
 
-    /* What was opened before stays as it is, also when it is over. */
+    /* A medium that was opened during the emulation stays slow after the emulation has ended. */
     CHECK_EQ(lck_emulate(0, 0, 0, 0), LCK_OK);
     lck_medium *plain = open_medium(fd, SIZE, LCK_TIER_CACHE);
     CHECK(time_of_copy(slow, source, SIZE) >= 40000000);

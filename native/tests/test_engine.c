@@ -1,4 +1,4 @@
-/* The engine: order of commits, ends of jobs, and the fences between copies and the commit record. */
+/* The engine: the order of commits, the ends of jobs, and the fences between copies and the commit record. */
 #include <dirent.h>
 #include <errno.h>
 #include <pthread.h>
@@ -16,10 +16,10 @@ enum {
     SLOTS = 4,
     TENSORS = 5,
     BLOCK = 4096,
-    RING = 8192,       /* 16 lines, 256 bytes apart */
+    RING = 8192,       /* offset of 16 commit records, 256 bytes apart */
     SLOT0 = 64 << 10,
     SLOT_NBYTES = 1 << 20,
-    MANIFEST = 4096,   /* in a slot */
+    MANIFEST = 4096,   /* offset in a slot, as PAYLOAD */
     PAYLOAD = 64 << 10,
     SIZE = SLOT0 + SLOTS * SLOT_NBYTES,
     IMAGE = 2048,
@@ -31,7 +31,7 @@ enum {
 
 static const uint64_t nbytes_of[TENSORS] = {100, 300000, BLOCK, 0, 250001};
 
-/* One checkpoint: its sources, image and request. */
+/* One checkpoint: its sources, the image of its manifest, and the arguments of lck_job_submit. */
 struct checkpoint {
     uint64_t generation, ticket;
     unsigned char *source[TENSORS];
@@ -132,7 +132,7 @@ static void run(struct checkpoint *v)
     CHECK_EQ(wait_until(v, LCK_JOB_COMMITTED), LCK_OK);
 }
 
-/* ---- what the medium must hold ------------------------------------------------------------------------ */
+/* ---- the expected content of the medium ------------------------------------------------------------------------ */
 
 static uint64_t u64_at(const unsigned char *p)
 {
@@ -207,7 +207,7 @@ static void check_version(struct checkpoint *v)
     CHECK(memcmp(image, v->image, IMAGE) == 0);
 }
 
-/* ---- what the trace must say -------------------------------------------------------------------------- */
+/* ---- the expected trace -------------------------------------------------------------------------- */
 
 static lck_event *events;
 static uint64_t event_count;
@@ -238,7 +238,8 @@ static int ordered_before(uint64_t from, uint64_t to)
     return 0;
 }
 
-/* Copies into the slot of the commit record stored at `word` since the slot header, and the body of that record. */
+/* Check that a fence orders, before the first word of a commit record (event `word`), all stores to its slot since the
+ * slot header, and the body of the record. */
 static void check_fences_before(uint64_t word, uint64_t generation)
 {
     uint64_t slot = slot_off(generation), header = 0, body = 0;
@@ -262,7 +263,8 @@ static uint64_t word_value(const lck_event *e)
     return u64_at(data + e->data);
 }
 
-/* Returns how many lines were committed; their generations must grow, and each be acknowledged after its sync. */
+/* Returns the number of commit records. Their generations must grow, and each mark ACK must come after the record's
+ * sync. */
 static uint64_t check_trace_order(void)
 {
     uint64_t last = 0, count = 0;
@@ -310,7 +312,7 @@ static void test_many(uint32_t threads)
     teardown();
 }
 
-/* Nobody waits: a worker commits. */
+/* If no thread waits, a worker commits. */
 static void test_unattended(void)
 {
     setup(2);
@@ -326,7 +328,8 @@ static void test_unattended(void)
     teardown();
 }
 
-/* The calling thread seals: no worker has copied or sealed anything of a job whose copies were made at its submission. */
+/* lck_job_commit seals on the calling thread: of a job whose copies were all made inside lck_job_submit, no worker
+ * copies or seals anything. */
 static void test_commit_on_this_thread(void)
 {
     setup(2);
@@ -345,7 +348,8 @@ static void test_commit_on_this_thread(void)
     teardown();
 }
 
-/* An earlier job holds the commit up. A worker makes it after the earlier job has ended, though nobody waits then. */
+/* The commit of b waits for the earlier job a and times out. A worker commits b after a has ended, without a waiting
+ * thread. */
 static void test_commit_that_times_out(void)
 {
     setup(2);
@@ -409,7 +413,7 @@ static void test_drop(void)
     CHECK(!has_commit_record(a));
     check_version(b);
     forget(a);
-    checkpoint_free(a); /* nothing reads the sources any more */
+    checkpoint_free(a); /* no thread reads the sources any more */
     struct checkpoint *c = checkpoint_new(5, 0);
     submit(c);
     CHECK_EQ(wait_until(c, LCK_JOB_COPIED), LCK_OK);
@@ -421,7 +425,7 @@ static void test_drop(void)
     teardown();
 }
 
-/* Whether workers get so far first depends on the machine: it must happen that they do not. */
+/* A drop skips blocks that no worker has claimed. If workers are fast, they have claimed all: so several attempts. */
 static void test_drop_skips(void)
 {
     setup(1);
@@ -448,7 +452,7 @@ static void test_now(void)
     v->copies[4].flags = LCK_NOW;
     submit(v);
     unsigned char was = v->source[4][77];
-    v->source[4][77] = (unsigned char)~was; /* copied before submit returned */
+    v->source[4][77] = (unsigned char)~was; /* the copy was made before submit returned */
     CHECK_EQ(wait_until(v, LCK_JOB_COPIED), LCK_OK);
     v->source[4][77] = was;
     CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
@@ -532,7 +536,8 @@ static void test_faults(void)
     teardown();
 }
 
-/* What is not started when a copy fails is not tried; with one worker and no helper that is exact. */
+/* After a failed copy, blocks that are not claimed are skipped. With one worker and no waiting thread their number is
+ * exact. */
 static void test_failure_skips(void)
 {
     setup(1);
@@ -547,7 +552,7 @@ static void test_failure_skips(void)
     teardown();
 }
 
-/* The first `n` tensors as a part, the others as the job that commits. */
+/* Submit the first `n` tensors as a partial job, and the others as the job that commits. */
 static void submit_split(struct checkpoint *v, uint64_t n, uint64_t *part)
 {
     lck_commit begun = v->commit;
@@ -586,7 +591,7 @@ static void test_parts(uint32_t threads)
     take_trace();
     CHECK_EQ(check_trace_order(), 9);
     for (uint64_t g = 7; g <= 9; g++)
-        CHECK_EQ(headers_written(g), (g - 1) / SLOTS + 1); /* one for each generation that lay in its slot */
+        CHECK_EQ(headers_written(g), (g - 1) / SLOTS + 1); /* one for each generation in the same slot so far */
     teardown();
 }
 
@@ -614,7 +619,7 @@ static void test_lost_part(void)
     teardown();
 }
 
-/* As a device fills it: the sources get their bytes after the submit. */
+/* Empty the sources before the submit: as with a device transfer, give_sources fills them afterwards. */
 static void take_sources(struct checkpoint *v, unsigned char **kept)
 {
     for (int i = 0; i < TENSORS; i++) {
@@ -666,7 +671,7 @@ static int written_back_next(uint64_t at)
            events[next].nbytes == events[at].nbytes;
 }
 
-/* As a device does that writes into the pool by itself: there is no source. */
+/* This function stores into the slot, as a device does: the copies have no source. */
 static void test_placed(uint32_t threads)
 {
     setup(threads);
@@ -699,7 +704,7 @@ static void test_placed(uint32_t threads)
     teardown();
 }
 
-/* Nobody comes to start it: it ends all the same, and what follows commits. */
+/* Held jobs that are never started end at a drop or at lck_engine_close, and later jobs commit. */
 static void test_held_for_ever(void)
 {
     setup(1);
@@ -816,15 +821,15 @@ static void test_populate(void)
     setup(2);
     CHECK_EQ(lck_engine_populate(engine, medium), LCK_OK);
     struct checkpoint *v = checkpoint_new(1, 0);
-    run(v); /* copies come first */
+    run(v); /* copies take precedence over populating */
     while (pages_present(fd) < SIZE)
         usleep(500);
-    check_version(v); /* and are not disturbed */
+    check_version(v); /* populating has changed no byte */
     CHECK_EQ(lck_engine_quiesce(engine, medium), LCK_OK);
     checkpoint_free(v);
     teardown();
 
-    setup(1); /* stopped on the way */
+    setup(1); /* stop before all pages are populated */
     CHECK_EQ(lck_engine_populate(engine, medium), LCK_OK);
     CHECK_EQ(lck_engine_quiesce(engine, medium), LCK_OK);
     CHECK_EQ(lck_medium_close(medium), LCK_OK);
@@ -851,7 +856,7 @@ static void *waiter(void *arg)
         CHECK_EQ(status, LCK_OK);
     } else {
         CHECK_EQ(lck_job_release(engine, v->ticket), LCK_OK);
-        /* Some stop waiting early: the sealing must go back to the workers. */
+        /* Some threads stop waiting early: then a worker must seal. */
         int32_t status = lck_job_wait(engine, v->ticket, LCK_JOB_COMMITTED, v->generation % 5 == 0 ? 1 : LONG_MS);
         CHECK(status == LCK_OK || status == LCK_ETIMEDOUT);
     }
@@ -876,7 +881,7 @@ static void test_storm(void)
             CHECK_EQ(pthread_join(threads[i], NULL), 0);
         for (int i = 0; i < AT_ONCE; i++) {
             if (v[i]->generation % 3 != 0) {
-                while (info(v[i]).state != LCK_JOB_COMMITTED) /* without a waiter */
+                while (info(v[i]).state != LCK_JOB_COMMITTED) /* no thread waits for it any more */
                     usleep(200);
                 check_version(v[i]);
                 committed++;
@@ -933,7 +938,7 @@ static void *may_stop_idling(void *arg)
     return NULL;
 }
 
-/* A worker that holds the last block is not left at idle priority while the caller waits for it. */
+/* A worker that has claimed the last block runs at normal priority while the caller waits for that block. */
 static void test_hurry(void)
 {
     bool permitted;
@@ -951,7 +956,7 @@ static void test_hurry(void)
     for (uint64_t g = 1; g <= 20 && (g == 1 || (permitted && atomic_load(&hurried) == 0)); g++) {
         struct checkpoint *v = checkpoint_new(g, 0);
         CHECK_EQ(lck_job_submit(engine, medium, &v->copies[2], 1, &v->commit, &v->ticket), LCK_OK);
-        usleep(10000); /* the worker has claimed its one block by now, mostly */
+        usleep(10000); /* in most rounds the worker has claimed the only block by now */
         CHECK_EQ(wait_until(v, LCK_JOB_COPIED), LCK_OK);
         CHECK_EQ(sched_getscheduler(worker), SCHED_IDLE);
         CHECK_EQ(lck_job_drop(engine, v->ticket), LCK_OK);
@@ -999,8 +1004,8 @@ static void test_fork(void)
     teardown();
 }
 
-/* Whether the commit record of a checkpoint that is killed at `site` is valid. Runs before any thread exists in
- * this process. */
+/* Whether the commit record of a checkpoint is complete if the process is killed at `site`. Call this before a thread
+ * is started in this process, because it forks. */
 static int line_after_kill(const char *site, uint64_t nth)
 {
     int file = open_memory(SIZE);

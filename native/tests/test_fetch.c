@@ -1,4 +1,5 @@
-/* Many verified reads at once: all arrive, or the first bad block in order is named, however many threads there are. */
+/* Many verified reads at once: all blocks are read, or the first bad block in the order of the reads is reported, with
+ * any number of threads. */
 #include <errno.h>
 
 #include "check.h"
@@ -15,7 +16,7 @@ static void setup(void)
 {
     fd = open_memory(READS * SIZE);
     for (uint64_t i = 0; i < READS; i++) {
-        uint64_t nbytes = i % 5 == 4 ? 0 : SIZE - 997 * i; /* lengths differ, some are empty */
+        uint64_t nbytes = i % 5 == 4 ? 0 : SIZE - 997 * i; /* different lengths, some 0 */
         fill_random(data[i], SIZE, (uint32_t)i + 1);
         CHECK_EQ(lck_crc32c_blocks(data[i], nbytes, BLOCK, crcs[i]), LCK_OK);
         for (uint64_t k = 0; k < BLOCKS; k++)
@@ -56,7 +57,7 @@ static void flip(uint64_t read, uint64_t at)
     CHECK_EQ(pwrite(fd, &flipped, 1, place), 1);
 }
 
-/* Two bad blocks: the first is named, what lies before it has arrived, and no byte of either is there. */
+/* Two bad blocks: the first is reported, all blocks before it are in dst, and no byte of the two is in dst. */
 static void check_bad(uint32_t threads)
 {
     uint64_t bad_read = 99, bad_block = 99;

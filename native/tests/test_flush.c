@@ -1,4 +1,4 @@
-/* Which instructions write lines back and fence: counted by single-stepping through a child, not read from a name. */
+/* Which instructions write cache lines back and fence. They are counted by single-stepping through a child process. */
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/ptrace.h>
@@ -16,8 +16,8 @@ struct counts {
     int clwb, clflushopt, clflush, sfence;
 };
 
-/* clflush is 0F AE /7 with a memory operand, clflushopt the same after 66, clwb 66 0F AE /6, sfence 0F AE F8. Other
- * prefixes (REX, segment) may come between. */
+/* Count an instruction. clflush is 0F AE /7 with a memory operand, clflushopt is 66 0F AE /7, clwb is 66 0F AE /6, and
+ * sfence is 0F AE F8. Other prefixes (REX, segment) may precede 0F. */
 static void count(struct counts *counts, const unsigned char *code)
 {
     int at = 0, wide = 0;
@@ -43,7 +43,7 @@ static void count_here(struct counts *counts, pid_t child)
     count(counts, code);
 }
 
-/* Everything between the two SIGSTOPs that the child sends to itself. */
+/* Count the instructions between the two SIGSTOPs that the child sends to itself. */
 static struct counts trace(pid_t child)
 {
     struct counts counts = {0, 0, 0, 0};
@@ -64,7 +64,7 @@ static struct counts trace(pid_t child)
     return counts;
 }
 
-/* A store over LINES lines (of which two in part), its flush, and a sync. */
+/* Count the instructions of a store to LINES cache lines (two of them in part), of its flush, and of a sync. */
 static struct counts flush_and_sync(uint32_t tier, int fd, const char *instruction)
 {
     static unsigned char data[LINES * 64 - 64];
@@ -141,7 +141,7 @@ static void check_names(void)
     CHECK_EQ(lck_write_back_set("auto"), LCK_OK);
 }
 
-/* Without MAP_SYNC there is no persistent memory, and nothing that looks like it. */
+/* On a file without MAP_SYNC the tiers of persistent memory are refused. */
 static void check_refusal(void)
 {
     int fd = open_memory(SIZE);
@@ -158,6 +158,6 @@ int main(int argc, char **argv)
 {
     check_names();
     check_refusal();
-    check_tiers(argc > 1 ? argv[1] : NULL); /* a folder on a file system with DAX, where there is one */
+    check_tiers(argc > 1 ? argv[1] : NULL); /* a folder on a file system with DAX, if the machine has one */
     return 0;
 }

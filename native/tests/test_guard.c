@@ -1,4 +1,4 @@
-/* A mapping that lost its pages: stores fail, the process lives, and everybody else's SIGBUS stays what it was. */
+/* A mapping whose pages are missing: stores fail, the process continues, and other SIGBUS is handled as before. */
 #include <errno.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -24,13 +24,13 @@ static lck_medium *open_then_truncate(int *fd, uint32_t tier, off_t left)
     return medium;
 }
 
-/* Whatever is stored, and on each tier that touches the mapping: the next sync says so, and so does every later one. */
+/* After each kind of store to a missing page, the next sync fails, and so does every later sync and copy. */
 static void check_each_store(uint32_t tier)
 {
     static unsigned char data[3 * PAGE];
     uint32_t crc;
     for (int which = 0; which < 5; which++) {
-        if (TSAN && (which == 1 || which == 4)) /* its own atomic store faults, with a lock of its own held */
+        if (TSAN && (which == 1 || which == 4)) /* TSan's atomic store faults while TSan holds a lock */
             continue;
         int fd;
         lck_medium *medium = open_then_truncate(&fd, tier, 8 * PAGE);
@@ -54,7 +54,7 @@ static void check_each_store(uint32_t tier)
     }
 }
 
-/* A worker's fault fails its job. */
+/* If a worker's store hits a missing page, its job fails. */
 static void check_job(void)
 {
     static unsigned char data[SIZE / 2], image[4096];
@@ -80,7 +80,8 @@ static void check_job(void)
     close(fd);
 }
 
-/* What a thread does outside of the choke point is not ours: it dies, as it would have. */
+/* The wait status of a child that runs `work`. A SIGBUS outside of the choke point must end the process as without
+ * lightck. */
 static int status_of(void (*work)(void))
 {
     pid_t pid = fork();
@@ -140,7 +141,7 @@ static void handled_by_them(void)
 
 int main(void)
 {
-    /* First, while no medium was opened here: a child that opens one installs the handler anew. */
+    /* First, before a medium is opened in this process: each child that opens a medium installs the handler itself. */
     CHECK_EQ(WTERMSIG(status_of(other_fault)), SIGBUS);
     CHECK_EQ(WTERMSIG(status_of(other_source)), SIGBUS);
     CHECK_EQ(WTERMSIG(status_of(sent)), SIGBUS);

@@ -1,4 +1,4 @@
-/* The choke point: ranges, tiers, traces, faults, kills, and what a forked child may do (nothing). */
+/* The choke point: ranges, tiers, traces, faults and kills; a forked child may not use the medium. */
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -47,7 +47,7 @@ static void check_ranges(void)
     close(fd);
 }
 
-/* Runs that lie apart and out of order in the file are one pool; what lies between them stays as it is. */
+/* Extents that lie apart and out of order in the file are one pool; the bytes between them do not change. */
 static void check_extents(void)
 {
     const lck_extent parts[] = {{40960, 8192}, {4096, 4096}, {65536, 5000}};
@@ -59,7 +59,7 @@ static void check_extents(void)
     fill_random(data, sizeof data, 3);
     CHECK_EQ(lck_m_copy(medium, 0, data, sizeof data, NULL), LCK_OK);
     CHECK_EQ(lck_m_store(medium, sizeof data - 4, "abcde", 5), LCK_EINVAL);
-    CHECK_EQ(lck_m_store(medium, 8190, "abcd", 4), LCK_OK); /* across a border */
+    CHECK_EQ(lck_m_store(medium, 8190, "abcd", 4), LCK_OK); /* across the end of an extent */
     memcpy(data + 8190, "abcd", 4);
     CHECK_EQ(lck_m_sync(medium), LCK_OK);
     CHECK_EQ(lck_medium_close(medium), LCK_OK);
@@ -86,7 +86,7 @@ static void check_disk(void)
     fclose(file);
 }
 
-/* Where the mapping of `name` with this many bytes lies, as the kernel says. */
+/* Address of the mapping of `name` with this many bytes, according to procfs; 0 if there is none. */
 static uint64_t address_of(const char *name, uint64_t nbytes)
 {
     FILE *maps = fopen("/proc/self/maps", "r");
@@ -102,7 +102,7 @@ static uint64_t address_of(const char *name, uint64_t nbytes)
     return found;
 }
 
-/* Bytes of address space that are held and cannot be used. */
+/* Bytes of private address space that is reserved without access. */
 static uint64_t reserved(void)
 {
     FILE *maps = fopen("/proc/self/maps", "r");
@@ -118,7 +118,7 @@ static uint64_t reserved(void)
     return nbytes;
 }
 
-/* Huge pages need an address that is congruent with the offset; what was reserved around it is given back. */
+/* Huge pages need an aligned address. The address space that was reserved around the mapping is unmapped again. */
 static void check_alignment(void)
 {
     const uint64_t huge = 2 << 20;
@@ -135,7 +135,7 @@ static void check_alignment(void)
         CHECK(reserved() <= before);
         close(fd);
     }
-    int fd = open_memory(4 * huge); /* what cannot be mapped leaves no reservation behind either */
+    int fd = open_memory(4 * huge); /* a mapping that fails leaves no reservation behind */
     uint64_t before = reserved();
     lck_medium *medium = NULL;
     CHECK_EQ(lck_medium_open(fd, &(const lck_extent){0, 4 * huge}, 1, LCK_TIER_PM_EADR, &medium), LCK_ESYS);
@@ -169,10 +169,10 @@ static void check_bytes_around(int fd, uint64_t at)
     CHECK(memcmp(got, "\0\0kept\0\0", 8) == 0);
 }
 
-/* memfd: a file on tmpfs wherever the test runs. Whether it gets huge pages is the kernel's to say. */
+/* A memfd is a file on tmpfs on every machine. The kernel decides whether it gets huge pages. */
 static void check_huge(void)
 {
-    uint64_t huge = 2 << 20, part = 96 * huge, nbytes = part + 5 * huge + 4096; /* more than one thread has to do */
+    uint64_t huge = 2 << 20, part = 96 * huge, nbytes = part + 5 * huge + 4096; /* enough for more than one thread */
     for (uint32_t threads = 1; threads <= 16; threads += 15) {
         int fd = memfd_create("huge", MFD_CLOEXEC);
         CHECK(lck_huge(fd, 0, part, threads) <= part);
@@ -187,7 +187,7 @@ static void check_huge(void)
     }
     FILE *file = fopen("/proc/self/exe", "rb");
     CHECK(file != NULL);
-    CHECK_EQ(lck_huge(fileno(file), 0, nbytes, 1), 0); /* elsewhere nothing happens */
+    CHECK_EQ(lck_huge(fileno(file), 0, nbytes, 1), 0); /* a file that is not on tmpfs */
     fclose(file);
     CHECK_EQ(lck_huge(-1, 0, nbytes, 1), 0);
     int empty = memfd_create("empty", MFD_CLOEXEC);
@@ -253,7 +253,7 @@ static void check_trace(void)
     CHECK_EQ(lck_m_copy(medium, 4096 + 60, source, 1000, NULL), LCK_OK);
     expect(medium, 8, LCK_EV_COPY, 4156, 1000);
     expect_data(medium, 8, source);
-    if (streams) { /* the parts of lines at both ends: 4156..4160 and 5120..5156 */
+    if (streams) { /* the partial lines at both ends: [4156, 4160) and [5120, 5156) */
         expect(medium, 9, LCK_EV_FLUSH, 4156, 4);
         expect(medium, 10, LCK_EV_FLUSH, 5120, 36);
     } else {
@@ -302,7 +302,7 @@ static void check_faults(void)
     close(fd);
 }
 
-/* The line as far as it got when the process was killed at `site`. */
+/* Set got[64] to the bytes of the second commit record of a process that was killed at `site`. */
 static void line_killed_at(const char *site, unsigned char *got)
 {
     unsigned char line[64];

@@ -1,5 +1,5 @@
-/* libpmemobj as a container: made, held, opened again; its refusals are reported; a forked child has no part in it.
- * Skipped (status 77) where it is not installed, unless LIGHTCK_REQUIRE_PMDK=1. */
+/* libpmemobj as a container: it is made, opened again and closed; errors of libpmemobj are reported; a forked child
+ * cannot use it. Skipped (status 77) if libpmemobj is not installed, unless LIGHTCK_REQUIRE_PMDK=1. */
 #include <errno.h>
 #include <sys/wait.h>
 
@@ -105,7 +105,7 @@ static void check_arguments(const char *path)
     CHECK_EQ(lck_pmdk_close(NULL), LCK_EINVAL);
     CHECK_EQ(lck_pmdk_forked(NULL), LCK_EINVAL);
     CHECK_EQ(lck_pmdk_log(NULL, 10), 0);
-    CHECK_EQ(lck_pmdk_log(text, sizeof text), 0); /* 1.12 logs nothing */
+    CHECK_EQ(lck_pmdk_log(text, sizeof text), 0); /* libpmemobj has logged nothing */
 }
 
 int main(void)

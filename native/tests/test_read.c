@@ -1,4 +1,5 @@
-/* Verified reads: what passes is stored, what does not is named and never left in place. */
+/* Verified reads: blocks that match are stored; the first that does not is reported, and its bytes do not stay in dst.
+ * */
 #include <errno.h>
 
 #include "check.h"
@@ -8,7 +9,8 @@ enum { SIZE = 10000, BLOCK = 1024, BLOCKS = 10, OFF = 512, PARTS = 4 };
 static unsigned char data[SIZE], dst[SIZE];
 static uint32_t crcs[BLOCKS];
 static int fd;
-/* The pool in the file: whole, or in parts whose borders lie in a block, at its edge and a byte before its end. */
+/* The pool's extents: one after the other in the file, or apart. They end inside a block, at its end, and one byte
+ * before the end of the last block. */
 static const lck_extent whole[PARTS] = {{0, 600}, {600, 4008}, {4608, 5903}, {10511, 1}};
 static const lck_extent apart[PARTS] = {{7000, 600}, {20000, 4008}, {100, 5903}, {9000, 1}};
 static const lck_extent *parts;
@@ -72,7 +74,7 @@ static void check_refused(size_t block)
     check_untouched_from(end);
 }
 
-/* The same bytes where they are mapped, as of a device that has no read(). */
+/* Read the same bytes from memory, as from the mapping of a device without read(). */
 static void check_memory(void)
 {
     unsigned char *pool = malloc(OFF + SIZE);
@@ -119,7 +121,7 @@ static void check_bad(void)
 static void check_short(void)
 {
     uint64_t bad = 99;
-    if (parts == apart) { /* the second part, pool offsets 600 and up, is the last in the file */
+    if (parts == apart) { /* the second part, from pool offset 600 on, is the last in the file */
         CHECK_EQ(ftruncate(fd, 20000 + (OFF + 3 * BLOCK + 7 - 600)), 0);
         CHECK_EQ(read_it(dst, 77, &bad), LCK_ESHORT);
         CHECK_EQ(bad, 3);

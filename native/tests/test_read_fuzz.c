@@ -1,6 +1,6 @@
-/* Random extents, offsets, lengths, blocks and checksums into lck_read_verified, against a reference that goes byte by
- * byte in wider arithmetic. Buffers are as long as they have to be and no longer, so that ASan sees each byte too many.
- * Deterministic: test_read_fuzz [INPUTS [SEED]]. */
+/* lck_read_verified with random extents, offsets, lengths, blocks and checksums, compared with a reference that reads
+ * byte by byte in 128-bit arithmetic. No buffer is longer than needed, so that ASan detects each access beyond its end.
+ * Usage: test_read_fuzz [INPUTS [SEED]]. The same arguments give the same inputs. */
 #include "check.h"
 
 enum { FILE_NBYTES = 600, EXTENTS_MAX = 5, DEFAULT_INPUTS = 100000, BLOCK_MAX = 1 << 20 };
@@ -20,7 +20,7 @@ typedef struct {
 
 typedef struct {
     int32_t status;
-    uint64_t bad, verified, refused; /* bytes that passed, and those of a block after them that did not */
+    uint64_t bad, verified, refused; /* bytes of the blocks that match; bytes of the first block that does not */
     unsigned char bytes[EXTENTS_MAX * FILE_NBYTES];
 } answer;
 
@@ -68,7 +68,7 @@ static int is_valid(const input *in)
            (wide)in->off + in->nbytes <= INT64_MAX;
 }
 
-/* The byte of the pool at this place, or -1 where the pool or the file ends. */
+/* The byte at this offset of the pool, or -1 beyond the end of the pool or the file. */
 static int byte_at(const input *in, uint64_t off)
 {
     for (uint64_t i = 0; i < in->count; i++) {

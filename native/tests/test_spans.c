@@ -1,4 +1,5 @@
-/* Spans: every block and every part of a commit is there once, a full queue counts what it drops, off means off. */
+/* Spans: each block and each part of a commit has one span, a full queue counts the spans that it drops, and after a
+ * stop no span is recorded. */
 #include <stdbool.h>
 
 #include "check.h"
@@ -34,7 +35,7 @@ static void teardown(void)
     close(fd);
 }
 
-/* One checkpoint from its submission to its commit. now: all tensors are copied inside the submission. */
+/* Submit and commit one checkpoint. now: all copies are made inside lck_job_submit. */
 static void run(bool now)
 {
     generation++;
@@ -63,7 +64,8 @@ static uint64_t take(uint64_t *dropped)
     return count;
 }
 
-/* A thread that ends a block may come to publishing its span only after the commit that it made possible. */
+/* Take `wanted` spans. A thread may publish the span of the last block only after the commit, so this function waits.
+ * */
 static uint64_t take_all(uint64_t wanted)
 {
     uint64_t got = 0, dropped;
@@ -115,7 +117,7 @@ static void test_every_part_is_there_once(uint32_t threads)
     run(false);
     CHECK_EQ(take(&dropped), 0);
     CHECK_EQ(lck_spans_start(engine, 1024), LCK_OK);
-    for (int i = 0; i < 20; i++) { /* many times round the queue */
+    for (int i = 0; i < 20; i++) { /* the queue wraps around several times */
         run(false);
         check_version(take_all(blocks + 5), blocks, all, 0);
     }

@@ -1,7 +1,7 @@
-"""What each byte of a pool belongs to: a structure, or a tensor of a checkpoint. For tools that damage a copy on
-purpose.
+"""What each byte of a pool belongs to: a structure, or a tensor of a checkpoint. For tools that damage a copy of a pool
+on purpose.
 
-Every run of bytes that a reader may use is a ``Part``; no reader uses the bytes between parts. This module only reads.
+Every run of bytes that a reader may use is a ``Part``. No reader uses the bytes between parts. This module only reads.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ KINDS = (SUPERBLOCK, TABLE, COMMIT_RECORD, HEADER, NEXT, MANIFEST, TENSOR)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run of bytes with one purpose; ``offset`` counts from the start of the pool.
+    """A run of bytes with one purpose. ``offset`` counts from the start of the pool.
 
-    ``generation`` is the payload generation of the checkpoint that it belongs to, or None."""
+    The last four fields are None if they do not apply. ``generation`` is the payload generation of the checkpoint that
+    the part belongs to."""
 
     kind: str
+    """One of ``KINDS``."""
     words: str
     """What the part is, for messages: "manifest of step 7 (slot 1)"."""
     offset: int
@@ -61,8 +63,8 @@ def parts_of(reader: PoolReader) -> tuple[Part, ...]:
 
 
 def checkpoints_of(reader: PoolReader) -> list[StoredCheckpoint]:
-    """Return every checkpoint with a valid manifest: those that recovery would try, newest first, then those
-    from which no training continues (``is_dead``)."""
+    """Return every checkpoint with a valid manifest: first the checkpoints that recovery would try, newest first, then
+    those whose commit records are dead (``is_dead``), newest first."""
     commit_log = reader.commit_log()
     found: dict[tuple[int, int], StoredCheckpoint] = {}
     for record in sorted(

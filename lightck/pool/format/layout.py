@@ -1,7 +1,7 @@
 """The layout table: the extents of a slot, written once when the pool is created and identified by its hash.
 
 An ``Entry`` describes the bytes of one tensor; ``place`` gives entries their offsets; ``encode`` turns the table into
-bytes, and ``decode`` parses them. The bytes are untrusted: a table is parsed item by item, in any valid msgpack
+bytes, and ``decode`` parses the bytes. The bytes are untrusted. A table is parsed item by item, in any valid msgpack
 encoding, and everything is checked before memory is allocated for it.
 """
 
@@ -20,7 +20,9 @@ from lightck.pool.format.structures import EXTENT_ALIGN, LARGE_EXTENT, LARGE_EXT
 ENTRIES_MAX = 1 << 20
 NDIM_MAX = 64
 INT_MAX = 1 << 62
+"""Every integer of an entry is below this."""
 NAME_NBYTES_MAX = 4096
+"""Maximum length of a name in UTF-8."""
 ROLES = ("param", "buffer", "optimizer", "state")
 
 # Bytes per element of every dtype name that a table may contain. The pool knows names and sizes, but not torch.
@@ -59,6 +61,7 @@ class Entry(NamedTuple):
         )
 
     def to_map(self) -> dict[str, object]:
+        """Return the entry as the map that the table contains. The last four keys have fixed values in format 1."""
         plain = self._asdict() | {"shape": list(self.shape), "stride": list(self.stride)}
         return plain | {
             "global_shape": list(self.shape),
@@ -69,7 +72,8 @@ class Entry(NamedTuple):
 
 
 def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
-    """Assign offsets to the entries, in order, from ``start``. Returns them and the first free offset after them."""
+    """Assign offsets to the entries, in order, from ``start`` on. Returns the placed entries and the first free offset
+    after them, a multiple of ``LARGE_EXTENT_ALIGN``."""
     placed, at = [], start
     for entry in entries:
         at = align_up(at, LARGE_EXTENT_ALIGN if entry.nbytes >= LARGE_EXTENT else EXTENT_ALIGN)
@@ -79,19 +83,23 @@ def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
 
 
 def blocks_of(nbytes: int, block: int) -> int:
+    """Return the number of blocks of ``block`` bytes in ``nbytes`` bytes; the last one may be shorter."""
     return -(-nbytes // block)
 
 
 def encode(entries: Sequence[Entry]) -> bytes:
+    """Return the layout table of these entries."""
     return bytes(msgpack.packb({"entries": [e.to_map() for e in entries]}, use_bin_type=True))
 
 
 def encode_extras(entries: Sequence[Entry]) -> bytes:
+    """Return the extra entries as a manifest contains them; empty if there are none."""
     return bytes(msgpack.packb([e.to_map() for e in entries], use_bin_type=True)) if entries else b""
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements occupy one run of memory without gaps or overlaps, in some order of dimensions."""
+    """Whether the elements of a tensor occupy one run of memory, without gaps or overlaps, in some order of the
+    dimensions. True for an empty tensor."""
     if is_contiguous(shape, stride) or 0 in shape:
         return True
     expected = 1
@@ -114,7 +122,7 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """Whether an entry may have this name."""
+    """Whether an entry may have this name: at most ``NAME_NBYTES_MAX`` bytes, and no NUL."""
     fits = len(text) <= NAME_NBYTES_MAX // 4 or len(text.encode("utf-8", "replace")) <= NAME_NBYTES_MAX
     return fits and "\0" not in text
 
@@ -125,7 +133,8 @@ _KEYS = {*Entry._fields} | {"global_shape", "placements", "mesh", "offsets"}
 
 
 def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
-    """Parse a layout table; every extent must lie in [low, high) of a slot. Raises ``DamagedError``."""
+    """Parse a layout table. Every extent must lie in [low, high), in offsets from the start of a slot. Raises
+    ``DamagedError``."""
     entries = _checked(_items(table, is_table=True), low, high)
     names = {e.name: e for e in entries}
     if len(names) != len(entries):
@@ -135,15 +144,15 @@ def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
 
 
 def decode_extras(data: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
-    """Parse the entries that were added after the pool was created. Raises ``DamagedError``.
+    """Parse the extra entries, which were added after the pool was created. Raises ``DamagedError``.
 
-    A name may occur more than once (its tensor changed its dtype or size), and an alias may name an entry of the table:
-    ``check_ties`` checks the entries that are present in one checkpoint."""
+    A name may occur more than once, because a tensor may have changed its dtype or size. An alias may name an entry of
+    the table. ``check_ties`` checks the entries that are present in one checkpoint."""
     return _checked(_items(data, is_table=False), low, high) if data else ()
 
 
 def check_aliases(present: Mapping[str, Entry]) -> None:
-    """Raise ``DamagedError`` if an entry is tied to a name that has no bytes of its own."""
+    """Raise ``DamagedError`` if an alias names no entry in ``present`` (name -> entry), or one that is itself tied."""
     for entry in present.values():
         if entry.alias is not None and (entry.alias not in present or present[entry.alias].alias is not None):
             raise DamagedError(
@@ -152,10 +161,11 @@ def check_aliases(present: Mapping[str, Entry]) -> None:
 
 
 def check_ties(present: Mapping[str, Entry]) -> None:
-    """Check the aliases of one checkpoint: raise ``DamagedError`` also if tied entries differ in dtype or shape.
+    """Check the aliases of one checkpoint: ``check_aliases``, and raise ``DamagedError`` also if tied entries differ in
+    dtype or shape.
 
-    If they differed, a restore would write bytes of one shape into a tensor of the other. (Two tied entries of the
-    table may differ: a checkpoint may hold an extra entry instead of one of them.)"""
+    If they differed, a restore would write bytes of one shape into a tensor of another. (In the layout table two tied
+    entries may differ, because a checkpoint may hold an extra entry in place of one of the two.)"""
     check_aliases(present)
     for entry in present.values():
         if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
@@ -167,10 +177,10 @@ def _kind(entry: Entry) -> tuple[str, tuple[int, ...]]:
 
 
 def _items(data: bytes, *, is_table: bool) -> Iterator[object]:
-    """Yield the items of the list of entries.
+    """Yield the items of the list of entries. Raises ``DamagedError``.
 
-    msgpack allocates as many items as a list claims to have, so the long list is iterated here, and only the short
-    lists inside an entry are left to msgpack."""
+    msgpack allocates as many items as a list claims to have. So this function iterates over the long list, and msgpack
+    unpacks only the short lists inside an entry."""
     unpacker = msgpack.Unpacker(
         raw=False,
         strict_map_key=True,
@@ -199,6 +209,7 @@ def _items(data: bytes, *, is_table: bool) -> Iterator[object]:
 
 
 def _checked(items: Iterator[object], low: int, high: int) -> tuple[Entry, ...]:
+    """Parse the items, and check that the extents lie in [low, high) and do not overlap. Raises ``DamagedError``."""
     entries = tuple(map(_entry, items))
     at = low
     for entry in sorted((e for e in entries if e.nbytes), key=attrgetter("offset")):
@@ -209,6 +220,7 @@ def _checked(items: Iterator[object], low: int, high: int) -> tuple[Entry, ...]:
 
 
 def _entry(item: object) -> Entry:
+    """Parse one entry. Raises ``DamagedError``."""
     if not isinstance(item, dict) or item.keys() != _KEYS:
         raise DamagedError("list of tensors: an entry has the wrong keys")
     name, role, dtype, shape, stride, nbytes, device, offset, layer, alias = _VALUES(item)
@@ -231,11 +243,12 @@ def _entry(item: object) -> Entry:
 
 @lru_cache(maxsize=64)  # small: a hostile table may contain many keys with equal hashes, each compared with all others
 def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Number of elements of a dense tensor; None if no such tensor exists. Cached: many layers have equal shapes."""
+    """Return the number of elements of a dense tensor with this shape and stride; None if such a tensor cannot exist.
+    Cached, because many layers have equal shapes."""
     if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
         return None
     numel = math.prod(shape)
-    # The product of the sizes other than 0 is limited, so that an empty tensor has no huge sizes either.
+    # The product of the sizes other than 0 is limited too, so that an empty tensor has no huge sizes.
     if (numel or math.prod(filter(None, shape))) >= INT_MAX or not is_dense(shape, stride):
         return None
     return numel

@@ -1,9 +1,9 @@
 """The bytes of a pool, format version 1: superblock, commit record, slot header, next-batch record, manifest header.
 
-docs/format.md documents these structures, and both change in the same commit. Each structure is immutable and has
-``pack`` and ``unpack``; ``unpack`` takes untrusted bytes and raises ``DamagedError`` (its checksum fails: a reader
-tries the next copy) or an error that a user sees. This module reads no file and allocates nothing large. Checksums come
-from the native library: CRC-64/XZ for metadata, seeded CRC-32C for blocks of payload.
+docs/format.md documents these structures; change that page and this module in the same commit. Each structure is
+immutable and has ``pack`` and ``unpack``. ``unpack`` takes untrusted bytes. It raises ``DamagedError`` if a check fails
+(a reader then tries the next copy), or an error that a user sees. This module reads no file and allocates nothing
+large. Checksums come from the native library: CRC-64/XZ for metadata, seeded CRC-32C for blocks of payload.
 """
 
 from __future__ import annotations
@@ -22,19 +22,24 @@ MAGIC = b"LIGHTCK\x01"
 ENDIAN_TAG = 0x01020304
 MAJOR, MINOR = 1, 0
 COMPAT_NEXT = 1
-"""Compatible feature flag: slots may have a record of the batch that follows their checkpoint."""
+"""Feature flag of ``Superblock.compat``: slots may have a next-batch record."""
 RO_COMPAT_KNOWN = INCOMPAT_KNOWN = 0
+"""The feature flags that this lightck knows: those that a writer must know, and those that a reader must know too."""
 
 KIB, MIB = 1 << 10, 1 << 20
 SUPERBLOCK_NBYTES = 4 * KIB
 SUPERBLOCK_OFFSETS = (0, SUPERBLOCK_NBYTES)
 RING_OFFSET, RING_LINES, RING_STRIDE = 8 * KIB, 16, 256
+"""The commit log of a new pool: offset, number of commit records, bytes from one record to the next."""
 RING_LINES_MAX = 64
 TABLE_OFFSET = 16 * KIB
 SLOT_ALIGN = 2 * MIB
 PAGE = 4 * KIB
 EXTENT_ALIGN, LARGE_EXTENT_ALIGN, LARGE_EXTENT = 256, 4 * KIB, MIB
+"""Extents start at multiples of ``EXTENT_ALIGN``; those of at least ``LARGE_EXTENT`` bytes at
+``LARGE_EXTENT_ALIGN``."""
 BLOCK_MAX = MIB
+"""Maximum bytes per block checksum, and the value in a new pool."""
 SLOTS_MAX = 8
 TABLE_NBYTES_MAX = 256 * MIB
 
@@ -50,31 +55,31 @@ NEXT_OFFSET, NEXT_NBYTES = 2 * KIB, 2 * KIB
 REGION_SLOT = 1
 U32_MAX = (1 << 32) - 1
 NUMBER_MAX = 1 << 63
-"""Generations, incarnations, steps and iterations are below this: a structure with a larger one is damaged."""
-
+"""Generations, incarnations, steps and iterations are below this. A structure with a number that is not is damaged."""
 POOL_NBYTES_MIN = TABLE_OFFSET + 2 * PAGE
 
 
 class DamagedError(Exception):
-    """A structure fails its check. Internal: a reader falls back to another one or raises a ``LightckError``."""
+    """A structure fails its check. Internal: a reader uses another copy or checkpoint, or raises a ``LightckError``."""
 
 
 def align_up(value: int, to: int) -> int:
+    """Return the smallest multiple of ``to`` that is at least ``value``."""
     return -(-value // to) * to
 
 
 def crc64(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
-    """CRC-64/XZ of ``data``; ``crc`` is the value of the bytes before it."""
+    """Return the CRC-64/XZ of ``data``. ``crc``: the value for the bytes before ``data``."""
     return lib.lck_crc64(crc, ffi.from_buffer(data), len(data))
 
 
 def uuid_words(uuid: bytes) -> tuple[int, int]:
-    """A uuid as the two little-endian words that seed the block checksums."""
+    """Return the two little-endian words of a uuid, (low, high), that seed the block checksums."""
     return int.from_bytes(uuid[:8], "little"), int.from_bytes(uuid[8:], "little")
 
 
 def layout_hash(table: bytes) -> bytes:
-    """The 16-byte hash that identifies a layout table."""
+    """Return the 16-byte hash that identifies a layout table."""
     return blake2b(table, digest_size=16).digest()
 
 
@@ -86,7 +91,8 @@ _U64 = struct.Struct("<Q")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Superblock:
     """What is fixed when a pool is created: its identity, size and geometry. Offsets are bytes from the start of the
-    pool; fields are in the order of the bytes, ``slots`` last."""
+    pool, except ``manifest_offset``, ``payload_offset`` and ``reserve_offset``: these count from the start of a slot.
+    Fields are in the order of the bytes, ``slots`` last."""
 
     compat: int = 0
     ro_compat: int = 0
@@ -104,6 +110,7 @@ class Superblock:
     payload_offset: int
     reserve_offset: int
     slots: tuple[tuple[int, int], ...]
+    """(offset, nbytes) of each slot."""
 
     def pack(self) -> bytes:
         head = _SUPER.pack(
@@ -136,8 +143,8 @@ class Superblock:
 
     @classmethod
     def unpack(cls, data: bytes) -> Superblock:
-        """Parse one copy. Raises ``NotAPoolError`` (no magic), ``FormatError`` (newer format), ``DamagedError``
-        (checksum)."""
+        """Parse one copy of the superblock. Raises ``NotAPoolError`` (no magic bytes), ``FormatError`` (newer format or
+        other byte order) or ``DamagedError`` (a check fails)."""
         if len(data) < SUPERBLOCK_NBYTES or data[: len(MAGIC)] != MAGIC:
             raise NotAPoolError("it does not begin with lightck's magic bytes")
         body, (check,) = data[:-8], _U64.unpack(data[-8:])
@@ -149,11 +156,14 @@ class Superblock:
     def _from_checked(cls, body: bytes) -> Superblock:
         _, endian, major, minor, compat, ro_compat, incompat, *fixed, n_regions, _ = _SUPER.unpack_from(body)
         if endian != ENDIAN_TAG:
-            raise FormatError("the pool was written with another byte order. Read it on such a machine.")
+            raise FormatError(
+                "the pool was written on a machine with another byte order. Read the pool on such a machine."
+            )
         if major != MAJOR or incompat & ~INCOMPAT_KNOWN:
             raise FormatError(
                 f"the pool has format {major}.{minor} (features {incompat:#x}), and this lightck reads format {MAJOR} "
-                f"(features {INCOMPAT_KNOWN:#x}). It was written by a newer lightck. Install that version to read it."
+                f"(features {INCOMPAT_KNOWN:#x}). The pool was written by a newer lightck. Install that version to "
+                "read the pool."
             )
         if n_regions > (len(body) - _SUPER.size) // _REGION.size:
             raise DamagedError("it lists more regions than fit into it")
@@ -186,7 +196,8 @@ class Superblock:
         return sb
 
     def _check_geometry(self) -> None:
-        """Check all that later code relies on, so that no offset in a hostile file leads outside of it."""
+        """Check all that later code relies on, so that no offset in a hostile file leads outside of the file. Raises
+        ``DamagedError``."""
         slot_nbytes = {n for _, n in self.slots}
         ok = (
             self.nbytes < NUMBER_MAX
@@ -213,23 +224,25 @@ class Superblock:
 
     @property
     def has_next_batch(self) -> bool:
-        """Whether its slots may have a next-batch record, in bytes that nothing else uses."""
+        """Whether the pool's slots may have a next-batch record, and no manifest overlaps its bytes."""
         return bool(self.compat & COMPAT_NEXT) and self.manifest_offset >= NEXT_OFFSET + NEXT_NBYTES
 
     @property
     def slot_nbytes(self) -> int:
+        """Length of each slot."""
         return self.slots[0][1]
 
     @property
     def manifest_nbytes_max(self) -> int:
-        """Maximum length of a manifest: a commit record stores its length in 32 bits."""
+        """Maximum length of a manifest. A commit record stores the length in 32 bits."""
         return min(self.manifest_nbytes, U32_MAX)
 
     def manifest_at(self, slot: int, index: int) -> int:
-        """Offset of a slot's manifest; ``index`` (0 or 1) selects one of its two places."""
+        """Return the offset of a slot's manifest in the pool. ``index`` (0 or 1): which of the slot's two manifests."""
         return self.slots[slot][0] + self.manifest_offset + index * self.manifest_nbytes
 
     def commit_record_offset(self, position: int) -> int:
+        """Return the offset of a commit record in the pool. ``position``: in the commit log, from 0."""
         return self.ring_offset + position * self.ring_stride
 
 
@@ -237,8 +250,9 @@ _COMMIT_RECORD = struct.Struct("<QQQQQIBBBBQ")
 
 
 class CommitRecord(NamedTuple):
-    """One record of the commit log: it says that a checkpoint is complete. ``payload_generation`` differs from
-    ``generation`` in an adoption only. Fields are in the order of the bytes."""
+    """One record of the commit log, which says that a checkpoint is complete. ``payload_generation`` is the generation
+    of the checkpoint's bytes; only in an adoption record does it differ from ``generation``. Fields are in the order of
+    the bytes."""
 
     generation: int
     incarnation: int
@@ -256,14 +270,15 @@ class CommitRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes, uuid: bytes) -> CommitRecord | None:
-        """Parse one record; None if none was ever completed here. Raises ``DamagedError`` if its checksum fails."""
+        """Parse one record. Returns None if no record was ever completed in these bytes. Raises ``DamagedError`` if a
+        check fails."""
         if len(data) < COMMIT_RECORD_NBYTES:
             raise DamagedError("the commit record is cut short")
         body, (check,) = data[:56], _U64.unpack(data[56:64])
         if body[:8] == bytes(8):
-            # The last store of a record writes its first 8 bytes, the generation. That store was interrupted, or a bit
-            # error turned these bytes into zeros. The record of a checkpoint is valid nevertheless: all that it names
-            # was durable before, and it holds the generation a second time (``payload_generation``).
+            # The last store of a record writes its first 8 bytes, the generation. Either that store was interrupted, or
+            # a bit error turned these bytes into zeros. The record of a checkpoint is valid nevertheless: everything
+            # that it names was durable before, and ``payload_generation`` holds the generation a second time.
             body = body[24:32] + body[8:]
             if body[:8] == bytes(8) or crc64(uuid + body) != check:
                 return None
@@ -281,12 +296,13 @@ _HEADER = struct.Struct("<Q8sII32s")
 
 
 def pack_slot_header(generation: int, slot: int, uuid: bytes, *, struck: bool = False) -> bytes:
+    """Pack a slot header of 64 bytes. ``struck``: whether the header strikes the checkpoint in the slot."""
     body = _HEADER.pack(generation, SLOT_MAGIC, slot, SLOT_STRUCK if struck else 0, bytes(32))
     return body + _U64.pack(crc64(uuid + body))
 
 
 def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
-    """Return the generation that the header names; None if the header was never written or is damaged."""
+    """Return the generation that a slot header names; None if the header was never written or is damaged."""
     if len(data) < COMMIT_RECORD_NBYTES:
         return None
     body, (check,) = data[:56], _U64.unpack(data[56:64])
@@ -297,8 +313,8 @@ def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
 
 
 def is_struck_header(data: bytes) -> bool:
-    """Whether a slot header says that the checkpoint in the slot was struck. The header's checksum is not checked here:
-    ``unpack_slot_header`` does that."""
+    """Whether a slot header says that the checkpoint in the slot was struck. ``unpack_slot_header`` checks the header's
+    checksum; this function does not."""
     return bool(_HEADER.unpack_from(data)[3] == SLOT_STRUCK)
 
 
@@ -308,11 +324,11 @@ NEXT_ENTRIES_MAX = (NEXT_NBYTES - _NEXT.size - _U64.size) // _NEXT_ENTRY.size
 
 
 class NextBatch(NamedTuple):
-    """The checksum of what came first after a checkpoint was closed: a loader's first batch, or the arguments of the
-    model's forward."""
+    """One entry of a next-batch record: the checksum of something that followed a checkpoint, such as a loader's first
+    batch or the arguments of the model's first forward."""
 
     key: bytes
-    """``next_key`` of the loader's name, or of the empty name for the model's forward."""
+    """``next_key`` of a name (docs/format.md, "Next-batch record")."""
     kind: int
     """What the checksum covers: docs/format.md, "Next-batch record"."""
     checksum: int
@@ -320,12 +336,12 @@ class NextBatch(NamedTuple):
 
 @lru_cache(maxsize=256)
 def next_key(name: str) -> bytes:
-    """Hash the name of a loader; the empty name stands for the model's forward."""
+    """Return the 8-byte hash of a name, for example of a loader. The empty name stands for the model's forward."""
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8, person=b"lck-next").digest()
 
 
 def pack_next(generation: int, entries: Sequence[NextBatch], uuid: bytes) -> bytes:
-    """Pack the next-batch record of a checkpoint; entries beyond ``NEXT_ENTRIES_MAX`` are left out."""
+    """Pack the next-batch record of a checkpoint. Entries after the first ``NEXT_ENTRIES_MAX`` are left out."""
     entries = entries[:NEXT_ENTRIES_MAX]
     body = _NEXT.pack(NEXT_MAGIC, generation, len(entries), 0)
     for entry in entries:
@@ -334,7 +350,8 @@ def pack_next(generation: int, entries: Sequence[NextBatch], uuid: bytes) -> byt
 
 
 def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, ...] | None:
-    """Parse a next-batch record; None if it was never written, is truncated or damaged, or has another generation."""
+    """Parse the next-batch record of a generation. Returns None if the record was never written, is truncated or
+    damaged, or belongs to another generation."""
     if len(data) < _NEXT.size:
         return None
     magic, whose, count, _ = _NEXT.unpack_from(data)
@@ -348,13 +365,13 @@ def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, .
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
 _N_BEFORE_RECORDS = 8
-"""The bytes hold two fields that ``ManifestHeader`` lacks, because they are the same in every manifest: the offset of
-the tensor records, and the length of a record. This many fields precede the two."""
+"""Number of fields before the offset of the tensor records and the length of a record. ``ManifestHeader`` lacks these
+two fields, because they are the same in every manifest."""
 
 
 class ManifestHeader(NamedTuple):
-    """The first 128 bytes of a manifest: the checkpoint's identity and the offsets of the manifest's parts. Fields are
-    in the order of the bytes."""
+    """The first 128 bytes of a manifest: the checkpoint's identity and the offsets of the manifest's parts, from the
+    start of the manifest. Fields are in the order of the bytes."""
 
     generation: int
     incarnation: int
@@ -362,7 +379,7 @@ class ManifestHeader(NamedTuple):
     iteration: int
     table_hash: bytes
     origin: bytes
-    """The uuid that seeds the block checksums; it differs from the pool's in a checkpoint that was copied."""
+    """The uuid that seeds the block checksums: the pool's, except in a checkpoint that was copied from another pool."""
     n_records: int
     n_table: int
     crcs_offset: int
@@ -380,8 +397,8 @@ class ManifestHeader(NamedTuple):
 
     @classmethod
     def unpack(cls, manifest: bytes, nbytes: int | None = None) -> ManifestHeader:
-        """Parse the header and check its bounds against the manifest's length, which is ``nbytes`` if only the header
-        is given. Raises ``DamagedError``."""
+        """Parse the header, and check that all parts lie in the manifest. ``nbytes``: the manifest's length, if
+        ``manifest`` holds only the header; None: ``manifest`` is complete. Raises ``DamagedError``."""
         if len(manifest) < MANIFEST_HEADER_NBYTES or manifest[:8] != MANIFEST_MAGIC:
             raise DamagedError("its manifest does not begin with its magic bytes")
         values = _MANIFEST.unpack_from(manifest)[1:-1]
@@ -404,4 +421,5 @@ class ManifestHeader(NamedTuple):
 
 
 def manifest_hash(uuid: bytes, manifest: bytes) -> int:
+    """Return the hash of a manifest that its commit record contains."""
     return crc64(uuid + manifest)

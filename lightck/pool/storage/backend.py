@@ -1,8 +1,9 @@
 """The storage interface of a pool: ``Backend`` and ``Container``. All code above it is the same for every backend.
 
-Order of calls: ``create`` returns a container that is allocated, zeroed and not yet visible at its path; the pool is
-written into it; ``publish`` makes it durable and visible atomically, replacing what was there. ``open`` returns a
-container of an existing pool. ``close`` may be called twice. The methods' docstrings define the edge cases, and
+Order of calls: ``create`` returns a container that is allocated, zeroed and not yet visible at its path. The caller
+writes the pool into the container. ``publish`` then makes the container durable and visible, atomically, and replaces
+what was at the path. ``open`` returns a container of an existing pool. ``close`` may be called twice. The methods'
+docstrings define the edge cases, and
 ``tests/pool/storage/test_backend_conformance.py`` checks every backend against them.
 """
 
@@ -15,7 +16,7 @@ from lightck.pool.storage.extents import Extents
 
 
 class Container(Protocol):
-    """The bytes of one pool: ``nbytes`` bytes in ``extents`` of the file ``fd``, which may be longer."""
+    """The bytes of one pool: ``nbytes`` bytes in the extents of the file ``fd``. The extents may have more bytes."""
 
     @property
     def fd(self) -> int: ...
@@ -28,21 +29,22 @@ class Container(Protocol):
 
     @property
     def source(self) -> tuple[int, Extents]:
-        """Arguments of verified reads: ``fd`` and ``extents``; for a medium without read(), ``LCK_MEMORY`` and
-        (address, nbytes) pairs."""
+        """The arguments for verified reads: ``fd`` and ``extents``, or ``LCK_MEMORY`` and (address, nbytes) pairs for a
+        medium without read()."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Read bytes of the pool; fewer at the end of the file."""
+        """Read bytes of the pool. At the end of the file the result is shorter than ``nbytes``. Raises ``OSError``."""
 
     def publish(self) -> None:
-        """Make the container durable (data, then its name) and visible at its path, atomically. Allowed once."""
+        """Make the container durable (first its data, then its name) and visible at its path, atomically. Allowed
+        once."""
 
     def is_current(self) -> bool:
-        """Whether the path names this container, and nobody deleted, replaced or truncated it. True for a container
-        that is not published yet."""
+        """Whether the path names this container, and nobody deleted, replaced or truncated the container. True for a
+        container that is not published yet."""
 
     def close(self) -> None:
-        """Close the descriptor; a container that was never published is removed."""
+        """Close the descriptor. A container that was never published is also removed."""
 
 
 class Backend(Protocol):
@@ -53,25 +55,27 @@ class Backend(Protocol):
 
     def claims(self, path: str) -> bool:
         """Whether ``path`` belongs to this backend alone. True if the path holds a pool that this backend recognises.
-        True also for a file that no backend can use, if this backend's errors explain why (a PMDK pool of another
-        program). False if the user may choose the backend."""
+        True also for a file that no backend can use, if this backend's errors explain the reason (a PMDK pool of
+        another program). False if the user may choose the backend."""
 
     def recognises(self, path: str) -> bool:
         """Whether an existing file at ``path`` is, by its signature, a pool of this backend."""
 
     def probe(self, path: str) -> Durability:
-        """Return what a pool at this path would survive."""
+        """Return what a pool at this path would survive. Raises ``PoolError`` if the path's folder is missing or
+        unsafe, or if the path cannot be inspected."""
 
     def remove_stale(self, path: str) -> None:
-        """Remove the remains of a process that was killed while it created a pool here. The caller holds the lock."""
+        """Remove what a process left that was killed while it created a pool at this path. The caller holds the pool's
+        lock."""
 
     def discard(self, path: str) -> None:
-        """Remove the pool at this path, if there is one, durably. The caller holds the lock."""
+        """Remove the pool at this path, if there is one, durably. The caller holds the pool's lock."""
 
     def create(self, path: str, nbytes: int) -> Container:
-        """Allocate a container of ``nbytes`` in full. Raises ``NoSpaceError`` (nothing is left behind),
-        ``PoolNotFoundError`` (no folder) or ``PoolPermissionError``."""
+        """Create a container of ``nbytes`` bytes, all of them allocated. Raises ``NoSpaceError`` (nothing is left
+        behind), ``PoolNotFoundError`` (the folder is missing) or ``PoolPermissionError``."""
 
     def open(self, path: str, *, write: bool) -> Container:
         """Open an existing pool. Raises ``PoolNotFoundError``, ``PoolPathError``, ``PoolPermissionError`` or
-        ``NotAPoolError`` (too small)."""
+        ``NotAPoolError`` (for example if the file is too small)."""

@@ -1,5 +1,7 @@
-"""Choose the backend of a pool path: the one that claims the existing path. A new pool is a PMDK pool if the path is on
-persistent memory and PMDK is installed, and otherwise a plain file; ``$LIGHTCK_BACKEND`` overrides this for new files.
+"""Choose the backend of a pool path. The backend that claims an existing path is chosen.
+
+A new pool is a PMDK pool if the path is on persistent memory and PMDK is installed, else a plain file.
+``$LIGHTCK_BACKEND`` overrides this choice for new pools.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from lightck.pool.storage.pmdk import PmdkBackend
 
 DEVDAX = DevdaxBackend()
 BACKENDS: dict[str, Backend] = {"devdax": DEVDAX, "file": FileBackend(), "pmdk": PmdkBackend()}
-"""In the order in which ``claims`` is called. Devices come first, because the other backends read what they are asked
-about, and a device cannot be read."""
+"""In the order in which ``claims`` is called. Devices come first, because ``claims`` of the other backends reads the
+file, and a device cannot be read."""
 BACKEND_VARIABLE = "LIGHTCK_BACKEND"
 
 
 def backend_for(path: str, name: str = "auto") -> Backend:
-    """Return the backend for a pool path. ``name`` is ``"auto"`` or a backend's name."""
+    """Return the backend for a pool path. ``name``: ``"auto"`` or a backend's name. Raises ``ValueError`` for another
+    name."""
     if name != "auto":
         return _named(name, f"backend={name!r}")
     return next((backend for backend in BACKENDS.values() if backend.claims(path)), None) or _for_new(path)
@@ -35,7 +38,7 @@ def _for_new(path: str) -> Backend:
         return _named(wanted, f"{BACKEND_VARIABLE}={wanted!r}")
     try:
         is_pm = BACKENDS["file"].probe(path).is_persistent_memory
-    except PoolError:  # there is no folder: ``create`` raises the error
+    except PoolError:  # for example a missing folder: ``create`` raises the error
         is_pm = False
     return BACKENDS["pmdk" if is_pm and pmemobj.is_available() else "file"]
 
@@ -48,8 +51,8 @@ def _named(name: str, setting: str) -> Backend:
 
 
 def is_pool(path: str) -> bool:
-    """Whether the path holds a pool, by its signature; False if it cannot be opened. Raises ``PoolIOError`` for errors
-    that do not answer the question (out of memory, no descriptors)."""
+    """Whether the path holds a pool, according to its signature. False if the path cannot be opened. Raises
+    ``PoolIOError`` for errors that leave this open (out of memory, no descriptors)."""
     absolute = os.path.abspath(path)  # devices are recognised by their absolute path
     try:
         mode = os.lstat(absolute).st_mode
@@ -60,12 +63,14 @@ def is_pool(path: str) -> bool:
 
 
 def readable_path(path: str | os.PathLike[str]) -> str:
-    """Return the path of a pool that is only read, with all symbolic links resolved."""
+    """Return an absolute path with all symbolic links resolved, for a pool that is only read. Raises as
+    ``pool_path``."""
     return os.path.realpath(pool_path(path))
 
 
 def pool_path(path: str | os.PathLike[str]) -> str:
-    """Return an absolute path with the folder's links resolved; a link as the last component is refused by ``open``.
+    """Return an absolute path in which the folder's symbolic links are resolved. The last component is not resolved: if
+    it is a link, ``Backend.open`` refuses the path.
 
     Raises ``TypeError`` or ``PoolPathError`` for what cannot be a path."""
     if not isinstance(path, (str, os.PathLike)) or isinstance(text := os.fspath(path), bytes):

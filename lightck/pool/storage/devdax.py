@@ -1,10 +1,10 @@
 """A pool on a device-dax device (``/dev/dax0.0``): persistent memory without a file system on it.
 
-Such a device can only be mapped: it has no read(), write() or sync, a fixed size and a fixed name. Reads therefore go
-through a mapping, and a record in the device's head (``devdax_head``), written last, says which pool is the device's.
-Invariant: ``create`` never writes to the bytes that the record names, unless the device's size has changed since the
-record was written. The device's kind comes from sysfs, its owner and mode from the descriptor; symbolic links are not
-followed.
+Such a device can only be mapped: it has no read(), write() or sync, a fixed size and a fixed name. So lightck reads
+through a mapping. A record in the device's head (``devdax_head``) names the device's pool. That record is written after
+the pool is complete. Invariant: ``create`` never writes to the bytes that the record names, unless the device's size
+has changed since the record was written. The device's kind is read from sysfs, and its owner and mode from the
+descriptor. Symbolic links are not followed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NODE = re.compile(r"/dev/dax\d+\.\d+")
 
 
 class _Mapping:
-    """A read-only mapping of the whole device. No page is touched before it is read."""
+    """A read-only mapping of the whole device. Opening it touches no page. Raises ``NativeError``."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         out = ffi.new("const void **")
@@ -84,15 +84,15 @@ class _Device:
         return head_of_device.newest(Record.unpack(self.mapping.read(at, RECORD_NBYTES)) for at in RECORD_OFFSETS)
 
     def set_pool(self, start: int, nbytes: int) -> Record:
-        """Make this the device's pool, durably; ``nbytes=0`` means that the device has none."""
+        """Make these bytes the device's pool, durably; ``nbytes=0``: the device has no pool. Returns the new record."""
         before = self.record()
         record = Record(before.sequence + 1 if before is not None else 1, start, nbytes, self.facts.nbytes)
         with contextlib.closing(Medium(self.fd, self._head_extents(), self.tier)) as medium:
             if before is not None and self.mapping.read(RECORD_OFFSETS[1], RECORD_NBYTES) != before.pack():
                 # The second copy must be valid while the first one is rewritten. A pool record has the size of a commit
-                # record, and is stored in the same order: its first eight bytes last.
+                # record and is stored in the same order, the first eight bytes last.
                 medium.store_commit_record(RECORD_OFFSETS[1], before.pack())
-            for offset in RECORD_OFFSETS:  # the second copy is the old record until the first one is complete
+            for offset in RECORD_OFFSETS:  # the second copy is written after the first one is complete and durable
                 medium.store_commit_record(offset, record.pack())
         return record
 
@@ -111,9 +111,9 @@ class _Device:
 
 
 class DevdaxContainer:
-    """The bytes of one pool on a device; see ``Container``. Its extent is rounded up to whole units of the device's
-    mapping. If a pool is replaced twice while a reader has it open, the second new pool may lie where the old one was:
-    the reader then gets checksum errors, never wrong bytes.
+    """The bytes of one pool on a device; see ``Container``. The length of the extent is rounded up to whole units of
+    the device's mapping. If a pool is replaced twice while a reader has it open, the second new pool may lie where the
+    first one was. The reader then gets checksum errors, never wrong bytes.
     """
 
     def __init__(self, device: _Device, start: int, nbytes: int, record: Record | None = None) -> None:
@@ -192,13 +192,13 @@ class DevdaxBackend:
         return durability.probe_device(facts, system=self._system)
 
     def size_and_durability(self, path: str) -> tuple[int, durability.Durability]:
-        """Return the device's size in bytes and what a pool on it survives. Raises the errors of ``open``, except those
-        about the device's content."""
+        """Return the size of the device in bytes, and what a pool on the device survives. Raises the errors of
+        ``open``, except those about the device's content."""
         with contextlib.closing(self._opened(path, write=False)) as device:
             return device.facts.nbytes, durability.probe_device(device.facts, system=self._system)
 
     def remove_stale(self, path: str) -> None:
-        """Do nothing: an unpublished pool is in free space, and no record names it."""
+        """Do nothing: a pool that was never published lies in free space."""
 
     def discard(self, path: str) -> None:
         with contextlib.closing(self._opened(path, write=True)) as device:
@@ -224,7 +224,7 @@ class DevdaxBackend:
         return DevdaxContainer(device, record.start, record.nbytes, record)
 
     def _opened(self, path: str, *, write: bool) -> _Device:
-        """Open the device and check its kind, owner and mode."""
+        """Open the device, and check its kind, owner and mode. Raises ``PoolError``."""
         checked_folder(path)
         flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         try:
@@ -242,8 +242,8 @@ class DevdaxBackend:
 
 
 def _place(device: _Device, nbytes: int) -> int:
-    """Return the offset of a new pool, which does not overlap the device's present pool. Raises ``NoSpaceError`` or,
-    if the device holds data of another program, ``NotAPoolError``."""
+    """Return the offset for a new pool, so that it does not overlap the device's present pool. Raises ``NoSpaceError``,
+    or ``NotAPoolError`` if the device holds data of another program."""
     head, facts = device.head(), device.facts
     if head.is_foreign:
         raise _foreign(device.path)
@@ -270,14 +270,15 @@ def _place(device: _Device, nbytes: int) -> int:
 
 
 def _checked(device: _Device, head: Head) -> Record:
-    """Return the record of the device's pool, once all its fields were checked against the device."""
+    """Check all fields of the device's newest record against the device, and return the record. Raises
+    ``PoolError``."""
     path, facts, record = device.path, device.facts, head.record
     if head.is_foreign:
         raise _foreign(path)
     if head.is_damaged:
         raise CorruptPoolError(
-            f"Both copies of the pool record in the head of {path!r} are damaged. Without one the pool on the device "
-            "cannot be found. Use a copy of the pool; overwrite=True discards this one."
+            f"Both copies of the pool record in the head of {path!r} are damaged. Without a record, the pool on the "
+            "device cannot be found. Use a copy of the pool; overwrite=True discards this one."
         )
     if record is None or not record.nbytes:
         raise PoolNotFoundError(
@@ -287,7 +288,8 @@ def _checked(device: _Device, head: Head) -> Record:
     if record.device_nbytes != facts.nbytes:
         raise PoolTruncatedError(
             f"The device {path!r} had {record.device_nbytes} bytes when its pool was made and has {facts.nbytes} "
-            "now. Its namespace was created again. Give it its old size, or discard the pool: overwrite=True."
+            "now. Its namespace was created again. Give the namespace its old size, or discard the pool: "
+            "overwrite=True."
         )
     fits = record.start >= HEAD_NBYTES and record.start + record.nbytes <= facts.nbytes
     if record.start % PAGE or record.nbytes < POOL_NBYTES_MIN or not fits:
@@ -299,8 +301,8 @@ def _checked(device: _Device, head: Head) -> Record:
     if record.start % step or record.start + align_up(record.nbytes, step) > facts.nbytes // step * step:
         raise PoolPathError(
             f"The pool on {path!r} begins at {record.start}, and the device is mapped in units of {facts.align} now: "
-            "its namespace was created again with a larger alignment. Create it with the old one (ndctl "
-            "create-namespace -m devdax --align=...)."
+            "its namespace was created again with a larger alignment. Create the namespace with the old alignment "
+            "(ndctl create-namespace -m devdax --align=...)."
         )
     return record
 
@@ -341,8 +343,8 @@ def _cannot_open(path: str, err: OSError) -> Exception:
         )
     if err.errno == errno.ELOOP:
         return PoolPathError(
-            f"{path!r} is a symbolic link. Links are not followed, because whoever can change one could send the pool "
-            "elsewhere. Name the device that it points to."
+            f"{path!r} is a symbolic link. Links are not followed, because a user who can change a link could redirect "
+            "the pool. Name the device that the link points to."
         )
     if err.errno in (errno.EACCES, errno.EPERM):
         return PoolPermissionError(

@@ -1,8 +1,9 @@
 """The head of a device-dax device: a small record, stored twice, that says where on the device the pool is.
 
-A device has no file names and no rename: a new pool is made beside the present one, and then the record, written last,
-makes it the device's pool. Invariant: at any instant the newest valid copy of the record names a complete pool, or
-none. docs/format.md, "On a device-dax device", documents these bytes. This module only encodes and decodes.
+A device has no file names and no rename. So a new pool is made beside the present one, and the record that is written
+afterwards makes the new pool the device's pool. Invariant: at any instant the newest valid copy of the record names a
+complete pool, or no pool. docs/format.md, "On a device-dax device", documents these bytes. This module only encodes and
+decodes.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ MAGIC = b"LCKDAX\x00\x01"
 RECORD_NBYTES = 64
 RECORD_OFFSETS = (0, PAGE)
 SEQUENCE_MAX = 1 << 63
+"""Sequence numbers are below this."""
 HEAD_NBYTES = 2 * MIB
-"""Bytes at the start of a device that hold no pool; on a device without a record they are checked for foreign data."""
+"""Bytes at the start of a device that hold no pool. On a device without a record they are checked for foreign data."""
 
 _RECORD = struct.Struct("<8sQQQQ16s")
 _U64 = struct.Struct("<Q")
@@ -26,13 +28,14 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The pool has ``nbytes`` bytes from ``start`` on; 0 bytes means no pool. Of two valid
-    copies, the one with the higher ``sequence`` is used."""
+    """One copy of the record. The pool has ``nbytes`` bytes from offset ``start`` of the device on; if ``nbytes`` is 0,
+    there is no pool. Of two valid copies, the one with the higher ``sequence`` is used."""
 
     sequence: int
     start: int
     nbytes: int
     device_nbytes: int
+    """Size of the device when the record was written."""
 
     def pack(self) -> bytes:
         body = _RECORD.pack(MAGIC, self.sequence, self.start, self.nbytes, self.device_nbytes, bytes(16))
@@ -40,7 +43,7 @@ class Record:
 
     @classmethod
     def unpack(cls, data: bytes) -> Record | None:
-        """Parse a record; None if it fails its check."""
+        """Parse a record. Returns None if the record fails its check."""
         if len(data) < RECORD_NBYTES or data[:8] != MAGIC or crc64(data[:56]) != _U64.unpack(data[56:64])[0]:
             return None
         _, sequence, start, nbytes, device_nbytes, _ = _RECORD.unpack(data[:56])
@@ -52,13 +55,15 @@ class Head:
     """The content of a device's head."""
 
     copies: tuple[Record | None, ...]
+    """The two copies of the record; None for a copy that fails its check."""
     is_signed: bool
-    """A copy has lightck's signature, whether it passes its check or not."""
+    """Whether a copy has lightck's signature, also if the copy fails its check."""
     is_blank: bool
-    """The head is zero, except perhaps for a record that a crash interrupted before its first bytes were stored."""
+    """Whether the head is zero, except perhaps for a record whose first bytes a crash kept from being stored."""
 
     @property
     def record(self) -> Record | None:
+        """The newest valid copy; None if no copy is valid."""
         return newest(self.copies)
 
     @property
@@ -73,11 +78,12 @@ class Head:
 
     @property
     def is_foreign(self) -> bool:
+        """Whether the head holds data of another program."""
         return not self.is_signed and not self.is_blank
 
 
 def newest(copies: Iterable[Record | None]) -> Record | None:
-    """Return the copy with the highest sequence number."""
+    """Return the copy with the highest sequence number; None if all are None."""
     return max((copy for copy in copies if copy is not None), key=lambda r: r.sequence, default=None)
 
 
@@ -92,14 +98,15 @@ def examine(read: Callable[[int, int], bytes]) -> Head:
 
 
 def unit(align: int) -> int:
-    """Return the unit of which pool offsets and extent lengths are multiples, so that each pool can be mapped alone."""
+    """Return the unit in bytes: offsets and extent lengths of pools are multiples of it, so that each pool can be
+    mapped alone. ``align``: the alignment of the device's mappings."""
     return align_up(HEAD_NBYTES, align)
 
 
 def place(nbytes: int, device_nbytes: int, align: int, there: Record | None) -> int | None:
-    """Return the offset for a pool of this size beside the present one (``there``), or None if there is no room.
+    """Return the offset for a pool of ``nbytes`` beside the present pool (``there``); None if there is no room.
 
-    Pools go to one end of the device or to the other, so that the free space stays in one piece."""
+    Each pool lies at one end of the device, so that the free space stays in one piece."""
     step = unit(align)
     room, end = align_up(nbytes, step), device_nbytes // step * step
     if there is None:

@@ -1,7 +1,7 @@
-"""Determine what a pool survives, with the evidence for it; no setting can claim more.
+"""Determine what a pool survives, with the evidence. No setting can claim that a pool survives more.
 
-``probe`` queries the kernel (``system``) about the medium of a pool and judges the answers; the result also says which
-tier the choke point has to use. If the kernel does not answer a question, less is promised.
+``probe`` queries the kernel (``system``) about the medium of a pool and judges the answers. The result also contains
+the tier that the choke point must use. If a query has no answer, lightck promises less.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from lightck.errors import MediumError
 from lightck.pool.storage import emulation
 from lightck.pool.storage.system import Dax, DaxDevice, Device, Region, System
 
+# Names of file systems by their f_type (statfs), grouped by what lies below them.
 _MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs", 0x958458F6: "hugetlbfs"}
 _ON_A_DEVICE = {0xEF53: "ext2/3/4", 0x58465342: "xfs", 0x9123683E: "btrfs", 0xF2F52010: "f2fs"}
 _WITH_OWN_DEVICES = {0x2FC12FC1: "zfs", 0xCA451A4E: "bcachefs"}
@@ -33,11 +34,13 @@ _REMOTE = {
     0x5346414F: "afs",
 }
 _REAL = ("ACPI.NFIT", "CXL")
-"""Providers on the NVDIMM bus whose memory is persistent. Nothing is promised for providers that are not listed."""
+"""Providers on the NVDIMM bus whose memory is persistent. For a provider that is in none of the next two constants
+either, only a kill of the process is survived."""
 _HOSTED = "virtio-pmem"
-"""The provider whose memory is a file of a virtual machine's host."""
+"""The provider whose memory is a file on the host of a virtual machine."""
 _PRETENDED = ("e820", "nfit_test")
-"""Providers whose memory is ordinary, though declared persistent. What follows a dot is ignored (``nfit_test.0``)."""
+"""Providers whose memory is ordinary but declared persistent. A dot and what follows it are ignored
+(``nfit_test.0``)."""
 _DOMAINS = {
     "cpu_cache": "the processor's caches are in the persistence domain (eADR): a store is durable without a write-back",
     "memory_controller": "the memory controller is in the persistence domain (ADR): a line written back is durable",
@@ -46,7 +49,7 @@ TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR = 0, 1, 2, 3
 """What the choke point does to make stores durable: ``LCK_TIER_*`` in native/include/lck.h."""
 _FLUSH = "power: as far as the disk honours a flush"
 _LOOPS_MAX = 4
-"""Overlays and loop devices, one below the other, that are followed down to a medium."""
+"""Maximum number of overlays and loop devices, one below the other, through which a medium is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +67,14 @@ class Durability:
     medium: str
     """Kind of medium, for example ``tmpfs``, ``disk (ext2/3/4)`` or ``persistent memory (xfs, DAX)``."""
     evidence: tuple[str, ...]
+    """Sentences without a full stop."""
     tier: int
+    """``TIER_...``"""
     numa_node: int | None = None
-    """For persistent memory: the node whose processors access it fastest."""
+    """For persistent memory: the NUMA node whose processors access the memory fastest. None if unknown."""
     emulated: str | None = None
-    """The name of the emulated memory (``emulation.py``), if any: measured speeds are then not those of the medium."""
+    """The name of the emulated memory (``emulation.py``), or None. With a name, measured speeds are not the
+    medium's."""
 
     @property
     def is_persistent_memory(self) -> bool:
@@ -81,7 +87,8 @@ class Durability:
 
 
 def probe(folder: str, file: str | None = None, *, system: System | None = None) -> Durability:
-    """Determine the durability of a pool in this existing folder: of ``file`` if given, else of a new file."""
+    """Determine the durability of a pool in an existing folder: of the existing file ``file``, or if that is None, of a
+    new file."""
     return _labelled(_probe(folder, file, system or System(), _LOOPS_MAX))
 
 
@@ -95,8 +102,8 @@ def _labelled(found: Durability) -> Durability:
 
 
 def probe_device(device: DaxDevice, *, system: System | None = None) -> Durability:
-    """Determine the durability of a pool on a device-dax device, which has no sync: the processor's write-back makes a
-    store durable, or nothing does."""
+    """Determine the durability of a pool on a device-dax device. Such a device has no sync, so only the processor's
+    write-back can make a store durable."""
     system, region = system or System(), device.region
     seen = f"{device.name} is a device-dax device of {device.nbytes} bytes: its mapping is the memory itself"
     if region is None:
@@ -105,7 +112,7 @@ def probe_device(device: DaxDevice, *, system: System | None = None) -> Durabili
     if _is_pretended(region):
         return _process_only("memory (device-dax)", TIER_CACHE, seen, *_why_volatile([Device(device.name, region)]))
     if region.provider not in _REAL:
-        no_flush = ("its host has to be asked to flush, and a device-dax mapping cannot ask",)
+        no_flush = ("its host must get a request to flush, and a device-dax mapping cannot send one",)
         why = no_flush if region.provider == _HOSTED else _reports(region)
         return _process_only("unknown memory (device-dax)", TIER_CACHE, seen, *why)
     if system.write_back() is None:
@@ -115,7 +122,8 @@ def probe_device(device: DaxDevice, *, system: System | None = None) -> Durabili
 
 
 def require(durability: Durability, level: str | None) -> None:
-    """Raise ``MediumError`` if the medium survives less than ``require=`` asks for."""
+    """Raise ``MediumError`` if a pool survives less than ``level`` (the argument ``require=``), and ``ValueError`` if
+    ``level`` is unknown. None: raise nothing."""
     if level is None:
         return
     if level not in ("process", "os", "power"):
@@ -172,7 +180,7 @@ def _weaker(promised: Durability, other: Durability) -> Durability:
 
 
 def _overlay(folder: str, seen: str, system: System, loops: int) -> Durability:
-    """Judge an overlay: it is as durable as its upper folder, if that is visible here."""
+    """Judge an overlay. An overlay is as durable as its upper folder, if that folder is visible to this process."""
     mount = system.mount(folder)
     if mount is None or "volatile" in mount.options:
         return _process_only("overlay", TIER_DISK, seen, "the overlay is mounted volatile, or its mount is unknown")
@@ -231,7 +239,7 @@ def _is_pretended(region: Region) -> bool:
 
 
 def _why_not_mapped(dax: Dax, regions: list[Region], system: System) -> tuple[str, ...]:
-    """Return why a file system on persistent memory is used like one on a disk; () if it is on a disk."""
+    """Return why a file system on persistent memory is used like a file system on a disk; () if it is on a disk."""
     if not regions:
         return ()
     if dax.map_sync and system.write_back() is None:
@@ -252,7 +260,7 @@ def _without_barriers(durable: Durability, folder: str, system: System) -> Durab
 
 
 def _below(device: Device, system: System, loops: int) -> Durability:
-    """Return what a file system on this device can survive at most."""
+    """Return the most that a file system on this device can survive."""
     if device.backing_file is not None:
         folder = os.path.dirname(device.backing_file)
         if loops == 0 or not os.path.isfile(device.backing_file):
@@ -272,7 +280,8 @@ def _below(device: Device, system: System, loops: int) -> Durability:
 
 
 def _persistent_memory(name: str, seen: tuple[str, ...], regions: list[Region], system: System) -> Durability:
-    """Judge persistent memory that is mapped directly: the processor's write-back alone makes a store durable."""
+    """Judge persistent memory that is mapped directly, where the processor's write-back makes a store durable.
+    ``seen``: evidence so far."""
     evidence = [*seen]
     for region in regions:
         evidence += _reports(region)
@@ -295,11 +304,13 @@ def _persistent_memory(name: str, seen: tuple[str, ...], regions: list[Region], 
 
 
 def _is_power_safe(region: Region) -> bool:
-    """Whether the platform states a persistence domain; virtio-pmem needs none, as fdatasync flushes it like a disk."""
+    """Whether the region survives a power cut: the platform states a persistence domain. Also true for virtio-pmem,
+    whose host makes it durable when fdatasync is called, as for a disk."""
     return region.provider == _HOSTED or (region.provider in _REAL and region.persistence_domain in _DOMAINS)
 
 
 def _reports(region: Region) -> tuple[str, ...]:
+    """Return what the platform reports about the region, as evidence."""
     seen = f"{region.name} of {region.bus} (provider {region.provider or 'not known'})"
     node = "" if region.numa_node is None else f" on NUMA node {region.numa_node}"
     if region.provider == _HOSTED:

@@ -1,9 +1,9 @@
 """Detect that the holder of a lock was killed but has not ended yet, and make it end sooner.
 
-The last thread of a killed process frees the process's memory and then closes the process's files; only then does the
-kernel release the locks. The copy threads of a training have idle priority: if all processors are busy, freeing some
-hundred megabytes can take such a thread half a minute instead of milliseconds. An immediate restart then finds the pool
-locked by a process that will never write again.
+The last thread of a killed process frees the process's memory and then closes the process's files. The kernel releases
+the locks when the files are closed. That last thread may be a copy thread of a training, which has idle priority. If
+all processors are busy, such a thread may need half a minute, instead of milliseconds, to free some hundred megabytes.
+A training that is restarted meanwhile finds the pool locked by a process that will never write again.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ import time
 log = logging.getLogger("lightck")
 SECONDS_MAX = 60.0
 _SECONDS_QUIET = 1.0
+"""A wait that is longer than this logs a warning."""
 _PAUSE_SECONDS = 0.01
 _PF_EXITING, _PF_DUMPCORE = 0x4, 0x200
-"""Flags of a thread in procfs (include/linux/sched.h): it is exiting; it writes its process's core dump."""
-_SIGKILL = 1 << (signal.SIGKILL - 1)
+"""Flags of a thread in procfs (include/linux/sched.h). The thread is exiting, or writes the core dump of its
+process."""
+_SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 _PROCESS_MRELEASE = 448
 """The number of the system call process_mrelease (Linux 5.15), the same on all architectures except Alpha."""
 
 
 def is_dying(pid: int) -> bool:
-    """Whether every thread of this process is killed, exiting or gone. False if procfs does not show it."""
+    """Whether every thread of this process is killed, exiting or gone. False if procfs does not show the process."""
     try:
         return all(map(_is_thread_dying, _threads(pid)))
     except (OSError, ValueError, IndexError):
@@ -41,6 +43,7 @@ def _threads(pid: int) -> list[str]:
 
 
 def _is_thread_dying(folder: str) -> bool:
+    """Whether the thread with this procfs folder is killed, exiting or gone. Raises ``OSError``."""
     try:
         with open(f"{folder}/stat", "rb") as f:
             fields = f.read().rpartition(b")")[2].split()
@@ -50,7 +53,7 @@ def _is_thread_dying(folder: str) -> bool:
             pending = [line.split()[1] for line in f if line.startswith((b"SigPnd:", b"ShdPnd:"))]
     except (FileNotFoundError, ProcessLookupError):
         return True  # the thread ended between two reads
-    return any(int(mask, 16) & _SIGKILL for mask in pending)
+    return any(int(mask, 16) & _SIGKILL_BIT for mask in pending)
 
 
 def has_threads(pid: int) -> bool:
@@ -66,8 +69,8 @@ def has_threads(pid: int) -> bool:
 
 
 def own_dying_process() -> int | None:
-    """Return the pid of a dying process of this user, or None. For a lock whose holder is unknown: a dying process that
-    has closed its files shows no descriptors in procfs, and it may be the holder."""
+    """Return the pid of any dying process of this user, or None. For a lock whose holder is unknown: the holder may be
+    a dying process whose descriptors procfs no longer shows."""
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if os.stat(f"/proc/{pid}").st_uid == os.geteuid() and has_threads(int(pid)) and is_dying(int(pid)):
@@ -76,10 +79,10 @@ def own_dying_process() -> int | None:
 
 
 def hasten(pid: int) -> None:
-    """Make a dying process end sooner: give its threads normal priority, and ask the kernel to free its memory.
+    """Make a dying process end sooner: give its threads normal priority, and call process_mrelease to free its memory.
 
-    The priority needs CAP_SYS_NICE or RLIMIT_NICE; without them it stays as it is. The kernel frees no memory of a
-    process that is not dying."""
+    Without CAP_SYS_NICE or RLIMIT_NICE the priority stays unchanged. The kernel frees no memory of a process that is
+    not dying."""
     with contextlib.suppress(OSError):
         for folder in _threads(pid):
             tid = int(os.path.basename(folder))
@@ -95,7 +98,7 @@ def hasten(pid: int) -> None:
 
 
 class DyingHolderWait:
-    """Waits for dying holders of a lock, one after another, for at most ``SECONDS_MAX`` in total."""
+    """The wait for dying holders of a lock, one after another, for at most ``SECONDS_MAX`` in total."""
 
     def __init__(self, pool_path: str) -> None:
         self._pool_path = pool_path
@@ -104,11 +107,12 @@ class DyingHolderWait:
 
     @property
     def seconds(self) -> float:
-        """Time since the first wait."""
+        """Seconds since the first call of ``wait_briefly``; 0 before it."""
         return 0.0 if self._begin is None else time.monotonic() - self._begin
 
     def wait_briefly(self, pid: int) -> bool:
-        """Hasten this dying process and wait some milliseconds. Returns False once the time is over."""
+        """Hasten this dying process, and sleep ``_PAUSE_SECONDS``. Returns True. After ``SECONDS_MAX`` it only returns
+        False."""
         if self._begin is None:
             self._begin = time.monotonic()
         if self.seconds > SECONDS_MAX:

@@ -1,9 +1,9 @@
 """Emulate the speed of other memories, for benches and tests on machines that lack them: named profiles with sources.
 
-``LIGHTCK_EMULATE=name`` or ``use(name)`` selects a profile; the default is none. It slows copies into pools that are
-opened afterwards, their fences, and verified reads. What a pool survives does not change, and every report of its
-medium says "emulated". Only bandwidth and latency are limited: caches, contention and CPU time of stalls are not
-modelled.
+``LIGHTCK_EMULATE=name`` or ``use(name)`` selects a profile; by default none is selected. A profile slows down verified
+reads, and the copies and fences of pools that are opened afterwards. What a pool survives does not change, and every
+report of the pool's medium says "emulated". Only bandwidth and latency are limited. Caches, contention and the CPU time
+of stalls are not modelled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Profile:
     fence_ns: int
     """Nanoseconds of each fence and each sync."""
     unit: int
-    """Smallest transfer in bytes, a power of two: part of a unit costs as much as a whole one."""
+    """Smallest transfer in bytes, a power of two. Part of a unit takes as long as a whole unit."""
     source: str
     """Source of the figures, and which of them are assumed."""
 
@@ -74,10 +74,12 @@ PROFILES = {
 
 _active: Profile | None = None
 _is_chosen = False
+"""Whether ``use`` was called, so that the environment is not read any more."""
 
 
 def use(profile: str | Profile | None) -> None:
-    """Emulate this memory from now on, or none (None). Pools that are open already are not affected."""
+    """Emulate this memory (a profile or its name) from now on; None: emulate no memory. Writes to pools that are open
+    already are not affected. Raises ``ValueError`` for an unknown name."""
     global _active, _is_chosen
     if isinstance(profile, str):
         if profile not in PROFILES:
@@ -89,14 +91,15 @@ def use(profile: str | Profile | None) -> None:
 
 
 def active_profile() -> Profile | None:
-    """Return the emulated memory or None. The first call reads the environment, so call it before a pool is opened."""
+    """Return the emulated memory, or None. The first call reads the environment, so it must be made before a pool is
+    opened. Raises ``ImportError`` if ``LIGHTCK_EMULATE`` is invalid."""
     if not _is_chosen:
         _honour(os.environ.get(VARIABLE))
     return _active
 
 
 def label() -> str | None:
-    """Return for example ``emulated optane-1``; None if nothing is emulated."""
+    """Return a text such as ``emulated optane-1``; None if no memory is emulated."""
     profile = active_profile()
     return None if profile is None else f"emulated {profile.name}"
 

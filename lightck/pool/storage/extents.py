@@ -1,6 +1,6 @@
-"""Extents of a pool in its file: runs of bytes that are consecutive in the pool, wherever they are in the file.
+"""Extents of a pool in its file: the extents follow one another in the pool, wherever each lies in the file.
 
-Pool offsets count through the extents in order, so code above this module need not know how many there are.
+Offsets in the pool count through the extents in order. So the code above this module need not know the extents.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightck._native import CData
 
 Extents: TypeAlias = "tuple[tuple[int, int], ...]"
-"""(offset in the file, nbytes) of each run."""
+"""(offset in the file, nbytes) of each extent."""
 
 
 def total(extents: Extents) -> int:
@@ -23,7 +23,8 @@ def total(extents: Extents) -> int:
 
 
 def read(fd: int, extents: Extents, offset: int, nbytes: int) -> bytes:
-    """Read bytes of the pool; fewer at the end of the file or the pool."""
+    """Read bytes of the pool. The result is shorter than ``nbytes`` at the end of the file or the pool. Raises
+    ``OSError``."""
     data = b""
     for at, n in runs(extents, offset, nbytes):
         part = _read_run(fd, at, n)
@@ -34,7 +35,8 @@ def read(fd: int, extents: Extents, offset: int, nbytes: int) -> bytes:
 
 
 def _read_run(fd: int, at: int, nbytes: int) -> bytes:
-    """Read one run of a file. pread may return less than requested; only an empty result means the end of the file."""
+    """Read consecutive bytes of a file. pread may return fewer bytes than requested; only an empty result means the end
+    of the file."""
     data = os.pread(fd, nbytes, at)
     while len(data) < nbytes and (more := os.pread(fd, nbytes - len(data), at + len(data))):
         data += more

@@ -1,8 +1,8 @@
-"""Turn errors of the operating system into lightck's: the fact, the errno as the reason, and a fitting cure.
+"""Turn errors of the operating system into lightck's errors: the fact, the errno as the reason, and a fitting cure.
 
 A medium error (``is_medium_error``) concerns the bytes that were read, so a reader tries the next copy or an older
-checkpoint. Any other error (out of memory, no descriptors) says nothing about the bytes, and no copy is rejected for
-it.
+checkpoint. Any other error (out of memory, no descriptors) says nothing about the bytes, so no copy is rejected because
+of it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _CURES = {
     errno.ENOMEM: "Free memory, or raise the limit (ulimit -v, the container's), and try again.",
     errno.EAGAIN: "End processes or threads, or raise the limit (ulimit -u), and try again.",
     errno.EMFILE: "Close files, or raise the limit (ulimit -n), and try again.",
-    errno.ENFILE: "The whole system is out of descriptors: end programs that hold many, and try again.",
-    errno.ENOLCK: "The file system supports no locks, or has none left: put the pool on a local one, and try again.",
+    errno.ENFILE: "The whole system is out of descriptors: end programs that hold many of them, and try again.",
+    errno.ENOLCK: "The file system supports no locks, or has none left: use a local file system, and try again.",
     errno.ENOSPC: "Free space there, or choose another medium.",
     errno.EDQUOT: "Free space there, raise the quota, or choose another medium.",
     errno.EROFS: "Its file system is mounted read-only: choose another folder, or mount it for writing.",
 }
 TRANSIENT_ERRNOS = (errno.ENOMEM, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO)
-"""Errors after which the answer to a question about a file is unknown, rather than "no"."""
+"""Errors of a query about a file that leave the answer unknown. After any other error the answer is "no"."""
 PATH_ERRNOS = (
     errno.EACCES,
     errno.EPERM,
@@ -42,7 +42,7 @@ PATH_ERRNOS = (
     errno.ELOOP,
     errno.ENAMETOOLONG,
 )
-"""Errors that concern a path and its permissions; all others concern the system."""
+"""Errors that concern a path and its permissions. All other errors concern the system."""
 
 
 def is_medium_error(code: int | None) -> bool:
@@ -51,13 +51,14 @@ def is_medium_error(code: int | None) -> bool:
 
 
 def io_error(fact: str, code: int | None, reason: str | None = None) -> PoolIOError:
-    """Make a ``PoolIOError``. ``fact`` has no full stop: "The pool '/a' cannot be read"."""
+    """Return a ``PoolIOError``. ``fact``: a sentence without a full stop, such as "The pool '/a' cannot be read".
+    ``code``: the errno. ``reason``: the text for it, if not the system's."""
     why = reason or (os.strerror(code) if code else "unknown reason")
     return PoolIOError(f"{fact}: {why}. {_CURES.get(code or 0, _MEDIUM)}", code)
 
 
 def too_long(path: str) -> PoolPathError:
-    """Make the error for ENAMETOOLONG: no such file can exist."""
+    """Return the error for ENAMETOOLONG."""
     return PoolPathError(
         f"The path {path!r} is too long: file systems allow names of 255 bytes, and the lock file beside a pool has "
         "its name with '.lock' appended. Choose a shorter one."
@@ -66,7 +67,8 @@ def too_long(path: str) -> PoolPathError:
 
 @contextmanager
 def as_io_error(fact: str) -> Iterator[None]:
-    """Raise ``OSError`` and ``MemoryError`` of this block as ``PoolIOError``; lightck's own errors pass through."""
+    """Convert an ``OSError`` or ``MemoryError`` of this block into a ``PoolIOError``. lightck's own errors pass through
+    unchanged."""
     try:
         yield
     except LightckError:

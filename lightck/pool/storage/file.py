@@ -1,9 +1,9 @@
 """A pool as a plain file on tmpfs, a disk, or persistent memory with a file system (fsdax).
 
-No symbolic link is followed, and owner, mode, kind and size are read from the descriptor, not from the path. A pool of
-another user can be read if its mode allows that, and is never written. A new pool is allocated in full under a
-temporary name beside its path (``temporary``), so that a full file system is an error here and not a SIGBUS later. No
-pool is created in a folder where another user could replace it by renaming files.
+No symbolic link is followed. Owner, mode, kind and size are read from the descriptor, not from the path. A pool of
+another user can be read if its mode permits it, and is never written. A new pool is allocated in full under a temporary
+name beside its path (``temporary``). So a full file system causes an error at creation and not a SIGBUS later. No pool
+is created in a folder where another user could replace the pool by renaming files.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ from lightck.pool.storage.failures import (
 from lightck.pool.storage.pmdk_file import is_pmdk
 
 log = logging.getLogger("lightck")
-_HUGE_PAGE, _SLICE, _HUGE_SECONDS = 2 << 20, 256 << 20, 2.0
+_HUGE_PAGE, _SLICE = 2 << 20, 256 << 20
+"""Bytes of a huge page, and of one native call that allocates huge pages."""
+_HUGE_SECONDS = 2.0
+"""After this time no further slice of a file gets huge pages."""
 _OVERFLOW_UID_FILE = "/proc/sys/kernel/overflowuid"
-"""The uid that the kernel shows for an owner who has no uid in this user namespace."""
+"""Contains the uid that the kernel shows for an owner who has no uid in this user namespace."""
 _N_ALL_UIDS = "4294967295"
-"""Length of the uid map outside of user namespaces, where every owner has a uid."""
+"""Number of uids in the uid map outside of user namespaces, where every owner has a uid."""
 _IS_FOLDER = "{path!r} is a directory. A pool is one regular file. Name a file in that directory: add '/run.pool'."
 _IS_SPECIAL = (
-    "{path!r} is a pipe, a socket or another special file. A pool is one regular file. Name one, or a path that does "
-    "not exist yet."
+    "{path!r} is a pipe, a socket or another special file. A pool is one regular file. Name a regular file, or a path "
+    "that does not exist yet."
 )
 _IS_DEVICE = (
     "{path!r} is a device. A pool of this backend is one regular file. Make a file system on the device and name a "
@@ -62,10 +65,11 @@ class FileContainer:
     """An open pool file; see ``Container``."""
 
     def __init__(self, path: str, fd: int, nbytes: int, lock_fd: int | None = None) -> None:
-        """``lock_fd``: the locked descriptor of a new file, which still has its temporary name."""
+        """``lock_fd``: a descriptor that locks a new file while it has its temporary name; None for an existing
+        file."""
         self.path = path
         self.fd = fd
-        self.nbytes = self.file_nbytes = nbytes
+        self.nbytes = self.file_nbytes = nbytes  # length of the pool, length of the file
         self.extents: Extents = ((0, nbytes),)
         self.lock_fd = lock_fd
         self._pid = os.getpid()
@@ -92,7 +96,7 @@ class FileContainer:
             there = os.stat(self.path, follow_symlinks=False)
             here = os.fstat(self.fd)
         except OSError as err:
-            return err.errno in TRANSIENT_ERRNOS  # unknown, and checked again at the next checkpoint
+            return err.errno in TRANSIENT_ERRNOS  # the answer is unknown: checked again at the next checkpoint
         is_same_file = (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
         return is_same_file and here.st_size >= self.file_nbytes
 
@@ -139,7 +143,8 @@ class FileBackend:
         return self.create_file(path, nbytes)
 
     def create_file(self, path: str, nbytes: int) -> FileContainer:
-        """Create a file of ``nbytes`` under its temporary name; ``publish`` renames it."""
+        """Create a file of ``nbytes`` under its temporary name; ``publish`` renames the file. Raises as
+        ``Backend.create``."""
         checked_folder(path)
         temporary.remove_stale(path)
         with _creation_errors(path):
@@ -162,7 +167,8 @@ class FileBackend:
 
 
 def open_checked(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -> FileContainer:
-    """Open an existing file and check that its kind, mode, links and size (and for writing its owner) are safe."""
+    """Open an existing file, and check its kind, mode, number of hard links and size; for writing also its owner.
+    Raises ``PoolError``."""
     try:
         fd = _open(path, os.O_RDWR if write else os.O_RDONLY)
     except OSError as err:
@@ -172,7 +178,7 @@ def open_checked(path: str, *, write: bool, nbytes_min: int = POOL_NBYTES_MIN) -
 
 
 def ask_file(path: str, question: Callable[[int], bool]) -> bool:
-    """Return ``question(descriptor)`` for the file at this path; False if there is no readable file.
+    """Return ``question(descriptor)`` for the file at this path; False if there is no readable file at the path.
 
     Raises ``PoolIOError`` if the answer is unknown (out of memory, no descriptors)."""
     try:
@@ -191,7 +197,7 @@ def ask_file(path: str, question: Callable[[int], bool]) -> bool:
 
 
 def _refuse_unknown(path: str, err: OSError) -> None:
-    """Raise ``PoolIOError`` if this error leaves the question about the file unanswered."""
+    """Raise ``PoolIOError`` if the error is in ``TRANSIENT_ERRNOS``."""
     if err.errno in TRANSIENT_ERRNOS:
         raise io_error(f"The file {path!r} cannot be read", err.errno, err.strerror) from err
 
@@ -206,7 +212,7 @@ def _has_magic_at(fd: int, offset: int) -> bool:
     except OSError as err:
         if not is_medium_error(err.errno):
             raise
-        return False  # one readable copy is enough
+        return False  # the other superblock is enough
 
 
 def _open(path: str, flags: int) -> int:
@@ -215,6 +221,7 @@ def _open(path: str, flags: int) -> int:
 
 
 def _checked_size(path: str, fd: int, nbytes_min: int, write: bool) -> int:
+    """Check an open file for ``open_checked``, and return its size in bytes. Raises ``PoolError``."""
     st = os.fstat(fd)
     if stat.S_ISCHR(st.st_mode) or stat.S_ISBLK(st.st_mode):
         raise PoolPathError(_IS_DEVICE.format(path=path))
@@ -232,8 +239,8 @@ def _checked_size(path: str, fd: int, nbytes_min: int, write: bool) -> int:
         )
     if st.st_nlink > 1:
         raise PoolPermissionError(
-            f"The pool {path!r} has {st.st_nlink} hard links. It could be changed under another name. Remove the other "
-            "links."
+            f"The pool {path!r} has {st.st_nlink} hard links. A program could change the pool under another name. "
+            "Remove the other links."
         )
     if st.st_size < nbytes_min:
         if os.pread(fd, len(MAGIC), 0) == MAGIC:
@@ -250,7 +257,7 @@ def _checked_size(path: str, fd: int, nbytes_min: int, write: bool) -> int:
 
 
 def _allocate(path: str, fd: int, nbytes: int) -> None:
-    """Allocate the whole file, so that no space is missing later; on tmpfs in huge pages, if possible."""
+    """Allocate the whole file, on tmpfs in huge pages if possible. Raises ``NoSpaceError`` or ``OSError``."""
     huge_nbytes = _allocate_huge_pages(fd, nbytes)
     log.debug("lightck: %d of %d bytes of %r are in huge pages", huge_nbytes, nbytes, path)
     try:
@@ -271,16 +278,17 @@ def _allocate(path: str, fd: int, nbytes: int) -> None:
 
 
 def _allocate_huge_pages(fd: int, nbytes: int) -> int:
-    """Allocate huge pages for a new file on tmpfs, and return how many bytes have them.
+    """Allocate huge pages for a new file on tmpfs. Returns the number of bytes in huge pages.
 
-    The work is done in slices, so that Ctrl-C is handled and the time limit is checked in between. In a virtual machine
-    whose host must find the memory first, a GB can take seconds; after the time limit the rest of the file gets small
-    pages. The system allocates them afterwards (``_allocate``), and zeroes each when it is first written. A file that
-    does not fit gets no huge pages: it is refused afterwards, and must not use up the free space first."""
+    The file is allocated in slices of ``_SLICE`` bytes. Between two slices Ctrl-C is handled and ``_HUGE_SECONDS`` is
+    checked: in a virtual machine whose host must find the memory first, a GB can take seconds. After that time the rest
+    of the file gets small pages. ``_allocate`` allocates small pages afterwards, and the kernel zeroes each of them at
+    its first write. A file that does not fit gets no huge pages, because ``_allocate`` refuses it, and its pages would
+    use up the free space before that."""
     try:
         space = os.fstatvfs(fd)
     except OSError:
-        return 0  # huge pages are optional: a failure here is no error of the pool
+        return 0  # huge pages are optional, so this failure is no error
     if space.f_blocks and space.f_bavail * space.f_frsize < nbytes:
         return 0
     threads, made, deadline = len(os.sched_getaffinity(0)), 0, time.monotonic() + _HUGE_SECONDS
@@ -288,23 +296,24 @@ def _allocate_huge_pages(fd: int, nbytes: int) -> int:
         slice_nbytes = min(_SLICE, nbytes - at)
         done = lib.lck_huge(fd, at, slice_nbytes, threads)
         made += done
-        is_page_missing = done + _HUGE_PAGE <= slice_nbytes  # the kernel grants no more of them
+        is_page_missing = done + _HUGE_PAGE <= slice_nbytes  # the kernel grants no more huge pages
         if is_page_missing or time.monotonic() > deadline:
             break
     return made
 
 
 def _free(fd: int) -> str:
-    """Describe the free space that there would be without this file."""
+    """Return the end of a sentence that states the free space without this file."""
     try:
         space, allocated = os.fstatvfs(fd), os.fstat(fd).st_blocks * 512
     except OSError:
-        return "its file system does not have them"
+        return "its file system does not have that much"
     return f"its file system has {(space.f_bavail * space.f_frsize + allocated) / 1e6:,.1f} MB left"
 
 
 def _prewrite(path: str, fd: int, nbytes: int) -> None:
-    """Write zeros over the allocated space, so that no store through a MAP_SYNC mapping waits for the journal."""
+    """Write zeros over the allocated space, so that a later store through a MAP_SYNC mapping need not wait for the file
+    system's journal. Raises ``PoolError``."""
     try:
         check(lib.lck_prewrite(fd, nbytes), "writing zeros")
     except NativeError as err:
@@ -326,8 +335,8 @@ def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
         )
     if err.errno == errno.ELOOP:
         return PoolPathError(
-            f"{path!r} is a symbolic link. Links are not followed, because whoever can change one could send the pool "
-            "elsewhere. Name the file that it points to."
+            f"{path!r} is a symbolic link. Links are not followed, because a user who can change a link could redirect "
+            "the pool. Name the file that the link points to."
         )
     if err.errno in (errno.EISDIR, errno.ENXIO):
         return PoolPathError((_IS_FOLDER if err.errno == errno.EISDIR else _IS_SPECIAL).format(path=path))
@@ -356,12 +365,13 @@ def _cannot_write(path: str, err: OSError) -> Exception:
     if err.errno not in PATH_ERRNOS:
         return io_error(f"The pool {path!r} cannot be made", err.errno, err.strerror)
     return PoolPermissionError(
-        f"The pool {path!r} cannot be made: {err.strerror or err}. lightck writes a file beside it first and renames "
-        "it. Choose a folder that you can write to."
+        f"The pool {path!r} cannot be made: {err.strerror or err}. lightck writes a new file in the same folder and "
+        "renames that file. Choose a folder that you can write to."
     )
 
 
 def sync_folder(folder: str) -> None:
+    """Make the names in a folder durable. Raises ``OSError``."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -396,8 +406,8 @@ def checked_folder(path: str) -> str:
 
 
 def others_write(st: os.stat_result) -> bool:
-    """Whether other users can write to a file or folder. If it belongs to this user, its group does not count:
-    on systems where every user has a separate group, files are group-writable by default."""
+    """Whether other users can write to a file or folder, according to its mode. If the file belongs to this user, write
+    permission of the group is ignored: where every user has a separate group, files are group-writable by default."""
     others = stat.S_IWOTH if st.st_uid == os.geteuid() else stat.S_IWOTH | stat.S_IWGRP
     return bool(st.st_mode & others)
 
@@ -409,18 +419,18 @@ def _refuse_shared(folder: str, st: os.stat_result) -> None:
     if is_sticky:
         raise PoolPermissionError(
             f"The folder {folder!r} can be changed by others and belongs to user {st.st_uid}. That user can "
-            "replace any file in it, the pool too, despite its sticky bit. Use a folder of your own."
+            "replace any file in the folder, also the pool, despite the sticky bit. Use a folder of your own."
         )
     cure = f"chmod o-w {folder}, or use another folder" if is_own else "Use a folder of your own"
     raise PoolPermissionError(
-        f"The folder {folder!r} can be changed by others and has no sticky bit. They could replace the pool by another "
-        f"file. {cure}."
+        f"The folder {folder!r} can be changed by others and has no sticky bit. Others could replace the pool by "
+        f"another file. {cure}."
     )
 
 
 def _is_root(owner: int) -> bool:
-    """Whether a uid is the system's root. In a user namespace root may have no uid; the overflow uid, which the kernel
-    then shows as the owner of /tmp, counts as root there."""
+    """Whether a uid is the system's root. In a user namespace root may have no uid. The kernel then shows the overflow
+    uid, for example as the owner of /tmp, so in a user namespace the overflow uid counts as root."""
     if owner == 0:
         return True
     try:

@@ -1,17 +1,18 @@
 """One writer per pool: two kernel locks on ``<pool>.lock``, and a registry inside this process.
 
-A POSIX record lock (on byte 0) ends with its process even if forked children live on, and the kernel reports its owner.
-But the kernel also drops it when the process closes any descriptor of the file, for example after reading the file for
-a backup of the folder. An open file description lock (OFD, on byte 1) survives that. It would survive a killed training
-too, in a DataLoader worker that inherited the descriptor; therefore a forked child closes the descriptor at its start,
-and a process that finds only this lock waits for a moment.
+A POSIX record lock (on byte 0) ends with its process, even if forked children continue, and the kernel reports the
+lock's owner. But the kernel also drops a record lock when the process closes any descriptor of the file, for example
+after a read of the file for a backup of the folder. An open file description lock (OFD lock, on byte 1) survives such a
+close. An OFD lock would also survive a killed training, in a DataLoader worker that inherited the descriptor. Therefore
+a forked child closes the descriptor at its start, and a process that finds only an OFD lock tries again for a moment.
 
-A killed process keeps its locks until its last thread has ended, which can take long on a busy machine: a new process
-waits for a dying holder (``dying_holder``), and is refused at once by any other.
+A killed process keeps its locks until its last thread has ended, which can take long on a busy machine. A new process
+waits for a dying holder (``dying_holder``). A holder that is not dying makes the new process raise at once.
 
-A device is locked itself, by an OFD lock only: its readers open the device too, and its folder belongs to another user.
+A pool on a device has no lock file: the device is locked, by an OFD lock only. A record lock would be dropped when a
+reader in the same process closes the device, and the folder of the device belongs to another user.
 
-Cleaners of temporary files may delete the lock file, and a lock on a deleted file keeps nobody out; therefore
+Cleaners of temporary files may delete the lock file, and a lock on a deleted file keeps no process out. Therefore
 ``refuse_if_lost`` checks the file before each checkpoint.
 """
 
@@ -43,23 +44,26 @@ from lightck.pool.storage.failures import TRANSIENT_ERRNOS, as_io_error, io_erro
 
 log = logging.getLogger("lightck")
 _held: dict[tuple[int, int], str] = {}
-# Re-entrant: a garbage collection while it is held may end a forgotten session, which releases its lock.
+"""(device, inode) of each file that this process has locked -> path of the pool."""
+# Guards ``_held`` and ``_descriptors``. Re-entrant: a garbage collection on the thread that holds it may end a session,
+# which then releases its ``PoolLock``.
 _guard = threading.RLock()
 _descriptors: set[int] = set()
-"""Descriptors of the locks that are held: a forked child closes them."""
+"""Descriptors of the locks that this process holds. A forked child closes them."""
 _FLOCK = struct.Struct("hhqqi4x")
 _ATTEMPTS = 100
-"""Attempts to lock: the holder may release the lock between a refusal and the query for the holder, and the worker of a
-killed training may not have closed its descriptor yet."""
+"""Maximum number of attempts to lock. An attempt may fail because a holder has just released the lock, or because the
+worker of a killed training has not closed its descriptor yet."""
 _PAUSE_SECONDS = 0.005
+"""Pause between two attempts."""
 _CHECK_LASTS = 0.002
-"""For this many seconds after a full check, small writes are not checked again. Another training takes longer to open a
-pool."""
+"""Seconds for which a full check is valid for small writes. Another training takes longer to open a pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that has a pool open for writing. ``pid`` is None if it is not visible here (a container)."""
+    """The process that has a pool open for writing. ``pid`` is None if this process cannot see the holder's pid (in a
+    container)."""
 
     pid: int | None
     command: str
@@ -78,12 +82,13 @@ class _DyingError(PoolLockedError):
 
 
 def holder_of(pool_path: str) -> Holder | None:
-    """Return the process that has this pool open for writing, or None. Takes no lock and creates no lock file."""
+    """Return the process that has this pool open for writing; None if there is none, or if the lock file cannot be
+    read. This function takes no lock and creates no lock file."""
     path = _lock_target(pool_path)
     with _guard:
         try:
             st = os.stat(path, follow_symlinks=False)
-            if (st.st_dev, st.st_ino) in _held:  # opening it here, and closing it, would drop a record lock
+            if (st.st_dev, st.st_ino) in _held:  # to open and close the file would drop the record lock
                 return Holder(os.getpid(), _command_of(os.getpid()))
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
@@ -107,8 +112,8 @@ def _is_device(path: str) -> bool:
 
 
 def _conflict(fd: int) -> int | None:
-    """Ask the kernel for a conflicting lock: the pid that holds a record lock (0: not visible here), -1 for an OFD
-    lock, None for no lock."""
+    """Query the kernel for a lock of another holder on the open file. Returns the pid of the holder of a record lock
+    (0: the pid is not visible to this process), -1 for an OFD lock, None if there is no lock or the query fails."""
     probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, probe))
@@ -118,7 +123,7 @@ def _conflict(fd: int) -> int | None:
 
 
 def _holder(fd: int) -> Holder | None:
-    """Return the holder of a lock that keeps a writer out, or None."""
+    """Return the holder of a lock on the open file, other than this descriptor; None if there is no lock."""
     pid = _conflict(fd)
     if pid is None:
         return None
@@ -127,11 +132,12 @@ def _holder(fd: int) -> Holder | None:
 
 
 def _ofd_holder(st: os.stat_result) -> int | None:
-    """Find the holder of an OFD lock in procfs, as far as this process may read it: the kernel reports no pid."""
+    """Return the pid of the holder of an OFD lock, for which the kernel reports no pid. It is looked for in the part of
+    procfs that this process may read; None if it is not found."""
     file = f"{os.major(st.st_dev):02x}:{os.minor(st.st_dev):02x}:{st.st_ino} "
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            # The main thread of a dying process may have ended; then only its other threads show descriptors.
+            # If the main thread of a dying process has ended, procfs shows descriptors only for the other threads.
             folders = iter([f"/proc/{pid}", *(f"/proc/{pid}/task/{tid}" for tid in os.listdir(f"/proc/{pid}/task"))])
             descriptors = next(filter(None, map(_descriptors_in, folders)), [])
             if any(_holds(info, file) for info in descriptors):
@@ -140,12 +146,14 @@ def _ofd_holder(st: os.stat_result) -> int | None:
 
 
 def _descriptors_in(folder: str) -> list[str]:
+    """Return the paths of a thread's fdinfo files; [] if they cannot be listed."""
     with contextlib.suppress(OSError):
         return [f"{folder}/fdinfo/{number}" for number in os.listdir(f"{folder}/fdinfo")]
     return []
 
 
 def _holds(info: str, file: str) -> bool:
+    """Whether a descriptor (its fdinfo file ``info``) holds an OFD lock on ``file``, as fdinfo names it."""
     with contextlib.suppress(OSError), open(info) as f:
         return any(line.startswith("lock:") and "OFDLCK" in line and file in line for line in f)
     return False
@@ -160,9 +168,10 @@ def _command_of(pid: int) -> str:
 
 
 class PoolLock:
-    """Holds the lock of one pool from construction until ``release``."""
+    """The lock of one pool, held from construction until ``release``."""
 
     def __init__(self, pool_path: str) -> None:
+        """Raises ``PoolLockedError`` if another session holds the lock, or another ``PoolError``."""
         self.path = _lock_target(pool_path)
         self._is_device = self.path == pool_path
         self._pool_path = pool_path
@@ -174,8 +183,8 @@ class PoolLock:
             pass
 
     def _try_take(self, wait: dying_holder.DyingHolderWait) -> bool:
-        """Try to lock. If the holder is dying, wait briefly (without ``_guard``) and return False, or raise
-        ``PoolLockedError`` after the maximum time."""
+        """Try to lock, and return True. If the holder is dying, wait briefly without ``_guard``, and return False;
+        raise ``PoolLockedError`` if such waits took more than ``dying_holder.SECONDS_MAX``."""
         try:
             with _guard:
                 self._refuse_second_session()
@@ -187,6 +196,7 @@ class PoolLock:
         return False
 
     def _take(self) -> None:
+        """Open and lock the file, and register the lock in ``_held``. The caller holds ``_guard``."""
         self._fd = self._open()
         _descriptors.add(self._fd)
         with undo_on_error(self._drop):
@@ -211,7 +221,8 @@ class PoolLock:
         try:
             st = os.stat(self.path, follow_symlinks=False)
         except OSError as err:
-            # If the answer is unknown, a second descriptor must not be opened: closing it would drop our own lock.
+            # If this process may hold the lock, it must not open a second descriptor, because its close would drop the
+            # lock.
             if err.errno in TRANSIENT_ERRNOS:
                 raise io_error(f"The lock file {self.path!r} cannot be inspected", err.errno, err.strerror) from err
             return False
@@ -234,7 +245,7 @@ class PoolLock:
                     "belongs to the kernel and takes no files (/proc). Choose a path in another folder."
                 ) from err
             raise PoolPermissionError(
-                f"The lock file {self.path!r} cannot be opened: {err.strerror}. Every writer of a pool locks it. "
+                f"The lock file {self.path!r} cannot be opened: {err.strerror}. Every writer locks that file. "
                 "Put the pool into a folder that you can write to."
             ) from err
         with undo_on_error(lambda: os.close(fd)):
@@ -251,7 +262,7 @@ class PoolLock:
         if owner != os.geteuid():
             raise PoolPermissionError(
                 f"The lock file {self.path!r} belongs to another user. That user may be using the pool. Choose a pool "
-                "path in a folder of your own, or remove the file."
+                "path in a folder of your own, or remove the lock file."
             )
 
     def _open_device(self) -> int:
@@ -260,14 +271,14 @@ class PoolLock:
         except OSError as err:
             raise PoolPermissionError(
                 f"The device {self.path!r} cannot be opened to lock it: {err.strerror}. Every writer of a pool locks "
-                "it. Change the owner of the device to you: chown."
+                "its device. Change the owner of the device to you: chown."
             ) from err
 
     def _lock(self) -> tuple[int, int]:
-        """Lock the open file, and return its device and inode. Raises ``_DyingError`` or ``PoolLockedError``.
+        """Lock the open file. Returns (device, inode) of the file. Raises ``_DyingError`` or ``PoolLockedError``.
 
-        A process with the record lock is refused at once. The OFD lock is tried again for a moment, because the worker
-        of a killed training may still hold it."""
+        If another process holds the record lock, this raises at once. If only the OFD lock is held, this tries again
+        for a moment, because the worker of a killed training may still hold it."""
         for _ in range(_ATTEMPTS):
             if self._try_lock():
                 with as_io_error(f"The lock file {self.path!r} cannot be inspected"):
@@ -278,7 +289,7 @@ class PoolLock:
                 time.sleep(_PAUSE_SECONDS)
             elif pid is not None:
                 self._refuse_dying(pid)
-                if _conflict(self._fd) == pid:  # else the process has ended meanwhile
+                if _conflict(self._fd) == pid:  # otherwise the process has ended meanwhile
                     break
         holder = _holder(self._fd)
         if _conflict(self._fd) == -1:
@@ -294,10 +305,12 @@ class PoolLock:
         )
 
     def _refuse_dying(self, pid: int | None) -> None:
+        """Raise ``_DyingError`` if process ``pid`` is dying."""
         if pid is not None and dying_holder.is_dying(pid):
             raise _DyingError(self._pool_path, pid)
 
     def _try_lock(self) -> bool:
+        """Lock the open file. Returns False if another holder has a lock on it. Raises ``PoolIOError``."""
         try:
             if self._is_device:
                 _take_ofd_lock(self._fd, 0, 0)
@@ -310,10 +323,10 @@ class PoolLock:
         return True
 
     def refuse_if_lost(self, *, by_file: bool = False) -> None:
-        """Check the lock before a slot is written; if the lock file was removed, make and lock a new one.
+        """Check the lock before a slot is written. If the lock file was removed, create and lock a new one.
 
         Raises ``BackgroundError`` if another process may have opened the pool meanwhile. ``by_file``: check only that
-        the lock file is the same one, and skip even that if a full check was made within ``_CHECK_LASTS`` seconds."""
+        the path still names the locked file, and not even that within ``_CHECK_LASTS`` seconds after a full check."""
         if by_file and time.monotonic() - self._checked_at < _CHECK_LASTS:
             return
         try:
@@ -322,19 +335,20 @@ class PoolLock:
             self._take_again()
             return
         except OSError:
-            return  # unknown, and checked again at the next checkpoint
+            return  # the answer is unknown: checked again at the next checkpoint
         try:
             is_ours = (st.st_dev, st.st_ino) == self._key
             if is_ours and not by_file:
                 is_ours = self._try_lock()  # lock again: the kernel may have dropped the record lock
         except PoolIOError:
-            return  # unknown, and checked again at the next checkpoint
+            return  # the answer is unknown: checked again at the next checkpoint
         if not is_ours:
             raise self._lost()
         if not by_file:
             self._checked_at = time.monotonic()
 
     def _take_again(self) -> None:
+        """Create and lock a new lock file in place of the removed one. Raises ``BackgroundError``."""
         with _guard:
             old_fd, old_key = self._fd, self._key
             try:
@@ -345,8 +359,8 @@ class PoolLock:
             _held.pop(old_key, None)
             _close(old_fd)
         log.warning(
-            "lightck: the lock file %r was removed while its pool is in use, and was created again. It keeps other "
-            "trainings out of the pool: exclude it from cleaners of temporary files",
+            "lightck: the lock file %r was removed while its pool is in use, and was created again. The lock file "
+            "keeps other trainings out of the pool: exclude the file from cleaners of temporary files",
             self.path,
         )
 
@@ -359,7 +373,8 @@ class PoolLock:
         )
 
     def release(self) -> None:
-        """Release the lock. A forked child does not hold it, and closed its descriptor at its start."""
+        """Release the lock. In a forked child this does nothing, because the child closed the descriptor at its
+        start."""
         with _guard:
             if self._fd >= 0 and os.getpid() == self._pid:
                 _held.pop(self._key, None)
@@ -367,9 +382,10 @@ class PoolLock:
 
 
 def lock_file(path: str) -> int:
-    """Lock a temporary file; returns a descriptor that holds the lock until ``unlock_file`` or the end of the process.
+    """Lock a temporary file. Returns a descriptor that holds the lock until ``unlock_file`` or the end of the process.
+    Raises ``OSError``.
 
-    If the file system has no such locks, the file stays unlocked: the pool's own lock protects it as well."""
+    If the file system has no OFD locks, the file stays unlocked; the pool's own lock protects the file too."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     _descriptors.add(fd)
     with contextlib.suppress(OSError):
@@ -378,13 +394,13 @@ def lock_file(path: str) -> int:
 
 
 def is_locked(fd: int) -> bool:
-    """Whether anybody but the caller has a lock on this file."""
+    """Whether another holder than this descriptor has a lock on the open file."""
     return _conflict(fd) is not None
 
 
 def unlock_file(fd: int) -> None:
-    """Release the lock of ``lock_file``. A forked child closed its descriptor at its start, and its number may belong
-    to another file now."""
+    """Release the lock of ``lock_file``. In a forked child this does nothing: the child closed the descriptor at its
+    start, and the number may belong to another file now."""
     if fd in _descriptors:
         _close(fd)
 
@@ -395,13 +411,14 @@ def _close(fd: int) -> None:
 
 
 def _lock_both(fd: int) -> None:
-    """Take both locks. Raises ``OSError`` (EAGAIN if either is taken), and then holds neither."""
+    """Take the record lock and the OFD lock. Raises ``OSError`` (EAGAIN if another holder has one of them), and then
+    holds neither."""
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     try:
         _take_ofd_lock(fd, 1, 1)
     except OSError as err:
         if err.errno == errno.EINVAL:
-            return  # a sandbox whose kernel has no OFD locks
+            return  # a sandbox whose kernel has no OFD locks: the record lock is enough
         fcntl.lockf(fd, fcntl.LOCK_UN, 1, 0)
         raise
 
@@ -412,11 +429,11 @@ def _take_ofd_lock(fd: int, start: int, nbytes: int) -> None:
 
 
 def _forget_in_child() -> None:
-    """Reset the registry in a forked child, which owns none of its parent's locks and may open pools of its own."""
+    """Reset the registry in a forked child, which owns none of its parent's locks and may open other pools."""
     global _guard
     _guard = threading.RLock()
     _held.clear()
-    while _descriptors:  # an OFD lock lasts as long as any process has the descriptor
+    while _descriptors:  # an OFD lock exists as long as any process has the descriptor
         os.close(_descriptors.pop())
 
 

@@ -1,9 +1,9 @@
-"""A pool inside a PMDK pool: libpmemobj is its container, and the bytes in it are those of every other lightck pool.
+"""A lightck pool inside a PMDK pool, which libpmemobj makes. The lightck pool has the same bytes as in a plain file.
 
 libpmemobj formats the file as a PMDK pool: a root object, and a few large objects (*arenas*) that are allocated once
-and never freed. It keeps the pool open while lightck writes, and is called again only to close it. lightck reads and
-writes the arenas by itself, through the same mapping, copies and commits as in a plain file; reading needs no
-libpmemobj. The file is created, checked, published and removed like a plain file.
+and never freed. libpmemobj keeps the PMDK pool open while lightck writes, and is called again only to close the PMDK
+pool. lightck itself reads and writes the arenas, through the same mapping, copies and commits as in a plain file.
+Reading needs no libpmemobj. The file is created, checked, published and removed like a plain file.
 """
 
 from __future__ import annotations
@@ -32,16 +32,20 @@ from lightck.pool.storage.pmdk_file import Arena
 
 log = logging.getLogger("lightck")
 ARENA_KIND = 1
+"""PMDK's type number of the objects that are arenas."""
 _HELD = (errno.EAGAIN, errno.EWOULDBLOCK)
+"""Errors of libpmemobj that mean: another process has the pool open."""
 _DYING_SECONDS = 2.0
-"""How long to wait for libpmemobj's lock while holding lightck's: a dying process releases lightck's first, and on a
-busy machine libpmemobj's some time later."""
+"""Maximum wait for libpmemobj's lock when this process already has lightck's lock. A dying process releases lightck's
+lock first, and libpmemobj's lock later, on a busy machine much later."""
 _has_warned = False
+"""Whether ``_warn_slow_medium`` has warned in this process."""
 
 
 class PmdkContainer(FileContainer):
-    """An open PMDK pool; see ``Container``. It takes over the descriptors of ``file``; ``pool`` is libpmemobj's handle,
-    None for a pool that is only read."""
+    """An open PMDK pool; see ``Container``. It becomes the owner of the descriptors of ``file``, which must not be
+    closed any more. ``places``: the extents of the lightck pool. ``pool``: libpmemobj's open pool; None if the pool is
+    only read."""
 
     def __init__(self, file: FileContainer, places: Extents, pool: pmemobj.Pool | None = None) -> None:
         super().__init__(file.path, file.fd, file.file_nbytes, file.lock_fd)
@@ -56,8 +60,8 @@ class PmdkContainer(FileContainer):
         super().close()
 
     def _has_lost_bytes(self) -> bool:
-        """Whether the file was truncated, so that libpmemobj must not close it: it would access missing pages. False if
-        unknown, because an unclosed pool stays locked until the process ends."""
+        """Whether the file was truncated. libpmemobj must not close a truncated file, because it would access missing
+        pages. False if the size is unknown, because a pool that is not closed stays locked until the process ends."""
         try:
             return os.fstat(self.fd).st_size < self.file_nbytes
         except OSError:
@@ -70,11 +74,12 @@ class PmdkBackend(FileBackend):
     name = "pmdk"
 
     def __init__(self, arena_nbytes: int = pmdk_file.ARENA_NBYTES_MAX) -> None:
-        """``arena_nbytes``: maximum size of an arena, a multiple of 2 MiB. Tests use small ones."""
+        """``arena_nbytes``: maximum length of an arena, a multiple of 2 MiB. Tests use small arenas."""
         self._arena_nbytes = arena_nbytes
 
     def claims(self, path: str) -> bool:
-        """Claim PMDK pools of other programs too: this backend's errors explain them."""
+        """Whether the path is a PMDK pool, also one of another program: this backend's errors explain why lightck
+        cannot use that."""
         return ask_file(path, pmdk_file.is_pmdk)
 
     def recognises(self, path: str) -> bool:
@@ -112,7 +117,8 @@ class PmdkBackend(FileBackend):
 
 
 def _open_pmdk(path: str, file: FileContainer, *, create: bool = False, shutdown_state: bool) -> pmemobj.Pool:
-    """Open the checked file with libpmemobj, by its descriptor and not by its path, which may name another file now."""
+    """Open the checked file with libpmemobj, through ``/proc/self/fd`` because the path may name another file now.
+    Raises ``PoolError``. ``create`` and ``shutdown_state``: as for ``pmemobj.Pool``."""
     here = f"/proc/self/fd/{file.fd}"
     with as_io_error(f"The PMDK pool {path!r} cannot be inspected"):
         size = os.fstat(file.fd).st_size
@@ -128,7 +134,8 @@ def _open_pmdk(path: str, file: FileContainer, *, create: bool = False, shutdown
 
 
 def _allocate(pool: pmemobj.Pool, file: FileContainer, lengths: list[int]) -> Extents:
-    """Allocate the arenas and the root object that names them. Returns the extents of the arenas."""
+    """Allocate arenas of these lengths, and the root object that names the arenas. Returns the extents of the arenas.
+    Raises ``PmemobjError`` or ``PoolError``."""
     root = pool.root(pmdk_file.root_nbytes(len(lengths)))
     arenas = []
     for number, length in enumerate(lengths):
@@ -142,19 +149,20 @@ def _allocate(pool: pmemobj.Pool, file: FileContainer, lengths: list[int]) -> Ex
 
 
 def _load(path: str) -> None:
+    """Load libpmemobj. Raises ``LibraryMissingError``."""
     try:
         pmemobj.load()
     except pmemobj.MissingError as err:
         raise LibraryMissingError(
             f"The pool {path!r} is a PMDK pool, or is to become one, and PMDK's library cannot be loaded: {err}. "
-            "Writing such a pool needs it; reading does not. Install it (Debian and Ubuntu: apt-get install "
-            "libpmemobj1), or put its "
-            f'path into {pmemobj.LIBRARY_VARIABLE}, or use backend="file" for a new pool.'
+            "Writing such a pool needs that library; reading does not. Install libpmemobj (Debian and Ubuntu: apt-get "
+            f'install libpmemobj1), or put its path into {pmemobj.LIBRARY_VARIABLE}, or use backend="file" for a new '
+            "pool."
         ) from err
 
 
 def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
-    """Turn an error of libpmemobj into lightck's."""
+    """Return lightck's error for an error of libpmemobj."""
     reason = err.strerror
     if err.errno in _HELD:
         return PoolLockedError(
@@ -164,8 +172,8 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
     if err.errno == errno.EEXIST:
         return PoolLockedError(
             f"The PMDK pool {path!r} or a copy of it is open in this process, or in the one that it was forked from "
-            f"({reason}): libpmemobj distinguishes pools by an identity that a copy shares. Close the other one first, "
-            "or open this one in a separate process."
+            f"({reason}): libpmemobj distinguishes pools by an identity that a copy shares. Close the other pool "
+            "first, or open this one in a separate process."
         )
     if err.errno in (errno.EIO, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN):
         return io_error(f"libpmemobj cannot open the PMDK pool {path!r}", err.errno, reason)
@@ -194,7 +202,8 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
 
 
 def _warn_slow_medium(path: str, durability: Durability) -> None:
-    """Warn, once in each process, that a PMDK pool is not on persistent memory, unless PMEM_IS_PMEM_FORCE is set."""
+    """Warn, once in each process, that a PMDK pool is not on persistent memory. PMEM_IS_PMEM_FORCE=1 turns the warning
+    off."""
     global _has_warned
     if _has_warned or durability.is_persistent_memory or os.environ.get("PMEM_IS_PMEM_FORCE") == "1":
         return

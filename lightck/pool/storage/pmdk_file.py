@@ -1,7 +1,8 @@
 """Parse the file of a PMDK pool: find the bytes of a lightck pool among PMDK's own structures.
 
-A reader needs nothing else: it does not call libpmemobj, so a pool can be read where that is not installed, and while
-another process has the pool open. The bytes are untrusted: every offset is checked against the file before it is used.
+A reader needs only this module and does not call libpmemobj. So a pool can be read where libpmemobj is not installed,
+and while another process has the pool open. The bytes are untrusted: every offset is checked against the length of the
+file before it is used.
 docs/format.md, "In a PMDK pool", documents these bytes.
 """
 
@@ -20,7 +21,9 @@ SIGNATURE = b"PMEMOBJ\0"
 SET_SIGNATURE = b"PMEMPOOLSET"
 LAYOUT_PREFIX, LAYOUT = b"lightck", "lightck/1"
 PMDK_MAJOR = 6
+"""The version of PMDK's file format."""
 SHUTDOWN_STATE = 0x4
+"""PMDK's incompat flag: the pool counts unsafe shutdowns."""
 
 _HEADER = struct.Struct("<8sIIII16s16s16s16s16s16s")
 _LAYOUT_OFFSET, _LAYOUT_NBYTES = 4096, 1024
@@ -40,35 +43,41 @@ ARENA_MARGIN = PAGE
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """One PMDK object at file offset ``offset``; the pool uses ``nbytes`` of it from file offset ``start`` on."""
+    """One PMDK object at file offset ``offset``. The lightck pool uses ``nbytes`` bytes of the object, from file offset
+    ``start`` on."""
 
     uuid_lo: int
+    """PMDK's identity of the pool that the object belongs to."""
     offset: int
     start: int
     nbytes: int
 
 
 def arena_start(offset: int) -> int:
-    """Return the file offset at which the pool's bytes begin in an object at ``offset``."""
+    """Return the file offset at which the lightck pool's bytes begin in an object at file offset ``offset``."""
     return align_up(offset + ARENA_MARGIN, ARENA_ALIGN)
 
 
 def root_nbytes(arenas: int) -> int:
+    """Return the length of the root object for this number of arenas."""
     return align_up(_ROOT.size + arenas * _ARENA.size + _U64.size, PAGE)
 
 
 def arena_place(root: int, number: int) -> int:
-    """Return the offset of the reference to an arena's object, which is in the root object at offset ``root``."""
+    """Return the offset of the reference to an arena's object. The reference lies in the root object, which begins at
+    offset ``root``. ``number``: of the arena, from 0."""
     return root + _ROOT.size + number * _ARENA.size
 
 
 def read_object(fd: int, place: int) -> tuple[int, int]:
-    """Read the reference to an object that libpmemobj wrote at ``place``: (identity of its pool, file offset)."""
+    """Read the reference to an object that libpmemobj wrote at file offset ``place``. Returns (identity of the object's
+    pool, file offset of the object)."""
     uuid_lo, offset = _OBJECT.unpack(os.pread(fd, _OBJECT.size, place))
     return uuid_lo, offset
 
 
 def pack_root(arenas: list[Arena], file_nbytes: int) -> bytes:
+    """Return the content of the root object (docs/format.md, "In a PMDK pool")."""
     nbytes = sum(a.nbytes for a in arenas)
     body = _ROOT.pack(ROOT_MAGIC, ROOT_VERSION, len(arenas), nbytes, file_nbytes)
     body += b"".join(_ARENA.pack(a.uuid_lo, a.offset, a.start, a.nbytes) for a in arenas)
@@ -90,7 +99,7 @@ def is_ours(fd: int) -> bool:
 
 
 def has_shutdown_state(fd: int) -> bool:
-    """Whether the pool counts unsafe shutdowns; libpmemobj needs this setting before it opens the pool."""
+    """Whether the pool counts unsafe shutdowns. libpmemobj must get this setting before it opens the pool."""
     incompat: int = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))[3]
     return bool(incompat & SHUTDOWN_STATE)
 
@@ -114,7 +123,7 @@ def _check_header(header: bytes, path: str, fd: int) -> None:
     if header.startswith(SET_SIGNATURE):
         raise NotAPoolError(
             f"{path!r} is a PMDK poolset file, a list of parts and replicas. lightck writes to its pool without "
-            "libpmemobj, so replicas would miss those writes; its pools are single files. Choose another path."
+            "libpmemobj, so replicas would miss those writes. A lightck pool is a single file. Choose another path."
         )
     if not header.startswith(SIGNATURE):
         raise _no_pmdk(path, fd)
@@ -123,12 +132,12 @@ def _check_header(header: bytes, path: str, fd: int) -> None:
     _, major, _, _, _, _, uuid, *others = _HEADER.unpack(header)
     if major != PMDK_MAJOR:
         raise FormatError(
-            f"The PMDK pool {path!r} has PMDK's format {major}, and this lightck knows {PMDK_MAJOR}. It was made by "
-            "another PMDK. Convert it (pmdk-convert), or use a newer lightck."
+            f"The PMDK pool {path!r} has PMDK's format {major}, and this lightck reads format {PMDK_MAJOR}. The pool "
+            "was made by another PMDK. Convert it (pmdk-convert), or use a newer lightck."
         )
     if any(other != uuid for other in others):
         raise NotAPoolError(
-            f"{path!r} is one part of a PMDK pool of several files. lightck's pools are single files. Choose another "
+            f"{path!r} is one part of a PMDK pool of several files. A lightck pool is a single file. Choose another "
             "path."
         )
 
@@ -154,8 +163,8 @@ def _check_layout(layout: bytes, path: str) -> None:
         )
     if name != LAYOUT:
         raise FormatError(
-            f"The PMDK pool {path!r} has the layout {name!r}, and this lightck knows {LAYOUT!r}. It was written by a "
-            "newer lightck. Install that version to read it."
+            f"The PMDK pool {path!r} has the layout {name!r}, and this lightck reads {LAYOUT!r}. The pool was written "
+            "by a newer lightck. Install that version to read the pool."
         )
 
 
@@ -168,8 +177,8 @@ def _extents(root: bytes, place: tuple[int, int], path: str, file_nbytes: int) -
         raise _corrupt(path, "its root object does not pass its check")
     if version != ROOT_VERSION:
         raise FormatError(
-            f"The PMDK pool {path!r} has a root object of version {version}, and this lightck knows {ROOT_VERSION}. It "
-            "was written by a newer lightck. Install that version to read it."
+            f"The PMDK pool {path!r} has a root object of version {version}, and this lightck reads version "
+            f"{ROOT_VERSION}. The pool was written by a newer lightck. Install that version to read the pool."
         )
     if made_with != file_nbytes:
         raise _truncated(path, str(made_with), file_nbytes)
@@ -210,8 +219,11 @@ def _corrupt(path: str, what: str) -> CorruptPoolError:
 _FILE_NBYTES_MIN = 8 * MIB
 _HEAP_OFFSET = 0x302000
 _CHUNK = 256 * KIB
+"""Bytes of a chunk, in which libpmemobj allocates."""
 _ZONE_CHUNKS = 65528
+"""Chunks of a zone of PMDK's heap."""
 _ZONE_HEADER = 512 * KIB
+"""Bytes at the start of a zone before its chunks, rounded up."""
 _FIXED = 4 * MIB
 """Bytes before the first zone, rounded up."""
 _SMALL_CHUNKS = 8
@@ -221,18 +233,19 @@ ARENA_NBYTES_MAX = 8 * 1024 * MIB - 16 * MIB
 
 
 def split(nbytes: int, arena_nbytes: int) -> list[int]:
-    """Return the lengths of the arenas for a pool of this size; all but the last have the maximum size."""
+    """Return the lengths of the arenas for a pool of ``nbytes``. All but the last have ``arena_nbytes``."""
     full, rest = divmod(nbytes, arena_nbytes)
     return [arena_nbytes] * full + ([rest] if rest else [])
 
 
 def object_nbytes(arena_nbytes: int) -> int:
-    """Return the object size to allocate so that an aligned arena fits: whole chunks, less the object's header."""
+    """Return the size of an object in which an aligned arena fits. With the object's header of 16 bytes, the object
+    fills whole chunks."""
     return align_up(arena_nbytes + ARENA_ALIGN + ARENA_MARGIN + 16, _CHUNK) - 16
 
 
 def file_nbytes(lengths: list[int]) -> int:
-    """Return the size of a file in whose heap these arenas fit."""
+    """Return the size of a file whose heap has room for arenas of these lengths."""
     zones, free = 1, _ZONE_CHUNKS - _SMALL_CHUNKS - root_nbytes(len(lengths)) // _CHUNK
     for length in lengths:
         chunks = align_up(object_nbytes(length), _CHUNK) // _CHUNK

@@ -1,8 +1,8 @@
-"""PMDK's libpmemobj as Python objects, through the native library: handles with an explicit ``close``, and its errors.
+"""PMDK's libpmemobj as Python objects, through the native library: pools with an explicit ``close``, and errors.
 
-The library is loaded at run time: ``$LIGHTCK_LIBPMEMOBJ``, else ``libpmemobj.so.1``. lightck calls it to make, open and
-close a container, and never in between. One of its settings is global to the process, so a lock serialises opening. A
-forked child does not own its parent's pools and closes none of them.
+libpmemobj is loaded at run time: ``$LIGHTCK_LIBPMEMOBJ``, else ``libpmemobj.so.1``. lightck calls libpmemobj to make,
+open and close a container, and never in between. One setting of libpmemobj is global to the process, so a lock
+serialises opening. A forked child does not own its parent's pools and closes none of them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 LIBRARY_VARIABLE = "LIGHTCK_LIBPMEMOBJ"
 LIBRARY = "libpmemobj.so.1"
 _LOG_NBYTES = 4096
+"""Maximum bytes of libpmemobj's messages that are logged at once. The native library keeps no more."""
 
 log = logging.getLogger("lightck")
-# Re-entrant: a garbage collection while it is held may end a forgotten session, which closes its pool.
+# Guards ``_open``, and libpmemobj's global setting. Re-entrant: a garbage collection on the thread that holds the lock
+# may end a session, which then closes its pool.
 _lock = threading.RLock()
 _open: dict[int, CData] = {}
-"""Handles of the pools that this process has open."""
+"""``id`` of each open ``Pool`` of this process -> its native handle."""
 _abandoned: list[Pool] = []
 """Pools that cannot be closed (``Pool.abandon``)."""
 
@@ -50,6 +52,7 @@ def load() -> None:
 
 
 def is_available() -> bool:
+    """Whether libpmemobj can be loaded."""
     try:
         load()
     except MissingError:
@@ -58,11 +61,13 @@ def is_available() -> bool:
 
 
 class Pool:
-    """A pool that libpmemobj has open: nobody else can open it until ``close`` or the end of this process."""
+    """A pool that libpmemobj has open. No other process can open the pool until ``close`` or the end of this
+    process."""
 
     def __init__(self, path: str, layout: str, nbytes: int, *, create: bool = False, shutdown_state: bool) -> None:
-        """``nbytes``: size of the file. ``create``: format the file, which is all zeros, as a pool.
-        ``shutdown_state``: whether the pool counts unsafe shutdowns (``pmdk_file.has_shutdown_state``)."""
+        """``nbytes``: size of the file. ``create``: format the file, which must be all zeros, as a pool.
+        ``shutdown_state``: whether the pool counts unsafe shutdowns (``pmdk_file.has_shutdown_state``). Raises
+        ``MissingError`` or ``PmemobjError``."""
         load()
         out = ffi.new("lck_pmdk **")
         with _lock:
@@ -73,20 +78,23 @@ class Pool:
         self._pid = os.getpid()
 
     def root(self, nbytes: int) -> int:
-        """Return the file offset of the root object, which is allocated if there is none."""
+        """Return the file offset of the root object. If the pool has no root object, allocate one of ``nbytes``. Raises
+        ``PmemobjError``."""
         out = ffi.new("uint64_t *")
         _check(lib.lck_pmdk_root(self._handle, nbytes, out))
         return out[0]
 
     def alloc(self, place: int, nbytes: int, kind: int) -> None:
-        """Allocate an object; the 16 bytes at file offset ``place`` refer to it from then on."""
+        """Allocate an object of ``nbytes``. Afterwards the 16 bytes at file offset ``place`` refer to the object.
+        Raises ``PmemobjError``."""
         _check(lib.lck_pmdk_alloc(self._handle, place, nbytes, kind))
 
     def store(self, offset: int, data: bytes) -> None:
+        """Store bytes at a file offset in an object, durably. Raises ``PmemobjError``."""
         _check(lib.lck_pmdk_store(self._handle, offset, data, len(data)))
 
     def close(self) -> None:
-        """Close the pool. In a forked child, which does not own it, this does nothing."""
+        """Close the pool. In a forked child, which does not own the pool, this only forgets the handle."""
         handle, self._handle = self._handle, None
         if handle is not None and os.getpid() == self._pid:
             with _lock:
@@ -95,8 +103,8 @@ class Pool:
                 _log_messages()
 
     def abandon(self) -> None:
-        """Keep the pool open until the process ends: its file was truncated, and libpmemobj would store into missing
-        pages while closing."""
+        """Keep the pool open until the process ends. For a pool whose file was truncated: libpmemobj would store into
+        missing pages while closing."""
         _abandoned.append(self)
 
 
@@ -111,11 +119,12 @@ def _check(status: int) -> None:
 
 
 def _message() -> str:
+    """Return libpmemobj's text for the last failure on this thread."""
     return ffi.string(lib.lck_pmdk_message()).decode("utf-8", "replace")
 
 
 def _log_messages() -> None:
-    """Log the messages of libpmemobj."""
+    """Log the messages that libpmemobj has written since the last call."""
     out = ffi.new("char[]", _LOG_NBYTES)
     nbytes = lib.lck_pmdk_log(out, _LOG_NBYTES)
     for line in bytes(ffi.buffer(out, nbytes)).decode("utf-8", "replace").splitlines():
@@ -131,7 +140,8 @@ def _reset_in_child() -> None:
     _open.clear()
 
 
-# A fork waits until an open has ended, so that no child inherits a mapping before MADV_DONTFORK is set.
+# A fork waits for the lock, which ``Pool`` holds while it opens a pool. So no child inherits a mapping for which
+# MADV_DONTFORK is not set yet.
 os.register_at_fork(
     before=lambda: _lock.acquire(), after_in_parent=lambda: _lock.release(), after_in_child=_reset_in_child
 )

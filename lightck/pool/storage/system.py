@@ -1,6 +1,6 @@
 """Query the kernel about a path: its file system, its mount, its devices, and whether DAX mappings are granted.
 
-This module collects facts only; ``durability`` judges them. Every query can return "unknown" and none raises: an
+This module only collects facts, which ``durability`` judges. Every query can return "unknown", and no query raises. An
 unknown fact leads to a weaker promise. The roots of sysfs and procfs are parameters, so that tests can imitate any
 machine.
 """
@@ -19,18 +19,22 @@ from lightck._native import ffi, lib
 MAP_SHARED_VALIDATE, MAP_SYNC, PROT_READ = 0x03, 0x080000, 1
 _STATX_ATTR_DAX, _AT_EMPTY_PATH = 0x00200000, 0x1000
 _DEPTH_MAX = 8
+"""Maximum number of block devices, one below the other, that are followed."""
 _PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of mountinfo."""
+    """One line of mountinfo (proc(5))."""
 
     point: str
+    """The mount point."""
     root: str
+    """The folder of the file system that is mounted there."""
     source: str
+    """The device, or a name for file systems without one."""
     options: tuple[str, ...]
-    """Options of the file system (its super block)."""
+    """Options of the file system's super block."""
     own_options: tuple[str, ...]
     """Options of the mount point."""
 
@@ -46,7 +50,8 @@ class Region:
     name: str
     bus: str
     provider: str
-    """Who registered it: ``ACPI.NFIT``, ``CXL``, ``virtio-pmem``, ``e820`` (RAM by ``memmap=``); "" if unknown."""
+    """The driver that registered the bus: ``ACPI.NFIT``, ``CXL``, ``virtio-pmem``, ``e820`` (RAM by ``memmap=``); "" if
+    unknown."""
     persistence_domain: str
     """``cpu_cache``, ``memory_controller``, or "" if unknown."""
     numa_node: int | None
@@ -58,12 +63,13 @@ class Device:
 
     name: str
     region: Region | None = None
-    """For a namespace of persistent memory."""
+    """The region of a namespace of persistent memory; None for another device."""
     backing_file: str | None = None
-    """For a loop device."""
+    """The file of a loop device; None for another device."""
 
     @property
     def is_memory(self) -> bool:
+        """Whether this is a RAM disk (``ram0``, ``zram0``)."""
         return re.fullmatch(r"z?ram\d+", self.name) is not None
 
 
@@ -74,9 +80,9 @@ class DaxDevice:
     name: str
     nbytes: int
     align: int
-    """Offsets, lengths and addresses of a mapping are multiples of this."""
+    """Offsets, lengths and addresses of a mapping are multiples of this number of bytes."""
     region: Region | None
-    """For a namespace of persistent memory."""
+    """The region of a namespace of persistent memory; None for other memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +107,15 @@ class System:
     # -- system calls ------------------------------------------------------------------------------------
 
     def file_system(self, path: str) -> int | None:
-        """Return the f_type of statfs, or None."""
+        """Return the f_type of statfs, or None if statfs fails."""
         buffer = (ctypes.c_long * 32)()
         if _libc().statfs(os.fsencode(path), ctypes.byref(buffer)) != 0:
             return None
         return int(buffer[0]) & 0xFFFFFFFF
 
     def block_device(self, path: str) -> tuple[int, int] | None:
-        """Return (major, minor) of the block device below a path; for file systems with anonymous device numbers, that
-        of the mount's source."""
+        """Return (major, minor) of the block device below a path; None if unknown. If the file system has an anonymous
+        device number, the block device is the mount's source."""
         try:
             device = os.stat(path).st_dev
             if os.major(device) == 0:
@@ -125,7 +131,7 @@ class System:
         return os.major(device), os.minor(device)
 
     def dax(self, folder: str, file: str | None) -> Dax:
-        """Try a MAP_SYNC mapping of ``file``, or if that is None, of an unnamed file in ``folder``."""
+        """Try a MAP_SYNC mapping of ``file``, or of a new unnamed file in ``folder`` if ``file`` is None."""
         try:
             fd = _open_probe(folder, file)
         except OSError as err:
@@ -157,7 +163,8 @@ class System:
         return frozenset(cpu for low, _, high in runs for cpu in range(int(low), int(high or low) + 1))
 
     def mount(self, path: str) -> Mount | None:
-        """Return the mount with the longest mount point above ``path``; of equal ones, the one mounted last."""
+        """Return the mount with the longest mount point above ``path``; of several with the same mount point, the one
+        that was mounted last. None if unknown."""
         path = os.path.realpath(path)
         found = None
         for mount in mounts(self._read(f"{self.proc}/self/mountinfo", 1 << 22)):
@@ -179,7 +186,7 @@ class System:
         return (os.major(st.st_rdev), os.minor(st.st_rdev)) if stat.S_ISCHR(st.st_mode) else None
 
     def dax_device(self, st: os.stat_result) -> DaxDevice | None:
-        """Return the facts of a device-dax device; None for anything else or for a device that cannot be mapped."""
+        """Return the facts about a device-dax device; None for another file, or for a device that cannot be mapped."""
         number = self.character_device(st)
         if number is None:
             return None
@@ -192,6 +199,8 @@ class System:
         return DaxDevice(os.path.basename(folder), int(nbytes), int(align), self._region(folder))
 
     def _bottom(self, folder: str, depth: int) -> Iterator[Device]:
+        """Yield the lowest devices below the block device with this sysfs folder. Raises ``OSError``, also if
+        more than ``depth`` devices lie one below the other."""
         if depth == 0 or not os.path.isdir(folder):
             raise FileNotFoundError(folder)
         if os.path.exists(f"{folder}/partition"):
@@ -204,8 +213,8 @@ class System:
             yield Device(os.path.basename(folder), self._region(folder), backing or None)
 
     def _region(self, folder: str) -> Region | None:
-        """Return the region of a device of the NVDIMM bus, from a path like
-        .../ndbus0/region0/namespace0.0/block/pmem0."""
+        """Return the region of a device of the NVDIMM bus, whose sysfs folder has a path like
+        .../ndbus0/region0/namespace0.0/block/pmem0; None for another device."""
         parts = folder.split("/")
         at = next((i for i, part in enumerate(parts) if re.fullmatch(r"ndbus\d+", part)), None)
         if at is None or at + 1 >= len(parts) or not re.fullmatch(r"region\d+", parts[at + 1]):
@@ -222,7 +231,7 @@ class System:
         )
 
     def _read(self, path: str, limit: int = 4096) -> str:
-        """Return the text of a file, or "" if it cannot be read."""
+        """Return the first ``limit`` characters of a file; "" if the file cannot be read."""
         try:
             with open(path, encoding="utf-8", errors="surrogateescape") as f:
                 return f.read(limit)
@@ -239,7 +248,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def _open_probe(folder: str, file: str | None) -> int:
-    """Open a file to try a mapping on. A new file has no name, so that nothing can be left behind."""
+    """Open ``file``, or a new file in ``folder`` if ``file`` is None. The new file has no name, so nothing can be left
+    behind. Raises ``OSError``."""
     if file is None:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -256,6 +266,7 @@ def _why_no_map_sync(fd: int) -> str:
 
 
 def _is_dax(fd: int) -> bool:
+    """Whether mappings of the open file bypass the page cache; False if unknown."""
     buffer = (ctypes.c_uint64 * 64)()
     try:
         status = _libc().statx(fd, b"", _AT_EMPTY_PATH, 0, ctypes.byref(buffer))
@@ -281,14 +292,16 @@ def _unescape(text: str) -> str:
 
 
 def processors_near(node: int | None, threads: int) -> frozenset[int]:
-    """Return the processors for the copy threads: those of the pool's NUMA node that the calling thread may use.
+    """Return the processors for the copy threads: those of NUMA node ``node`` that the calling thread may use.
+    ``threads``: number of copy threads.
 
-    Empty means all processors. That is the answer if the node is unknown, if it is the only one, and if it has no more
-    processors than there are copy threads. (On so few, they would compete with a training that uses all of them.)
+    An empty set means all processors. It is returned if the node is unknown, if all processors that the thread may use
+    belong to the node, or if the node has no more of them than there are copy threads. (On so few processors the copy
+    threads would compete with a training that uses all of them.)
 
-    Persistent memory belongs to one socket, and stores from another socket are several times slower, so the copy
-    threads stay on that socket. The node of ordinary memory is unknown before its pages are allocated: there the copy
-    threads run on any free processor."""
+    Persistent memory belongs to one socket, and stores from another socket are several times slower. So the copy
+    threads stay on the socket of the pool's memory. The node of ordinary memory is unknown before its pages are
+    allocated, so for other pools the copy threads run on any free processor."""
     if node is None:
         return frozenset()
     allowed = os.sched_getaffinity(0)

@@ -1,7 +1,7 @@
 """The temporary file in which a new pool is made, beside the path to which it is renamed once it is complete.
 
-Its name depends on the pool's name only, so that an attach finds the file that a crash left. The file is locked while
-it is made. A file of this name that lightck did not make is not touched, and prevents a new pool.
+The name of the temporary file depends only on the pool's name, so that an attach finds the file that a crash left. The
+file is locked while it has this name. A foreign file of this name is not touched, and prevents a new pool.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from lightck.pool.storage.failures import PATH_ERRNOS, TRANSIENT_ERRNOS, io_erro
 
 
 def name_of(path: str) -> str:
-    """Return the temporary name, derived from the pool's name without its folder, which may be mounted elsewhere
-    later."""
+    """Return the path of the temporary file. Its name is a hash of the pool's name without the folder, because the
+    folder may be mounted elsewhere later."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".lightck-{blake2b(os.fsencode(name), digest_size=8).hexdigest()}.new")
 
 
 def make(path: str) -> tuple[int, int]:
-    """Create an empty file. Returns two descriptors: one to write it, one that locks it until ``lock.unlock_file``.
+    """Create an empty temporary file. Returns two descriptors: one to write the file, and one that locks the file until
+    ``lock.unlock_file``.
 
-    Raises ``PoolPermissionError`` if a foreign file has this name, and ``OSError``."""
+    Raises ``PoolPermissionError`` if a file of this name exists, and ``OSError``."""
     name = name_of(path)
     try:
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError as err:
         raise PoolPermissionError(
             f"The pool {path!r} cannot be made: its temporary file {name!r} exists, and no crashed training of yours "
-            "left it. It was not touched. Remove it if nobody needs it, or choose another name for the pool."
+            "left that file. The file was not touched. Remove the file if nobody needs it, or choose another name for "
+            "the pool."
         ) from err
     with undo_on_error(lambda: os.unlink(name)), undo_on_error(lambda: os.close(fd)):
         os.fchmod(fd, 0o600)
@@ -47,7 +49,8 @@ def remove_stale(path: str) -> None:
 
 
 def _is_left(name: str) -> bool:
-    """Whether this is a regular file of this user that nobody has locked. Links are not followed."""
+    """Whether this is a regular file of this user that no process has locked. A symbolic link is none. Raises
+    ``PoolIOError``."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as err:
@@ -63,7 +66,7 @@ def _is_left(name: str) -> bool:
 
 
 def remove(path: str) -> bool:
-    """Remove a file. Returns False if there was none."""
+    """Remove a file. Returns False if there was no file. Raises ``PoolPermissionError`` or ``PoolIOError``."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -72,7 +75,7 @@ def remove(path: str) -> bool:
         if err.errno not in PATH_ERRNOS:
             raise io_error(f"{path!r} cannot be removed", err.errno, err.strerror) from err
         raise PoolPermissionError(
-            f"{path!r} cannot be removed: {err.strerror}. It is in the way of a new pool. Remove it yourself, or "
-            "choose another path."
+            f"{path!r} cannot be removed: {err.strerror}. This file is in the way of a new pool. Remove it yourself, "
+            "or choose another path."
         ) from err
     return True
