@@ -2,11 +2,11 @@
 
 ::
 
-    session = lightck.attach(model, pool_path, resume=True)   # then train as always; after a crash, run it again
+    session = lightck.attach(model, pool_path, resume=True)   # then train as always; after a crash, rerun the script
     ckpt = lightck.recover(pool_path)                         # the newest checkpoint, to inspect or to use elsewhere
 
-A public name is imported when it is first used, so that the command line and the pool readers, which need no torch,
-do not wait for torch to load.
+A public name is imported when it is first used. So the command line and the pool readers, which need no torch, do not
+wait until torch is loaded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
     "layerwise",
     "recover",
 ]
-_HOMES = {
+_MODULES = {
     "Auto": "session.interval",
     "Checkpoint": "restore.checkpoint",
     "Device": "pipeline.staging.kinds",
@@ -77,11 +77,11 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULES})

@@ -1,4 +1,4 @@
-"""The ``lightck`` command, and ``python -m lightck``. An import error is reported in one line."""
+"""The ``lightck`` command, and ``python -m lightck``. An import error is printed as one line, without a traceback."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Types of the module that the build makes from native/include/lck.h; tests/pool/test_native.py compares the two.
+"""Types of ``_lck_ffi``, the module that the build makes from native/include/lck.h. tests/pool/test_native.py compares
+this file with the module.
 
-``ffi`` as far as lightck uses it, and all of the native library. The classes are there for type checkers only.
+The file declares the part of ``ffi`` that lightck uses, and all of the native library. Its classes exist only for type
+checkers.
 """
 
 from collections.abc import Sequence

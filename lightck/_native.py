@@ -1,7 +1,8 @@
 """Load and check the native library: ``ffi`` and ``lib``, whose constants are ``lib.LCK_...``.
 
 All access to ``liblck.so`` goes through this module. Prototypes and structs come from ``_lck_ffi``, which the build
-generates from the library's header. This module checks once that the two match, because cffi's ABI mode does not.
+generates from the library's header. This module checks once that ``liblck.so`` and ``_lck_ffi`` match, because cffi
+does not check this in its ABI mode.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from lightck._lck_ffi import Commit as Commit
 
 _STRUCTS = ("lck_copy", "lck_commit", "lck_job_info", "lck_event", "lck_extent", "lck_read", "lck_span")
-"""In the order of the numbers that lck_sizeof takes."""
+"""Names of structs. The index of a name is the number that ``lck_sizeof`` takes for this struct."""
 _REBUILD = (
     "Run `pip install .` in the source folder, or reinstall the wheel, to replace lightck's native library and its "
     "Python bindings together."
@@ -28,8 +29,8 @@ _REBUILD = (
 
 
 class NativeError(OSError):
-    """A call of the native library failed. ``status`` is its LCK_E... code; ``errno`` is that of the system, or
-    None."""
+    """A call of the native library failed. ``status`` is the LCK_E... code of the call; ``errno`` is the system's error
+    number, or None."""
 
     def __init__(self, status: int, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -38,8 +39,9 @@ class NativeError(OSError):
 
 
 def _bindings() -> ModuleType:
-    """Import the generated module from beside this file, or else from the installed package: a script that is run in
-    the source folder finds the sources first, which have no generated module."""
+    """Return the generated module ``_lck_ffi``, from beside this file, or else from the installed package. A script
+    that is run in the source folder imports lightck from the sources, which have no generated module. Raises
+    ``ImportError``."""
     for folder in (str(Path(__file__).parent.parent), *sys.path):
         path = Path(folder, "lightck", "_lck_ffi.py")
         spec = importlib.util.spec_from_file_location("lightck._lck_ffi", path) if path.is_file() else None
@@ -57,15 +59,15 @@ def _bindings() -> ModuleType:
 
 
 def _open_library(bindings: ModuleType) -> Lib:
-    # Beside the generated module, not beside this file: an editable install has the two in different folders.
+    # The library lies beside the generated module. An editable install has both in another folder than this file.
     path = Path(str(bindings.__file__)).with_name("liblck.so")
     try:
         opened: Lib = bindings.ffi.dlopen(str(path))
         return opened
     except OSError as error:
         raise ImportError(
-            f"lightck's native library {path} cannot be loaded: {error}. It is missing, or was built for another "
-            f"machine. {_REBUILD}"
+            f"lightck's native library {path} cannot be loaded: {error}. The library is missing, or was built for "
+            f"another machine. {_REBUILD}"
         ) from error
 
 
@@ -74,25 +76,28 @@ def _check_abi(ffi: FFI, lib: Lib) -> None:
     if found != lib.LCK_ABI_VERSION:
         raise ImportError(
             f"lightck's native library has interface number {found}, its Python bindings have {lib.LCK_ABI_VERSION}. "
-            f"One of the two is from another release. {_REBUILD}"
+            f"The library or the bindings are from another release. {_REBUILD}"
         )
     for number, name in enumerate(_STRUCTS):
         if lib.lck_sizeof(number) != ffi.sizeof(name):
             raise ImportError(
                 f"struct {name} has {lib.lck_sizeof(number)} bytes in lightck's native library and "
-                f"{ffi.sizeof(name)} in its Python bindings. One of the two is from another release. {_REBUILD}"
+                f"{ffi.sizeof(name)} in its Python bindings. The library or the bindings are from another release. "
+                f"{_REBUILD}"
             )
 
 
 def _honour_isa(lib: Lib, name: str | None) -> None:
+    """Let the library use the instruction set that ``LIGHTCK_ISA`` names. Raises ``ImportError`` if it cannot."""
     if name and lib.lck_isa_set(name.encode()) != lib.LCK_OK:
         raise ImportError(
             f"LIGHTCK_ISA={name!r} cannot be used: this processor does not support it, or it is not one of auto, "
-            "portable, sse2, avx2, avx512. Unset LIGHTCK_ISA or name another."
+            "portable, sse2, avx2, avx512. Unset LIGHTCK_ISA, or set it to another of these names."
         )
 
 
 def _honour_kill(lib: Lib, text: str | None) -> None:
+    """Let the library end this process at the kill site that ``LIGHTCK_KILL`` names. Raises ``ImportError``."""
     if not text:
         return
     site, _, nth = text.partition(":")
@@ -125,14 +130,16 @@ _REASONS = {
 
 
 def check(status: int, what: str) -> None:
-    """Raise ``NativeError`` unless status is LCK_OK. Call it on the thread that made the native call."""
+    """Raise ``NativeError`` unless ``status`` is LCK_OK. ``what``: the call, for the message. Call this function on the
+    thread that made the native call, because the errno is kept for each thread."""
     if status == lib.LCK_OK:
         return
     raise NativeError(status, f"{what}: {reason(status)}", errno_of(status))
 
 
 def reason(status: int) -> str:
-    """Return why a native call failed, as text. Call it on the thread that made the native call."""
+    """Return the reason for a failed native call as text. Call this function on the thread that made the native
+    call."""
     code = errno_of(status)
     if status == lib.LCK_ESYS and code:
         return os.strerror(code)
@@ -140,7 +147,8 @@ def reason(status: int) -> str:
 
 
 def errno_of(status: int) -> int | None:
-    """Return the errno of a failed native call, or None. Call it on the thread that made the native call."""
+    """Return the system's error number of a failed native call, or None. Call this function on the thread that made the
+    native call."""
     if status == lib.LCK_ESYS:
         return lib.lck_last_errno() or None
     return errno.ENOMEM if status == lib.LCK_ENOMEM else None

@@ -1,7 +1,7 @@
 """The errors of lightck, in one tree. (An argument of a wrong type or value raises a plain TypeError or ValueError.)
 
-Each class is a ``LightckError`` and also a builtin exception, which code that does not know lightck can catch. Each
-message gives the fact, the reason and the cure, in that order.
+Each class in the tree is a ``LightckError`` and also the builtin exception in brackets, which code that does not
+import lightck can catch. Each message gives the fact, the reason and the cure, in this order.
 
 ::
 
@@ -12,22 +12,22 @@ message gives the fact, the reason and the cure, in that order.
     │   ├── PoolPermissionError       (PermissionError)     not readable, not writable, or writable for others
     │   ├── PoolLockedError           (BlockingIOError)     open in another session, here or in another process
     │   ├── NoSpaceError              (OSError, ENOSPC)     the medium cannot hold the pool
-    │   ├── PoolIOError               (OSError)             the system failed a call on the pool's file: errno
-    │   ├── LibraryMissingError       (ImportError)         PMDK's library, which writing a PMDK pool needs
+    │   ├── PoolIOError               (OSError)             a system call on the pool's file failed: see errno
+    │   ├── LibraryMissingError       (ImportError)         PMDK's library is missing, which writes PMDK pools
     │   ├── MediumError               (OSError, ENOTSUP)    the medium does not survive what require= asks for
     │   ├── NotAPoolError             (ValueError)          a file of something else, or an empty file
     │   ├── PoolTruncatedError        (EOFError)            the file is shorter or longer than its header says
     │   ├── FormatError               (ValueError)          a newer format, or flags that this lightck lacks
-    │   ├── NoCheckpointError         (LookupError)         nothing was committed yet, or not that step
+    │   ├── NoCheckpointError         (LookupError)         no checkpoint in the pool, or none of this step
     │   └── CorruptPoolError          (ValueError)          checkpoints exist, and none is intact
     ├── CheckpointExistsError         (FileExistsError)     the pool holds a checkpoint: pass resume or overwrite
     ├── NoTensorError                 (KeyError)            a checkpoint holds no tensor of this name
     ├── DriftError                    (ValueError)          the checkpoint does not fit the model or optimizer
     ├── DataMismatchError             (ValueError)          strict_data=True: a resume goes on with other data
-    ├── AmbiguousError                (ValueError)          two candidates for one role
+    ├── AmbiguousError                (ValueError)          several live objects could fill one role
     ├── StateValueError               (TypeError)           a value that cannot be stored
     ├── UnsupportedError              (NotImplementedError) something that lightck does not support: see the message
-    ├── LateError                     (RuntimeError)        an optimizer or scheduler that came after attach
+    ├── LateError                     (RuntimeError)        an optimizer or scheduler was created after attach
     ├── SessionError                  (RuntimeError)        a call that is not allowed now
     ├── NothingSavedError             (RuntimeError)        close(): lightck saw no update, so nothing was saved
     ├── StateChangedError             (RuntimeError)        a tensor was written while a checkpoint still needed it
@@ -48,7 +48,7 @@ from collections.abc import Sequence
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Join the first ``most`` names, and say how many more there are, for a message."""
+    """Return the first ``most`` names, joined by commas, and the number of the others: "a, b, c and 2 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -58,7 +58,7 @@ class LightckError(Exception):
 
 
 class _SystemError(LightckError, OSError):
-    """An error that the operating system caused; ``errno`` is its number, or None."""
+    """An error that the operating system caused; ``errno`` is the system's error number, or None."""
 
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
@@ -70,27 +70,28 @@ class PoolError(LightckError):
 
 
 class PoolNotFoundError(PoolError, FileNotFoundError):
-    """There is no pool at this path, or no folder to make one in."""
+    """There is no pool at this path; or a pool cannot be created there, because the folder does not exist."""
 
 
 class PoolPathError(PoolError, IsADirectoryError):
-    """The path cannot name a pool: it is empty or too long, or names a directory, a socket, a symbolic link, or a
-    device on which this backend cannot make a pool."""
+    """The path cannot name a pool: it is empty or too long, or it names a directory, a socket, a symbolic link, or a
+    device on which this backend cannot create a pool."""
 
 
 class PoolPermissionError(PoolError, PermissionError):
-    """The pool cannot be read or written, or others could change it."""
+    """This user may not read or write the pool, or other users may write to it."""
 
 
 class PoolLockedError(PoolError, BlockingIOError):
-    """Another session, in this process or another, has the pool open for writing."""
+    """Another session, in this process or in another process, has the pool open for writing; or a training overwrites
+    its checkpoints faster than they can be read."""
 
 
 class NoSpaceError(PoolError, _SystemError):
     """The medium cannot hold the pool. ``errno`` is ``ENOSPC``."""
 
     discard_helps = False
-    """Whether there is space for the pool once the old pool at this path is discarded."""
+    """Whether the medium can hold the new pool after the old pool at this path is discarded."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, errno.ENOSPC)
@@ -116,8 +117,8 @@ class NotAPoolError(PoolError, ValueError):
     """The file is not a lightck pool."""
 
     discard_helps = False
-    """Whether ``overwrite=True`` may discard the present content and make a pool here: True only for some content of a
-    device."""
+    """Whether ``overwrite=True`` may discard the content of this file or device and create a pool there. True only for
+    some kinds of content of a device."""
 
 
 class PoolTruncatedError(PoolError, EOFError):
@@ -129,7 +130,8 @@ class FormatError(PoolError, ValueError):
 
 
 class CorruptPoolError(PoolError, ValueError):
-    """Checkpoints were committed, and none of them matches its checksums. ``reasons`` has a line for each."""
+    """Checkpoints were committed, and none of them matches its checksums. ``reasons`` has a line for each damaged
+    checkpoint or commit record."""
 
     def __init__(self, message: str, reasons: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -141,7 +143,7 @@ class CheckpointExistsError(LightckError, FileExistsError):
 
 
 class NoCheckpointError(PoolError, LookupError):
-    """The pool holds no checkpoint, or not the one asked for."""
+    """The pool holds no checkpoint, or no checkpoint of the requested step."""
 
 
 class NoTensorError(LightckError, KeyError):
@@ -152,8 +154,8 @@ class NoTensorError(LightckError, KeyError):
 
 
 class DriftError(LightckError, ValueError):
-    """The checkpoint does not fit the model, optimizer or object that it is restored into. ``drift`` has the
-    differences."""
+    """The checkpoint does not fit the model, optimizer or object that it is restored into. ``drift`` is a
+    :class:`lightck.Drift` with the differences, or None."""
 
     def __init__(self, message: str, drift: object = None) -> None:
         super().__init__(message)
@@ -161,8 +163,8 @@ class DriftError(LightckError, ValueError):
 
 
 class DataMismatchError(LightckError, ValueError):
-    """The first batch after a resume differs from the batch that followed the restored step (``strict_data=True``). No
-    update was made with it."""
+    """The first batch after a resume differs from the batch that followed the restored step in the earlier run
+    (``strict_data=True``). No update was made with the first batch."""
 
 
 class AmbiguousError(LightckError, ValueError):
@@ -174,8 +176,8 @@ class StateValueError(LightckError, TypeError):
 
 
 class UnsupportedError(LightckError, NotImplementedError):
-    """Something that lightck does not support: an optimizer, several ranks, or a call that does not go together with
-    layer-wise updates or with lightck's hooks. The message names what to do instead."""
+    """Something that lightck does not support: an optimizer, several ranks, or a call that cannot be combined with
+    layer-wise updates or with lightck's hooks. The message says what to do instead."""
 
 
 class LateError(LightckError, RuntimeError):
@@ -188,7 +190,7 @@ class SessionError(LightckError, RuntimeError):
 
 class NothingSavedError(LightckError, RuntimeError):
     """A session ends, and nothing of the training was saved, because lightck saw no update of the session's model. The
-    message says whether that model was trained, or another one with parameters of the same shapes."""
+    message says whether the session's model was trained, or another model with parameters of the same shapes."""
 
 
 class StateChangedError(LightckError, RuntimeError):
@@ -197,11 +199,12 @@ class StateChangedError(LightckError, RuntimeError):
 
 
 class ExportError(_SystemError):
-    """A checkpoint could not be written as a file. ``errno`` says why."""
+    """A checkpoint could not be written as a file. ``errno`` is the system's error number, or None."""
 
 
 class ExportExistsError(ExportError, FileExistsError):
-    """A file of that name exists already, or a pool, which an export never replaces. ``errno`` is ``EEXIST``."""
+    """The path of an export names an existing file, or something that an export never replaces: a pool, or anything
+    else that is no regular file. ``errno`` is ``EEXIST``."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, errno.EEXIST)
@@ -220,11 +223,11 @@ class TraceFormatError(LightckError, ValueError):
 
 
 class BackgroundError(_SystemError):
-    """A background copy, sync or commit failed. The checkpoints committed before are intact."""
+    """A background copy, sync or commit failed. The checkpoints that were committed before are intact."""
 
 
 class FlushTimeoutError(LightckError, TimeoutError):
-    """``flush(timeout=...)`` ran out of time; the copies continue in the background."""
+    """``flush(timeout=...)`` did not finish within the timeout; the copies continue in the background."""
 
 
 class BenchError(LightckError, RuntimeError):

@@ -1,13 +1,13 @@
-"""Step events: torch's hooks report what a training does to any number of listeners.
+"""Step events: torch's hooks call a method for each event of a training, and each listener receives the call.
 
     torch's hook -> hooks/hooks.py -> StepEvents -> each StepListener, in order
 
-The session's own listener (``session/steps.py``) comes last, because it acts: it may wait, close a checkpoint, or
-raise. Listeners that only observe (a trace) come before it, the newest first. Each event is one method, with the same
-name here and in each listener.
+The session's own listener (``session/steps.py``) receives each event last, because it acts: it may wait, close a
+checkpoint, or raise. Listeners that only observe (a trace) receive the event before the session's listener, the newest
+listener first. Each event is one method, with the same name in ``StepEvents`` and in ``StepListener``.
 
-A layer-wise update changes tensors before ``step()`` is called, so the session passes its gate in ``layers_begin``. The
-other listeners receive ``gate`` at ``step()``, as in any other update.
+A layer-wise update changes tensors before ``step()`` is called, so the session waits at its gate in ``layers_begin``.
+The other listeners receive ``gate`` at ``step()``, as in any other update.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _process = object()
-"""Another object in each forked child: faster to compare at each event than the process's number."""
+"""Identifies this process: a forked child has another object. It is compared at each event, which takes less time than
+``os.getpid()``."""
 
 
 def _forked() -> None:
@@ -47,47 +48,49 @@ class Event(Enum):
     FLUSH = "flush"
     """The user's ``flush()`` or ``close()``."""
     PRE_STEP = "pre_step"
-    """The pre-step hook of the next update: the last resort."""
+    """The pre-step hook of the next update, if no other event has closed the checkpoint before."""
 
 
 class StepListener:
-    """Receives step events. The methods here do nothing: a listener overrides those that it needs.
+    """Receives step events. The methods of this class do nothing; a listener overrides the methods that it needs.
 
-    ``index`` is the number of a followed optimizer; a wrapper and the optimizer inside it share one number.
+    ``index`` is the number of a followed optimizer, counted from 0; a wrapper and the optimizer inside it have the same
+    number.
     """
 
     def before_forward(self, inputs: tuple[object, ...]) -> None:
-        """A training forward of the root module is called. ``inputs``: the arguments of torch's forward pre-hook."""
+        """A training forward of the root module is called. ``inputs``: the arguments that torch's forward pre-hook
+        receives after the module."""
 
     def forward_begins(self) -> None:
         """Every listener has returned from ``before_forward``; the forward runs now."""
 
     def forward_ended(self) -> None:
-        """The forward returned."""
+        """The training forward of the root module returned."""
 
     def before_step(self, index: int, bypasses_wrapper: bool, has_gradients: bool) -> None:
-        """An optimizer's ``step`` is called. ``bypasses_wrapper``: whether a wrapper contains this optimizer, and
-        something other than the wrapper's ``step`` called it. ``has_gradients``: the gradients exist already, because
-        no closure computes them inside ``step``."""
+        """The ``step`` of a followed optimizer is called. ``bypasses_wrapper``: whether a wrapper contains this
+        optimizer and the caller is not the wrapper's ``step``. ``has_gradients``: whether the gradients exist already,
+        because no closure computes them inside ``step``."""
 
     def gate(self) -> None:
-        """An update is about to change tensors. It begins after this method has returned."""
+        """An update is about to change tensors. The update begins after this method of all listeners has returned."""
 
     def update_begins(self) -> None:
         """Every listener has returned from ``gate``; the update begins."""
 
     def after_step(self, index: int) -> None:
-        """An optimizer's ``step`` made an update and returned."""
+        """The ``step`` of a followed optimizer made an update and returned."""
 
     def after_step_hooks(self) -> None:
-        """The user's own post-step hooks have run too."""
+        """All post-step hooks of the optimizer have returned, those of the user too."""
 
     def skipped_step(self, index: int) -> None:
         """A fused optimizer under GradScaler found an infinity: its ``step`` changed nothing."""
 
     def step_ended(self, step: int) -> None:
-        """The session counted an update. ``step``: updates so far. With several optimizers an update is counted when
-        each of them has stepped."""
+        """The session counted an update. ``step``: the number of updates so far, this one included. With several
+        optimizers an update is counted when each of them has stepped."""
 
     def unknown_optimizer(self, optimizer: Optimizer) -> None:
         """An optimizer that the session does not follow is about to step."""
@@ -100,14 +103,15 @@ class StepListener:
         update, in nanoseconds of CLOCK_MONOTONIC."""
 
     def layers_forgotten(self, index: int) -> None:
-        """The backward pass failed, so no ``step()`` will complete this update."""
+        """The backward pass raised, so no ``step()`` will complete the update whose layers were updated already."""
 
 
 class SessionLock:
-    """Lets one thread at a time into a session, while it is open and in the process that made it.
+    """The reentrant lock of a session, and whether the session is live: open, and in the process that created it.
 
-    A context manager; a thread may enter it again. Another thread, such as a watchdog, may flush or close while the
-    training runs. A forked child never takes the lock: the thread that held it does not exist there.
+    Used as a context manager. The training thread is not the only user: another thread, such as a watchdog, may call
+    ``flush`` or ``close``. A forked child never acquires the lock, because the thread that held it at the fork does not
+    exist in the child and could never release it.
     """
 
     def __init__(self) -> None:
@@ -117,17 +121,17 @@ class SessionLock:
 
     @property
     def of_live_session(self) -> threading.RLock:
-        """The bare lock, for a caller that has just checked ``is_live``: entering it does not check this again."""
+        """The bare lock, without the check for a forked child. For a caller that has just checked ``is_live``."""
         return self._lock
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a child of the one that made the session."""
+        """Whether this process is a forked child of the process that created the session."""
         return self._process is not _process
 
     @property
     def is_live(self) -> bool:
-        """Whether the session is open, and this is the process that made it."""
+        """Whether the session is open and this process created it."""
         return self.is_open and self._process is _process
 
     def run_if_open(self, work: Callable[[], T]) -> T | None:
@@ -136,7 +140,7 @@ class SessionLock:
         if not self.is_live:
             return None
         with self:
-            return work() if self.is_open else None  # another thread may have closed it meanwhile
+            return work() if self.is_open else None  # another thread may have closed the session before
 
     def __enter__(self) -> SessionLock:
         if not self.is_forked:
@@ -151,15 +155,15 @@ class SessionLock:
 class StepEvents(StepListener):
     """Passes each event to its listeners, under the session's lock, while the session is live.
 
-    The hooks of a model refer to this object, and it refers to the session: the session lives as long as the model,
-    even if nobody keeps what ``attach`` returned.
+    The hooks of a model refer to this object, and this object refers to the session. So the session exists as long as
+    the model, even if no variable of the script refers to the session.
     """
 
     def __init__(self, session_lock: SessionLock) -> None:
         self._session_lock = session_lock
         self._listeners: tuple[StepListener, ...] = ()
         self._receivers: dict[str, tuple[Callable[..., None], ...]] = {}
-        """Event -> the methods of the listeners that do something at it."""
+        """Event -> this method of each listener that overrides it."""
         self._find_receivers()
 
     @property
@@ -168,12 +172,12 @@ class StepEvents(StepListener):
         return self._listeners
 
     def add(self, listener: StepListener) -> None:
-        """Add a listener before the present ones."""
+        """Add a listener, which will receive each event before the present listeners."""
         self._listeners = (listener, *self._listeners)
         self._find_receivers()
 
     def remove(self, listener: StepListener) -> None:
-        """Remove a listener. It receives the event that is being passed on now, and none after that."""
+        """Remove a listener. If an event is being passed on now, the listener still receives it, and no later event."""
         self._listeners = tuple(one for one in self._listeners if one is not listener)
         self._find_receivers()
 
@@ -189,7 +193,7 @@ class StepEvents(StepListener):
         if not receivers or not lock.is_live:
             return
         with lock.of_live_session:
-            if lock.is_open:  # another thread may have closed it meanwhile
+            if lock.is_open:  # another thread may have closed the session before this one got the lock
                 for receive in receivers:
                     receive(*arguments)
 

@@ -1,4 +1,4 @@
-"""A file that remembers why a write to it failed."""
+"""A file object that keeps the error of a failed write."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ if TYPE_CHECKING:
 
 
 class FailureRecordingFile(io.FileIO):
-    """A file that keeps the last error of ``write`` in ``failure``, because its callers may lose it: torch.save raises
-    a RuntimeError without the reason, and an error on standard output looks like that of any other file."""
+    """A file that keeps the last error of ``write`` in ``failure``. Callers need it in two cases: torch.save raises a
+    RuntimeError without the reason, and an error of standard output does not say that it comes from standard output."""
 
     failure: OSError | None = None
+    """The error of the last failed ``write``; None if none failed."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:

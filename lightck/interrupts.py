@@ -1,9 +1,10 @@
 """Deferred signals: no signal handler runs in the middle of lightck's work.
 
-Python runs a signal's handler on the main thread, between any two bytecode instructions. While lightck works there,
-signals are queued, and their handlers run when the work is done. A long wait ends early for a queued signal by raising
-``Interrupted`` at a place where nothing is half done; the wait is repeated after the handler. So a handler may raise
-(mostly ``KeyboardInterrupt``) or call ``session.flush()``. The user's handlers are back in place after the work.
+Python runs a signal's handler on the main thread, between any two bytecode instructions. While lightck works on the
+main thread, signals are queued, and their handlers run when the work is done. A long wait does not delay a handler: the
+wait raises ``Interrupted`` at a place where no work is half done, the handler runs, and the wait is called again. So a
+handler may raise (mostly ``KeyboardInterrupt``) or call ``session.flush()``. After the work the user's handlers are
+installed again.
 """
 
 from __future__ import annotations
@@ -22,28 +23,31 @@ from typing import TypeVar
 T = TypeVar("T")
 _NAMES = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "VTALRM", "TERM", "CHLD", "CONT", "TSTP", "XCPU", "PWR")
 _SIGNALS = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}"))
-"""Signals that programs handle. (CHLD: torch's handler raises when a DataLoader worker has died.)"""
+"""Numbers of the signals that are deferred: those that programs handle. (CHLD is one of them, because torch's handler
+for CHLD raises when a DataLoader worker has died.)"""
 _signal_module = import_module("_signal")
 _handler_of: Callable[[int], object] = _signal_module.getsignal
 _set_handler: Callable[[int, Callable[..., object]], object] = _signal_module.signal
-"""The C functions behind ``signal.signal``, without its enums, whose lookups cost 0.1 ms per training step.
-``_handler_of`` returns a number for a signal without a handler."""
+"""The C functions behind ``signal.getsignal`` and ``signal.signal``. The Python functions convert to enums, which takes
+0.1 ms per training step. ``_handler_of`` returns an int for a signal that has no Python handler."""
 _user_handlers: dict[int, Callable[..., object]] = {}
-"""Signal number -> the user's handler, while ``_defer`` is installed in its place."""
+"""Signal number -> the user's handler, for each signal for which ``_defer`` is installed now."""
 _pending: list[tuple[Callable[..., object], int, FrameType | None]] = []
-"""Handler, signal number and frame of each queued signal."""
+"""(the user's handler, signal number, frame) of each queued signal."""
 _is_deferring = False
+"""Whether signals are deferred now."""
 _main_thread = threading.main_thread().ident
-"""The thread on which Python runs signal handlers."""
+"""Identifier of the thread on which Python runs signal handlers."""
 
 
 class Interrupted(BaseException):
-    """A signal arrived during a wait. Internal: never leaves lightck."""
+    """A signal arrived during a wait. ``retry_interrupted`` catches it, so it never reaches the user."""
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Defer signals to the end of this block, or to a wait inside it that ``retry_interrupted`` repeats."""
+    """Defer the handlers of signals to the end of this block, or to the next wait inside the block that
+    ``retry_interrupted`` calls."""
     is_outermost = begin_deferral()
     try:
         yield
@@ -53,22 +57,22 @@ def deferred() -> Iterator[None]:
 
 
 def begin_deferral() -> bool:
-    """Defer signals from now on, and return True: then ``end_deferral`` must follow. Return False, and do nothing, if
-    they are deferred already, or on a thread that runs no handlers."""
+    """Defer signals from now on, and return True: the caller must then call ``end_deferral``. If signals are deferred
+    already, or if this thread is not the main thread, do nothing and return False."""
     global _is_deferring
     if _is_deferring or threading.get_ident() != _main_thread:
         return False
     try:
         _replace_handlers()
         _is_deferring = True
-    except BaseException:  # from a handler that ran before it was replaced
+    except BaseException:  # raised by a handler that ran before it was replaced
         end_deferral()
         raise
     return True
 
 
 def end_deferral() -> None:
-    """Install the user's handlers again, and run those of the signals that came meanwhile."""
+    """Install the user's handlers again, and run the handlers of the queued signals. Raises what a handler raises."""
     global _is_deferring
     _is_deferring = False
     _restore_handlers()
@@ -77,7 +81,8 @@ def end_deferral() -> None:
 
 
 def raise_if_interrupted() -> None:
-    """Raise ``Interrupted`` if a signal is queued. Called only where nothing is half done."""
+    """Raise ``Interrupted`` if a signal is queued and this is the main thread. Call it only where no work is half
+    done."""
     if _pending and threading.get_ident() == _main_thread:
         raise Interrupted
 
@@ -102,7 +107,8 @@ def _code_of(handler: object) -> CodeType | None:
 
 
 def retry_interrupted(work: Callable[[], T]) -> T:
-    """Call ``work``, and call it again each time a signal interrupted it. An exception from a handler ends the loop."""
+    """Return the result of ``work``. Each time ``work`` raises ``Interrupted``, run the queued handlers and call it
+    again. Raises what a handler raises."""
     while True:
         try:
             return work()
@@ -111,7 +117,8 @@ def retry_interrupted(work: Callable[[], T]) -> T:
 
 
 def _handle_during_deferral() -> None:
-    """Run the queued handlers inside a ``deferred`` block. Code that a handler calls defers signals by itself."""
+    """Run the queued handlers inside a ``deferred`` block, with the user's handlers installed. If a handler calls
+    lightck, this call defers signals again."""
     global _is_deferring
     before, _is_deferring = _is_deferring, False
     _restore_handlers()
@@ -123,23 +130,25 @@ def _handle_during_deferral() -> None:
 
 
 def _defer(number: int, frame: FrameType | None) -> None:
-    if all(number != other for _, other, _ in _pending):  # the system does not queue equal signals either
+    """The handler that is installed while signals are deferred: queue the signal."""
+    if all(number != other for _, other, _ in _pending):  # once for each number, as the system queues signals
         _pending.append((_user_handlers[number], number, frame))
 
 
 def _replace_handlers() -> None:
-    for number, user in zip(_SIGNALS, map(_handler_of, _SIGNALS), strict=True):  # at several hooks of each step
+    for number, user in zip(_SIGNALS, map(_handler_of, _SIGNALS), strict=True):  # runs several times in each step
         if type(user) is not int and callable(user) and user is not _defer:
             _user_handlers[number] = user
             _set_handler(number, _defer)
 
 
 def _restore_handlers() -> None:
-    """Install the user's handlers again, all of them even if a signal arrives now and its handler raises."""
+    """Install the user's handlers again. All of them are installed even if a signal arrives meanwhile and its handler
+    raises."""
     try:
         while _user_handlers:
             number, user = next(iter(_user_handlers.items()))
-            # Another handler may have been installed meanwhile (by a DataLoader, for CHLD): it stays.
+            # A DataLoader may have installed another handler (for CHLD) meanwhile: the new handler stays installed.
             if _handler_of(number) is _defer:
                 _set_handler(number, user)
             del _user_handlers[number]
@@ -149,7 +158,8 @@ def _restore_handlers() -> None:
 
 
 def _handle_pending() -> None:
-    """Run all queued handlers in order. If several raise, the last error is raised, with the others as its context."""
+    """Run the handlers of all queued signals, oldest first. If several of them raise, the last error is raised, with
+    the earlier errors as its context."""
     while _pending:
         user, number, frame = _pending.pop(0)
         try:
@@ -159,7 +169,7 @@ def _handle_pending() -> None:
 
 
 def _reset_in_child() -> None:
-    """Give a forked child the user's handlers, and none of the signals that its parent queued."""
+    """Install the user's handlers in a forked child, and drop the signals that the parent process had queued."""
     global _is_deferring, _main_thread
     _is_deferring = False
     _main_thread = threading.get_ident()

@@ -1,4 +1,4 @@
-"""The sessions of this process: which models have an open one, and their end when the process exits."""
+"""The sessions of this process: which models have an open session. All sessions are ended when the process exits."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class OpenSession(Protocol):
 
     @property
     def path(self) -> str:
-        """The path of its pool."""
+        """The path of the session's pool."""
         ...
 
     def abandon(self) -> None:
-        """Commit the closed checkpoints, drop the open one, and release the pool."""
+        """Commit the checkpoints that are closed, drop the state of the unfinished step, and close the pool."""
         ...
 
 
 class FollowedTraining(Protocol):
-    """What this registry needs of a session (``session/steps.py``)."""
+    """The methods of ``Steps`` (``session/steps.py``) that this module uses."""
 
     session: OpenSession
 
@@ -41,10 +41,12 @@ class FollowedTraining(Protocol):
 
 
 existing: weakref.WeakSet[FollowedTraining] = weakref.WeakSet()
-"""The ``Steps`` of every session that is alive, open or closed. It is added once the session's hooks are installed."""
+"""The ``Steps`` of every session object that exists, open or closed. A ``Steps`` is added after the session's hooks are
+installed."""
 
 
 def _open() -> Iterator[tuple[nn.Module, FollowedTraining]]:
+    """Yield (model, ``Steps``) of each open session whose model still exists."""
     for one in list(existing):
         model = one.model if one.session_lock.is_open else None
         if model is not None:
@@ -54,7 +56,8 @@ def _open() -> Iterator[tuple[nn.Module, FollowedTraining]]:
 def has_open_session(model: nn.Module, *, shared_parts: bool = False) -> bool:
     """Whether an open session saves this module, one of its submodules, or a module that contains it.
 
-    ``shared_parts``: also when an open session's model shares any submodule, parameter or buffer with this model."""
+    ``shared_parts``: True is also returned if the model of an open session shares a submodule, parameter or buffer with
+    this model."""
     others = [other for other, _ in _open()]
     if not others:
         return False
@@ -70,7 +73,8 @@ def has_open_session(model: nn.Module, *, shared_parts: bool = False) -> bool:
 
 
 def refuse_open(model: nn.Module) -> None:
-    """Raise ``SessionError`` if an open session saves this module, one of its submodules, or a module around it."""
+    """Raise ``SessionError`` if an open session saves this module, one of its submodules, or a module that contains
+    it."""
     mine = {module: name for name, module in model.named_modules()}
     for other, one in _open():
         theirs = {module: name for name, module in other.named_modules()}
@@ -83,8 +87,8 @@ def refuse_open(model: nn.Module) -> None:
         else:
             continue
         raise SessionError(
-            f"{what} an open session already, on {one.session.path!r}. A parameter is saved by one session. Close "
-            "that one first: session.close(). Where no variable refers to it any more: "
+            f"{what} an open session already, on {one.session.path!r}. A parameter can be saved by one session only. "
+            "Close the open session first: session.close(). If no variable refers to the open session any more: "
             "for session in lightck.sessions.open_sessions(): session.abandon()."
         )
 
@@ -95,10 +99,12 @@ def is_followed(optimizer: object) -> bool:
 
 
 def open_sessions() -> list[OpenSession]:
-    """The open sessions of this process, sorted by path; also those that only a traceback refers to.
+    """Return the open sessions of this process, sorted by path. Sessions to which no variable of the script refers are
+    included.
 
-    Each is a :class:`lightck.Session`. ``session.path`` is its pool; ``session.abandon()`` ends it as an exception
-    would: the closed checkpoints are committed, and the open one is dropped."""
+    Each item is a :class:`lightck.Session`. ``session.path`` is the path of its pool. ``session.abandon()`` ends the
+    session as an exception would: checkpoints that are closed are committed, and the state of an unfinished step is
+    dropped."""
     found = [one.session for one in list(existing) if one.session_lock.is_live]
     return sorted(found, key=lambda session: session.path)
 

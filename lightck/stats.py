@@ -1,4 +1,5 @@
-"""What a session did and what it cost: ``Meter`` counts while it runs, ``Stats`` is the frozen copy for the user."""
+"""What a session did and how long it took: ``Meter`` holds the running counters, ``Stats`` is a copy of them for the
+user."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from lightck.interrupts import begin_deferral, end_deferral
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """A snapshot of a session's counters. Times in seconds, sizes in bytes."""
+    """A snapshot of a session's counters, which count from ``attach`` on. Times are in seconds, sizes in bytes."""
 
     stall_seconds: float = 0.0
     """Wall time that lightck spent on the training thread."""
@@ -23,35 +24,39 @@ class Stats:
     cpu_seconds: float = 0.0
     """CPU time of all threads and hooks of lightck."""
     bytes_written: int = 0
-    """Payload and manifests handed to the medium."""
+    """Bytes of payload and manifests of the committed checkpoints."""
     bytes_helped: int = 0
     """The part of ``bytes_written`` that the training thread copied itself while it waited."""
     checkpoints: int = 0
-    """Checkpoints that were committed."""
+    """The number of checkpoints that were committed."""
     committed: int | None = None
-    """Step of the newest durable checkpoint."""
+    """Step of the newest committed checkpoint; None if there is none."""
     skipped: int = 0
     """The sum of three counts: checkpoints that were dropped because a source changed during the copy, checkpoints that
     ``pause_on_nonfinite`` refused, and steps of a fused optimizer that changed nothing because a GradScaler found
     an infinity. Skipped steps of other optimizers are not counted."""
     recopied: int = 0
-    """Tensors that were copied again because something wrote to them after their layer was updated (``layerwise``).
-    Without ``layerwise`` always 0: a checkpoint whose source changed is dropped (``skipped``)."""
+    """The number of tensors that were copied again because something wrote to them after their layer was updated
+    (``layerwise``). Without ``layerwise`` always 0: a checkpoint whose source changed is dropped and counted in
+    ``skipped``."""
     left_out: int = 0
-    """Tensors that the newest checkpoint did not write, because its slot held the same bytes already."""
+    """The number of tensors that the newest checkpoint did not write, because its slot held the same bytes already."""
     kept: int = 0
-    """Checkpoints that ``keep=`` exported."""
+    """The number of checkpoints that ``keep=`` exported."""
     staging: str | None = None
-    """The transfer method of the newest checkpoint's tensors on a device (``attach(..., staging=...)``)."""
+    """The transfer method of the newest checkpoint's tensors on a device (``attach(..., staging=...)``); None if it has
+    no such tensors."""
     staging_trial: bool = False
     """Whether lightck is still comparing transfer methods, because ``staging=`` named none."""
     wait_policy: str | None = None
-    """"passive": OpenMP's threads sleep instead of spinning while a checkpoint is copied, because the copies got no
-    processor otherwise; "trial": lightck is comparing both; None: OpenMP's threads are left as they are."""
+    """"passive": OpenMP's threads sleep instead of spinning while a checkpoint is copied, because spinning threads left
+    no processor to the copy threads. "trial": lightck is comparing sleeping with spinning. None: lightck does not
+    change how OpenMP's threads wait."""
     interval: int = 1
-    """Updates between checkpoints, at present."""
+    """The number of updates from one checkpoint to the next, at present."""
     emulated: str | None = None
-    """The memory whose speed was emulated (``LIGHTCK_EMULATE``): the times here are not those of the real medium."""
+    """The memory whose speed was emulated (``LIGHTCK_EMULATE``), so that the times are not those of the real medium;
+    None without emulation."""
 
     @property
     def versions(self) -> int:
@@ -61,17 +66,18 @@ class Stats:
 
 
 class Observer(Protocol):
-    """Receives each stall as it ends, for a trace. Times are in seconds of ``time.perf_counter``. ``is_state``: the
-    time in which small state was read; it lies inside another stall."""
+    """Receives each stall when it ends, for a trace. ``begin`` and ``end`` are values of ``time.perf_counter``, in
+    seconds. ``is_state``: whether small state was read in this time, which then lies inside another stall."""
 
     def stalled(self, what: str, begin: float, end: float, is_state: bool = False) -> None: ...
 
 
 class Stall:
-    """One ``stall`` block of a meter. A class and no generator, because several run at each step.
+    """The context manager that ``Meter.stall`` returns. It is a class, because a generator takes longer and several of
+    these blocks run at each step.
 
-    The time of the block counts as CPU time, except while it waits (``Meter.wait``). The thread's CPU clock is not
-    read, because that takes longer than the whole block at a step that saves nothing.
+    The wall time of the block counts as CPU time, except inside ``Meter.wait``. The CPU clock of the thread is not
+    read, because at a step that saves nothing a read takes longer than the whole block.
     """
 
     __slots__ = ("_begin", "_defers", "_meter", "_what")
@@ -101,11 +107,12 @@ class Stall:
 
 
 class Meter:
-    """The running counters behind ``Stats``."""
+    """The running counters of a session, from which ``snapshot`` makes ``Stats``. A counter with the name of a field of
+    ``Stats`` is this field."""
 
     def __init__(self) -> None:
         self.observer: Observer | None = None
-        """Set while a trace is recorded."""
+        """The trace that is being recorded, if any."""
         self.stall_seconds = self.wait_seconds = 0.0
         self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = 0.0
         self.kept = 0
@@ -114,40 +121,43 @@ class Meter:
         self.wait_policy: str | None = None
         self.bytes_written = self.bytes_helped = self.checkpoints = self.skipped = self.recopied = self.left_out = 0
         self.stall_in_progress: Stall | None = None
-        """The outermost ``stall`` block that the training thread is in."""
+        """The outermost ``stall`` block that the training thread is executing; None outside of these blocks."""
 
     def count_commit(self, nbytes: int, nbytes_helped: int) -> None:
-        """Count one committed checkpoint of ``nbytes``."""
+        """Count one committed checkpoint. ``nbytes``: the bytes that were written for it; ``nbytes_helped``: the part
+        that the training thread copied while it waited."""
         self.checkpoints += 1
         self.bytes_written += nbytes
         self.bytes_helped += nbytes_helped
 
     def count_hook(self, seconds: float) -> None:
-        """Count the time of a hook outside its ``stall`` blocks."""
+        """Count the seconds that a hook took outside of its ``stall`` blocks."""
         seconds = max(seconds, 0.0)
         self.stall_seconds += seconds
         self.hook_cpu_seconds += seconds
 
     def stall(self, what: str = "lightck") -> Stall:
-        """Count the time of this block on the training thread, and defer signals to its end. Nested blocks count once.
-        ``what`` names the stall in a trace."""
+        """Return a context manager that counts the time of its block, on the training thread, and defers signals to the
+        end of the block. The time of a block inside another one counts once. ``what``: the name of the stall in a
+        trace."""
         return Stall(self, what)
 
     def state_was_read(self, step: int, began: float) -> None:
-        """Report to a trace that the small state of a step was read from ``began`` until now."""
+        """Report to a trace that the small state of a step was read from ``began`` (of ``time.perf_counter``) until
+        now."""
         if self.observer is not None:
             self.observer.stalled(f"state of step {step}", began, time.perf_counter(), is_state=True)
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Count the time of this block as waiting."""
+        """Count the time of this block in ``wait_seconds``, and in CPU time only what the thread really used."""
         start, cpu = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
             now = time.perf_counter()
             self.wait_seconds += now - start
-            if self.stall_in_progress is not None:  # which counts all its time as CPU time
+            if self.stall_in_progress is not None:  # that block counts all its time as CPU time: correct this here
                 self.hook_cpu_seconds += time.thread_time() - cpu - (now - start)
             if self.observer is not None:
                 self.observer.stalled("wait", start, now)
@@ -155,6 +165,8 @@ class Meter:
     def snapshot(
         self, *, engine_cpu_seconds: float, committed: int | None, interval: int, emulated: str | None = None
     ) -> Stats:
+        """Return the present values of all counters. The arguments are the figures that the session knows and the meter
+        does not."""
         own = {f.name: getattr(self, f.name) for f in fields(Stats) if hasattr(self, f.name)}
         cpu_seconds = self.hook_cpu_seconds + self.keep_cpu_seconds + self.staging_cpu_seconds + engine_cpu_seconds
         return Stats(**own, cpu_seconds=cpu_seconds, committed=committed, interval=interval, emulated=emulated)

@@ -1,8 +1,8 @@
 """The ``lightck`` command. Each subcommand parses its arguments, calls the library, and prints text or JSON.
 
-Exit statuses are in ``cli/base.py``. No command writes to a pool or takes its lock, so all of them work on a pool in
-use; ``inject`` writes to the copy that it made. A command's module, and torch, are imported only when the command runs,
-so ``doctor`` also works where the native library does not load.
+Exit statuses are in ``cli/base.py``. No command writes to a pool or locks it, so every command works on a pool in use;
+``inject`` writes to a copy that it made. The module of a command, and torch, are imported when the command runs. So
+``doctor`` also works where the native library does not load.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Exit status: 0 success; 1 damaged, different or unusable; 2 the command could not be carried out (wrong usage, no such
 pool, not a pool); 130 interrupted; 141 the reader of the output closed its pipe. A ``LightckError`` or an error of the
-operating system is one line on stderr, and with ``--json`` also an object on stdout. A traceback is a bug in lightck.
+operating system is printed as one line on stderr, and with ``--json`` also as an object on stdout. A traceback is
+printed only for a bug in lightck.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from lightck.errors import CorruptPoolError, ExportExistsError, LightckError, Po
 
 OK, BAD, FAILED, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 _COMPLETED_MAX = 200
-"""The most files that one shell completion opens."""
+"""The most paths that one shell completion examines."""
 _SYSTEM = (OSError, ImportError)
-"""Errors that are no bug of lightck: a path that the system refuses, a library that is not installed."""
+"""Errors that are no bug in lightck: a path that the system refuses, a library that is not installed."""
 _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 """The exception that click raises for ``lightck`` without arguments; its message is the whole help. Click before 8.2
 has no such exception and prints the help itself."""
 
 
 def print_error(message: str) -> None:
-    """Print an error (fact, reason, cure) as one line on stderr."""
+    """Print an error message as one line on stderr."""
     click.echo(click.style("error: ", fg="red") + clean(" ".join(message.split("\n"))), err=True)
 
 
 def print_progress(text: str) -> None:
-    """Print progress on stderr, since stdout holds nothing but the answer."""
+    """Print progress on stderr, because stdout is for the answer only."""
     click.echo(clean(text), err=True)
 
 
@@ -61,22 +62,21 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def error_facts(error: Exception) -> Facts:
-    """The object that ``--json`` prints for an error."""
+    """Return the object that ``--json`` prints for an error."""
     name = "UsageError" if isinstance(error, click.UsageError) else type(error).__name__
     return {"error": {"class": name, "message": message_of(error), "reasons": list(getattr(error, "reasons", ()))}}
 
 
 def message_of(error: Exception) -> str:
-    """The text of an error: fact, reason and cure. An OSError has only the reason; the rest is added here."""
+    """Return the message of an error: fact, reason and cure. An OSError has only a reason; this function adds the fact
+    and the cure."""
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, LightckError) or not isinstance(error, OSError):
         return str(error)
     why = error.strerror or str(error)
     if output.is_output_error(error):
-        return (
-            f"The answer could not be printed whole: {why}. Make room where the output goes, or redirect it elsewhere."
-        )
+        return f"The answer could not be printed whole: {why}. Make room where the output goes, or redirect the output."
     if not isinstance(error.filename, (str, bytes)):
         return str(error)
     path = os.fsdecode(error.filename)
@@ -84,15 +84,15 @@ def message_of(error: Exception) -> str:
 
 
 class Command(click.Command):
-    """A command that returns its exit status, and turns errors into one line and a status."""
+    """A command whose function returns the exit status. An error is printed as one line and becomes an exit status."""
 
     damage: tuple[type[LightckError], ...] = (CorruptPoolError, PoolTruncatedError)
-    """Errors that mean that a pool is damaged (exit 1). Any other error means that the command failed (exit 2)."""
+    """Errors that mean that a pool is damaged (exit status 1). For any other error the exit status is 2."""
 
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # has an exit status of its own
+        except BrokenPipeError:  # ``Group`` ends with PIPE_CLOSED
             raise
         except (LightckError, *_SYSTEM) as error:
             if output.is_output_error(error):
@@ -104,13 +104,13 @@ class Command(click.Command):
 
 
 class ComparingCommand(Command):
-    """A command whose exit status 1 means only that two things differ."""
+    """A command whose exit status 1 means that two checkpoints differ, and not that a pool is damaged."""
 
     damage = ()
 
 
 class _PipeClosedError(Exception):
-    """The reader of the output closed its pipe. Click would turn the builtin error into exit status 1 (damage)."""
+    """Raised instead of ``BrokenPipeError``, which click would turn into exit status 1 (damage)."""
 
 
 @contextlib.contextmanager
@@ -155,6 +155,7 @@ class Group(click.Group):
 
 
 def _exit_status(run: Callable[[], object], as_json: bool) -> int:
+    """Call ``run``, which runs a command, and return the exit status of the process."""
     if sys.stdout is None:
         print_error(
             "No answer can be given: the standard output is closed. To get only the exit status, redirect to /dev/null."
@@ -172,7 +173,7 @@ def _exit_status(run: Callable[[], object], as_json: bool) -> int:
         return PIPE_CLOSED
     except Exception as error:
         _print_why(error, as_json)
-        return FAILED  # click and Python use 1, which means damage here
+        return FAILED  # click and Python would use 1, which means damage in this program
 
 
 def _print_why(error: Exception, as_json: bool) -> None:
@@ -189,7 +190,7 @@ def _print_why(error: Exception, as_json: bool) -> None:
     else:
         traceback.print_exception(error)  # for the bug report
         print_error(
-            "This is a bug in lightck, and says nothing about the pool. Please report it, with the lines above."
+            "This is a bug in lightck, and says nothing about the pool. Please report the bug, with the lines above."
         )
 
 
@@ -204,23 +205,24 @@ def _print_usage(error: click.UsageError) -> None:
 
 
 def usage_error(message: str) -> NoReturn:
-    """A usage error: exit 2."""
+    """Raise the error for wrong usage (exit status 2)."""
     raise click.UsageError(message)
 
 
 def refuse_existing(path: str, *, overwrite: bool) -> None:
-    """Refuse an output path that exists, naming the command's option; the library checks again when it writes."""
+    """Raise ``ExportExistsError`` for an output path that exists, with the name of the command's option. The library
+    checks the path again when it writes."""
     from lightck.export.atomic import refuse_irreplaceable
 
     refuse_irreplaceable(path)
     if os.path.lexists(path) and not overwrite:
         raise ExportExistsError(
-            f"{path!r} exists, and no file is replaced by default. Name another path, or pass --overwrite."
+            f"{path!r} exists, and an existing file is not replaced by default. Name another path, or pass --overwrite."
         )
 
 
 class PoolPath(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """The path of a pool. Shell completion offers pools, or any file where no pool matches."""
+    """The path of a pool. Shell completion offers the pools that match; if there is none, it offers all files."""
 
     name = "pool"
 
@@ -239,6 +241,7 @@ class PoolPath(click.ParamType):  # type: ignore[type-arg, unused-ignore]
 
 
 def _pools(paths: list[str]) -> list[str]:
+    """Return the paths of pools among ``paths``."""
     from lightck.pool.storage.backends import is_pool
 
     found = []

@@ -1,8 +1,9 @@
-"""``lightck bench``: what a checkpoint at each step costs on this machine; in a checkout, the project's whole bench.
+"""``lightck bench``: how much time a checkpoint at each step takes on this machine; in a checkout, the project's whole
+bench.
 
-The whole bench, with its workloads, rivals and kept results, is ``bench/`` of a checkout and is not installed. Its code
-runs only where the working directory is the root of a checkout of the installed version of lightck, or where
-``--checkout`` names one. Shell completion never runs it.
+The whole bench (workloads, rivals, kept results) is the folder ``bench/`` of a checkout, and is not installed. This
+command runs code of a checkout in two cases only: the working directory is the root of a checkout of the installed
+version of lightck, or ``--checkout`` names such a root. Shell completion never runs code of a checkout.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 
 MACHINE = "machine"
 _EXPENSIVE = 0.05
-"""The share of a step above which the verdict suggests ``interval="auto"``."""
+"""If a checkpoint takes more than this share of a step, the verdict suggests ``interval="auto"``."""
 
 
 class _Bench(Command):
-    """The measurement of this machine, or the bench command of a checkout."""
+    """The command that measures this machine. Parses its arguments with the bench command of a checkout instead, if a
+    checkout is to be run."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -50,7 +52,7 @@ class _Bench(Command):
 @click.option("--checkout")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def _raw_arguments() -> None:
-    """Parses ``--checkout`` and leaves all other arguments unparsed."""
+    """Parses ``--checkout``; all other arguments go into ``words`` unparsed."""
 
 
 @click.command(
@@ -88,8 +90,8 @@ def command(words: tuple[str, ...], pool_dir: Path | None, threads: int | None, 
     others = [word for word in words if word != MACHINE]
     if others:
         usage_error(
-            f"{others[0]!r} is unknown to this command, which only measures this machine. Omit it. If you mean "
-            "a measurement of the project's whole bench, which is not installed with lightck, run `lightck bench "
+            f"{others[0]!r} is unknown to this command, which only measures this machine. Omit {others[0]!r}. If you "
+            "mean a measurement of the project's whole bench, which is not installed with lightck, run `lightck bench "
             f"{others[0]}` in a checkout of lightck {lightck.__version__}, or name the checkout with --checkout DIR."
         )
     with ended_by_signals():
@@ -111,8 +113,8 @@ def _measured(pool_dir: Path | None, threads: int | None) -> Speed:
     folder, why = (pool_dir, "requested by --pool-dir") if pool_dir else temporary_parent(room)
     if (free := free_nbytes(folder)) < room:
         raise BenchError(
-            f"Nothing can be measured in {str(folder)!r}: it has {size(free)} free for this user, and pools and files "
-            f"need {size(room)}. Free some space there, or name a folder on another medium with --pool-dir."
+            f"Nothing can be measured in {str(folder)!r}: the folder has {size(free)} free for this user, and "
+            f"{size(room)} are needed. Free some space in it, or name a folder on another medium with --pool-dir."
         )
     print_progress(f"Measuring in {folder}: {why}. This takes about a minute.")
     if threads is not None:
@@ -161,7 +163,8 @@ def _share(share: float) -> str:
 
 
 def verdict_on(found: Speed) -> str:
-    """The verdict as a sentence. A difference within the noise between two equal trainings is not called a cost."""
+    """Return the verdict as a sentence. A difference that is within the noise (the difference between two equal
+    trainings) is not called a cost."""
     _, (again, ours, theirs) = zip(*found.added.items(), strict=True)
     noise = max(abs(again.low), abs(again.high))
     other = f"torch.save{' and fsync' if found.is_synced else ''} at each step costs {_share(theirs.median)}"
@@ -186,7 +189,8 @@ def verdict_on(found: Speed) -> str:
 
 
 def _checkout(named: str | None) -> Path | None:
-    """The root of a checkout of this version: ``named``, or the working directory if it is one; else None."""
+    """Return the root of the checkout to run: ``named``, or the working directory. Returns None if ``named`` is None
+    and the working directory is no checkout of this version. Raises ``BenchError`` if ``named`` is none."""
     root, own = Path(named or "."), lightck.__version__
     version = _version_in(root)
     if version == own:
@@ -197,18 +201,18 @@ def _checkout(named: str | None) -> Path | None:
         return None
     if version is None:
         raise BenchError(
-            f"{named!r} is no checkout of lightck: it has no bench/command.py beside the sources of lightck. Name "
-            f"the root of a checkout of lightck {own}, or omit --checkout to measure this machine."
+            f"{named!r} is no checkout of lightck: it has no bench/command.py beside the sources of lightck. Name the "
+            f"root of a checkout of lightck {own}, or omit --checkout to measure this machine."
         )
     raise BenchError(
-        f"{named!r} is a checkout of lightck {version}, and lightck {own} is installed: a bench measures its own "
-        "version. "
-        f"Check out {own} there, or install {version}."
+        f"{named!r} is a checkout of lightck {version}, and lightck {own} is installed: a bench measures only the "
+        f"version of its checkout. Check out lightck {own} in that folder, or install lightck {version}."
     )
 
 
 def _version_in(folder: Path) -> str | None:
-    """The version of lightck in a checkout, or None. Both files are read as text: nothing of it is run yet."""
+    """Return the version of lightck in a checkout, or None if ``folder`` is no checkout. Files of the checkout are read
+    as text, and no code of it is run."""
     project, package = folder / "pyproject.toml", folder / "lightck" / "__init__.py"
     if not (project.is_file() and package.is_file() and (folder / "bench" / "command.py").is_file()):
         return None
@@ -220,14 +224,15 @@ def _version_in(folder: Path) -> str | None:
 
 
 def _command_of(root: Path) -> click.Command:
-    """The bench command of a checkout. Imports, and so runs, code of the checkout."""
+    """Return the bench command of a checkout. Imports code of the checkout, and thereby runs it. Raises ``BenchError``
+    if other users can write to the checkout."""
     from lightck.pool.storage.file import others_write
 
     for folder in (root, root / "bench"):
         if others_write(os.stat(folder)):
             raise BenchError(
                 f"The bench of {str(root.resolve())!r} is not run: others can write to {str(folder.resolve())!r}, and "
-                "could put their own code there. Remove that permission (chmod go-w), or use a checkout of your own; "
+                "could put code of their own into it. Remove this permission (chmod go-w), or use another checkout; "
                 f"'lightck bench {MACHINE}' measures this machine without a checkout."
             )
     path = str(root.resolve())

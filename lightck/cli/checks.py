@@ -1,7 +1,8 @@
-"""The checks of ``lightck doctor``. Each check yields findings; a finding has a level and, if not ok, a cure.
+"""The checks of ``lightck doctor``. Each check yields findings. A finding has a level and, if the level is not *ok*, a
+cure.
 
-A *problem* makes lightck unusable on this machine or medium; a *note* is a limitation that a user may run into. No
-check writes anything.
+A *problem* makes lightck unusable on this machine or medium; a *note* is a limitation that a user may meet. No check
+writes anything.
 """
 
 from __future__ import annotations
@@ -25,21 +26,26 @@ from lightck.errors import LightckError
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 MIB = 1 << 20
 POOL_NBYTES_SMALL = 8 * MIB
-"""Bytes of the smallest pool: two slots of 2 MiB, and its structures."""
+"""Size of the smallest pool, rounded up: two slots of 2 MiB, and the pool's structures."""
 SHARED = "/dev/shm"
 DOCKER_SHARED_NBYTES = 64 * MIB
+"""The size that Docker gives /dev/shm by default."""
 TORCH_OLDEST = (2, 9)
+"""The oldest version of torch with which lightck is tested."""
 NATIVE = "native library"
+"""The topic of the findings about liblck.so."""
 _ELSEWHERE = "Choose another folder for the pool."
 POPULATE_SINCE = (5, 14)
+"""The version of Linux that introduced MADV_POPULATE_WRITE."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result of a check, as ``--json`` shows it."""
+    """One result of a check; ``--json`` prints these fields."""
 
     topic: str
     level: str
+    """``OK``, ``NOTE`` or ``PROBLEM``."""
     said: str
     cure: str = ""
 
@@ -56,7 +62,7 @@ def software(_: Machine) -> Iterator[Finding]:
 
 
 def refused(topic: str, message: str) -> Finding:
-    """A problem made from an error message of lightck, whose last sentence is the cure."""
+    """Return a problem with the text of an error message of lightck. The last sentence of the message is the cure."""
     fact, end, cure = message.rpartition(". ")
     return Finding(topic, PROBLEM, fact + end.rstrip(), cure) if end else Finding(topic, PROBLEM, message)
 
@@ -74,7 +80,7 @@ def _torch(version: str | None) -> Finding:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < TORCH_OLDEST:
         oldest = ".".join(map(str, TORCH_OLDEST))
-        cure = f"pip install 'torch>={oldest}': older ones are not tested."
+        cure = f"pip install 'torch>={oldest}': older versions are not tested."
         return Finding("torch", NOTE, f"{version}, older than {oldest}", cure)
     return Finding("torch", OK, version)
 
@@ -84,7 +90,7 @@ def native(_: Machine) -> Iterator[Finding]:
         from lightck._native import ffi, lib
         from lightck.pool.storage import emulation
 
-        emulation.active_profile()  # raises where LIGHTCK_EMULATE is invalid, as attach does
+        emulation.active_profile()  # raises ImportError if LIGHTCK_EMULATE is invalid
     except ImportError as error:
         yield refused(NATIVE, str(error))
         return
@@ -92,7 +98,7 @@ def native(_: Machine) -> Iterator[Finding]:
     back = ffi.string(lib.lck_write_back_name()).decode()
     forced = " (forced by LIGHTCK_ISA)" if os.environ.get("LIGHTCK_ISA") else ""
     if isa in ("portable", "sse2", "sse2-table"):
-        cure = "Unset LIGHTCK_ISA." if forced else "Nothing to do: the results are the same, copies take longer."
+        cure = "Unset LIGHTCK_ISA." if forced else "Nothing to do: the results are the same, and copies take longer."
         yield Finding(NATIVE, NOTE, f"copies with {isa}{forced}, {back}", cure)
     else:
         yield Finding(NATIVE, OK, f"copies with {isa}{forced}, {back}")
@@ -103,7 +109,7 @@ def kernel(machine: Machine) -> Iterator[Finding]:
     if not release:
         yield Finding("kernel", PROBLEM, "its version cannot be read", "lightck needs Linux with /proc mounted.")
     elif version < POPULATE_SINCE:
-        cure = "Nothing to do: without MADV_POPULATE_WRITE a new pool's pages are touched one by one, which is slower."
+        cure = "Nothing to do: without MADV_POPULATE_WRITE the pages of a new pool are allocated one by one, slowly."
         yield Finding("kernel", NOTE, f"{release}, older than 5.14", cure)
     else:
         yield Finding("kernel", OK, f"{release} (MADV_POPULATE_WRITE allocates the pages of a pool)")
@@ -127,8 +133,9 @@ def workers(_: Machine) -> Iterator[Finding]:
 
 
 def media(machine: Machine, asked: str | None = None) -> Iterator[Finding]:
-    """Findings for the folders in which a pool could lie. An unusable folder is a problem if it is ``asked``, else a
-    note. If ``asked`` is None and no folder is usable, there is also one problem, "media"."""
+    """Yield a finding for each folder or device in which a pool could lie. An unusable one is a problem if it is
+    ``asked``, the path that the user named, else a note. If ``asked`` is None and no folder is usable, one more
+    finding, the problem "media", says so."""
     folders = [SHARED, machine.env.get("XDG_RUNTIME_DIR", ""), "/tmp", os.getcwd()]
     folders += [mount.point for mount in machine.mounts() if is_dax(mount.options + mount.own_options)]
     lines = [_medium(machine, folder) for folder in dict.fromkeys(filter(None, folders))]
@@ -149,11 +156,12 @@ def media(machine: Machine, asked: str | None = None) -> Iterator[Finding]:
 
 
 def is_dax(options: tuple[str, ...]) -> bool:
+    """Whether a mount with these options maps files directly onto persistent memory."""
     return "dax" in options or "dax=always" in options
 
 
 def _device(machine: Machine, path: str) -> Finding | None:
-    """The finding for a device-dax device; None if the path is no such device."""
+    """Return the finding for a device-dax device, or None if the path is no such device."""
     try:
         found = machine.device(path)
     except (LightckError, OSError) as error:
@@ -165,10 +173,11 @@ def _device(machine: Machine, path: str) -> Finding | None:
     said = f"{medium.medium}, {size(nbytes)}; survives {survived}"
     if medium.os:
         return Finding(path, OK, said)
-    return Finding(path, NOTE, said, f"More is not guaranteed because {medium.evidence[-1]}.")
+    return Finding(path, NOTE, said, f"No more is guaranteed, because {medium.evidence[-1]}.")
 
 
 def _asked_medium(machine: Machine, path: str) -> Finding:
+    """Return the finding for a path that the user named: a device, a folder, or a pool in a folder."""
     folder = os.path.abspath(path)
     device = _device(machine, folder)
     if device is not None:
@@ -179,11 +188,12 @@ def _asked_medium(machine: Machine, path: str) -> Finding:
             return refused(path, why_not)
         folder = os.path.dirname(folder)
     if not os.path.isdir(folder):
-        return Finding(path, PROBLEM, "there is no such folder", "Create it first: lightck creates files, not folders.")
+        return Finding(path, PROBLEM, "there is no such folder", "Create the folder: lightck creates only files.")
     return _medium(machine, folder)
 
 
 def _medium(machine: Machine, folder: str) -> Finding:
+    """Return the finding for a folder: whether a pool can lie in it, and what the pool survives."""
     space = machine.space(folder)
     if space is None or not machine.writable(folder):
         return Finding(folder, PROBLEM, "missing, or not writable by you", _ELSEWHERE)
@@ -202,7 +212,7 @@ def _medium(machine: Machine, folder: str) -> Finding:
     if folder == SHARED and space.total <= DOCKER_SHARED_NBYTES:
         return Finding(folder, NOTE, said, _MORE_SHARED)
     if medium.medium.startswith("unknown"):
-        cure = "On a medium unknown to lightck a pool is only sure to survive a killed process: prefer a local disk."
+        cure = "On an unknown medium, a pool surely survives only a killed process: prefer a local disk."
         return Finding(folder, NOTE, said, cure)
     return Finding(folder, OK, said)
 
@@ -240,7 +250,8 @@ def memory(machine: Machine) -> Iterator[Finding]:
         yield Finding("memory", OK, f"{said}; no limit by a control group")
     else:
         cure = (
-            "A pool on tmpfs counts against this limit, also after its process was killed. Leave room, or use a disk."
+            "A pool on tmpfs counts against this limit, even after its process was killed. Leave room for the pool, or "
+            "use a disk."
         )
         yield Finding("memory", NOTE, f"limited to {size(limit)} by a control group", cure)
     swaps = machine.swaps()
@@ -259,15 +270,15 @@ def memory(machine: Machine) -> Iterator[Finding]:
 def surroundings(machine: Machine) -> Iterator[Finding]:
     evidence = machine.container()
     if evidence is not None:
-        cure = "Its own /dev/shm and layers end with the container: mount a volume for a pool that has to outlive it."
+        cure = "Its /dev/shm and its layers are deleted with the container. Mount a volume for a pool that must remain."
         yield Finding("container", NOTE, f"yes ({evidence})", cure)
     yield from slurm(machine)
     yield from logout(machine)
 
 
 def slurm(machine: Machine) -> Iterator[Finding]:
-    """A Slurm job may have a private /tmp and /dev/shm (job_container/tmpfs), which are deleted at its end: a requeued
-    job finds no pool there."""
+    """Yield a note in a Slurm job. The job may have a private /tmp and /dev/shm (job_container/tmpfs), which are
+    deleted when the job ends. If the job is requeued, a pool in one of them is gone."""
     job = machine.env.get("SLURM_JOB_ID")
     if job is None:
         return
@@ -287,7 +298,7 @@ def slurm(machine: Machine) -> Iterator[Finding]:
 
 
 def logout(machine: Machine) -> Iterator[Finding]:
-    """systemd-logind removes a user's files in /dev/shm at the last logout, unless RemoveIPC=no."""
+    """Yield a note if systemd-logind removes the user's files in /dev/shm at the last logout (RemoveIPC is not no)."""
     if machine.uid < 1000 or not machine.exists("/run/systemd/system"):
         return
     files = ["/etc/systemd/logind.conf", *_drop_ins(machine)]
@@ -305,6 +316,7 @@ def _drop_ins(machine: Machine) -> list[str]:
     return [f"{folder}/{name}" for name in machine.listing(folder) if name.endswith(".conf")]
 
 
+# The check of backends and media runs between these two groups.
 CHECKS_BEFORE_MEDIA: tuple[Callable[[Machine], Iterator[Finding]], ...] = (software, native, kernel, workers)
 CHECKS_AFTER_MEDIA: tuple[Callable[[Machine], Iterator[Finding]], ...] = (limits, memory, surroundings)
 
@@ -316,7 +328,8 @@ _ABOUT = {
 
 
 def backends(machine: Machine) -> Iterator[Finding]:
-    """The kinds of pool that this installation can create and read. libpmemobj is loaded as the backend loads it."""
+    """Yield a finding for each kind of pool: whether this installation can create it. To find out, libpmemobj is
+    loaded, in the same way as the backend loads it."""
     from lightck.pool.storage.backends import BACKEND_VARIABLE, BACKENDS
 
     wanted = machine.env.get(BACKEND_VARIABLE) or "auto"
@@ -334,14 +347,15 @@ def backends(machine: Machine) -> Iterator[Finding]:
 
 
 def _pmdk(is_wanted: bool) -> Finding:
-    """The PMDK backend. ``is_wanted``: LIGHTCK_BACKEND names it, so that a missing libpmemobj is a problem."""
+    """Return the finding for the PMDK backend. ``is_wanted``: whether LIGHTCK_BACKEND names this backend; then a
+    missing libpmemobj is a problem."""
     module = importlib.import_module("lightck.pool.storage.pmemobj")
     try:
         module.load()
     except module.MissingError as error:
         cure = (
-            "To create PMDK pools (they can be read without it): apt install libpmemobj1, or set LIGHTCK_LIBPMEMOBJ to "
-            "the path of libpmemobj.so.1."
+            "To create PMDK pools, apt install libpmemobj1, or set LIGHTCK_LIBPMEMOBJ to the path of libpmemobj.so.1. "
+            "PMDK pools can be read without libpmemobj."
         )
         level = PROBLEM if is_wanted else NOTE
         return Finding("backend pmdk", level, f"libpmemobj was not found ({error}): PMDK pools cannot be created", cure)
@@ -351,12 +365,12 @@ def _pmdk(is_wanted: bool) -> Finding:
 
 
 def loaded(name: str, maps: str) -> str | None:
-    """The path of a loaded library, from /proc/self/maps."""
+    """Return the path of a loaded library, or None. ``maps``: the text of /proc/self/maps."""
     found = re.search(rf"^.* (/\S*{re.escape(name)}\S*)$", maps, re.M)
     return found[1] if found else None
 
 
 def version_in(library: bytes) -> str | None:
-    """The version that PMDK writes into each of its libraries."""
+    """Return the version in the bytes of a PMDK library, or None. PMDK writes it into each of its libraries."""
     found = re.search(rb"src version: ([0-9][0-9A-Za-z.+~-]*)", library)
     return found[1].decode() if found else None

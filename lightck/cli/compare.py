@@ -1,7 +1,7 @@
-"""Differences between two checkpoints: large tensors one at a time, small state by its path.
+"""Differences between two checkpoints, A and B: large tensors one at a time, values of the small state by their path.
 
-Equal means equal in bits: a NaN equals a NaN with the same bits, and -0.0 is not 0.0. Distances are computed in double
-precision, in chunks, which rounds integers beyond 2**53. Dtypes that torch cannot convert to numbers have no distance.
+Equal means equal in bits: a NaN equals a NaN with the same bits, and -0.0 does not equal 0.0. Distances are computed in
+double precision, which rounds integers beyond 2**53. Dtypes that torch cannot convert to numbers have no distance.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _CHUNK = 1 << 20
 
 @dataclass(slots=True)
 class Distance:
-    """The distance between two tensors of the same dtype and shape. ``differing`` counts elements whose bits differ.
+    """The distance between two tensors a and b of the same dtype and shape.
 
-    max_abs: largest |a - b|. max_rel: largest |a - b| / max(|a|, |b|). NaN elements count in ``nan_a`` and
-    ``nan_b`` only. These four are None for a dtype that torch cannot convert to numbers.
+    elements: number of elements of each tensor. differing: number of elements whose bits differ. max_abs: largest
+    |a - b|. max_rel: largest |a - b| / max(|a|, |b|). nan_a, nan_b: number of NaN elements in a and b, which are left
+    out of ``max_abs`` and ``max_rel``. The last four are None for a dtype that torch cannot convert to numbers.
     """
 
     elements: int
@@ -43,7 +44,7 @@ class Distance:
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> Distance:
-    """Compare two tensors of the same dtype and shape."""
+    """Return the distance between two tensors of the same dtype and shape."""
     wide = _widest(a.dtype)
     found = Distance(a.numel()) if wide is None else Distance(a.numel(), 0, 0.0, 0.0, 0, 0)
     one, other = _flat_pair(a.detach(), b.detach())
@@ -53,7 +54,8 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> Distance:
 
 
 def _widest(dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype in which distances are computed; None where torch cannot convert to it (float4, bits8)."""
+    """Return the dtype in which distances are computed; None for a dtype that torch cannot convert to it (float4,
+    bits8)."""
     wide = torch.complex128 if dtype.is_complex else torch.float64
     try:
         torch.empty(1, dtype=dtype).to(wide)
@@ -63,13 +65,14 @@ def _widest(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def _flat_pair(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both tensors in one dimension, with their elements in the same order."""
+    """Return both tensors in one dimension, with corresponding elements at the same index."""
     if a.stride() == b.stride():
         return a.as_strided((a.numel(),), (1,)), b.as_strided((b.numel(),), (1,))
     return a.reshape(-1), b.reshape(-1)
 
 
 def _add(found: Distance, a: torch.Tensor, b: torch.Tensor, wide: torch.dtype | None) -> None:
+    """Add one chunk of both tensors to ``found``. ``wide``: as ``_widest`` returns it."""
     bits_a, bits_b = (bytes_in_order(t).view(t.numel(), -1) for t in (a, b))
     differs = (bits_a != bits_b).any(1)
     found.differing += int(differs.sum())
@@ -95,7 +98,8 @@ def _add_numbers(found: Distance, x: torch.Tensor, y: torch.Tensor, differs: tor
 
 
 def tensors(a: Source, b: Source, advance: Callable[[int], None]) -> Iterator[Facts]:
-    """One map for each tensor that differs between the checkpoints, or exists in one of them only."""
+    """Yield one object for each tensor that differs between the checkpoints or exists in one of them only. ``advance``
+    is called with the number of bytes of each tensor that was compared."""
     for name in dict.fromkeys((*a.entries, *b.entries)):
         one, other = a.entries.get(name), b.entries.get(name)
         if one is None or other is None:
@@ -113,6 +117,7 @@ def tensors(a: Source, b: Source, advance: Callable[[int], None]) -> Iterator[Fa
 
 
 def _metadata_change(a: Entry, b: Entry) -> str | None:
+    """Return the first difference in dtype, shape, tied name or strides as text; None if there is none."""
     for what in ("dtype", "shape", "alias", "stride"):
         one, other = getattr(a, what), getattr(b, what)
         if one != other:
@@ -126,7 +131,7 @@ def _shown(value: object) -> str:
 
 
 def _plain(found: Distance) -> Facts:
-    """The distance as JSON values; an infinity, which JSON lacks, becomes a string."""
+    """Return the distance as a JSON object; an infinity, which JSON lacks, becomes a string."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(found).items()}
 
 
@@ -134,7 +139,8 @@ def _plain(found: Distance) -> Facts:
 
 
 def small_state(a: Contents, b: Contents) -> Iterator[dict[str, str]]:
-    """One map for each value that differs: its path, and the change. Large tensors are left to ``tensors``."""
+    """Yield one object for each value of the small state that differs: its path and the change. Large tensors are not
+    compared: ``tensors`` does that."""
     one, other = _as_tree(a), _as_tree(b)
     for path, change in _walk(one, other, ""):
         yield {"path": path, "change": change}
@@ -180,6 +186,7 @@ def _unpacked(packed: bytes) -> object:
 
 
 def _walk(a: Any, b: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield (path, change) for each difference between two nested values."""
     if type(a) is not type(b):
         yield path, f"{_short(a)} -> {_short(b)}"
     elif isinstance(a, Mapping):

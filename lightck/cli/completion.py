@@ -14,7 +14,7 @@ VARIABLE = "_LIGHTCK_COMPLETE"
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(ctx: click.Context, shell: str) -> int:
-    """Print the completion script for SHELL. To use it in every shell, add one line to its start file:
+    """Print the completion script for SHELL. To use the script in every shell, add one line to the shell's start file:
 
     \b
       bash   ~/.bashrc                    eval "$(lightck completion bash)"

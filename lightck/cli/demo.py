@@ -1,4 +1,4 @@
-"""``lightck demo``: runs the demo and shows its result. Exit status 1 where the runs are not bit-identical."""
+"""``lightck demo``: runs the demo and shows its result. Exit status 1 if the two runs are not bit-identical."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def command(
 
 
 def _demo(options: Options, as_json: bool) -> int:
-    """Run the demo and show its result; returns the exit status."""
+    """Run the demo, show its result, and return the exit status."""
     from rich.console import Console
 
     from lightck.demo import report

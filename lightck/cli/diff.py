@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from lightck.restore.contents import Source
 
 ROWS_MAX = 20
-"""The most differing tensors, and the most differing values, that the text names."""
+"""The most differing tensors that the text names without ``--all``, and the most differing values."""
 
 IN_MEMORY_NBYTES_MAX = 1 << 30
-"""The largest checkpoint of a pool in use that is read into memory before it is compared."""
+"""The size of the largest checkpoint that is read into memory before it is compared, if the pool is in use."""
 
 
 class _OverwrittenError(Exception):
-    """A writer overwrote the slot of a checkpoint while it was compared."""
+    """A training overwrote the slot of a checkpoint while the checkpoint was compared."""
 
 
 @click.command("diff", cls=ComparingCommand, short_help="Show how two checkpoints, or two pools, differ.")
@@ -44,7 +44,7 @@ class _OverwrittenError(Exception):
 def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bool, as_json: bool) -> int:
     """Compare the newest checkpoints of the pools A and B or, with --steps M N, two checkpoints of one pool.
 
-    Equal means equal in bits. Exit status: 0 equal, 1 different, 2 if they could not be compared.
+    Equal means equal in bits. Exit status: 0 equal, 1 different, 2 the checkpoints could not be compared.
     """
     if b is None and steps is None:
         usage_error("One pool alone cannot be compared: name a second pool, or two steps of this pool (--steps M N).")
@@ -60,7 +60,8 @@ def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bo
 
 
 def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> Facts:
-    """The object that ``--json`` prints; docs/json.md lists its keys."""
+    """Return the object that ``--json`` prints; docs/json.md lists its keys. ``steps``: for each pool the step to
+    compare; None is the newest one."""
     with ExitStack() as stack:
         readers = [stack.enter_context(stored_checkpoints.open_reader(path)) for path in (a, b)]
         for _ in range(stored_checkpoints.ATTEMPTS):
@@ -70,20 +71,21 @@ def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> Facts:
             except _OverwrittenError:
                 continue
     raise PoolLockedError(
-        f"The pools {a!r} and {b!r} could not be compared: one is in use, and its checkpoints were overwritten faster "
-        f"than they could be read, {stored_checkpoints.ATTEMPTS} times. The pools are not damaged. Try again, or stop "
-        "the training first."
+        f"The pools {a!r} and {b!r} could not be compared: one of them is in use, and its checkpoints were overwritten "
+        f"faster than they could be read, {stored_checkpoints.ATTEMPTS} times. The pools are not damaged. Try again, "
+        "or stop the training first."
     )
 
 
 def _side(reader: PoolReader, step: int | None) -> stored_checkpoints.FoundCheckpoint:
+    """Return the checkpoint of a pool that is compared. Raises ``NoCheckpointError`` or ``CorruptPoolError``."""
     checkpoints = stored_checkpoints.find_checkpoints(reader, step)
     chosen = stored_checkpoints.first_usable(checkpoints, step)
     if chosen is not None:
         return chosen
     if not checkpoints:
         raise NoCheckpointError(
-            f"The pool {reader.path!r} holds no checkpoint to compare: none was committed yet. Train a step first."
+            f"The pool {reader.path!r} holds no checkpoint to compare: no step was committed yet. Train a step first."
         )
     reasons = tuple(f"step {v.step}: {v.reason}" for v in checkpoints)
     raise CorruptPoolError(
@@ -120,7 +122,8 @@ def _compared(sides: list[stored_checkpoints.FoundCheckpoint]) -> Facts:
 
 
 def _source(side: stored_checkpoints.FoundCheckpoint) -> Source:
-    """The source of the tensors: a copy in memory if a process has the pool open, else the slot itself."""
+    """Return the source of the tensors: the slot, or a copy in memory if a process has the pool open and the checkpoint
+    is not larger than ``IN_MEMORY_NBYTES_MAX``."""
     from lightck.restore.contents import in_memory
 
     assert side.stored is not None
@@ -143,6 +146,7 @@ def _is_in_slot(side: stored_checkpoints.FoundCheckpoint) -> bool:
 
 
 def _refuse_damage(sides: list[stored_checkpoints.FoundCheckpoint], error: DamagedError) -> NoReturn:
+    """Raise ``CorruptPoolError`` for a bad block, or ``_OverwrittenError`` if a slot was overwritten meanwhile."""
     if not all(map(_is_in_slot, sides)):
         raise _OverwrittenError from error
     named = " or ".join(f"step {side.step} of {_location(side)['pool']!r}" for side in sides)
@@ -180,9 +184,10 @@ def _show(facts: Facts, most: int | None) -> None:
 
 
 def _show_tensors(tensors: list[Facts], most: int | None) -> None:
-    """Print the tensors: added, removed or of another kind first, then those with another number of NaN, then the rest.
+    """Print the tensors in three groups: tensors that exist on one side only or differ in dtype, shape, tied name or
+    strides; tensors with another number of NaN elements; all others.
 
-    Within each of these groups the model's tensors come first, and then the largest distance.
+    Within a group the model's tensors come first. Within these and the others, the largest distance comes first.
     """
     ordered = sorted(tensors, key=_rank)
     rows = [("tensor", "differing", "max abs", "max rel", "")]
@@ -197,7 +202,7 @@ def _rank(each: Facts) -> tuple[int, int, float]:
     other_role = int(not each["tensor"].startswith("model/"))
     if found is None:
         return 0, other_role, 0.0
-    distance = math.inf if found["max_rel"] is None else float(found["max_rel"])  # unknown: it may be the largest
+    distance = math.inf if found["max_rel"] is None else float(found["max_rel"])  # an unknown distance comes first
     return (1 if found["nan_a"] != found["nan_b"] else 2), other_role, -distance
 
 

@@ -25,7 +25,7 @@ def command(page: str | None) -> int:
         for line in columns([(name, _title(path)) for name, path in pages.items()]):
             print_line(line)
         print_line()
-        print_line("lightck docs PAGE prints one of them.")
+        print_line("lightck docs PAGE prints one of these pages.")
         return OK
     chosen = pages.get(page.removesuffix(".md"))
     if chosen is None:
@@ -36,7 +36,8 @@ def command(page: str | None) -> int:
 
 
 def pages_folder() -> Path | None:
-    """The folder of the pages: inside the package when installed, ``docs`` beside it in a source tree."""
+    """Return the folder of the pages: ``docs`` inside an installed package, or beside the package in a source tree.
+    None if neither exists."""
     for folder in (PACKAGE / "docs", PACKAGE.parent / "docs"):
         if (folder / "loops.md").is_file():
             return folder

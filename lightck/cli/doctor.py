@@ -22,7 +22,7 @@ _COLOURS = {NOTE: "yellow", PROBLEM: "red"}
 @click.argument("path", required=False, type=click.Path())
 @json_option
 def command(path: str | None, as_json: bool) -> int:
-    """Check this machine: backends, media, kernel and limits. With PATH, also the medium of that folder or pool.
+    """Check this machine: backends, media, kernel and limits. With PATH, also the medium of the folder or pool PATH.
 
     Exit status 1 if a problem makes lightck unusable.
     """
@@ -64,7 +64,8 @@ def _show(lines: list[Finding], problems: int) -> None:
     notes = sum(line.level == NOTE for line in lines)
     if problems:
         print_verdict(
-            f"{count(problems, 'problem')}: lightck cannot be used like this. Follow the lines with arrows.", good=False
+            f"{count(problems, 'problem')}: lightck cannot be used like this. The lines with arrows say what to do.",
+            good=False,
         )
     else:
         print_verdict("lightck can be used here" + (f"; {count(notes, 'note')} above." if notes else "."), good=True)

@@ -35,7 +35,7 @@ _FORMATS = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin
 def command(
     pool: str, to: Path, file_format: str | None, what: str, step: int | None, overwrite: bool, as_json: bool
 ) -> int:
-    """Write the newest checkpoint of POOL (or that of --step N) to the file TO. The pool is only read."""
+    """Write the newest checkpoint of POOL (or the checkpoint of --step N) to the file TO. The pool is only read."""
     import lightck
     from lightck.export import export_checkpoint
 

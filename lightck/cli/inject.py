@@ -1,6 +1,6 @@
 """``lightck inject``: damages a copy of a pool, so that users can see which damage is found and what is recovered.
 
-The pool itself is only read. The copy is a new file. A seed determines the damage, so that it can be repeated.
+The pool itself is only read. The copy is a new file. A seed determines the damage: the same seed gives the same damage.
 """
 
 from __future__ import annotations
@@ -27,20 +27,26 @@ from lightck.pool.storage.backends import pool_path, readable_path
 from lightck.pool.storage.extents import runs, total
 
 ANYWHERE = "anywhere"
+"""The WHERE of ``--flip`` and ``--zero-page`` without a value: any place of the newest checkpoint."""
 TORN_NBYTES_MAX = 64 << 20
+"""The most bytes that ``--torn-slot`` overwrites."""
 _WHERE = f"an offset in the pool (0x2000), {', '.join(anatomy.KINDS)}, or the name of a tensor"
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One damage. ``offset`` counts from the start of the pool, ``file_offset`` from the start of its file."""
+    """One damage. ``offset`` counts bytes from the start of the pool, ``file_offset`` from the start of the pool's
+    file."""
 
     said: str
     offset: int | None = None
     file_offset: int | None = None
     nbytes: int | None = None
+    """The number of bytes that were changed, or cut off."""
     bit: int | None = None
+    """The flipped bit, 0 to 7."""
     tensor: str | None = None
+    """The tensor that is damaged; None if the damage is elsewhere. ``step``: its checkpoint."""
     step: int | None = None
 
 
@@ -71,9 +77,10 @@ def command(
 ) -> int:
     """Copy POOL to COPY, which must not exist, and damage the copy. POOL is only read.
 
-    WHERE is an offset in the pool; a structure of the pool: superblock, table, next (the record of the next batch);
-    or a part of the newest checkpoint: line (its commit record), header, manifest, payload, or the name of a tensor.
-    Without WHERE, --flip and --zero-page choose a random place; they must then come after COPY.
+    WHERE is an offset in the pool, in bytes; or a structure of the pool: superblock, table, next (the record of the
+    next batch); or a part of the newest checkpoint: line (its commit record), header, manifest, payload, or the name of
+    a tensor. Without WHERE, --flip and --zero-page choose a random place in the newest checkpoint; an option without
+    WHERE must come after COPY.
     """
     if [flip, zero_page, torn_slot or None, truncate].count(None) != 3:
         usage_error("Pass exactly one of --flip, --zero-page, --torn-slot, --truncate.")
@@ -94,14 +101,16 @@ def command(
 
 @contextmanager
 def copy_of(pool: str, copy: str) -> Iterator[str]:
-    """Copy the pool to a new file and give its path; remove the file if the block raises."""
+    """Copy the pool to a new file, whose path the block receives. If the block raises, the file is removed. Raises
+    ``ExportExistsError`` or ``ExportError`` if the file cannot be written, and ``PoolError`` if the pool cannot be
+    read."""
     reader = open_pool(readable_path(pool))
     target = pool_path(copy)
     try:
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError as err:
         reader.close()
-        raise ExportExistsError(f"{target!r} exists, and an existing file is never damaged. Name another.") from err
+        raise ExportExistsError(f"{target!r} exists, and inject damages no existing file. Name a new file.") from err
     except OSError as err:
         reader.close()
         raise ExportError(
@@ -141,11 +150,12 @@ def _copy(reader: PoolReader, out: int) -> None:
 
 
 def cut(path: str, nbytes: int) -> Damage:
+    """Truncate the file at ``path`` to ``nbytes``; a negative number is the number of bytes to cut off."""
     before = os.stat(path).st_size
     after = nbytes if nbytes >= 0 else before + nbytes
     if not 0 <= after < before:
         usage_error(
-            f"--truncate {nbytes} does not make the pool shorter: it has {before} bytes. Pass the new size, 0 to "
+            f"--truncate {nbytes} does not make the pool shorter: the pool has {before} bytes. Pass the new size, 0 to "
             f"{before - 1}, or minus the number of bytes to cut off."
         )
     os.truncate(path, after)
@@ -153,7 +163,8 @@ def cut(path: str, nbytes: int) -> Damage:
 
 
 def inject(path: str, rng: random.Random, flip: str | None, zero_page: str | None) -> Damage:
-    """Damage the pool at ``path``, a copy that this command made."""
+    """Damage the pool at ``path``, a copy that this command made. ``flip``, ``zero_page``: the WHERE of the option; if
+    both are None, the newest checkpoint is torn."""
     reader = open_pool(path)
     try:
         parts = anatomy.parts_of(reader)
@@ -179,7 +190,7 @@ def _zero(reader: PoolReader, parts: Sequence[Part], offset: int) -> Damage:
     start = offset - offset % PAGE
     nbytes = min(PAGE, total(reader.container.extents) - start)
     if not reader.read(start, nbytes).strip(b"\0"):
-        usage_error(f"The page at {start:#x} already holds only zeros. Name another WHERE.")
+        usage_error(f"The page at {start:#x} holds only zeros already. Pass another WHERE.")
     at = _write(reader, start, bytes(nbytes))
     hit = _overlapping(parts, start, nbytes)
     return Damage(
@@ -188,7 +199,8 @@ def _zero(reader: PoolReader, parts: Sequence[Part], offset: int) -> Damage:
 
 
 def _tear(reader: PoolReader, parts: Sequence[Part], rng: random.Random) -> Damage:
-    """Overwrite the newest payload, from a random tensor on, with another slot's bytes, as a torn write does."""
+    """Overwrite the newest payload, from a random tensor on, with the bytes of another slot, as if a write of the
+    payload had been cut off."""
     payload = sorted(_named(parts, anatomy.TENSOR), key=lambda part: part.offset)
     sb, slot = reader.superblock, payload[0].slot
     assert slot is not None, "a payload lies in a slot"
@@ -206,7 +218,7 @@ def _tear(reader: PoolReader, parts: Sequence[Part], rng: random.Random) -> Dama
 
 
 def _offset(reader: PoolReader, parts: Sequence[Part], where: str, rng: random.Random) -> int:
-    """The offset in the pool, in bytes, that WHERE stands for."""
+    """Return the offset in the pool, in bytes, for WHERE: a random one if WHERE names a part."""
     try:
         offset = int(where, 0)
     except ValueError:
@@ -215,13 +227,13 @@ def _offset(reader: PoolReader, parts: Sequence[Part], where: str, rng: random.R
     if not 0 <= offset < total(reader.container.extents):
         usage_error(
             f"The offset {where} is outside of the pool, which has {total(reader.container.extents)} bytes. "
-            "Name an offset inside."
+            "Pass a smaller offset."
         )
     return offset
 
 
 def _named(parts: Sequence[Part], where: str) -> list[Part]:
-    """The parts that WHERE names. Of parts that belong to a checkpoint, those of the newest one."""
+    """Return the parts that WHERE names. Parts of a checkpoint are those of the newest checkpoint only."""
     if where in (anatomy.SUPERBLOCK, anatomy.TABLE, anatomy.NEXT):
         structures = [part for part in parts if part.kind == where]
         if not structures:
@@ -246,6 +258,7 @@ def _named(parts: Sequence[Part], where: str) -> list[Part]:
 
 
 def _overlapping(parts: Sequence[Part], start: int, nbytes: int) -> list[Part]:
+    """Return the parts that contain at least one of the bytes from ``start`` on."""
     return [part for part in parts if part.offset < start + nbytes and start < part.end]
 
 
@@ -258,7 +271,7 @@ def _tensor_and_step(hit: Sequence[Part]) -> tuple[str | None, int | None]:
 
 
 def _write(reader: PoolReader, offset: int, data: bytes) -> int:
-    """Write the bytes into the copy. Returns their offset in its file."""
+    """Write bytes into the copy at an offset in the pool. Returns the offset of the first byte in the copy's file."""
     places = runs(reader.container.extents, offset, len(data))
     with open(reader.path, "r+b") as file:
         for at, n in places:

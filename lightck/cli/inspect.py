@@ -1,6 +1,7 @@
-"""``lightck inspect``: a pool's geometry and medium, the process that has it open, its checkpoints, and their contents.
+"""``lightck inspect``: a pool's geometry and medium, the process that has the pool open, and the checkpoints with their
+contents.
 
-It reads structures, manifests and small state, but no payload; ``lightck verify`` reads that.
+The command reads structures, manifests and small state, but no payload; ``lightck verify`` reads the payload.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import holder_of
 
 ROWS_MAX = 40
-"""The most lines of the module table; if there are more modules, ``folded`` sums them up."""
+"""The most rows of the table of modules; if there are more modules, ``folded`` sums them up."""
 
 
 @click.command(
@@ -38,7 +39,7 @@ ROWS_MAX = 40
 @click.option("--tensors", is_flag=True, help="List every tensor by name.")
 @json_option
 def command(pool: str, step: int | None, tensors: bool, as_json: bool) -> int:
-    """Show what POOL is and what it holds. Nothing is written, and the pool may be in use.
+    """Show the geometry of POOL, its medium and its checkpoints. Nothing is written, and the pool may be in use.
 
     Exit status 1 if checkpoints were committed and none of them can be used.
     """
@@ -54,7 +55,7 @@ def command(pool: str, step: int | None, tensors: bool, as_json: bool) -> int:
 
 
 def pool_facts(path: str, step: int | None, tensors: bool) -> Facts:
-    """The object that ``--json`` prints; docs/json.md lists its keys."""
+    """Return the object that ``--json`` prints; docs/json.md lists its keys."""
     with stored_checkpoints.open_reader(path) as reader:
         found = stored_checkpoints.find_checkpoints(reader)
         wanted = found if step is None else stored_checkpoints.find_checkpoints(reader, step)
@@ -92,7 +93,7 @@ def _geometry(reader: PoolReader, backend: str) -> Facts:
 
 
 def _format(reader: PoolReader) -> str:
-    """The major and minor number of the pool's format, as its superblock says it."""
+    """Return the major and minor number of the pool's format, which are in the superblock: "1.0"."""
     for offset in SUPERBLOCK_OFFSETS:
         data = reader.read(offset, SUPERBLOCK_NBYTES)
         with contextlib.suppress(DamagedError, NotAPoolError, FormatError):
@@ -145,7 +146,8 @@ def _tensor(entry: Entry) -> Facts:
 
 
 def _layers(each: stored_checkpoints.FoundCheckpoint) -> list[Facts]:
-    """One map per module, in the model's order: its own tensors, and the optimizer state of its parameters."""
+    """Return one object per module, in the model's order, with the sums over the module's own tensors (without those of
+    submodules) and over the optimizer state of its parameters."""
     from lightck.restore.optimizer import keys_by_param
 
     assert each.contents is not None
@@ -206,7 +208,7 @@ def _head(facts: Facts) -> Iterator[tuple[str, str]]:
     slots = f"{pool['slots']} slots of {size(pool['slot_nbytes'])}"
     yield "kind", f"{pool['backend']}, format {pool['format']}, {size(pool['file_nbytes'])}: {slots}"
     if not pool["writable"]:
-        yield "", "written by a newer lightck: this one can read it, but attach cannot resume it"
+        yield "", "written by a newer lightck: this lightck can read the pool, but attach cannot resume from it"
     yield "open in", _who(holder)
     yield "medium", f"{medium['medium']}; survives {survives(medium)}"
     yield "", f"({'; '.join(medium['evidence'])})"
@@ -309,7 +311,8 @@ def _show_layers(layers: list[Facts]) -> None:
 
 
 def folded(layers: list[Facts], rows_max: int = ROWS_MAX) -> list[Facts]:
-    """The same sums over fewer modules: names are cut to the largest depth that gives at most ``rows_max`` rows."""
+    """Return the sums over groups of modules, whose names begin with the same parts. The number of parts is the largest
+    that gives at most ``rows_max`` rows; with one part there may be more rows."""
     paths = [layer["module"].split(".") for layer in layers]
 
     def names(depth: int) -> list[str]:
@@ -340,4 +343,4 @@ def _show_next(path: str, facts: Facts, step: int | None) -> None:
         )
     else:
         check = f"To check every byte: lightck verify --step {step} {name}"
-        print_line(f"lightck.recover({path!r}, step={step}) reads it. {check}")
+        print_line(f"lightck.recover({path!r}, step={step}) reads this checkpoint. {check}")

@@ -1,7 +1,8 @@
-"""The facts of a machine that ``lightck doctor`` reads, behind one class that tests replace.
+"""The facts about a machine that ``lightck doctor`` reads, behind one class whose parts tests replace.
 
-Files below /proc, /sys and /etc are read under ``root``; limits, free space and media by functions that can be
-replaced. Modules that need the native library are imported on use, since it may not load on this machine.
+Files in /proc, /sys and /etc are read below the folder ``root``. Limits, free space and media are read by functions
+that are fields of the class. Modules that need the native library are imported inside functions, because the library
+may not load on this machine.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ if TYPE_CHECKING:
     from lightck.pool.storage.system import Mount
 
 UNLIMITED = 1 << 60
-"""More memory than any machine has: cgroups v1 writes "no limit" as a larger number."""
+"""A limit of this many bytes or more is no limit: cgroups v1 writes "no limit" as a number larger than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Bytes of a file system: ``free`` for this user, and in ``total``."""
+    """The bytes of a file system: ``free`` is what this user may still use, ``total`` the size of the file system."""
 
     free: int
     total: int
 
 
 def space_of(folder: str) -> Space | None:
+    """Return the space of the file system of a folder; None if it cannot be read."""
     try:
         st = os.statvfs(folder)
     except OSError:
@@ -41,14 +43,14 @@ def space_of(folder: str) -> Space | None:
 
 
 def medium_of(folder: str) -> Durability:
-    """The durability of a pool in this folder."""
+    """Return the durability of a pool in this folder."""
     from lightck.pool.storage import durability
 
     return durability.probe(folder)
 
 
 def refusal_of(folder: str) -> str | None:
-    """Why ``attach`` refuses to create a pool in this folder, or None."""
+    """Return why ``attach`` refuses to create a pool in this folder, as text; None if it does not."""
     from lightck.pool.storage.file import checked_folder
 
     try:
@@ -59,7 +61,8 @@ def refusal_of(folder: str) -> str | None:
 
 
 def obstacle_at(path: str) -> str | None:
-    """Why ``attach`` cannot open the file at ``path`` as a pool; None if it can, or if no file is there."""
+    """Return why ``attach`` cannot open the file at ``path`` as a pool, as text; None if it can, or if there is no
+    file at ``path``."""
     from lightck.pool.reader import open_pool
     from lightck.pool.storage.backends import pool_path
 
@@ -73,14 +76,15 @@ def obstacle_at(path: str) -> str | None:
 
 
 def device_at(path: str) -> tuple[int, Durability] | None:
-    """The size in bytes of a device-dax device and the durability of a pool on it; None for any other path."""
+    """Return the size in bytes of a device-dax device, and the durability of a pool on this device; None for any other
+    path."""
     from lightck.pool.storage.backends import DEVDAX
 
     return DEVDAX.size_and_durability(path) if DEVDAX.claims(path) else None
 
 
 def limit_of(name: str) -> int | None:
-    """The soft limit in bytes; None if unlimited."""
+    """Return the soft limit with this name (``RLIMIT_...``), in bytes; None if unlimited."""
     soft, _ = resource.getrlimit(getattr(resource, name))
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -91,7 +95,7 @@ def is_writable(folder: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """This machine, or a fake one in a test."""
+    """This machine, or a simulated one in a test."""
 
     root: Path = Path("/")
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
@@ -105,7 +109,7 @@ class Machine:
     obstacle: Callable[[str], str | None] = obstacle_at
 
     def text(self, path: str) -> str:
-        """The text of a file; empty if it cannot be read."""
+        """Return the text of a file; empty if the file cannot be read."""
         try:
             return (self.root / path.lstrip("/")).read_text(errors="replace")
         except OSError:
@@ -115,12 +119,14 @@ class Machine:
         return (self.root / path.lstrip("/")).exists()
 
     def listing(self, path: str) -> list[str]:
+        """Return the sorted names in a folder; empty if the folder cannot be read."""
         try:
             return sorted(os.listdir(self.root / path.lstrip("/")))
         except OSError:
             return []
 
     def kernel(self) -> tuple[str, tuple[int, int]]:
+        """Return the release of the kernel as text, and its first two numbers; "" and (0, 0) if it cannot be read."""
         release = self.text("/proc/sys/kernel/osrelease").strip()
         found = re.match(r"(\d+)\.(\d+)", release)
         return release, (int(found[1]), int(found[2])) if found else (0, 0)
@@ -131,15 +137,16 @@ class Machine:
         return mounts(self.text("/proc/self/mountinfo"))
 
     def swaps(self) -> list[str]:
-        """The devices and files to which memory is swapped out."""
+        """Return the devices and files to which the kernel may swap memory out."""
         return [line.split()[0] for line in self.text("/proc/swaps").splitlines()[1:] if line.strip()]
 
     def memory_available(self) -> int | None:
+        """Return the available memory in bytes; None if it cannot be read."""
         found = re.search(r"^MemAvailable:\s+(\d+) kB", self.text("/proc/meminfo"), re.M)
         return int(found[1]) * 1024 if found else None
 
     def memory_limit(self) -> int | None:
-        """The smallest memory limit of this process's control groups, in bytes; None if unlimited."""
+        """Return the smallest memory limit of this process's control groups, in bytes; None if there is no limit."""
         limits: list[int] = []
         for line in self.text("/proc/self/cgroup").splitlines():
             number, _, rest = line.partition(":")
@@ -151,7 +158,8 @@ class Machine:
         return min(limits, default=None)
 
     def _limits(self, base: str, group: str, name: str) -> Iterator[int]:
-        """The limits of a group and of its ancestors. In a container some of them may not be visible."""
+        """Yield the limits of a control group and of its ancestors, in bytes. In a container some of these groups may
+        not be visible."""
         parts = [part for part in group.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
             text = self.text("/".join((base, *parts[:depth], name))).strip()
@@ -159,7 +167,7 @@ class Machine:
                 yield int(text)
 
     def container(self) -> str | None:
-        """The evidence that this process runs in a container, or None."""
+        """Return the evidence that this process runs in a container, as text; None if there is none."""
         for path in ("/.dockerenv", "/run/.containerenv"):
             if self.exists(path):
                 return path

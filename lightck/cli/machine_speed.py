@@ -1,7 +1,9 @@
-"""Measures of this machine for ``lightck bench``: copies to a pool's medium, and a small training saved at each step.
+"""Measurements of this machine for ``lightck bench``: copies to a pool's medium, and a small training that is saved at
+each step.
 
-All that is compared takes turns within one process, so that other load on the machine affects all alike. The training
-without checkpoints runs twice: the difference between the two is the noise, reported beside the cost of saving.
+The kinds of copies, and the trainings, run in turn within one process, so that other load on the machine affects all of
+them in the same way. The training without checkpoints runs twice. The difference between these two trainings is the
+noise, which is reported beside the cost of saving.
 """
 
 from __future__ import annotations
@@ -33,17 +35,19 @@ from lightck.pool.storage.backends import BACKENDS
 PLAIN, AGAIN, SAVED, TORCH_SAVE = "saves nothing", "saves nothing, again", "lightck", "torch.save"
 TRAININGS = (PLAIN, AGAIN, SAVED, TORCH_SAVE)
 ROOM_NBYTES = 192 << 20
-"""Bytes needed for the copies, and then for the training's pool and two files of torch.save."""
+"""The free bytes that the measurement needs: first for the copies, then for the pool and two files of torch.save."""
 _COPY_NBYTES, _COPY_ROUNDS, _COPY_SECONDS = 64 << 20, 9, 10.0
+"""The bytes of one copy, the number of rounds of copies that count, and the seconds after which no round begins."""
 _WARM_UP, _COUNTED = (3, 40, 20.0), (5, 60, 40.0)
-"""The least and the most rounds, and the seconds after which no further round begins."""
+"""The least and the most rounds of trainings, and the seconds after which no further round begins."""
 _CONTEXT, _WIDTH, _BATCH, _VALUES = 32, 1024, 1024, 256
-"""Chosen so that the step time per byte of state is that of GPT-2 with 8 texts of 128 tokens."""
+"""The bytes that predict the next byte, the width of the layers, the batch size, and the number of values of a byte.
+They are chosen so that the step time per byte of state equals that of GPT-2 with a batch of 8 texts of 128 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share of a step (0.03 is 3 %): the median, and the ends of its 95 % confidence interval."""
+    """A share of a step (0.03 is 3 %): the median, and the ends of the median's 95 % confidence interval."""
 
     median: float
     low: float
@@ -52,25 +56,29 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The result: medians over rounds."""
+    """The result of the measurement. Figures of a training are medians over rounds, with the training's name as key."""
 
     machine: Facts
     medium: Facts
     bytes_per_second: dict[str, float]
+    """Kind of copy -> speed."""
     state_nbytes: int
+    """Bytes of the tensors in a checkpoint of the training."""
     is_synced: bool
-    """Whether torch.save is followed by fsync. That is so if a pool in this folder survives a crash of the OS, so that
-    the two ways to save survive the same."""
+    """Whether torch.save is followed by fsync: True if a pool in this folder survives a crash of the OS, so that both
+    ways to save survive the same."""
     rounds: int
+    """The number of rounds of trainings that count."""
     step_seconds: dict[str, float]
+    """Seconds per step, the save included."""
     added: dict[str, Share]
-    """What each of the other trainings adds to a step that saves nothing."""
+    """By how much a step of this training takes longer than a step of the training PLAIN, as a share of the latter."""
     held_up_seconds: dict[str, float]
-    """Time per step that saving takes on the training thread."""
+    """Seconds per step that the save takes on the training thread."""
 
 
 def measure(folder: Path) -> Speed:
-    """Measure on the medium of ``folder``; all files are removed again."""
+    """Measure on the medium of ``folder``, and return the result. All files are removed at the end."""
     found = durability.probe(str(folder))
     with TemporaryDirectory(prefix="lightck-bench-", dir=folder) as place:
         copies = _copies(place)
@@ -94,9 +102,10 @@ def measure(folder: Path) -> Speed:
 
 
 def _copies(folder: str) -> dict[str, float]:
-    """Bytes per second of each kind of copy, on one thread, into pages that are already allocated.
+    """Return the bytes per second of each kind of copy, on one thread, into pages that are already allocated.
 
-    lightck's copies are made durable, as before a commit, which on a disk takes most of the time.
+    The time of lightck's copy includes making the bytes durable, as before a commit. On a disk this takes most of the
+    time.
     """
     backend, path = BACKENDS["file"], os.path.join(folder, "copies.pool")
     source = np.resize(np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8), _COPY_NBYTES)
@@ -124,6 +133,7 @@ def _copies(folder: str) -> dict[str, float]:
 
 
 def _timed(kinds: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Run all kinds of copies in rounds, and return the bytes per second of each kind (medians over rounds)."""
     taken: dict[str, list[float]] = {name: [] for name in kinds}
     deadline = time.monotonic() + _COPY_SECONDS
     for number in range(1 + _COPY_ROUNDS):
@@ -142,7 +152,8 @@ def _timed(kinds: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 class _Training:
-    """A small network that predicts the next byte of this file's text. All instances are equal."""
+    """A training of a small network that predicts the next byte in the text of this file. All instances begin with the
+    same weights and draw the same batches."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -168,7 +179,8 @@ class _Training:
         self.optimizer.zero_grad()
 
     def save(self, path: str, is_synced: bool) -> None:
-        """Save as PyTorch's tutorial does, but into a temporary file that replaces ``path`` when complete."""
+        """Save with torch.save, as PyTorch's tutorial does, into a temporary file that replaces ``path`` when it is
+        complete. ``is_synced``: call fsync before the file replaces ``path``."""
         with open(path + ".new", "wb") as file:
             torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
             if is_synced:
@@ -176,7 +188,7 @@ class _Training:
         os.replace(path + ".new", path)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Parameters and optimizer state."""
+        """Return the parameters and the tensors of the optimizer state."""
         return [
             *self.model.parameters(),
             *(v for p in self.model.parameters() for v in self.optimizer.state[p].values()),
@@ -184,7 +196,8 @@ class _Training:
 
 
 class _Rounds:
-    """Rounds of one step of each training, in random order. ``session`` is that of the training that lightck saves."""
+    """Rounds, in each of which every training makes one step, in random order. ``session`` saves the training SAVED;
+    ``file`` is the file of torch.save for the training TORCH_SAVE."""
 
     def __init__(self, session: lightck.Session, trainings: dict[str, _Training], file: str, is_synced: bool) -> None:
         self._session, self._trainings, self._draw = session, trainings, random.Random(1)
@@ -193,7 +206,7 @@ class _Rounds:
         self.held_up: dict[str, list[float]] = {SAVED: [], TORCH_SAVE: []}
 
     def run(self) -> None:
-        """Run warm-up rounds until lightck's trial of wait policies is over, and then the rounds that count."""
+        """Run warm-up rounds, until lightck has chosen a wait policy, and then the rounds that count."""
         self._rounds(*_WARM_UP, lambda: self._session.stats().wait_policy != "trial")
         for taken in (*self.seconds.values(), *self.held_up.values()):
             taken.clear()
@@ -219,9 +232,11 @@ class _Rounds:
             self.held_up[name].append(self._session.stats().stall_seconds - stalled)
 
     def added(self, name: str) -> Share:
-        """The share that ``name`` adds to a step, from paired rounds, so that drift cancels.
+        """Return by how much a step of the training ``name`` takes longer than a step of PLAIN, as a share of the
+        latter. Steps of the same round are compared, so that a slow change of the machine's speed has no effect.
 
-        The interval holds the median with 95 % by order statistics: the ranks n/2 -+ 0.98 sqrt(n).
+        The 95 % confidence interval of the median comes from order statistics: the ranks n/2 - 0.98 sqrt(n) and
+        n/2 + 0.98 sqrt(n) of the n shares.
         """
         plain = self.seconds[PLAIN]
         shares = sorted(taken / without - 1 for taken, without in zip(self.seconds[name], plain, strict=True))
@@ -231,7 +246,8 @@ class _Rounds:
 
 
 def _trained(folder: str, is_synced: bool) -> tuple[_Rounds, int]:
-    """Run the rounds, and check that the pool recovers. Returns them and the bytes of tensors in a checkpoint."""
+    """Run the rounds, and check that the checkpoint in the pool equals the training. Returns the rounds, and the bytes
+    of the tensors in a checkpoint. Raises ``BenchError`` if the checkpoint differs."""
     trainings, pool = {name: _Training() for name in TRAININGS}, os.path.join(folder, "training.pool")
     saved, fresh = trainings[SAVED], _Training()
     with lightck.attach(saved.model, pool, optimizer=saved.optimizer) as session:
@@ -241,7 +257,7 @@ def _trained(folder: str, is_synced: bool) -> tuple[_Rounds, int]:
     expected, found = saved.tensors(), fresh.tensors()
     if len(expected) != len(found) or not all(map(torch.equal, expected, found)):
         raise BenchError(
-            "The checkpoint that lightck saved differs from the training, so its times mean nothing. This is a bug in "
-            "lightck, or a fault of this machine's memory. Please report it, with the output of lightck doctor."
+            "The checkpoint that lightck saved differs from the training, so the times mean nothing. This is a bug in "
+            "lightck, or a fault of this machine's memory. Please report this error, with the output of lightck doctor."
         )
     return rounds, sum(tensor.numel() * tensor.element_size() for tensor in expected)

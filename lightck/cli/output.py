@@ -1,5 +1,5 @@
-"""Standard output and error of a command, which may be closed, full, a broken pipe or of a narrow encoding; and a
-progress bar on stderr."""
+"""Standard output and standard error of a command, and a progress bar on stderr. An output may be closed, on a full
+disk, a broken pipe, or a stream whose encoding lacks characters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from lightck.failure_recording import FailureRecordingFile
 def prepare() -> TextIO | None:
     """Set up stdout and stderr for a command. Returns the original stdout, for ``restore``.
 
-    A stderr that the shell closed (``2>&-``) becomes /dev/null, so that no file opened later gets its descriptor.
-    Characters that the encoding lacks are printed as escapes. Stdout is buffered, even under ``PYTHONUNBUFFERED``,
-    because Python's unbuffered stdout does not notice that a full disk took only a part of a write.
+    If the shell closed stderr (``2>&-``), /dev/null is opened as stderr, so that no file that is opened later gets the
+    descriptor of stderr. Characters that the encoding lacks are printed as escapes. Stdout is buffered, even under
+    ``PYTHONUNBUFFERED``, because Python's unbuffered stdout does not notice when a full disk takes only a part of a
+    write.
     """
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
     if isinstance(sys.stderr, io.TextIOWrapper):
         sys.stderr.reconfigure(errors="backslashreplace")
     out = sys.stdout
@@ -38,7 +39,7 @@ def prepare() -> TextIO | None:
 
 
 def restore(out: TextIO | None) -> None:
-    """Put the original stdout back, for programs that call a command from Python."""
+    """Flush stdout and set it to ``out``, the original one, for programs that call a command from Python."""
     with contextlib.suppress(OSError, ValueError):
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -52,7 +53,7 @@ def is_output_error(error: BaseException) -> bool:
 
 
 def discard_rest() -> None:
-    """Redirect stdout to /dev/null, so that Python's flush at exit does not fail once more on the unwritten rest."""
+    """Redirect stdout to /dev/null. Otherwise Python would flush the unwritten rest at exit, and fail again."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -63,7 +64,8 @@ LONG_NBYTES = 64 << 20
 
 @contextmanager
 def progress_bar(label: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over ``nbytes``, only for long work on a terminal. Gives a function that advances it by bytes."""
+    """Show a progress bar over ``nbytes`` while the block runs, if the work is long (``LONG_NBYTES``) and stderr is a
+    terminal. The block receives a function that advances the bar by a number of bytes."""
     if nbytes < LONG_NBYTES or not sys.stderr.isatty():
         yield lambda _: None
         return

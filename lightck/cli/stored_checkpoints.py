@@ -1,7 +1,7 @@
 """The checkpoints of a pool, as ``inspect``, ``verify`` and ``diff`` list them.
 
-In a pool in use, a writer may overwrite a slot while it is read. A checkpoint that is overwritten meanwhile is left
-out; if none is left, the pool is read again, as recovery does.
+In a pool in use, a training may overwrite a slot while the slot is read. A checkpoint that was overwritten is left out
+of the list. If no checkpoint is left, the pool is read again, as recovery does.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ if TYPE_CHECKING:
 
 COMMITTED, REJECTED, DEAD = "committed", "rejected", "dead"
 ATTEMPTS = 20
-"""How often a pool is read again if its checkpoints are overwritten while they are read."""
+"""How many times a pool is read, at most, if a training overwrites all its checkpoints while they are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A checkpoint of the commit log whose bytes are still in their slot.
+    """A checkpoint that a commit record names and that was not overwritten.
 
-    state: ``committed``: recovery may return it. ``dead``: the training resumed from an older step, and recovery
-    returns it only if its step is asked for. ``rejected``: it is damaged (see ``reason``), and recovery skips it.
+    state: ``committed``: recovery may return the checkpoint. ``dead``: the training was later resumed from an older
+    step, and recovery returns the checkpoint only if its step is requested. ``rejected``: the checkpoint is damaged,
+    and recovery skips it.
     """
 
     record: CommitRecord
     state: str
     reason: str | None
+    """Why a checkpoint is rejected; None if it is not. Then ``stored`` and ``contents`` are not None."""
     stored: StoredCheckpoint | None
     contents: Contents | None
 
@@ -54,7 +56,7 @@ class FoundCheckpoint:
 
 @contextmanager
 def open_reader(path: str) -> Iterator[PoolReader]:
-    """Open the pool at ``path`` for reading only."""
+    """Open the pool at ``path`` for reading only, until the end of the block."""
     reader = open_pool(readable_path(path))
     try:
         yield reader
@@ -63,7 +65,7 @@ def open_reader(path: str) -> Iterator[PoolReader]:
 
 
 def find_checkpoints(reader: PoolReader, step: int | None = None) -> tuple[FoundCheckpoint, ...]:
-    """All checkpoints of a pool, in the order in which recovery tries them, then the dead ones.
+    """Return the checkpoints of a pool, in the order in which recovery tries them, followed by the dead ones.
 
     Args:
         reader: the open pool.
@@ -97,7 +99,7 @@ def _of_step(reader: PoolReader, found: tuple[FoundCheckpoint, ...], step: int) 
     steps = ", ".join(str(s) for s in sorted({each.step for each in found}))
     raise NoCheckpointError(
         f"The pool {reader.path!r} does not hold step {step}. It holds {steps}: a pool keeps the newest few "
-        "checkpoints, and older ones were overwritten. Ask for a step that it holds, or omit --step."
+        "checkpoints, and older ones were overwritten. Ask for a step that the pool holds, or omit --step."
     )
 
 
@@ -118,14 +120,14 @@ def _readable(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckp
         for record in records:
             is_superseded = record.payload_generation < newest[record.slot]
             if is_superseded and reader.slot_generation(record.slot) != record.payload_generation:
-                continue  # a newer record names the slot, and its header (intact or damaged) does not name this one
+                continue  # a newer record names the slot, whose header (intact or damaged) names another checkpoint
             each = _parsed(reader, record, state)
-            if each is not None and not stale.includes(each.generation):  # a stale one counts as struck
+            if each is not None and not stale.includes(each.generation):  # a stale checkpoint counts as struck
                 yield each
 
 
 def _parsed(reader: PoolReader, record: CommitRecord, state: str) -> FoundCheckpoint | None:
-    """The checkpoint of a commit record; None if its slot holds another one, before or after reading it."""
+    """Return the checkpoint of a commit record; None if its slot held another checkpoint before or after the read."""
     from lightck.restore.recover import parse  # imports torch
 
     if not is_in_slot(reader, record):
@@ -144,20 +146,22 @@ def is_in_slot(reader: PoolReader, record: CommitRecord) -> bool:
 
 
 def first_usable(checkpoints: tuple[FoundCheckpoint, ...], step: int | None) -> FoundCheckpoint | None:
-    """The first readable checkpoint in the order of recovery; a dead one only if ``step`` asks for it."""
+    """Return the first readable checkpoint in the order of recovery; None if there is none. A dead checkpoint is
+    returned only if ``step`` is not None."""
     readable = (each for each in checkpoints if each.stored is not None)
     return next((each for each in readable if step is not None or each.state == COMMITTED), None)
 
 
 def unfinished(reader: PoolReader) -> list[tuple[int, int]]:
-    """(slot, generation) of uncommitted checkpoints: being written, given up, or cut off by a kill."""
+    """Return (slot, generation) of each uncommitted checkpoint: one that is being written now, or that was given up, or
+    whose process was killed."""
     newest = newest_generations(reader.commit_log())
     headers = [(slot, reader.slot_generation(slot)) for slot in range(len(reader.superblock.slots))]
     return [(slot, gen) for slot, gen in headers if gen is not None and gen > newest.get(slot, 0)]
 
 
 def newest_generations(commit_log: CommitLog) -> dict[int, int]:
-    """slot -> generation of the newest checkpoint that a commit record names in that slot."""
+    """Return slot -> generation of the newest checkpoint in this slot that a commit record names."""
     found: dict[int, int] = {}
     for record in commit_log.records.values():
         found[record.slot] = max(found.get(record.slot, 0), record.payload_generation)

@@ -1,7 +1,7 @@
 """Text for a terminal or a pipe: escaped names, short sizes, aligned columns.
 
-Text from a pool is untrusted: ``clean`` escapes every character that a terminal would act on. Columns are as wide as
-their text and never cut to the width of a terminal.
+Text from a pool is untrusted: ``clean`` escapes every character that a terminal would interpret. Columns are as wide as
+their text, and are never cut to the width of a terminal.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ SURVIVED = {"process": "a killed process", "os": "a crash of the OS", "power": "
 
 
 def clean(text: str) -> str:
-    """The text with every unprintable character (escapes, line ends, direction marks) written as an escape."""
+    """Return the text with every unprintable character (escapes, line ends, direction marks) written as ``\\x1b`` or
+    the like."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def size(nbytes: int) -> str:
-    """A number of bytes in decimal units, for example ``36.2 MB``, as in error messages."""
+    """Return a number of bytes as text in decimal units, for example ``36.2 MB``."""
     value = float(nbytes)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 999.95 or unit == "GB":
@@ -33,20 +34,21 @@ def size(nbytes: int) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """A number with its noun: ``1 tensor``, ``2 tensors``."""
+    """Return a number with its noun: ``1 tensor``, ``2 tensors``."""
     plural = thing[:-1] + "ies" if thing.endswith("y") else thing + "s"
     return f"{number:,} {thing if number == 1 else plural}"
 
 
 def listed(items: Iterable[str], most: int = 6) -> str:
-    """The items as ``a, b, c``. If there are more than ``most``, the first ones and the number of the others."""
+    """Return the items as ``a, b, c``. If there are more than ``most``, return the first ``most`` of them and the
+    number of the others."""
     items = list(items)
     rest = len(items) - most
     return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """The lines of a table. ``right``: indices of the columns that are right-aligned."""
+    """Return the lines of a table. ``right``: indices of the columns that are right-aligned."""
     if not rows:
         return []
     cells = [[clean(cell) for cell in row] for row in rows]
@@ -60,7 +62,7 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def survives(durability: Facts) -> str:
-    """A durability in words, as "a killed process; not a crash of the OS, a power cut, a media error"."""
+    """Return a durability in words: "a killed process; not a crash of the OS, a power cut, a media error"."""
     yes = [words for name, words in SURVIVED.items() if durability.get(name)]
     no = [words for name, words in SURVIVED.items() if not durability.get(name)]
     return (", ".join(yes) or "nothing") + (f"; not {', '.join(no)}" if no else "")
@@ -76,5 +78,5 @@ def print_verdict(text: str, good: bool) -> None:
 
 
 def print_json(facts: Facts) -> None:
-    """Print an object as JSON in ASCII, so that every character that a terminal would act on is escaped."""
+    """Print an object as JSON in ASCII, so that every character that a terminal would interpret is escaped."""
     click.echo(json.dumps(facts, indent=2, ensure_ascii=True, allow_nan=False))

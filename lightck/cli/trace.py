@@ -1,4 +1,4 @@
-"""``lightck trace``: a recorded training as a table of times and as a picture."""
+"""``lightck trace``: shows a recording of ``session.trace()`` as a table of times, and draws it as a picture."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def command(
 
 
 def _about(trace: Trace) -> Facts:
-    """The facts about the recording, as text and numbers of bounded size: the file is untrusted."""
+    """Return facts about the recording. Texts, lists and numbers are bounded, because the file is untrusted."""
     about = trace.about
     dropped = about.get("dropped")
     compiled = about.get("compiled")
@@ -84,7 +84,7 @@ def _show(trace: Trace, steps: list[StepFacts]) -> None:
         f"{about['model'] or 'a training'} on {about['medium'] or 'an unknown medium'}: {count(len(steps), 'step')}"
     )
     if about["dropped"]:
-        print_line(f"{count(about['dropped'], 'event')} did not fit into the recorder: the times are too low")
+        print_line(f"{count(about['dropped'], 'event')} did not fit into a buffer and are missing: times are too low")
     if about["compiled"]:
         print_line(f"compiled modules, recorded as a whole: {', '.join(about['compiled'][:6])}")
     if not steps:
@@ -154,6 +154,8 @@ def _draw(
 def _range(
     trace: Trace, steps: list[StepFacts], step: int | None, begin: float | None, end: float | None
 ) -> tuple[int, int, str]:
+    """Return the times to draw, in nanoseconds from the start of the trace, and what they are, as text. ``begin`` and
+    ``end`` are in milliseconds."""
     last = max((event.end for event in trace.events), default=0)
     if begin is not None or end is not None:
         left, right = min((begin or 0.0) * 1e6, 1e18), min(end * 1e6, 1e18) if end is not None else last
@@ -165,7 +167,7 @@ def _range(
     middle = median_step(steps)
     if step is not None and step not in known:
         usage_error(
-            f"The trace holds no whole step {step}. It holds {f'{min(known)} to {max(known)}' if known else 'none'}."
+            f"The trace holds no whole step {step}. Its steps: {f'{min(known)} to {max(known)}' if known else 'none'}."
         )
     if step is None and middle is None:
         return 0, last, "the whole trace"

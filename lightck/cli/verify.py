@@ -1,8 +1,8 @@
 """``lightck verify``: checks structures, manifests and blocks of a pool against their checksums.
 
-If a structure exists twice, both copies are checked. The blocks of the newest checkpoint are read, and those of older
-ones until one is intact; ``--deep`` reads the blocks of every checkpoint. What a kill or an active writer leaves behind
-is no damage.
+If a structure exists twice, both copies are checked. The blocks of checkpoints are read from the newest checkpoint on,
+until one checkpoint is intact; ``--deep`` reads the blocks of every checkpoint. A structure that a kill, or a training
+that has the pool open, left half written is not reported as damage.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from lightck.pool.format.structures import (
 from lightck.pool.reader import PoolReader, StoredCheckpoint
 
 SHOWN_MAX = 10
-"""The most damaged tensors that the text names per checkpoint."""
+"""The most damaged tensors of one checkpoint that the text names."""
 _GENERATIONS_TRIED = 1000
-"""An adoption's commit record has a larger generation than its checkpoint; this is the largest difference tried."""
+"""The commit record of an adoption has a larger generation than its checkpoint. This is the largest difference that is
+tried."""
 _READS, _PAUSE_SECONDS = 5, 0.02
-"""A structure that fails its check may be half written: it is read up to so often, with this pause."""
+"""How many times a structure is read, at most, until its check succeeds, and the pause between two reads. A structure
+that fails its check may be half written."""
 
 
 @click.command("verify", cls=Command, short_help="Check a pool against its checksums.")
 @click.argument("pool", type=POOL)
-@click.option("--deep", is_flag=True, help="Read every block of every checkpoint, not only of the newest.")
+@click.option("--deep", is_flag=True, help="Read every block of every checkpoint, not only of the newest one.")
 @step_option
 @json_option
 def command(pool: str, deep: bool, step: int | None, as_json: bool) -> int:
@@ -61,7 +63,7 @@ def command(pool: str, deep: bool, step: int | None, as_json: bool) -> int:
 
 
 def pool_facts(path: str, step: int | None, deep: bool) -> Facts:
-    """The object that ``--json`` prints; docs/json.md lists its keys."""
+    """Return the object that ``--json`` prints; docs/json.md lists its keys."""
     with stored_checkpoints.open_reader(path) as reader:
         structures = list(_structures(reader))
         checkpoints = _checkpoints(reader, step, deep)
@@ -99,12 +101,13 @@ def _structure(name: str, reason: str | None, is_explained: bool = False) -> Fac
 
 
 Reason = tuple[str | None, bool]
-"""What is wrong with a structure (None: nothing), and whether a kill explains it, so that it is no damage."""
+"""(reason, is_explained). ``reason``: what is wrong with a structure; None: nothing is wrong. ``is_explained``: whether
+a kill explains the reason, so that the structure does not count as damaged."""
 
 
 def _stable_reason(read: Callable[[], Reason]) -> Reason:
-    """Read a structure until it is good, and return the reason of the last read. The pauses give a writer time to
-    finish: it writes a record or header within microseconds."""
+    """Check a structure with ``read``, at most ``_READS`` times until it is good, and return the result of the last
+    check. A training that has the pool open finishes a record or header within microseconds, so within a pause."""
     for attempt in range(_READS):
         if attempt:
             time.sleep(_PAUSE_SECONDS)
@@ -138,11 +141,12 @@ def _record_reason(reader: PoolReader, position: int) -> Reason:
 
 
 def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
-    """Whether the commit record is complete except for its generation, which is stored last.
+    """Whether a commit record is complete except for its first 8 bytes, the generation, which are stored last.
 
-    Then its first 8 bytes still hold the generation of the record that it overwrites. The missing generation is that of
-    the payload, or a larger one for an adoption; all possible ones are tried until the checksum of the record matches.
-    Two records never have the same generation: if another record has the one in these bytes, a bit was flipped.
+    If so, these bytes still hold the generation of the older record that was overwritten. The missing generation equals
+    the generation of the payload, or is larger, for an adoption. All possible generations are tried until the checksum
+    of the record matches. Two records never have the same generation. So if another record has the generation in these
+    bytes, they are not a remainder: a bit was flipped.
     """
     (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
     commit_log = reader.commit_log()
@@ -172,7 +176,8 @@ def _header_reason(reader: PoolReader, slot: int) -> Reason:
 
 
 def _checkpoints(reader: PoolReader, step: int | None, deep: bool) -> list[Facts]:
-    """One map per checkpoint. If a writer overwrote all of them meanwhile, the pool is read again."""
+    """Return one object per checkpoint. If a training overwrote all checkpoints during the read, the pool is read
+    again. Raises ``PoolLockedError`` after ``ATTEMPTS`` reads."""
     for _ in range(stored_checkpoints.ATTEMPTS):
         found = stored_checkpoints.find_checkpoints(reader, step)
         rows = _checked(reader, found, deep or step is not None)
@@ -194,7 +199,7 @@ def _checked(
             read = all_blocks or (not is_one_intact and each.state == stored_checkpoints.COMMITTED)
             row = _row(reader, each, read, advance)
             if row["damage"] and each.generation < newest.get(each.record.slot, 0):
-                continue  # its slot holds a newer checkpoint, although the slot's header names this one
+                continue  # the slot holds a newer checkpoint, although the slot's header names this checkpoint
             rows.append(row)
             is_one_intact = is_one_intact or row["blocks"] == "verified"
     return rows
@@ -224,7 +229,7 @@ def _row(
 
 
 def _damage(stored: StoredCheckpoint, advance: Callable[[int], None]) -> Iterator[Facts]:
-    """Each tensor with a bad block; stops at the first one if the checkpoint is being overwritten."""
+    """Yield an object for each tensor with a bad block. Stop at the first of them if the checkpoint was overwritten."""
     for name, entry in stored.entries.items():
         try:
             stored.read_into(name, 0)  # 0: verify the blocks, and keep no bytes
@@ -283,4 +288,5 @@ def _show_verdict(facts: Facts, path: str) -> None:
         print_line("attach(..., overwrite=True) discards this pool and starts a new training.")
     else:
         print_verdict(f"DAMAGED. Step {step} is intact: attach(..., resume=True) and recover() use it.", good=False)
-        print_line(f"To save it outside of the pool: lightck export {shlex.quote(path)} FILE.safetensors --step {step}")
+        name = shlex.quote(path)
+        print_line(f"To save step {step} outside of the pool: lightck export {name} FILE.safetensors --step {step}")

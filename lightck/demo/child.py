@@ -2,9 +2,9 @@
 
     python child.py FD PARENT_PID LIGHTCK_ROOT [arguments of train_gpt.py]
 
-It runs as a script, so that a plain run (``--pool none``) does not import lightck; the last report says whether it did.
-It writes a line as soon as its update has returned: what was reported before a kill is in the pipe, and the parent
-reads it after the death of this process.
+This file runs as a script, so that a run without a pool (``--pool none``) does not import lightck. The report at the
+end of the training says whether lightck was imported. A line is written as soon as its update has returned. A line that
+was written before a kill is in the pipe, where the parent reads it after the death of this process.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, for whatever reason."""
+    """Let the kernel kill this process when the parent process dies. ``parent``: the pid of the parent."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
 
 
 def train_gpt_folder() -> Path:
-    """The folder of train_gpt.py: beside this file when installed, ``examples`` in a source tree."""
+    """Return the folder of train_gpt.py: the folder of this file if lightck is installed, ``examples`` in a source
+    tree."""
     here = Path(__file__).resolve().parent
     for folder in (here, here.parents[1] / "examples"):
         if (folder / "train_gpt.py").is_file():
@@ -41,7 +42,8 @@ def train_gpt_folder() -> Path:
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of nested dicts, lists and tuples with its path, dicts sorted by their keys."""
+    """Yield (path, leaf) for every leaf of nested dicts, lists and tuples. Keys of dicts are sorted. ``path``: the path
+    of ``value``."""
     if isinstance(value, dict):
         for key in sorted(value, key=str):
             yield from leaves(value[key], f"{path}/{key}")
@@ -53,7 +55,8 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def digest(leaf: Any) -> str:
-    """SHA-256 of the dtype, shape and bytes of a tensor or array, or of the type and repr of anything else."""
+    """Return the SHA-256 of the dtype, shape and bytes of a tensor or array, or of the type and repr of another
+    value."""
     import numpy
     import torch
 
@@ -68,17 +71,18 @@ def digest(leaf: Any) -> str:
 
 
 def digests(root: str, value: Any) -> dict[str, str]:
+    """Return path -> digest of every leaf of a nested value; ``root`` is the first part of each path."""
     return {path: digest(leaf) for path, leaf in leaves(value, root)}
 
 
 def final_digests(model: Any, optimizer: Any, scheduler: Any) -> dict[str, str]:
-    """Digests of all state that must be bit-identical in the two runs."""
+    """Return path -> digest of all state that must be bit-identical in the two runs."""
     import numpy
     import torch
 
     rng = {
         "torch": torch.get_rng_state(),
-        "python": digest(random.getstate()),  # 625 integers: one digest, not one each
+        "python": digest(random.getstate()),  # one digest for its 625 integers
         "numpy": numpy.random.get_state(legacy=False),
     }
     return {
@@ -90,9 +94,9 @@ def final_digests(model: Any, optimizer: Any, scheduler: Any) -> dict[str, str]:
 
 
 def durability(session: Any) -> dict[str, Any]:
-    promised = session.durability
+    found = session.durability
     names = ("process", "os", "power", "media", "medium")
-    return {**{name: getattr(promised, name) for name in names}, "evidence": list(promised.evidence)}
+    return {**{name: getattr(found, name) for name in names}, "evidence": list(found.evidence)}
 
 
 def counters(session: Any) -> dict[str, Any]:
@@ -102,7 +106,8 @@ def counters(session: Any) -> dict[str, Any]:
 
 
 class Reporter:
-    """A ``Watch`` of ``train_gpt.py`` that reports to the parent."""
+    """A ``Watch`` of ``train_gpt.py`` that sends each event to the parent, through the pipe with the descriptor ``fd``.
+    The session is None in a run without a pool."""
 
     def __init__(self, fd: int) -> None:
         self.pipe = os.fdopen(fd, "w", encoding="ascii")
@@ -129,7 +134,8 @@ class Reporter:
 
 
 def recovered_digests(pool: str) -> dict[str, Any]:
-    """The step and the digests of weights and optimizer that ``recover`` returns after the training has ended."""
+    """Return the step, and the digests of weights and optimizer, of the checkpoint that ``recover`` returns. Called
+    after the training has ended."""
     import lightck
 
     checkpoint = lightck.recover(pool)

@@ -1,6 +1,6 @@
 """Compares what the two runs of the demo reported, bit for bit.
 
-It works on records only, without processes or files. A difference is a sentence; no difference is an empty tuple.
+This module works on records only, and uses no processes or files. Each difference is a sentence.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-LOST_MAX = 1  # finished updates that one kill may cost: the promise at interval 1 with two slots
+LOST_MAX = 1  # the most finished updates that one kill may lose: lightck's promise at interval 1 with two slots
 NAMED_MAX = 5  # the most differing tensors that are named; the others are counted
 
 
@@ -17,28 +17,34 @@ NAMED_MAX = 5  # the most differing tensors that are named; the others are count
 class Kill:
     """One kill and the recovery after it. A step is a number of finished updates; 0 is a new training."""
 
-    how: str
-    reported: int  # the last update that the child reported
+    how: str  # at which moment, as text
+    reported: int  # the last update that the killed child reported
     recovered: int  # the step from which the next child resumed
     recovery_seconds: float
 
     @property
     def lost(self) -> int:
+        """The number of reported updates that the next child had to repeat."""
         return self.reported - self.recovered
 
 
 @dataclass(slots=True)
 class Record:
-    """One run as its children reported it. An update that was repeated after a kill has several losses."""
+    """One run, as its child processes reported it."""
 
-    losses: dict[int, list[str]] = field(default_factory=dict)  # update -> float.hex() of its loss
+    losses: dict[int, list[str]] = field(default_factory=dict)
+    """Update -> ``float.hex()`` of the loss, once for each time that the update was made: an update that was repeated
+    after a kill has several losses."""
     digests: dict[str, str] = field(default_factory=dict)
+    """Path -> digest of the state at the end of the run."""
     imported_lightck: bool = False
-    recovered: dict[str, Any] | None = None  # what recover() returns after the end
+    recovered: dict[str, Any] | None = None
+    """Step and digests of the checkpoint in the pool at the end of the run; None without a pool."""
 
 
 def differences(reference: Record, survived: Record, kills: tuple[Kill, ...], steps: int) -> tuple[str, ...]:
-    """All differences between the killed run and the reference run, as sentences."""
+    """Return all differences between the reference run and the killed run, ``survived``, as sentences. ``steps``: the
+    number of updates of each run."""
     return (
         *_imports(reference, survived),
         *_losses(reference, survived, steps),
@@ -59,7 +65,7 @@ def _losses(reference: Record, survived: Record, steps: int) -> Iterator[str]:
     for update in range(1, steps + 1):
         expected, found = reference.losses.get(update, []), survived.losses.get(update, [])
         if len(expected) != 1:
-            yield f"update {update}: the reference run reported it {len(expected)} times"
+            yield f"update {update}: the reference run reported this update {len(expected)} times"
         elif not found:
             yield f"update {update}: the killed run never reported it"
         elif set(found) != set(expected):
@@ -77,11 +83,12 @@ def _digests(where: str, expected: Mapping[str, str], found: Mapping[str, str]) 
     for name in wrong[:NAMED_MAX]:
         yield f"{where}: {name} differs" if name in expected and name in found else f"{where}: only one run has {name}"
     if len(wrong) > NAMED_MAX:
-        yield f"{where}: {len(wrong) - NAMED_MAX} more differ, of {len(expected)}"
+        yield f"{where}: {len(wrong) - NAMED_MAX} more differ, of {len(expected)} compared values"
 
 
 def _pool(reference: Record, survived: Record, steps: int) -> Iterator[str]:
-    """Whether recover() returned the last step with the weights and optimizer of the reference run."""
+    """Yield the differences between the checkpoint in the pool and the end of the reference run: the step, the weights
+    and the optimizer."""
     recovered = survived.recovered
     if recovered is None:
         yield "the killed run did not read its pool at the end"

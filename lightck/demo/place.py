@@ -1,6 +1,6 @@
-"""Chooses the folder of the demo's pool: /dev/shm if it has room, else the temporary folder.
+"""Chooses the folder of the demo's pool: a new folder in /dev/shm if /dev/shm has room, else in the temporary folder.
 
-A folder that is created here is removed at the end; the folder of ``--keep`` is not.
+The new folder is removed at the end. The folder that ``--keep`` names is not removed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # tmpfs; Docker gives it 64 MB
-ROOM = 3  # the free space needed, in pool sizes
+ROOM = 3  # the free space that is needed, in multiples of the pool's size
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A folder for the pool and the child's output."""
+    """A folder for the pool and the output of the child processes."""
 
     folder: Path
     why: str
+    """Why this folder was chosen, as text."""
 
     @property
     def pool(self) -> Path:
@@ -34,7 +35,7 @@ class Place:
 
 
 def free_nbytes(folder: Path) -> int:
-    """The bytes that are free for this user in a folder; 0 if the folder cannot be used."""
+    """Return the number of bytes that are free for this user in a folder; 0 if the folder cannot be used."""
     try:
         free = os.statvfs(folder)
     except OSError:
@@ -43,7 +44,7 @@ def free_nbytes(folder: Path) -> int:
 
 
 def temporary_parent(pool_nbytes: int) -> tuple[Path, str]:
-    """The folder in which to create a temporary one, and the reason for the choice."""
+    """Return the folder in which to create the folder of the pool, and the reason for the choice as text."""
     free = free_nbytes(SHARED_MEMORY)
     if free >= ROOM * pool_nbytes:
         return SHARED_MEMORY, f"it has {free // MIB:,} MiB free"
@@ -53,7 +54,8 @@ def temporary_parent(pool_nbytes: int) -> tuple[Path, str]:
 
 @contextlib.contextmanager
 def open_place(pool_nbytes: int, keep: Path | None, pool_dir: Path | None) -> Iterator[Place]:
-    """Give the place for one demo, and remove it afterwards unless ``keep`` names it."""
+    """Create the folder for one demo; the block receives its ``Place``. The folder is ``keep`` if that is not None.
+    Else it is a new folder in ``pool_dir``, or in a folder that is chosen, and is removed at the end of the block."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield Place(keep.resolve(), "kept, requested by --keep")

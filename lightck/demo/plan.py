@@ -1,8 +1,8 @@
 """Draws the demo's kills from a seed, so that a run can be repeated.
 
-Half of the kills are timed: the parent sends SIGKILL at a random moment within two steps after a random update was
-reported. For the other half the child kills itself at a random kill site of the native library, between two stages of
-writing a checkpoint, which a timed kill rarely hits.
+Half of the kills are timed: the parent sends SIGKILL at a random moment, at most two steps after the child reported a
+random update. In the other half the child kills itself at a random kill site of the native library. Kill sites lie
+between two stages of writing a checkpoint, which a timed kill rarely hits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-# The kill sites in the order in which a checkpoint passes them; the child dies at the one that LIGHTCK_KILL names.
+# The kill sites, in the order in which the write of a checkpoint reaches them. LIGHTCK_KILL names one of them.
 SITES = {
     "header": "a slot was marked as being written",
     "block": "a block of the payload was copied",
@@ -20,16 +20,17 @@ SITES = {
     "word": "the commit record was written, and not flushed",
     "ack": "the commit record was flushed",
 }
-"""Kill site -> what has just been done there."""
+"""Kill site -> what has been done immediately before."""
 
-GAP = 3  # the least updates between two kills, so that each process has finished some
-TAIL = 4  # the least updates after the last kill, so that the run rarely ends before it
+GAP = 3  # the least number of updates between two kills, so that each process finishes some updates
+TAIL = 4  # the least number of updates after the last kill, so that the run rarely ends before this kill
 DELAY_STEPS_MAX = 2.0  # the longest delay of a timed kill after the report, in steps
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One kill after update ``after``: at a kill ``site``, or timed, ``delay`` steps after the report (site None)."""
+    """One kill after update ``after``: at the kill site ``site``, or, if ``site`` is None, ``delay`` steps after this
+    update was reported."""
 
     after: int
     site: str | None
@@ -37,12 +38,12 @@ class Planned:
 
 
 def fewest_steps(kills: int) -> int:
-    """The least number of updates that a run with so many kills needs."""
+    """Return the least number of updates that a run with this number of kills needs."""
     return GAP * (kills + 1) + TAIL
 
 
 def draw(kills: int, steps: int, seed: int) -> tuple[Planned, ...]:
-    """Draw ``kills`` kills over a run of ``steps`` updates, in order."""
+    """Return ``kills`` random kills in a run of ``steps`` updates, ordered by update."""
     assert steps >= fewest_steps(kills)
     rng = random.Random(seed)
     return tuple(
@@ -52,14 +53,16 @@ def draw(kills: int, steps: int, seed: int) -> tuple[Planned, ...]:
 
 
 def _updates(kills: int, steps: int, rng: random.Random) -> list[int]:
-    """Draw updates that are at least ``GAP`` apart: draw from the range without the gaps, and add them."""
+    """Return random updates that are at least ``GAP`` apart: they are drawn from a range that is shorter by all gaps,
+    and then the gaps are added."""
     room = steps - TAIL - GAP * kills
     drawn = sorted(rng.randint(1, room) for _ in range(kills))
     return [after + GAP * index for index, after in enumerate(drawn)]
 
 
 def _sites(kills: int, rng: random.Random) -> list[str | None]:
-    """Half of the kills get a site, each site once before any is repeated; None is a timed kill."""
+    """Return the site of each kill; None is a timed kill. Half of the kills, rounded down, have a site. A site occurs a
+    second time only if every site occurs once."""
     named: list[str | None] = []
     while len(named) < kills // 2:
         named += rng.sample(tuple(SITES), len(SITES))
@@ -69,9 +72,10 @@ def _sites(kills: int, rng: random.Random) -> list[str | None]:
 
 
 def kill_setting(planned: Planned, position: int, blocks: int, seed: int) -> str | None:
-    """The LIGHTCK_KILL of a child that starts at update ``position``; None for a timed kill.
+    """Return the value of LIGHTCK_KILL for a child that resumes after update ``position``; None for a timed kill.
 
-    Each update writes one checkpoint, which passes each site once, and the site "block" ``blocks`` times.
+    Each update writes one checkpoint. The write of a checkpoint reaches the site "block" ``blocks`` times, and each
+    other site once.
     """
     if planned.site is None:
         return None

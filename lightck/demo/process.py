@@ -1,7 +1,8 @@
-"""One training in a child process: starts it, reads its reports, kills it, and ends its workers too.
+"""One training in a child process: starts the child, reads its reports, and kills it together with the workers of its
+loader.
 
-A dead child is reaped only after its process group (with the loader's workers) was killed: until the child is reaped,
-no other process can get the number of the group.
+The child is reaped after its process group, which contains the workers, was killed. The order matters: until the child
+is reaped, no other process can get the number of the group.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-POLL_SECONDS = 0.02  # the longest time until a death is noticed; a message is noticed at once
-PIPE_CHUNK_BYTES = 1 << 16
+POLL_SECONDS = 0.02  # the longest time until the death of the child is detected; a message is read at once
+PIPE_CHUNK_BYTES = 1 << 16  # the most bytes in one read from the pipe
 
 HERE = Path(__file__).resolve().parent
-PACKAGE_ROOT = HERE.parents[1]  # the folder that holds the package
+PACKAGE_ROOT = HERE.parents[1]  # the folder that contains the package lightck
 
 
 class Child:
-    """A running ``child.py``. A context manager that kills the child and its workers at its end."""
+    """A process that runs ``child.py``. At the end of its ``with`` block the process and its workers are killed."""
 
     def __init__(self, arguments: Sequence[str], log: IO[bytes], kill_site: str | None = None) -> None:
+        """Start the process. ``arguments``: those of ``train_gpt.py``; ``log``: the file for its output; ``kill_site``:
+        the value of LIGHTCK_KILL."""
         environment = {name: value for name, value in os.environ.items() if name != "LIGHTCK_KILL"}
         if kill_site:
             environment["LIGHTCK_KILL"] = kill_site
@@ -42,7 +45,7 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=environment,
-                start_new_session=True,  # Ctrl-C reaches only the parent, which then kills the child
+                start_new_session=True,  # so that Ctrl-C reaches only the parent, which then kills the child
             )
         except BaseException:
             os.close(self._pipe)
@@ -50,7 +53,9 @@ class Child:
         finally:
             os.close(write)
         self._partial = b""
+        """The beginning of a line whose end was not read yet."""
         self._lines: deque[bytes] = deque()
+        """Whole lines that ``read`` has not returned yet."""
 
     @staticmethod
     def _command(write: int, arguments: Sequence[str]) -> list[str]:
@@ -67,23 +72,24 @@ class Child:
         os.close(self._pipe)
 
     def kill(self) -> None:
-        """Send SIGKILL to the training process only; its workers live on, as after a crash."""
+        """Send SIGKILL to the training process only. The workers of its loader keep running, as after a crash."""
         os.kill(self._process.pid, signal.SIGKILL)
 
     def read(self, deadline: float) -> dict[str, Any] | None:
-        """The next message; None once the child is dead and all its messages were read. TimeoutError at ``deadline``.
+        """Return the next message; None if the child is dead and all its messages were read. Raises ``TimeoutError`` at
+        ``deadline``, a value of ``time.monotonic()``.
 
-        A last line that the kill cut off is dropped: its update counts as not reported.
+        If the kill cut off the last line, this line is dropped: its update counts as not reported.
         """
         while not self._lines:
-            dead = self._dead()  # checked before the pipe, which then holds all that a dead child wrote
-            left = 0.0 if dead else max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
+            is_dead = self._is_dead()  # read before the pipe: if the child is dead, the pipe holds all that it wrote
+            left = 0.0 if is_dead else max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
             if select.select([self._pipe], [], [], left)[0]:
                 chunk = os.read(self._pipe, PIPE_CHUNK_BYTES)
-                if not chunk and dead:
+                if not chunk and is_dead:
                     return None
                 self._feed(chunk)
-            elif dead:
+            elif is_dead:
                 return None
             elif time.monotonic() >= deadline:
                 raise TimeoutError
@@ -96,11 +102,12 @@ class Child:
         *whole, self._partial = (self._partial + chunk).split(b"\n")
         self._lines.extend(whole)
 
-    def _dead(self) -> bool:
+    def _is_dead(self) -> bool:
         return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
     def status(self) -> int:
-        """The exit status of an ended child, or minus the signal that killed it. Does not reap the child."""
+        """Wait for the end of the child, and return its exit status, or minus the number of the signal that killed it.
+        Does not reap the child."""
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

@@ -1,6 +1,7 @@
 """The output of the demo: progress, a table at the end, and the commands that recover a kept pool by hand.
 
-On a terminal it has bars and colours, elsewhere plain lines; with ``--json`` stdout gets one object and nothing else.
+A terminal gets bars and colours; any other output gets plain lines. With ``--json``, stdout gets one JSON object and
+nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SURVIVED = {"process": "a killed process", "os": "a crash of the OS", "power": "
 
 
 def progress_on(console: Console) -> Lines:
-    """The progress display for ``console``, as a context manager."""
+    """Return the progress display for ``console``, which is a context manager."""
     return Bars(console) if console.is_terminal else Lines(console)
 
 
@@ -64,7 +65,7 @@ class Lines(Watch):
 
 
 class Bars(Lines):
-    """Shows the same lines, and below them a bar for each run."""
+    """Shows each event as a line, and below the lines a bar for each run."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -92,7 +93,7 @@ class Bars(Lines):
 
 
 def show(result: Result, options: Options, console: Console) -> None:
-    """Print the tables and the verdict at the end."""
+    """Print the tables, the verdict and, for a kept pool, the commands that read it."""
     style = box.SIMPLE_HEAD if console.is_terminal else None
     console.print(_kills(result, style), _facts(result, style))
     for difference in result.differences:
@@ -125,7 +126,8 @@ def _facts(result: Result, style: box.Box | None) -> Table:
 
 
 def survives(durability: dict[str, Any]) -> str:
-    """The promised durability in words: "a killed process; not a crash of the OS, a power cut, a media error"."""
+    """Return the durability of the pool in words: "a killed process; not a crash of the OS, a power cut, a media
+    error"."""
     yes = [words for name, words in SURVIVED.items() if durability.get(name)]
     no = [words for name, words in SURVIVED.items() if not durability.get(name)]
     return (", ".join(yes) or "nothing") + (f"; not {', '.join(no)}" if no else "")
@@ -140,18 +142,18 @@ def _verdict(result: Result) -> str:
             f" Finished updates lost per kill: at most {lost}."
         )
     if not result.differences:
-        return "No kill happened: the training ended before it could be killed. Pass more --steps."
-    return f"NOT bit-identical, or too much lost, after {killed}: see the lines above."
+        return "No kill happened: the training ended before its first kill. Pass a larger --steps."
+    return f"NOT bit-identical, or more updates lost than promised, after {killed}: see the lines above."
 
 
 def by_hand(result: Result, options: Options) -> str:
-    """Shell commands that read the kept pool, and that resume the training from it for one more epoch."""
+    """Return the shell commands that read the kept pool, and that resume the training from it for one more epoch."""
     read = f"import lightck; c = lightck.recover({json.dumps(result.pool)}); print(c.step, list(c.model))"
     script = train_gpt_folder() / "train_gpt.py"
     more = options.arguments(result.pool, epochs=EPOCHS + 1)
     return "\n".join(
         (
-            "The pool is kept. To read it, and to resume the training from it for one more epoch:",
+            "The pool is kept. To read the pool, and to resume the training from it for one more epoch:",
             f"  {_command('-c', read)}",
             f"  {_command(str(script), *more)}",
         )
@@ -159,7 +161,8 @@ def by_hand(result: Result, options: Options) -> str:
 
 
 def _command(*words: str) -> str:
-    """A command line of this Python. For a source tree that is not installed it sets PYTHONPATH."""
+    """Return a shell command that runs this Python with ``words``. The command sets PYTHONPATH if lightck is not
+    installed."""
     line = shlex.join([sys.executable, *words])
     try:
         importlib.metadata.version("lightck")
@@ -169,6 +172,6 @@ def _command(*words: str) -> str:
 
 
 def as_json(result: Result) -> str:
-    """The result as one JSON object. ``identical`` is the verdict, as is the exit status."""
+    """Return the result as one JSON object. ``identical`` is the verdict, from which the exit status follows too."""
     kills = [{**asdict(kill), "lost": kill.lost} for kill in result.kills]
     return json.dumps({**asdict(result), "kills": kills, "identical": result.ok}, indent=2)

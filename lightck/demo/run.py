@@ -1,7 +1,8 @@
 """The demo's parent process: a training that is not killed, the same training with kills, and their comparison.
 
-Both run ``child.py`` with the same arguments except for the pool. A kill loses the updates that the dead child had
-reported beyond the step from which the next child starts. This module does not depend on how checkpoints are made.
+Both trainings run ``child.py``, with the same arguments except for the pool. A kill loses the updates that the dead
+child had reported and that come after the step from which the next child resumes. This module does not depend on how
+checkpoints are made.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from lightck.demo.process import Child
 from lightck.errors import LightckError
 
 EPOCHS = 3
-SILENCE_SECONDS_MAX = 180.0  # a child that reports nothing for so long is hung
-SITE_GRACE = 2  # updates after which a kill site that was not reached is replaced by a timed kill
-LOG_TAIL_BYTES = 2000
+SILENCE_SECONDS_MAX = 180.0  # a child that reports nothing for this time is considered to hang
+SITE_GRACE = 2  # the updates after the planned one, after which a timed kill replaces a kill site that was not reached
+LOG_TAIL_BYTES = 2000  # how much of a child's output an error message quotes
 
 
 class DemoError(LightckError, RuntimeError):
-    """The demo could not be carried out. This says nothing about checkpoints."""
+    """The demo could not be carried out. The error says nothing about checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,13 @@ class Size:
 
     @property
     def pool_nbytes(self) -> int:
-        """The approximate bytes of the pool: two slots of fp32 weights and two moments, and its structures."""
+        """The approximate size of the pool in bytes: two slots, each with fp32 weights and two moments, and the pool's
+        structures."""
         return 2 * 3 * 4 * self.parameters + 8 * MIB
 
     @property
     def blocks(self) -> int:
-        """Checksummed blocks in a checkpoint: one per tensor, since each tensor is smaller than a block."""
+        """The number of blocks in a checkpoint: one per tensor, because each tensor is smaller than a block."""
         return 3 * (12 * self.layers + 4)
 
     def arguments(self) -> list[str]:
@@ -75,7 +77,7 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The user's options. ``steps`` is rounded up to whole epochs, which the report mentions."""
+    """The user's options. ``steps``: the number of updates before it is rounded up to whole epochs (``total``)."""
 
     kills: int
     steps: int
@@ -86,22 +88,25 @@ class Options:
 
     @property
     def updates(self) -> int:
-        """The updates of one epoch."""
+        """The number of updates in one epoch."""
         return math.ceil(self.steps / EPOCHS)
 
     @property
     def total(self) -> int:
+        """The number of updates in one run."""
         return EPOCHS * self.updates
 
     def arguments(self, pool: str, epochs: int = EPOCHS) -> list[str]:
-        """The command line of ``train_gpt.py``, with one thread, so that other cores stay free for the copies."""
+        """Return the arguments of ``train_gpt.py``. The training has one thread, so that other cores are free for the
+        copy threads."""
         run = {"--pool": pool, "--epochs": epochs, "--updates": self.updates, "--seed": self.seed, "--threads": 1}
         return [str(word) for pair in run.items() for word in pair] + self.size.arguments()
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result. Without ``differences`` the runs are bit-identical, and no kill lost more than is promised."""
+    """The result of the demo. If ``differences`` is empty, the runs are bit-identical, and no kill lost more updates
+    than lightck promises."""
 
     seed: int
     steps: int
@@ -112,9 +117,9 @@ class Result:
     kills: tuple[Kill, ...]
     differences: tuple[str, ...]
     seconds: float
-    step_seconds: float  # median of the reference run
-    stall_seconds_per_step: float  # median of the killed run, without the first step after each start
-    wait_seconds_per_step: float
+    step_seconds: float  # median over the steps of the reference run
+    stall_seconds_per_step: float  # median over the steps of the killed run, without the first one of each child
+    wait_seconds_per_step: float  # mean over the steps of the killed run
     bytes_per_checkpoint: int
     checkpoints: int
     durability: dict[str, Any]
@@ -131,17 +136,17 @@ class Watch:
         """The folder of the pool was chosen."""
 
     def updated(self, run: str, step: int) -> None:
-        """``run`` ("reference" or "killed") has finished update ``step``."""
+        """The run with the name ``run`` ("reference" or "killed") has finished update ``step``."""
 
     def referenced(self, seconds: float) -> None:
-        """The reference run is over."""
+        """The reference run is over; it took ``seconds``."""
 
     def recovered(self, number: int, kill: Kill) -> None:
-        """The child after kill ``number`` has started."""
+        """The child that resumes after kill ``number`` (from 1) has started."""
 
 
 def run_demo(options: Options, watch: Watch | None = None) -> Result:
-    """Do both runs and compare them. A difference is in the result.
+    """Do both runs, compare them, and return the result, which contains the differences.
 
     Raises:
         DemoError: a training process failed or hung.
@@ -181,7 +186,7 @@ def _result(options: Options, place: Place, reference: _Reference, survivor: _Su
 
 
 class _Run:
-    """Common to both runs: reads a child's messages into a record."""
+    """The part that both runs have in common: reads the messages of a child into a record."""
 
     name = ""
 
@@ -189,6 +194,7 @@ class _Run:
         self.options, self.watch, self.log = options, watch, log
         self.record = Record()
         self.done = False
+        """Whether the training has reached its end."""
 
     def take(self, message: dict[str, Any]) -> None:
         if "update" in message:
@@ -204,10 +210,11 @@ class _Run:
     def failed(self, what: str) -> DemoError:
         self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         tail = self.log.read().decode(errors="replace").strip()
-        return DemoError(f"{what}. It is the {self.name} run; its last output:\n{tail or '(nothing)'}")
+        return DemoError(f"{what}. It is the {self.name} run. Its last output:\n{tail or '(nothing)'}")
 
     def read(self, child: Child, due: float = math.inf) -> dict[str, Any] | None:
-        """The child's next message, or None at its end; TimeoutError if ``due`` comes first (a monotonic time)."""
+        """Return the child's next message, or None if the child has ended and all its messages were read. Raises
+        ``TimeoutError`` at ``due``, a value of ``time.monotonic()``, and ``DemoError`` for a child that hangs."""
         limit = time.monotonic() + SILENCE_SECONDS_MAX
         try:
             return child.read(min(due, limit))
@@ -225,6 +232,7 @@ class _Reference(_Run):
     def __init__(self, options: Options, watch: Watch, log: IO[bytes]) -> None:
         super().__init__(options, watch, log)
         self.arrivals: list[float] = []
+        """For each update, the ``time.monotonic()`` at which its report was read."""
 
     def run(self) -> None:
         began = time.monotonic()
@@ -238,11 +246,12 @@ class _Reference(_Run):
         self.watch.referenced(time.monotonic() - began)
 
     def step_seconds(self) -> float:
+        """Return the median of the times between two reports."""
         return statistics.median(b - a for a, b in itertools.pairwise(self.arrivals))
 
 
 class _Survivor(_Run):
-    """The run with kills: one child process for each kill, and a last one that ends by itself."""
+    """The run with kills: one child process for each kill, and a last child process that is not killed."""
 
     name = "killed"
 
@@ -250,26 +259,26 @@ class _Survivor(_Run):
         super().__init__(options, watch, log)
         self.arguments = options.arguments(pool)
         self.step_seconds = step_seconds
-        self.position = 0  # the last update that was reported
+        self.position = 0  # the last update that a child reported, or the step from which the newest child resumed
         self.kills: list[Kill] = []
-        self.deaths: list[
-            tuple[str, int]
-        ] = []  # kills after which no child has started: how, and the last update reported
-        self.counters: list[dict[str, Any]] = []  # of each child, as of its last report
+        self.deaths: list[tuple[str, int]] = []
+        """(how, last reported update) of each kill after which no child has started yet."""
+        self.counters: list[dict[str, Any]] = []
+        """For each child, the session's counters in the child's last report."""
         self.stalls: list[float] = []
-        """The stall of each update, in seconds. The first update of each child is left out: lightck then searches all
-        live objects."""
+        """The stall of each update, in seconds. The first update of each child is left out, because lightck searches
+        all live objects at this update."""
         self.durability: dict[str, Any] = {}
 
     def run(self) -> None:
         for planned in draw(self.options.kills, self.options.total, self.options.seed):
             self.run_child(planned)
-            if self.done:  # it ended before the last kills, as it was much faster than the reference run
+            if self.done:  # the training ended before all kills: it was much faster than the reference run
                 return
         self.run_child(None)
 
     def run_child(self, planned: Planned | None) -> None:
-        """Run one child until its death or the end of the training."""
+        """Run one child until it is killed or the training ends. ``planned``: the kill; None: do not kill the child."""
         setting = planned and kill_setting(planned, self.position, self.options.size.blocks, self.options.seed)
         self.counters.append({})
         due, timed = math.inf, ""
@@ -289,13 +298,15 @@ class _Survivor(_Run):
             self._child_ended(child.status(), timed or _at_site(setting or None))
 
     def _timed(self, planned: Planned | None) -> str:
+        """Return a description of a kill that the parent has sent, for ``Kill.how``."""
         assert planned is not None
         if planned.site is None:
             return f"timed, {planned.delay:.2f} steps after update {planned.after}"
-        return f"timed, because the training did not come to the moment when {SITES[planned.site]}"
+        return f"timed, because the training did not reach the moment when {SITES[planned.site]}"
 
     def _due(self, planned: Planned | None) -> float:
-        """The monotonic time of a timed kill, called when an update was reported; infinity if not yet or never."""
+        """Return the ``time.monotonic()`` at which to kill the child; infinity if this time is not known yet, or if the
+        child is not to be killed. Called when the child has reported an update."""
         if planned is None:
             return math.inf
         if planned.site is not None:
@@ -303,7 +314,8 @@ class _Survivor(_Run):
         return time.monotonic() + planned.delay * self.step_seconds if self.position >= planned.after else math.inf
 
     def _child_ended(self, status: int, how: str) -> None:
-        """Note a kill, whose loss is known once the next child starts; any other death raises DemoError."""
+        """Store a kill; the number of lost updates is known when the next child starts. Raises ``DemoError`` if the
+        child ended in another way. ``how``: a description of the kill; "" if there was none."""
         killed = status == -signal.SIGKILL and how != ""
         if killed and not self.done:
             self.deaths.append((how, self.position))
@@ -330,18 +342,20 @@ class _Survivor(_Run):
         self.position = step
 
     def total(self, counter: str) -> Any:
-        """The sum of a counter over all children."""
+        """Return the sum of a counter over all children."""
         return sum(each.get(counter, 0) for each in self.counters)
 
 
 def _at_site(setting: str | None) -> str:
-    """The moment at which a child killed itself. ``setting`` is its LIGHTCK_KILL; None gives an empty text."""
+    """Return a description of the moment at which a child killed itself, for ``Kill.how``. ``setting``: the child's
+    LIGHTCK_KILL; None gives an empty text."""
     return f"when {SITES[setting.partition(':')[0]]} (LIGHTCK_KILL={setting})" if setting else ""
 
 
 @contextlib.contextmanager
 def _signals_exit() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the demo like Ctrl-C: the child is killed and the pool's folder removed."""
+    """Let SIGTERM and SIGHUP raise ``SystemExit`` in this block, so that the child is killed and the folder of the pool
+    is removed, as after Ctrl-C."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

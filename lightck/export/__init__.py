@@ -1,9 +1,9 @@
 """Checkpoints as files that other programs read: safetensors and torch.
 
 ``export_checkpoint`` writes a recovered checkpoint; ``tiers/keep.py`` writes checkpoints of a running session with the
-same functions. Tensor names are those of the model's ``state_dict()``. A file appears under its name complete or not at
-all, and replaces an existing file only with ``overwrite=True``. An export cannot be imported into a pool: a training
-continues from a pool.
+same functions. The model's tensors have the names of its ``state_dict()``. A file appears under its name complete or
+not at all. It replaces an existing file only with ``overwrite=True``. An exported file cannot be imported into a pool,
+so a training cannot be resumed from it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class Exported:
 
     path: str
     nbytes: int
-    """Size of the file."""
+    """Size of the file in bytes."""
     tensors: int
-    """Number of tensors in it, tied ones counted once."""
+    """Number of tensors in the file; a tied tensor counts once."""
     tied: Mapping[str, str]
-    """Omitted name -> name under which its tensor is stored. Empty for ``format="torch"``, which stores all names."""
+    """Name of a tied tensor that is not in the file -> name under which this tensor is stored. Empty for
+    ``format="torch"``, which stores all names."""
 
 
 def export_checkpoint(
@@ -45,20 +46,24 @@ def export_checkpoint(
     what: str = "model",
     overwrite: bool = False,
 ) -> Exported:
-    """Write a recovered checkpoint as a file.
+    """Write a recovered checkpoint as a file, and return the file's path, size and content.
 
     Args:
         checkpoint: what :func:`lightck.recover` returned.
-        to: the file; its folder must exist.
-        format: ``"safetensors"``, for ``safetensors.torch.load_file`` and, named ``model.safetensors`` beside a
-            ``config.json``, for ``from_pretrained``; or ``"torch"``, for ``torch.load(..., weights_only=True)``.
-        what: ``"model"``, or ``"all"``: optimizer, ``state`` and random states too (docs/history.md says where).
+        to: path of the file; its folder must exist.
+        format: ``"safetensors"`` for ``safetensors.torch.load_file``, or ``"torch"`` for
+            ``torch.load(..., weights_only=True)``. ``from_pretrained`` reads a safetensors file that is named
+            ``model.safetensors`` and lies beside a ``config.json``.
+        what: ``"model"``, or ``"all"`` for model, optimizer, ``state`` and random states (docs/history.md says under
+            which names).
         overwrite: replace an existing file.
 
     Raises:
         StateValueError: the format lacks a tensor's dtype, or two values would have the same name in the file.
-        ExportExistsError: the file exists and ``overwrite`` is False, or it is a pool, which is never replaced.
+        ExportExistsError: the file exists and ``overwrite`` is False, or the path is a pool or no regular file: these
+            are never replaced.
         ExportError: the file cannot be written.
+        PoolError: the tensors cannot be read from the pool.
     """
     if not isinstance(checkpoint, Checkpoint):
         raise TypeError(
@@ -79,7 +84,8 @@ def export_checkpoint(
 
 
 def export_chosen(chosen: Chosen, path: str, *, overwrite: bool, temporary: str | None = None) -> Exported:
-    """Write the chosen parts of a checkpoint as safetensors, with one tensor in memory at a time."""
+    """Write the chosen parts of a checkpoint as a safetensors file, with one tensor in memory at a time. ``temporary``:
+    as in ``atomic_file``. Raises ``ExportError``."""
     with atomic_file(path, overwrite=overwrite, temporary=temporary) as file:
         write_tensors(file, chosen.tensors, chosen.metadata)
         nbytes = file.tell()

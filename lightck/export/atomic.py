@@ -1,7 +1,8 @@
 """Write a file that appears under its name complete and durable, or not at all.
 
-The file is written under a temporary name in the same folder, synced and renamed. Its mode follows the umask. Only a
-regular file that is no pool is replaced. This is checked first, because a rename would replace even ``/dev/null``.
+The file is written under a temporary name in the same folder, synced and renamed. Its mode follows the umask. The new
+file may replace a regular file that is no pool, and nothing else. The kind of the existing file is checked before,
+because a rename would replace even ``/dev/null``.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from lightck.pool.storage.backends import is_pool
 from lightck.pool.storage.file import sync_folder
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
+"""Errors of ``link`` on a file system without hard links."""
 
 
 def file_path(path: str | os.PathLike[str]) -> str:
-    """Return the path as a string. Raises ``TypeError`` for bytes and ``ExportError`` for a path with a NUL."""
+    """Return the path as a string. Raises ``TypeError`` for bytes, and ``ExportError`` for a path with a NUL byte."""
     text = os.fspath(path)
     if isinstance(text, bytes):
         raise TypeError(f"The path {text!r} is bytes. Pass a str or a path object: os.fsdecode(path).")
@@ -36,10 +38,11 @@ def file_path(path: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> Iterator[IO[bytes]]:
-    """Open a file to write into; leaving the block without an exception renames it to ``path``.
+    """Open a temporary file for writing. If the block ends without an exception, the file is renamed to ``path``; else
+    it is removed.
 
-    ``temporary`` is its name until then, in the same folder; a random one by default. Raises ``ExportError``, and
-    ``PoolIOError`` if it cannot be determined whether the path is a pool.
+    ``temporary``: path of the temporary file, in the folder of ``path``; a random name by default. Raises
+    ``ExportError``, and ``PoolIOError`` if it cannot be determined whether ``path`` is a pool.
     """
     refuse_existing(path, overwrite=overwrite)
     temporary = temporary or f"{path}.{secrets.token_hex(4)}.tmp"
@@ -69,8 +72,8 @@ def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> 
 
 
 def refuse_existing(path: str, *, overwrite: bool) -> None:
-    """Raise ``ExportExistsError`` for a path that must not be replaced: a pool, anything but a regular file, or without
-    ``overwrite`` any file."""
+    """Raise ``ExportExistsError`` for a path that must not be replaced: a pool, anything else that is no regular file,
+    and, without ``overwrite``, any existing file. Raises ``ExportError`` if the path cannot be examined."""
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r} is a {type(overwrite).__name__}. Pass True or False.")
     refuse_irreplaceable(path)
@@ -79,7 +82,8 @@ def refuse_existing(path: str, *, overwrite: bool) -> None:
 
 
 def refuse_irreplaceable(path: str) -> None:
-    """Raise ``ExportExistsError`` for a pool or anything but a regular file, which are never replaced."""
+    """Raise ``ExportExistsError`` for a path that is never replaced: a pool, or anything else that is no regular file.
+    Raises ``ExportError`` if the path cannot be examined."""
     if is_pool(path):
         raise ExportExistsError(
             f"{path!r} is a pool. It may hold the only copy of a training, so no other file replaces it, not even with "
@@ -89,7 +93,7 @@ def refuse_irreplaceable(path: str) -> None:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return
-    except OSError as err:  # an unknown kind of file is not replaced
+    except OSError as err:  # a file whose kind is unknown is not replaced
         raise _error(path, err) from err
     if stat.S_ISLNK(mode):
         raise ExportExistsError(
@@ -98,8 +102,8 @@ def refuse_irreplaceable(path: str) -> None:
         )
     if not stat.S_ISREG(mode):
         raise ExportExistsError(
-            f"{path!r} is not a regular file but a {_kind(mode)}, and the export would replace it for everybody who "
-            "uses it. Choose the name of a file."
+            f"{path!r} is not a regular file but a {_kind(mode)}, which the export would replace for all programs. "
+            "Choose the name of a file."
         )
 
 
@@ -111,14 +115,14 @@ def _kind(mode: int) -> str:
 def _give_name(temporary: str, path: str, overwrite: bool) -> None:
     if not overwrite:
         try:
-            os.link(temporary, path)  # fails if the file was made meanwhile; a rename would replace it
+            os.link(temporary, path)  # fails if ``path`` was made meanwhile; a rename would replace it
             return
         except FileExistsError as err:
             raise _exists(path) from err
         except OSError as err:
             if err.errno not in _NO_LINKS:
                 raise
-    refuse_irreplaceable(path)  # it may have been made meanwhile
+    refuse_irreplaceable(path)  # a pool or a device may have been made there meanwhile
     os.rename(temporary, path)
 
 
@@ -128,20 +132,21 @@ def _sync_folder_of(path: str) -> None:
     except OSError as err:
         raise ExportError(
             f"The file {path!r} is complete, but its folder could not be synced: {err.strerror or err}. After a power "
-            "cut the file may be missing, or the one that it replaced may be back. Check the medium and export again.",
+            "cut the file may be missing, or the file that it replaced may be back. Check the medium and export again.",
             err.errno,
         ) from err
 
 
 def _exists(path: str) -> ExportExistsError:
     return ExportExistsError(
-        f"The file {path!r} exists. It is overwritten only on request. Choose another name, or pass overwrite=True."
+        f"The file {path!r} exists. An existing file is overwritten only on request. Choose another name, or pass "
+        "overwrite=True."
     )
 
 
 def _error(path: str, err: OSError) -> ExportError:
     return ExportError(
         f"The file {path!r} could not be written: {err.strerror or err}. No part of it was left behind, and an "
-        "existing file is unchanged. Check its folder (space, owner, limits), or choose another one.",
+        "existing file is unchanged. Check the folder (space, owner, limits), or choose another folder.",
         err.errno,
     )

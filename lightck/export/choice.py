@@ -24,20 +24,24 @@ from lightck.state import values
 
 WHATS = ("model", "all")
 AS_TORCH = 'Export with format="torch", which has every dtype and every name.'
+"""The cure in error messages of an export that the user called."""
 
 
 @dataclass(slots=True)
 class Chosen:
-    """The content of a file before it is written."""
+    """The content of a safetensors file that is not written yet."""
 
     tensors: dict[str, PlannedTensor] = field(default_factory=dict)
+    """Name in the file -> tensor."""
     metadata: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    """As ``Exported.tied``."""
     cure: str = AS_TORCH
-    """The advice at the end of its error messages."""
+    """The advice at the end of error messages about this file."""
 
     def add(self, name: str, planned: PlannedTensor) -> str:
-        """Add a tensor. Raises ``StateValueError`` if the format lacks its dtype or the name is used already."""
+        """Add a tensor, and return ``name``. Raises ``StateValueError`` if the format lacks the dtype of the tensor, or
+        if the name is used already."""
         check_dtype(name, planned.dtype, self.cure)
         if name in self.tensors or name == "__metadata__":
             raise StateValueError(
@@ -50,12 +54,12 @@ class Chosen:
 
 def check_what(what: str) -> None:
     if what not in WHATS:
-        raise ValueError(f"what={what!r} is not known. It is one of {', '.join(map(repr, WHATS))}.")
+        raise ValueError(f"what={what!r} is unknown. Pass one of {', '.join(map(repr, WHATS))}.")
 
 
 def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor], cure: str = AS_TORCH) -> Chosen:
-    """Choose what an export of a checkpoint contains; ``read`` returns the tensor of an entry by its name in the
-    pool."""
+    """Return the content of an export of a checkpoint. ``what``: as in ``export_checkpoint``. ``read`` returns a tensor
+    by its name in the pool; it is called when the file is written. Raises as ``Chosen.add`` does."""
     check_what(what)
     chosen = Chosen(cure=cure)
     _model(chosen, contents, read)
@@ -84,6 +88,7 @@ def _model(chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tenso
 
 
 def _rest(contents: Contents, encoder: JsonEncoder) -> dict[str, object]:
+    """Return the JSON value with everything that is exported besides the model."""
     return {
         "step": contents.step,
         "iteration": contents.iteration,
@@ -110,5 +115,5 @@ def _unpack(packed: bytes) -> object:
 
 
 def _payload_ref(name: str) -> torch.Tensor:
-    """Return the placeholder of a tensor in the payload."""
+    """Return a placeholder for the tensor with this name in the pool; typed as a tensor for ``values.unpack``."""
     return cast("torch.Tensor", PayloadRef(name))

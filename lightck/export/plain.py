@@ -1,7 +1,7 @@
 """Convert values of a checkpoint's small state for other programs: to JSON with separate tensors, or for torch.
 
-Both conversions lose types: JSON has no tuples and no number keys, and ``torch.load(..., weights_only=True)`` accepts
-no numpy arrays and no deques. Only a pool gives back the exact values.
+Each of the two conversions loses types. JSON has no tuples and no number keys. ``torch.load(..., weights_only=True)``
+accepts no numpy arrays and no deques. Only a recovery from the pool returns the exact types.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PayloadRef:
-    """Placeholder of a tensor that is in the payload under this name."""
+    """Placeholder for a tensor that is stored in the pool outside the small state."""
 
     name: str
+    """The tensor's name in the pool."""
 
 
 class JsonEncoder:
-    """Converts values to JSON: dicts get string keys, sequences become lists, and a tensor, an array or bytes becomes
-    ``{"tensor": name}`` and a tensor of the file. Raises ``StateValueError`` if two keys become the same string."""
+    """Converts values to JSON. Dicts get string keys; sequences and sets become lists. A tensor, an array or bytes
+    becomes ``{"tensor": name}``, and a tensor of this name is added to ``chosen``. Raises ``StateValueError`` if two
+    keys of a dict become the same string."""
 
     def __init__(self, chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tensor]) -> None:
         self._chosen = chosen
@@ -43,6 +45,7 @@ class JsonEncoder:
         self._read = read
 
     def encode(self, value: object, path: str) -> object:
+        """Return a value as JSON. ``path``: where the value lies, for names of tensors and error messages."""
         if isinstance(value, np.generic):
             value = value.item()
         if value is None or isinstance(value, (bool, int, str)):
@@ -64,7 +67,7 @@ class JsonEncoder:
         return {str(key): self.encode(item, f"{path}/{key}") for key, item in value.items()}
 
     def _refuse_equal_names(self, value: Iterable[object], path: str) -> None:
-        """Refuse keys such as 1 and "1", of which JSON would silently keep the last."""
+        """Raise ``StateValueError`` for keys such as 1 and "1": JSON would silently keep only the last of them."""
         seen: dict[str, object] = {}
         for key in value:
             if str(key) in seen:
@@ -81,10 +84,10 @@ class JsonEncoder:
         return name
 
     def _small_state_tensor(self, path: str, tensor: torch.Tensor) -> str:
-        name, n = path, 1
+        name, number = path, 1
         while name in self._chosen.tensors:
-            n += 1
-            name = f"{path}#{n}"
+            number += 1
+            name = f"{path}#{number}"
         return self._chosen.add(name, PlannedTensor(dtype_name(tensor.dtype), tuple(tensor.shape), lambda: tensor))
 
 
@@ -98,7 +101,7 @@ def _as_tensor(value: object) -> torch.Tensor:
 
 
 def everything(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return everything in a checkpoint as nested dicts in torch's conventions."""
+    """Return the content of a ``format="torch"`` file with ``what="all"``, as nested dicts with torch's conventions."""
     rng = checkpoint.rng
     return {
         "step": checkpoint.step,
@@ -112,7 +115,8 @@ def everything(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def for_torch(value: object) -> object:
-    """Convert the types that ``torch.load(..., weights_only=True)`` refuses; tensors stay unchanged."""
+    """Return a nested value in which each value of a type that ``torch.load(..., weights_only=True)`` refuses is
+    converted. Tensors are the same objects."""
     if isinstance(value, np.ndarray):
         return _as_tensor(value)
     if isinstance(value, np.generic):
@@ -133,7 +137,8 @@ def for_torch(value: object) -> object:
 
 
 class _NoBytes:
-    """Pickles as ``b""`` in a form that torch accepts: pickle itself refers to a function that torch refuses."""
+    """Stands for empty bytes in a pickle. Without it, pickle writes ``b""`` as a call of a function that
+    ``torch.load(..., weights_only=True)`` refuses; this form loads as ``b""``."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return codecs.encode, ("", "latin1")

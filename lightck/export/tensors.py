@@ -1,7 +1,7 @@
 """Write a safetensors file tensor by tensor.
 
-The safetensors library needs all tensors in memory before it writes the first; this module reads one tensor at a time
-from the pool, in the order of the file. tests/export/test_export.py reads the files back with that library.
+The safetensors library needs all tensors in memory before it writes the first one. This module reads one tensor at a
+time from the pool, in the order of the file. tests/export/test_export.py reads the files with the safetensors library.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ DTYPES = {
     "float64": "F64",
     "complex64": "C64",
 }
-"""Dtype name of torch -> that of safetensors."""
+"""torch's name of a dtype -> its name in safetensors."""
 _CHUNK_NBYTES = 16 << 20
+"""The most bytes in one call of ``write``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor of the file: its header fields, and a function that reads it."""
+    """One tensor of the file: its header fields, and a function that reads its values."""
 
     dtype: str
     """Torch's dtype name without ``torch.``."""
@@ -58,7 +59,7 @@ class PlannedTensor:
 
 
 def check_dtype(name: str, dtype: str, cure: str) -> None:
-    """Raise ``StateValueError`` for a dtype that the format lacks."""
+    """Raise ``StateValueError`` for a dtype that safetensors lacks. ``cure``: the advice at the end of the message."""
     if dtype not in DTYPES:
         raise StateValueError(
             f"The tensor {name!r} has dtype {dtype}, which safetensors does not have. Nothing was written. {cure}"
@@ -66,7 +67,8 @@ def check_dtype(name: str, dtype: str, cure: str) -> None:
 
 
 def write_tensors(file: IO[bytes], tensors: Mapping[str, PlannedTensor], metadata: Mapping[str, str]) -> None:
-    """Write header and data. Tensors with 8-byte items come first, then 4 and so on, so that each one is aligned."""
+    """Write header and data. Tensors are ordered by the size of their items, 8 bytes first, so that each tensor is
+    aligned to its item size."""
     order = sorted(tensors, key=lambda name: (-ITEM_NBYTES[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
@@ -86,6 +88,6 @@ def _write_bytes(file: IO[bytes], planned: PlannedTensor) -> None:
     if not planned.nbytes:
         return
     data = bytes_in_order(planned.read().to("cpu")).numpy().data
-    assert len(data) == planned.nbytes, "as the header says"
+    assert len(data) == planned.nbytes, "the header is written with this size"
     for start in range(0, len(data), _CHUNK_NBYTES):
         file.write(data[start : start + _CHUNK_NBYTES])

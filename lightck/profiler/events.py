@@ -1,8 +1,8 @@
 """A trace in memory and as a file: JSON of the Trace Event Format, which Perfetto and chrome://tracing open.
 
 The file holds complete events (``"ph": "X"``) with one ``tid`` per row; metadata events name and order the rows. Times
-are microseconds from the start of the trace. A file may come from anywhere, so it is checked as it is read; a bad one
-raises ``TraceFormatError``.
+in the file are microseconds from the start of the trace. A file is untrusted, so everything in it is checked when it is
+read; a bad file raises ``TraceFormatError``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import IO, Any, NoReturn
 
 from lightck.errors import TraceFormatError
 
+# Names of rows. HELPED: what the training thread copies itself, at the boundary or while it waits.
 STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, HELPED, COMMIT = (
     "step",
     "forward",
@@ -29,23 +30,27 @@ STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, HELPED, COMMIT = (
     "commit",
 )
 COPY = "copy: thread "
-"""The name of a copy thread's row, followed by the number of the thread."""
+"""The name of a copy thread's row is this text, followed by the number of the thread, counted from 1."""
 _ORDER = (STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, COPY, HELPED, COMMIT)
 FORMAT = 1
+"""The number of the file format that this module writes and reads."""
 FILE_NBYTES_MAX = 1 << 30
+"""The largest file that ``read`` accepts."""
 EVENTS_MAX = 2_000_000
-"""The most events of a trace. A recording counts later ones as dropped."""
+"""The most events in a trace. A recording counts further events as dropped."""
 TEXT_MAX = 10_000
+"""The most characters of a name in a file."""
 ROWS_MAX = 200
+"""The most rows in a file."""
 Args = Mapping[str, Any]
 """Further facts about an event: its step, module, layer, bytes and so on."""
 _US_MAX = 1e13
-"""The longest time in microseconds, four months: a float of a longer time cannot resolve nanoseconds."""
+"""The longest time in a file, in microseconds: four months. A float of a longer time cannot resolve nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One activity in a row. Times are nanoseconds from the start of the trace."""
+    """One bar in a row. ``begin`` and ``end`` are nanoseconds from the start of the trace."""
 
     row: str
     name: str
@@ -56,29 +61,32 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The recorded events, ordered by begin. ``about``: the model, the number of dropped events and more."""
+    """The recorded events, ordered by begin. ``about``: facts about the recording, such as the model, the medium and
+    the number of dropped events."""
 
     events: tuple[Event, ...]
     about: Args
 
     def rows(self) -> list[str]:
-        """The names of rows with events, in the order in which they are shown."""
+        """Return the names of the rows that have events, in the order in which the rows are shown."""
         return sorted({event.row for event in self.events}, key=_place)
 
     def of(self, *rows: str) -> list[Event]:
         return [event for event in self.events if event.row in rows]
 
     def steps(self) -> dict[int, Event]:
-        """For each step number its event, which lasts from the end of the last update to the end of its own update."""
+        """Return step number -> event of this step, which lasts from the end of the previous update to the end of the
+        step's own update."""
         return {event.args["step"]: event for event in self.of(STEP)}
 
 
 def is_own(row: str) -> bool:
-    """Whether lightck fills this row, so that ``Recording.span`` must not."""
+    """Whether lightck adds the events of this row, so that ``Recording.span`` refuses the row."""
     return row.startswith("copy") or (row in _ORDER and row != COMMUNICATION)
 
 
 def _place(row: str) -> tuple[int, str]:
+    """Return the key by which rows are sorted."""
     kind = COPY if row.startswith(COPY) else row
     return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), row)
 
@@ -87,7 +95,7 @@ def _place(row: str) -> tuple[int, str]:
 
 
 def write(trace: Trace, file: IO[bytes]) -> None:
-    """Write the trace as JSON, one line per event."""
+    """Write a trace as JSON, with one line per event."""
     about = json.dumps({"lightck_trace": FORMAT, **trace.about})
     file.write(f'{{"displayTimeUnit": "ms", "otherData": {about},\n"traceEvents": [\n'.encode())
     for number, line in enumerate(_lines(trace)):
@@ -125,7 +133,8 @@ def _lines(trace: Trace) -> Iterator[str]:
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace from a file. Raises ``TraceFormatError``, or ``OSError`` if the file cannot be opened."""
+    """Read a trace from a file, and return it. Raises ``TraceFormatError`` for a file that is no valid trace, and
+    ``OSError`` if the file cannot be opened."""
     with open(path, "rb", opener=_open_regular) as file:
         if os.fstat(file.fileno()).st_size > FILE_NBYTES_MAX:
             raise _format_error(path, f"it is larger than {FILE_NBYTES_MAX >> 20} MiB")
@@ -156,7 +165,8 @@ def _no_number(text: str) -> NoReturn:
 
 
 def _trace(found: object) -> Trace:
-    """Check the parsed JSON in full, so that all other code may rely on types, order and bounds."""
+    """Return the trace in the parsed JSON. All of it is checked, so that other code may rely on types, order and
+    bounds. Raises ``ValueError`` with the reason."""
     if not isinstance(found, dict) or not isinstance(found.get("otherData"), dict):
         raise ValueError("it has no otherData")
     about = found["otherData"]
@@ -164,7 +174,7 @@ def _trace(found: object) -> Trace:
         raise ValueError(f"its otherData has no lightck_trace {FORMAT}")
     raw = found.get("traceEvents")
     if not isinstance(raw, list) or len(raw) > EVENTS_MAX + 3 * ROWS_MAX:
-        raise ValueError("its traceEvents is not a list, or has too many events")
+        raise ValueError("its traceEvents is not a list, or it has too many events")
     if not all(isinstance(each, dict) for each in raw):
         raise ValueError("an event is not an object")
     rows = _row_names(raw)

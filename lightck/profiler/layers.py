@@ -1,10 +1,10 @@
 """Records when the forward and backward of each module run, with hooks that exist only during a recording.
 
-Forward times come from forward hooks on the modules that compute: leaves, and modules with parameters of their own.
-Backward times come from hooks on the autograd nodes between a module's output and its input, and on the gradients of
-its parameters. Module backward hooks are not used, because they add a node to the graph, and an in-place operation on
-its output would then raise. On an accelerator the times are those at which Python queued the work. The inside of
-compiled code is not seen.
+Forward times come from forward hooks on the modules that compute: modules without submodules, and modules with
+parameters of their own. Backward times come from hooks on the autograd nodes between the module's output and its input,
+and on the gradients of the module's parameters. Module backward hooks are not used: they add a node to the graph, and
+an in-place operation on the output of this node would raise. On an accelerator the recorded times are those at which
+Python queued the work. Compiled code is recorded as a whole.
 """
 
 from __future__ import annotations
@@ -22,42 +22,48 @@ from lightck.profiler.events import BACKWARD, FORWARD, Args
 from lightck.state.inventory import clean_prefixes
 
 Add = Callable[[str, str, int, int, Args], None]
-"""(row, name, begin, end, args) of one event, in nanoseconds of CLOCK_MONOTONIC."""
+"""Adds one event: (row, name, begin, end, args). ``begin`` and ``end`` are nanoseconds of CLOCK_MONOTONIC."""
 
 _NODES_MAX = 32
-"""The most autograd nodes of one module that get hooks."""
+"""The most autograd nodes that get hooks for one call of a module."""
 
 
 class Layers:
-    """The hooks on the modules of one model. ``add`` takes the events; ``guard`` wraps each hook so that it never
-    raises into the training."""
+    """The hooks on the modules of one model. ``add`` is called with each event. ``guard`` wraps each hook so that no
+    exception of the hook reaches the training."""
 
     def __init__(self, model: nn.Module, add: Add, guard: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
         self._add = add
         self._guard = guard
         self._model = type(model).__name__
         self._open: dict[int, list[tuple[int, Node | None]]] = {}
-        """By ``id`` of the module: when its running forwards began, and the nodes that their inputs came from."""
+        """``id`` of a module -> (time of begin, autograd node of the input) of each of its forwards that has not
+        returned."""
         self._forward_since = 0
+        """Time at which the running forward pass of the model began; 0 if none runs. All times are nanoseconds of
+        CLOCK_MONOTONIC."""
         self._backward_since = 0
+        """Time at which the running backward pass began; 0 if none runs."""
         self._last_seen = 0
-        """When the last hook of the running backward pass was called."""
+        """Time of the last hook of the running backward pass."""
         self._running: tuple[str, int, int] | None = None
-        """The module whose backward runs: its name, its number, and when it began."""
+        """The module whose backward runs: its name, its number, and the time at which its backward began."""
         self.is_on = True
         self.compiled: list[str] = []
-        """Names of compiled modules, in which no hook is called."""
+        """Names of compiled modules: the modules inside of them get no hooks."""
         self._handles: list[Handle] = []
         self._modules = list(self._computing(model))
+        """(name, module) of each module that ``install`` will hook."""
 
     def install(self) -> None:
-        """Install the hooks. If this fails, ``remove`` removes those that were installed."""
+        """Install the hooks. If this raises, the caller must call ``remove``, which removes the hooks installed so
+        far."""
         for number, (name, module) in enumerate(self._modules):
             self._hook(module, name or self._model, number)
         self._modules.clear()
 
     def _computing(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that get hooks, with their names. Modules inside a compiled module get none."""
+        """Yield (name, module) of each module that gets hooks. Modules inside a compiled module get none."""
         in_compiled: set[int] = set()
         for dot, module in clean_prefixes(model):
             if id(module) in in_compiled or getattr(module, "_compiled_call_impl", None) is not None:
@@ -105,7 +111,8 @@ class Layers:
         return self.is_on and bool(self._forward_since or self._backward_since)
 
     def _hook_backward(self, node: Node, source: Node | None, name: str, number: int) -> None:
-        """Hook the backward of a module: it runs from the node of its output to the node of its input."""
+        """Add hooks to the autograd nodes of one call of a module: those from ``node``, which computed its output, to
+        ``source``, which computed its input. ``source`` itself is left out; it is None if the input has no node."""
         node.register_prehook(self._guarded(lambda _grads: self._backward_begins(name, number)))
         ran = self._guarded(lambda _inputs, _outputs: self._node_ran(name))
         todo, seen = [node], {id(node), id(source)}
@@ -116,7 +123,7 @@ class Layers:
                     seen.add(id(below))
                     todo.append(below)
 
-    # -- forward and backward passes, as the session reports them ----------------------------------------
+    # -- forward and backward passes: the recording calls these methods at step events -------------------
 
     def forward_begins(self) -> None:
         self.backward_over()
@@ -151,12 +158,13 @@ class Layers:
             self._last_seen = time.monotonic_ns()
 
     def _accumulated(self, name: str) -> None:
-        """A gradient was accumulated. It does not end the backward of its module: the gradient of a tied parameter
-        comes later, during the backward of another module."""
+        """A gradient of a parameter was accumulated. This event does not end the backward of the parameter's module,
+        because the gradient of a tied parameter is accumulated later, during the backward of another module."""
         if self.is_on and self._backward_since:
             self._last_seen = time.monotonic_ns()
 
     def _module_over(self, end: int) -> None:
+        """Add the event of the module whose backward runs, if any; its backward ended at the time ``end``."""
         if self._running is not None:
             name, number, begin = self._running
             self._add(BACKWARD, name, begin, max(begin, end), {"module": name, "layer": number})
@@ -165,7 +173,8 @@ class Layers:
     # -- the end -----------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Remove all hooks. Hooks on autograd nodes stay until their graph is freed, but do nothing."""
+        """Remove all hooks on modules and parameters. Hooks on autograd nodes exist until the graph is freed, and do
+        nothing from now on."""
         if self.is_on:
             self.backward_over()
         self.is_on = False
@@ -174,7 +183,8 @@ class Layers:
 
 
 def _node(value: object, depth: int = 2) -> Node | None:
-    """The autograd node of the first tensor in a module's input or output, or None."""
+    """Return the autograd node of the first tensor with such a node in a module's input or output; None if there is no
+    such tensor. ``depth``: how many levels of dicts, tuples and lists are searched."""
     if isinstance(value, torch.Tensor):
         return value.grad_fn
     if depth == 0:

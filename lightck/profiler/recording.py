@@ -1,8 +1,8 @@
 """``session.trace(path)``: records the next steps of a training and writes them to one file.
 
-A recording is a listener of the step events, which is added when it starts and removed when it ends. Invariant: no
-failure of a recording, whether of a hook or of the file, reaches the training loop; closing the recording raises it. A
-recording reads no tensor and writes to no pool.
+A recording is a listener of the step events. The listener is added when the recording starts, and removed when it
+ends. Invariant: no failure of a recording, whether of a hook or of the file, is raised in the training loop;
+``Recording.close`` raises it. A recording reads no tensor and writes to no pool.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
 _SPAN_ROWS_MAX, _NAME_MAX = 50, 200
-"""The most rows of ``Recording.span``, and the most characters of their names."""
+"""The most rows that ``Recording.span`` can add, and the most characters of a span's name and of its row's name."""
 
 
 class Recording:
-    """A trace that is being recorded. It ends after its steps, at ``close``, or with its session. It is a context
-    manager. If its file cannot be written, the end of the ``with`` block or ``session.close()`` raises."""
+    """A trace that is being recorded. The recording ends after the number of steps that was given, at ``close``, at the
+    end of its ``with`` block, or with the session. If the file cannot be written, the end of the ``with`` block or
+    ``session.close()`` raises the error."""
 
     def __init__(
         self,
@@ -54,15 +55,22 @@ class Recording:
         self._overwrite = overwrite
         _check(self.path, steps, overwrite)
         self._left = steps
+        """The number of steps that are not recorded yet; None: the recording has no limit."""
         self._pid = os.getpid()
         self._about = {**about, "pid": self._pid, "model": type(model).__name__}
         self._events: list[tuple[str, str, int, int, Args]] = []
+        """(row, name, begin, end, args). All times in this class are nanoseconds of CLOCK_MONOTONIC."""
         self._dropped = 0
+        """The number of events that were not recorded, because a limit was reached."""
         self._span_rows: set[str] = set()
+        """Names of the rows that ``span`` has added."""
         self._failure: LightckError | None = None
+        """The first failure, until ``close`` raises it."""
         self._step_events, self._commits, self._meter = step_events, commits, meter
         self._update_since = 0
+        """Time at which the running update began; 0 if none runs."""
         self._start = self._step_since = time.monotonic_ns()
+        """Time at which the recording began, and at which the current step began."""
         self.is_on = False
         self._spans = Spans(engine)
         self._layers = Layers(model, self.add, self._guarded)
@@ -82,11 +90,12 @@ class Recording:
     # -- what a user calls -------------------------------------------------------------------------------
 
     def span(self, name: str, row: str = COMMUNICATION) -> AbstractContextManager[None]:
-        """Show the ``with`` block as an event, for work that lightck cannot see, such as a collective or loading data.
+        """Return a context manager that records its block as an event. It is for work that lightck cannot observe, such
+        as a collective or loading data.
 
         Args:
             name: the name of the event.
-            row: the row in which it is shown. Raises ``ValueError`` for a row that lightck fills itself.
+            row: the row in which the event is shown. Raises ``ValueError`` for a row that lightck fills itself.
         """
         for key, value in (("name", name), ("row", row)):
             if not isinstance(value, str):
@@ -110,7 +119,8 @@ class Recording:
                 self._dropped += 1
 
     def close(self) -> None:
-        """End the recording and write its file. Raises ``TraceError`` if the file could not be written."""
+        """End the recording and write its file. Raises the first failure of the recording, a ``TraceError`` or an
+        ``ExportExistsError``, unless it was raised before."""
         self.end()
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -128,7 +138,7 @@ class Recording:
     # -- what is recorded --------------------------------------------------------------------------------
 
     def add(self, row: str, name: str, begin: int, end: int, args: Args) -> None:
-        """Add one event. Times are nanoseconds of CLOCK_MONOTONIC. Any thread may call this."""
+        """Add one event. ``begin`` and ``end`` are nanoseconds of CLOCK_MONOTONIC. Any thread may call this method."""
         if not self.is_on:
             return
         if len(self._events) >= events.EVENTS_MAX // 2:
@@ -137,7 +147,7 @@ class Recording:
         self._events.append((row, name, begin, end, args))
 
     def stalled(self, what: str, begin: float, end: float, is_state: bool = False) -> None:
-        """Add a stall that the session's meter measured. Times are seconds of CLOCK_MONOTONIC."""
+        """Add a stall that the session's meter measured. ``begin``, ``end``, ``is_state``: as in ``stats.Observer``."""
         self.add(STATE if is_state else STALL, what, round(begin * 1e9), round(end * 1e9), {})
 
     def checkpoint(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
@@ -153,7 +163,7 @@ class Recording:
         self._layers.backward_over()
 
     def update_begins(self) -> None:
-        """An update begins, right after its gate."""
+        """An update begins; its gate is over."""
         self._spans.take()
         self._update_since = time.monotonic_ns()
 
@@ -176,13 +186,15 @@ class Recording:
 
     @property
     def is_full(self) -> bool:
-        """Whether all steps are recorded. The recording ends at the next gate, after the copies of the last step."""
+        """Whether all requested steps are recorded. The recording then ends when the next update begins, because the
+        copies of the last step are done by then."""
         return self._left is not None and self._left <= 0
 
     # -- the end -----------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End the recording and write its file. Raises nothing; ``close`` raises a failure."""
+        """End the recording and write its file. Raises nothing: a failure is kept, and ``close`` raises it. Does
+        nothing in a forked child, or if the recording has ended."""
         if not self.is_on or os.getpid() != self._pid:
             return
         try:
@@ -192,7 +204,8 @@ class Recording:
             self._failed(err)
         except Exception as err:  # a bug of lightck, which must not end the training
             log.exception(
-                "lightck: the trace %r could not be written, by a bug of lightck; training goes on", self.path
+                "lightck: the trace %r could not be written, because of a bug in lightck; the training goes on",
+                self.path,
             )
             self._failed(_error(self.path, err))
 
@@ -216,7 +229,7 @@ class Recording:
         self._events.clear()
         dropped = self._dropped + self._spans.dropped
         if dropped:
-            log.warning("lightck: the trace %r lacks %d events, because its buffers were full", self.path, dropped)
+            log.warning("lightck: the trace %r lacks %d events, because a buffer was full", self.path, dropped)
         about = {**self._about, "dropped": dropped, "compiled": self._layers.compiled[:100]}
         whole = Trace(tuple(sorted(kept + spans, key=lambda event: (event.begin, -event.end))), about)
         try:
@@ -234,7 +247,8 @@ class Recording:
             self._failure = err
 
     def _guarded(self, work: Callable[..., None]) -> Callable[..., None]:
-        """Wrap code that runs inside the training: a failure fails the recording and is not raised."""
+        """Return a function that calls ``work``. If ``work`` raises, the error is kept as the failure of the recording,
+        and is not raised in the training."""
 
         def guarded(*args: object) -> None:
             try:
@@ -246,7 +260,7 @@ class Recording:
 
 
 class Traces:
-    """The recordings of one session, of which one can run at a time."""
+    """The recordings of one session, of which at most one runs at a time."""
 
     def __init__(self, step_events: StepEvents, commits: CommitEvents, engine: Engine, meter: Meter) -> None:
         self._record = partial(Recording, step_events=step_events, commits=commits, engine=engine, meter=meter)
@@ -264,7 +278,7 @@ class Traces:
         if self._newest is not None and self._newest.is_on:
             raise SessionError(
                 f"A trace is being recorded already, into {self._newest.path!r}. A session records one trace at a "
-                "time. Close that one first."
+                "time. Close the running recording first."
             )
         self._newest = self._record(path, steps, overwrite, model=model, about=about)
         return self._newest
@@ -274,13 +288,14 @@ class Traces:
             self._newest.end()
 
     def close(self) -> None:
-        """Close the last recording. Raises its failure if nothing has raised it yet."""
+        """Close the newest recording. Raises its failure, unless the failure was raised before."""
         if self._newest is not None:
             self._newest.close()
 
 
 class _StepRecorder(StepListener):
-    """Passes step events on to a recording. A failure fails the recording and not the training."""
+    """Passes step events on to a recording. An exception of the recording is kept as its failure, and is not raised in
+    the training."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
@@ -319,7 +334,7 @@ class _StepRecorder(StepListener):
 
 
 class _CheckpointRecorder(CommitListener):
-    """Tells a recording the step of each generation."""
+    """Passes on to a recording the generation, the step and the tensors of each checkpoint that begins."""
 
     def __init__(self, recording: Recording) -> None:
         self._checkpoint = recording._guarded(recording.checkpoint)
@@ -329,7 +344,8 @@ class _CheckpointRecorder(CommitListener):
 
 
 def _check(path: str, steps: object, overwrite: bool) -> None:
-    """Check before the recording that the file can be written, as far as that is known already."""
+    """Check the arguments before the recording, and as far as possible that the file can be written after it. Raises
+    ``ValueError``, ``TraceError`` or ``ExportError``."""
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ValueError(f"trace(steps={steps!r}): `steps` is a number of steps, an int of at least 1, or None.")
     refuse_existing(path, overwrite=overwrite)

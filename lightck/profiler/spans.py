@@ -1,7 +1,8 @@
-"""The copies and commits of the copy threads and of the waiting training thread, as the native engine recorded them.
+"""The copies and commits of the copy threads and of the training thread, as the native engine recorded them.
 
-The engine puts a span for each block into a queue. This module takes the spans out and makes events of them. Successive
-blocks of one tensor by one thread become one event. Spans for which the queue had no space are only counted.
+The engine puts a *span* (a kind of work, its begin and end, its thread) into a queue for each block that it copies and
+for each part of a commit. This module takes the spans out of the queue and makes events of them. Successive blocks of
+one tensor by one thread become one event. Spans for which the queue had no space are dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lightck.pool.format.layout import Entry
 from lightck.profiler import events
 from lightck.profiler.events import COMMIT, COPY, HELPED, STALL, Event
 
-SPAN_DTYPE = np.dtype(
+SPAN_DTYPE = np.dtype(  # as ``lck_span`` in lck.h; times are in nanoseconds of CLOCK_MONOTONIC
     [
         ("begin", "u8"),
         ("end", "u8"),
@@ -34,9 +35,11 @@ SPAN_DTYPE = np.dtype(
     ]
 )
 _PAUSE_NS = 200_000
-"""Blocks with a longer pause between them are shown apart: the thread did something else, or had no processor."""
+"""If the pause between two blocks is longer, they become two events: the thread did something else in between, or had
+no processor."""
 _CELLS = 1 << 16
-"""Entries of the engine's queue, 72 bytes each: enough for 4 GB of blocks between two calls of ``take``."""
+"""Entries of the engine's queue, of 72 bytes each. The queue has space for the blocks of 4 GB between two calls of
+``take``."""
 _COMMIT_EVENTS = {
     lib.LCK_SPAN_MANIFEST: "manifest",
     lib.LCK_SPAN_SYNC: "sync",
@@ -48,32 +51,39 @@ _COMMIT_EVENTS = {
 class _Checkpoint:
     step: int
     entries: tuple[Entry, ...]
+    """The tensors of the checkpoint, by record number."""
 
 
 class Spans:
-    """The engine's spans of one recording."""
+    """The engine's spans during one recording. Created on the training thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._taken: list[npt.NDArray[np.void]] = []
         self._count = 0
+        """The number of spans in ``_taken``."""
         self._checkpoints: dict[int, _Checkpoint] = {}
+        """By generation."""
         self._buffer = np.zeros(1 << 14, SPAN_DTYPE)
+        """The spans of one call of ``lck_spans_take``."""
         self._trainer = threading.get_native_id()
+        """Native id of the training thread."""
         self.dropped = 0
+        """The number of spans that were lost, because the queue or ``_taken`` was full."""
 
     def start(self) -> None:
-        self.take()  # drops what an earlier recording left in the queue
+        self.take()  # empties the queue, which may hold spans of an earlier recording
         self._taken.clear()
         self.dropped = self._count = 0
         check(lib.lck_spans_start(self._engine.handle, _CELLS), "recording spans")
 
     def checkpoint(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
-        """Note a checkpoint that begins. ``entries``: its tensors by record number."""
+        """Store the step and the tensors of a checkpoint that begins, for the names of its events. ``entries``: the
+        tensors by record number."""
         self._checkpoints[generation] = _Checkpoint(step, tuple(entries))
 
     def take(self) -> None:
-        """Take all spans out of the queue."""
+        """Move all spans from the queue of the engine to this object."""
         if self._engine.handle is None:
             return
         count, dropped = ffi.new("uint64_t *"), ffi.new("uint64_t *")
@@ -100,19 +110,21 @@ class Spans:
     # -- as events ---------------------------------------------------------------------------------------
 
     def events(self, start: int) -> Iterator[Event]:
-        """All spans since ``start`` (nanoseconds of CLOCK_MONOTONIC) as events, with times counted from there."""
+        """Yield an event for each span that began at or after ``start`` (nanoseconds of CLOCK_MONOTONIC). The times of
+        the events count from ``start``."""
         spans = np.concatenate(self._taken) if self._taken else np.zeros(0, SPAN_DTYPE)
         spans = _merged(spans[spans["begin"] >= start])
-        others = sorted({int(t) for t in spans["thread"]} - {self._trainer})
-        rows = {thread: f"{COPY}{number}" for number, thread in enumerate(others, 1)}
+        copy_threads = sorted({int(t) for t in spans["thread"]} - {self._trainer})
+        rows = {thread: f"{COPY}{number}" for number, thread in enumerate(copy_threads, 1)}
         for span in spans:
             event = self._event(span, rows.get(int(span["thread"]), HELPED), start)
             if event is not None:
                 yield event
 
     def _event(self, span: np.void, row: str, start: int) -> Event | None:
+        """Return the event of a span; ``row`` is the row of its thread. None: the span is not shown."""
         checkpoint = self._checkpoints.get(int(span["generation"]))
-        if checkpoint is None:  # its checkpoint began before the recording
+        if checkpoint is None:  # the checkpoint began before the recording
             return None
         kind, nbytes = int(span["kind"]), int(span["nbytes"])
         begin, end = int(span["begin"]) - start, int(span["end"]) - start
@@ -130,13 +142,14 @@ class Spans:
 
 
 def module_of(name: str) -> str:
-    """The module that a tensor belongs to: ``h.0.fc`` of ``optimizer/h.0.fc.weight/exp_avg``."""
+    """Return the name of the module that a tensor belongs to: ``h.0.fc`` for ``optimizer/h.0.fc.weight/exp_avg``."""
     param = name.split("/")[1] if "/" in name else name
     return param.rpartition(".")[0]
 
 
 def _merged(spans: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """Join successive blocks of one thread, checkpoint and tensor; bytes and processor times are added up."""
+    """Return the spans, in which successive blocks of one thread, checkpoint and tensor are one span with the sum of
+    their bytes and processor times."""
     if not len(spans):
         return spans.copy()
     spans = spans[np.lexsort((spans["begin"], spans["kind"], spans["thread"]))]

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from lightck.profiler.events import BACKWARD, COMMIT, COMMUNICATION, COPY, FORWARD, HELPED, STALL, UPDATE, Event, Trace
 
 Intervals = list[tuple[int, int]]
+"""(begin, end) in nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The figures of one step. Times are milliseconds, sizes bytes."""
+    """The figures of one step. Times are in milliseconds, sizes in bytes. A time is the part of the step in which at
+    least one event of its kind ran."""
 
     step: int
     time_ms: float
@@ -28,30 +30,32 @@ class StepFacts:
     copy_ms: float
     """The wall time in which at least one thread copied."""
     overlap: float | None
-    """The share of the copied bytes that copy threads copied during forward, backward, communication or update; None if
-    nothing was copied. A share of bytes and not of time, because a copy thread of idle priority may wait long for a
-    processor while it copies a block."""
+    """The share of ``copied_nbytes`` that copy threads copied during forward, backward, communication or update; None
+    if nothing was copied. The share is one of bytes and not of time, because a copy thread of idle priority may wait
+    long for a processor while it copies a block."""
     copied_nbytes: int
+    """The bytes of the copies that ended in the step."""
     helped_nbytes: int
-    """The copied bytes that the training thread copied itself."""
+    """The part of ``copied_nbytes`` that the training thread copied."""
     commit_ms: float
-    """The time for manifest, sync and commit record."""
+    """The time in which a manifest was written, data were synced, or a commit record was written."""
 
 
 def facts(trace: Trace) -> list[StepFacts]:
-    """The figures of every whole step, by step number."""
+    """Return the figures of every step in the trace, ordered by step number."""
     found = [_facts(inside, number, step) for number, step, inside in _by_step(trace)]
     return sorted(found, key=lambda each: each.step)
 
 
 def _by_step(trace: Trace) -> Iterator[tuple[int, Event, list[Event]]]:
-    """For each step its number, its event, and the events that overlap it, in their order. This is one sweep over steps
-    and events. A heap, ordered by end, keeps the events that began before the step, so that one event as long as the
-    whole trace does not make every step visit all events."""
+    """Yield for each step its number, its event, and the events that overlap it in time, ordered by begin.
+
+    This is one sweep over steps and events. A heap, ordered by end, keeps the events that began before the step and may
+    overlap it. Without the heap, one event as long as the whole trace would make every step visit all events."""
     events = trace.events
     begins = [event.begin for event in events]
-    lasting: list[tuple[int, int]] = []  # end and index of the events that began before the step
-    at = 0
+    lasting: list[tuple[int, int]] = []  # (end, index) of events that began before the step
+    at = 0  # index of the first event that does not begin before the step
     for number, step in sorted(trace.steps().items(), key=lambda item: item[1].begin):
         while at < len(events) and begins[at] < step.begin:
             heapq.heappush(lasting, (events[at].end, at))
@@ -63,7 +67,8 @@ def _by_step(trace: Trace) -> Iterator[tuple[int, Event, list[Event]]]:
 
 
 def median_step(steps: Sequence[StepFacts]) -> StepFacts | None:
-    """The step whose time is the (lower) median of all step times."""
+    """Return the step whose time is the median of all step times (of two middle ones, the lower); None without
+    steps."""
     if not steps:
         return None
     middle = statistics.median_low(step.time_ms for step in steps)
@@ -71,7 +76,10 @@ def median_step(steps: Sequence[StepFacts]) -> StepFacts | None:
 
 
 def _facts(inside: Sequence[Event], number: int, step: Event) -> StepFacts:
+    """Return the figures of step ``number``, whose event is ``step``. ``inside``: the events that overlap it."""
+
     def union(*rows: str) -> Intervals:
+        """Return the parts of the step in which an event of these rows runs."""
         return united((max(e.begin, step.begin), min(e.end, step.end)) for e in inside if e.row in rows)
 
     threads = sorted({event.row for event in inside if event.row.startswith(COPY)})
@@ -97,12 +105,13 @@ def _facts(inside: Sequence[Event], number: int, step: Event) -> StepFacts:
 
 
 def ms(ns: int) -> float:
-    """Nanoseconds as milliseconds."""
+    """Return nanoseconds as milliseconds."""
     return round(ns / 1e6, 4)
 
 
 def _ended(events: Iterable[Event], step: Event, *rows: str) -> list[Event]:
-    """The copies that ended in the step. All copies at the boundary count as one event, and its parts do not count."""
+    """Return the copies in these rows that ended in the step. All copies at one boundary are one event; the events of
+    the single copies at the boundary are left out."""
     return [e for e in events if e.row in rows and step.begin < e.end <= step.end and not is_part(e)]
 
 
@@ -111,7 +120,7 @@ def _nbytes(events: Iterable[Event], step: Event, *rows: str) -> int:
 
 
 def _share(event: Event, others: Intervals) -> float:
-    """The share of an event's time that lies in the other intervals, which are ordered and do not overlap."""
+    """Return the share of an event's time that lies in ``others``, which are ordered and do not overlap each other."""
     first = bisect_left(others, event.begin, key=lambda other: other[1])
     if event.end <= event.begin:
         return float(first < len(others) and others[first][0] <= event.begin)
@@ -120,12 +129,12 @@ def _share(event: Event, others: Intervals) -> float:
 
 
 def is_part(event: Event) -> bool:
-    """Whether the event is a single copy at the boundary, which the event for all copies at the boundary contains."""
+    """Whether the event is a single copy at the boundary: another event stands for all copies at this boundary."""
     return event.row == HELPED and event.args.get("helped") is False
 
 
 def united(intervals: Iterable[tuple[int, int]]) -> Intervals:
-    """The union of the intervals, as ordered intervals without overlap."""
+    """Return the union of the intervals, as ordered intervals that do not overlap."""
     found: Intervals = []
     for begin, end in sorted(intervals):
         if end <= begin:
@@ -138,7 +147,7 @@ def united(intervals: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def common(one: Intervals, other: Intervals) -> Intervals:
-    """The intersection of two lists of ordered intervals without overlap."""
+    """Return the intersection of two lists; the intervals of each list are ordered and do not overlap."""
     found: Intervals = []
     i = j = 0
     while i < len(one) and j < len(other):
@@ -153,4 +162,5 @@ def common(one: Intervals, other: Intervals) -> Intervals:
 
 
 def length(intervals: Intervals) -> int:
+    """Return the sum of the lengths of the intervals, in nanoseconds."""
     return sum(end - begin for begin, end in intervals)

@@ -1,8 +1,9 @@
 """A trace as a picture: one self-contained SVG with a row per activity over a time axis in milliseconds.
 
-The colour of a bar shows the activity. Its shade shows the layer, from light (the first) to dark (the last), alike in
-forward, backward and copies. A copy is pale if its thread had no processor for most of its time. Bars thinner than half
-a pixel are joined with their neighbours, so that the size of the picture is bounded. All text of the trace is escaped.
+The colour of a bar shows the activity. The shade of the colour shows the layer, from light (the first layer) to dark
+(the last layer); forward, backward and copies of one layer have the same shade. The bar of a copy is pale if the
+copying thread had no processor for most of the time. Bars thinner than half a pixel are joined with their neighbours,
+so that the size of the picture is bounded. All text of the trace is escaped.
 """
 
 from __future__ import annotations
@@ -17,15 +18,21 @@ from lightck.profiler.events import COMMIT, COPY, HELPED, STATE, STEP, Event, Tr
 from lightck.profiler.summary import is_part, length, united
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 1240, 178, 128, 58, 30, 9
+"""Pixels: the width of the picture; the margins left, right and above; the height of a row, and between two rows."""
 _PLOT = _WIDTH - _LEFT - _RIGHT
+"""The width of the time axis, in pixels."""
 _TINY = 0.5
 """Bars thinner than this many pixels are joined with their neighbours."""
 _JOINED_MAX = 3.0
+"""The greatest width of joined bars, in pixels."""
 _LETTER = 6.0
+"""The assumed width of a letter, in pixels."""
 _TEXT_MAX = 60
+"""The most letters of a name over bars."""
 _STEPS_NAMED_MAX = 40
+"""The most steps that get a mark and a name."""
 _COLOURS = {
-    # row: (of the first layer, of the last layer)
+    # row: (colour of the first layer, colour of the last layer)
     events.FORWARD: ("#bcd7f5", "#1c5fa8"),
     events.BACKWARD: ("#fbd3a5", "#c25e06"),
     events.COMMUNICATION: ("#b79ad6", "#b79ad6"),
@@ -37,24 +44,29 @@ _COLOURS = {
     COMMIT: ("#333333", "#333333"),
 }
 _OTHER = ("#c9b458", "#c9b458")
+"""The colours of a row of ``Recording.span``."""
 
 
 @dataclass(slots=True)
 class _Bar:
-    """One bar of a row. ``left`` and ``right`` are pixels from the left edge of the plot."""
+    """One bar of a row. ``left`` and ``right`` are pixels from the left end of the time axis; ``inset`` is how many
+    pixels its upper and lower edge lie inside the row."""
 
     left: float
     right: float
     colour: str
     inset: float
-    pale: bool
+    is_pale: bool
     event: Event
     is_tiny: bool
+    """Whether the event is shorter than ``_TINY`` pixels."""
     joined: int = 1
+    """The number of events that this bar shows."""
 
 
 def draw(trace: Trace, begin: int, end: int, title: str) -> str:
-    """Draw all rows between two times (nanoseconds from the start of the trace). Returns the SVG."""
+    """Draw all rows of a trace from ``begin`` to ``end`` (nanoseconds from the start of the trace), and return the
+    SVG."""
     rows = [row for row in trace.rows() if row != STEP]
     picture = _Picture(trace, begin, max(end, begin + 1))
     height = _TOP + len(rows) * (_ROW + _GAP) + 84
@@ -87,7 +99,7 @@ class _Picture:
     # -- time --------------------------------------------------------------------------------------------
 
     def axis(self, bottom: int) -> Iterator[str]:
-        """Vertical lines at round numbers of milliseconds, counted from the left edge."""
+        """Yield vertical lines at round numbers of milliseconds, which count from the left end of the axis."""
         whole = (self._end - self._begin) / 1e6
         unit = _round_unit(whole / 10)
         for i in range(int(whole / unit + 1e-9) + 1):
@@ -148,7 +160,7 @@ class _Picture:
         return _mixed(first, last, layer / self._last_layer)
 
     def _rect(self, bar: _Bar, top: int) -> str:
-        pale = ' fill-opacity="0.45"' if bar.pale else ""
+        pale = ' fill-opacity="0.45"' if bar.is_pale else ""
         more = f" and {bar.joined - 1} more" if bar.joined > 1 else ""
         tooltip = f"{bar.event.name}{more}: {_duration(bar.event.end - bar.event.begin)}"
         return (
@@ -157,7 +169,8 @@ class _Picture:
         )
 
     def _names(self, bars: Sequence[_Bar], top: int) -> Iterator[str]:
-        """The name of a group of modules over each run of its bars that is wide enough for the name."""
+        """Yield the names of groups of modules. Successive bars of one group get one name, if they are wide enough for
+        it."""
         runs: list[tuple[str, float, float]] = []
         for bar in bars:
             if bar.event.args.get("whole"):
@@ -177,7 +190,7 @@ class _Picture:
                 )
 
     def _total(self, row: str, shown: Iterable[Event]) -> str:
-        """The total time of the row in the picture, and its copied bytes."""
+        """Return, as text, the total time of the row's events inside the picture and, for copies, their bytes."""
         inside = [(max(e.begin, self._begin), min(e.end, self._end)) for e in shown]
         nbytes = sum(e.args.get("bytes", 0) for e in shown if not is_part(e)) if row.startswith("copy") else 0
         copied = f", {_size(nbytes)}" if nbytes else ""
@@ -185,7 +198,8 @@ class _Picture:
 
 
 def _joined(bars: Iterable[_Bar]) -> list[_Bar]:
-    """Join tiny neighbouring bars into one, but only up to ``_JOINED_MAX`` pixels, so that shades remain visible."""
+    """Return the bars, in which tiny neighbouring bars are joined. A joined bar is narrower than ``_JOINED_MAX``
+    pixels, so that shades remain visible."""
     found: list[_Bar] = []
     for bar in bars:
         last = found[-1] if found else None
@@ -228,7 +242,7 @@ def _legend(rows: Sequence[str], y: int) -> Iterator[str]:
 
 
 def _text(text: str, most: int) -> str:
-    """Escape text for XML, replace control characters, and cut it to ``most`` characters."""
+    """Return the text with at most ``most`` characters, control characters replaced, escaped for XML."""
     printable = "".join(c if c.isprintable() else "\ufffd" for c in text[: most + 1])
     return escape(printable if len(printable) <= most else printable[: most - 1] + "…")
 
@@ -238,7 +252,8 @@ def _label(row: str) -> str:
 
 
 def _group(event: Event) -> str:
-    """The group of an event's module: ``h.0`` of ``transformer.h.0.attn.c_proj``; without a number its last part."""
+    """Return the group of an event's module: ``h.0`` for ``transformer.h.0.attn.c_proj``. A name without a number gives
+    its last part: ``head`` for ``model.head``."""
     parts = str(event.args.get("module") or event.name).split(".")
     for at, part in enumerate(parts):
         if part.isdecimal():
@@ -247,6 +262,7 @@ def _group(event: Event) -> str:
 
 
 def _is_pale(event: Event) -> bool:
+    """Whether an event lasted longer than 0.05 ms, and its thread ran for less than half of this time."""
     cpu = event.args.get("cpu_ms")
     lasted = (event.end - event.begin) / 1e6
     return isinstance(cpu, (int, float)) and lasted > 0.05 and cpu < lasted / 2
@@ -269,12 +285,13 @@ def _size(nbytes: int) -> str:
 
 
 def _round_unit(least: float) -> float:
-    """The smallest number that is 1, 2 or 5 times a power of ten and at least ``least``."""
+    """Return the smallest number that is not less than ``least`` and is 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least * (1 - 1e-9))
 
 
 def _mixed(first: str, last: str, share: float) -> str:
+    """Return the colour between two colours: ``first`` for share 0, ``last`` for share 1."""
     share = min(max(share, 0.0), 1.0)
     pairs = [(int(first[i : i + 2], 16), int(last[i : i + 2], 16)) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)

@@ -1,8 +1,8 @@
 """Detect options that the script builds differently than in the run that saved the checkpoint.
 
-Options of optimizers and ``requires_grad`` are restored as the checkpoint has them. What changed during the training (a
-scheduled lr, layers that were unfrozen) is restored silently. If the script itself builds another value than it did
-then, a warning names it, because the checkpoint's value replaces it.
+A restore sets the options of optimizers, and ``requires_grad``, to the values in the checkpoint. No warning names a
+value that only the training changed (a scheduled lr, layers that were unfrozen). A warning names each option that the
+script now builds with another value than at the start of the training, because the checkpoint's value replaces it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ log = logging.getLogger("lightck")
 def options(
     contents: Contents, pairs: Sequence[tuple[OptimizerContents, OptimizerView]], objects: Mapping[str, object]
 ) -> list[str]:
-    """Return the options of optimizers and schedulers that this script builds differently, and that the restore will
-    replace. Call it before the restore."""
+    """Return a text for each option of an optimizer or scheduler that this script builds differently and that the
+    restore will replace. Call this function before the restore. ``pairs``: saved and live optimizers. ``objects``: name
+    in ``state`` -> live object."""
     built = contents.built
     if built is None:
         return []
@@ -35,7 +36,7 @@ def options(
     for saved, live in pairs:
         index = next(i for i, one in enumerate(contents.optimizers) if one is saved)
         if index >= len(built.groups) or len(live.optimizer.state) != built.states[index]:
-            continue  # this optimizer has stepped: its options may not be those that it was built with
+            continue  # the live optimizer was stepped: its options may differ from those that it was built with
         for g, (then, now, kept) in enumerate(zip(built.groups[index], live.groups(), saved.groups, strict=False)):
             where = f" of group {g}" if len(saved.groups) > 1 else ""
             found += [f"{live.class_name}'s {key}{where} {text}" for key, text in _edited(then, now, kept)]
@@ -46,13 +47,13 @@ def options(
             kept = values.unpack(contents.state[name], tensor=lambda name: torch.empty(0))
             if _is_equal(_step_counts(now), _step_counts(then)) and isinstance(kept, Mapping):
                 edited = _edited(then, now, kept)
-                public = [one for one in edited if not one[0].startswith("_")]  # a private one may follow from them
+                public = [one for one in edited if not one[0].startswith("_")]  # private ones may be derived from these
                 found += [f"{type(obj).__name__}'s {key} {text}" for key, text in public or edited]
     return found
 
 
 def _step_counts(state: Mapping[Any, object]) -> list[object]:
-    """Return the step counts of a scheduler and of the schedulers that it is composed of."""
+    """Return the step counts in a scheduler's state_dict, and those of the schedulers that it is composed of."""
     parts = state.get("_schedulers", ())
     nested = (
         [_step_counts(part) for part in parts if isinstance(part, Mapping)] if isinstance(parts, (list, tuple)) else []
@@ -61,8 +62,8 @@ def _step_counts(state: Mapping[Any, object]) -> list[object]:
 
 
 def _edited(then: Mapping[Any, object], now: Mapping[Any, object], kept: Mapping[Any, object]) -> list[tuple[str, str]]:
-    """Return (key, text) of the options that differ between the two builds and also between this one and the
-    checkpoint."""
+    """Return (key, text) of each option whose value ``now`` differs from ``then`` and from ``kept``. ``then``: as built
+    at the start of the training; ``now``: as built by this script; ``kept``: as the checkpoint holds it."""
     keys = [key for key in then if key in now and key in kept]
     return [
         (str(key), f"({_text(now[key])} here, {_text(then[key])} at the start, {_text(kept[key])} in the checkpoint)")
@@ -72,10 +73,11 @@ def _edited(then: Mapping[Any, object], now: Mapping[Any, object], kept: Mapping
 
 
 def _is_equal(one: object, other: object) -> bool:
+    """Whether two values pack to the same bytes. True if a value cannot be packed."""
     try:
         return values.pack(one, path="") == values.pack(other, path="")
     except StateValueError:
-        return True  # a value that cannot be stored is refused elsewhere
+        return True  # the save refuses such a value
 
 
 def _text(value: object) -> str:
@@ -93,7 +95,8 @@ def warn_options(found: Sequence[str]) -> None:
 
 
 def set_flags(contents: Contents, model: ModelView) -> None:
-    """Set ``requires_grad`` of every parameter of the model as it was when the checkpoint was closed."""
+    """Set ``requires_grad`` of every parameter of the model to its value in the checkpoint, and log the changed
+    parameters: as a warning if the script built the value differently than at the start of the training."""
     built = contents.built
     if built is None:
         return

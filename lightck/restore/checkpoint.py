@@ -1,4 +1,4 @@
-"""A recovered checkpoint, loaded into memory or restored in place."""
+"""The public ``Checkpoint``: a recovered checkpoint, loaded into memory or restored in place."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from lightck.state.rng import RngState
 
 
 class Checkpoint:
-    """One checkpoint of a training. Made by :func:`lightck.recover`.
+    """One checkpoint of a training, returned by :func:`lightck.recover`.
 
     Attributes:
-        step: number of updates made when it was closed.
-        iteration: number of boundaries passed, including those of skipped updates.
+        step: number of updates that the training had made when the checkpoint was closed.
+        iteration: number of iterations of the loop up to this checkpoint; an iteration whose update a GradScaler
+            skipped counts too.
         rejected: newer checkpoints that recovery rejected, each with its reason.
-        drift: what did not fit in a restore with ``strict=False``.
+        drift: after a restore with ``strict=False``, the parts that did not fit.
         contents, record: the parsed checkpoint and its commit record, for lightck itself.
     """
 
@@ -45,8 +46,8 @@ class Checkpoint:
         uuid: bytes,
         rejected: Sequence[RejectedCheckpoint],
     ) -> None:
-        """``source`` returns the tensors and is called at their first use. After a restore in place it reads the pool
-        again, because the live tensors change as soon as the training continues."""
+        """``source`` returns the tensors; it is called once, when a tensor is first used. After a restore in place,
+        ``source`` reads the pool again, because the live tensors change as soon as the training continues."""
         self.step = contents.step
         self.iteration = contents.iteration
         self.rejected: tuple[RejectedCheckpoint, ...] = tuple(rejected)
@@ -63,8 +64,8 @@ class Checkpoint:
 
     @property
     def model(self) -> OrderedDict[str, Any]:
-        """The model's state_dict: name -> tensor, tied weights as one tensor, extra state as ``get_extra_state`` gave
-        it."""
+        """The model's state_dict: name -> tensor. The names of a tied weight map to the same tensor object. The names
+        of extra state map to what ``get_extra_state`` returned."""
         found: OrderedDict[str, Any] = OrderedDict()
         for name, entry in self.contents.model_entries.items():
             found[name] = self.tensor(entry.alias or entry.name)
@@ -74,10 +75,11 @@ class Checkpoint:
 
     @property
     def optimizer(self) -> dict[str, Any] | list[dict[str, Any]] | None:
-        """The optimizer's state_dict, with torch's parameter numbers; a list if there are several (a wrapper before
-        what it wraps), None if none was saved. Its tensors are copies, so an optimizer that loads them may change them.
+        """The optimizer's state_dict, with torch's parameter numbers. Several saved optimizers give a list, in which a
+        wrapper stands before the optimizer that it wraps; without a saved optimizer the value is None. The tensors are
+        copies: an optimizer that loads the state_dict may change them.
 
-        ``Optimizer.load_state_dict`` casts state to its parameter's dtype; ``restore`` does not."""
+        ``Optimizer.load_state_dict`` casts a state tensor to the dtype of its parameter; ``restore`` does not cast."""
         dicts = [self._optimizer_dict(o) for o in self.contents.optimizers]
         if len(dicts) > 1:
             return dicts
@@ -85,7 +87,7 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """name -> what that object's ``state_dict()`` returned."""
+        """Name in ``state`` -> what the ``state_dict()`` of the object under this name returned."""
         return {n: values.unpack(packed, tensor=self.tensor) for n, packed in self.contents.state.items()}
 
     @property
@@ -104,21 +106,22 @@ class Checkpoint:
     ) -> None:
         """Restore this checkpoint into a model (and optimizers, and objects in ``state``) in place, bit for bit.
 
-        Raises, before anything changes, ``DriftError`` if they do not fit (with ``strict=False`` what fits is restored
-        and ``drift`` lists the rest) and ``SessionError`` if the model's session is open.
+        Raises ``DriftError`` if checkpoint and live objects do not fit each other, and ``SessionError`` if the model
+        has an open session. Both errors are raised before anything changes. With ``strict=False`` the parts that fit
+        are restored, and ``drift`` lists the others.
         """
         plan = plan_restore(self.contents, model, optimizer, state, strict=strict)
         source = self._source
         try:
             _restore.apply(plan, source)
         except BaseException as err:
-            if plan.restored:  # else nothing was changed yet
+            if plan.restored:  # live tensors may be overwritten already
                 poison(err, plan.restored.values(), model)
             raise
         self.record_restored(model, plan)
 
     def record_restored(self, model: nn.Module, plan: _restore.RestorePlan) -> None:
-        """For lightck itself: ``plan`` restored this checkpoint into ``model``."""
+        """For lightck itself: record that ``plan`` has restored this checkpoint into ``model``."""
         self.drift = plan.drift
         remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, untaken(plan)))
 
@@ -132,7 +135,7 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor by its name in the pool (``model/...``, ``optimizer/.../exp_avg``).
 
-        Raises ``NoTensorError`` for an unknown name and for a tied one, which is stored under another name."""
+        Raises ``NoTensorError`` for an unknown name, and for a tied name, whose tensor is stored under another name."""
         refuse_unknown(name, self.contents.entries)
         return self._source.tensors[name]
 
@@ -167,7 +170,8 @@ def refuse_other_than_module(model: object) -> None:
 
 
 def refuse_other_than_bool(**flags: object) -> None:
-    """Raise ``TypeError`` for a flag that is no bool: ``overwrite="no"`` is true and would discard checkpoints."""
+    """Raise ``TypeError`` for a flag that is no bool: the string in ``overwrite="no"`` is truthy, and would discard
+    checkpoints."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Pass True or False.")
@@ -187,8 +191,11 @@ def plan_restore(
     strict: bool,
     complete: bool = False,
 ) -> _restore.RestorePlan:
-    """Check a restore into these objects and return its plan; nothing changes yet. None as an object in ``state``
-    declines that name. Raises ``DriftError``, ``SessionError``, ``TypeError``."""
+    """Check a restore into these objects and return its plan; nothing is changed. ``state``: name -> object; None as
+    the object means that the saved state of this name is not restored. ``strict``, ``complete``: as in
+    ``restore.check``.
+
+    Raises ``DriftError`` if they do not fit, ``SessionError`` for a model with an open session, and ``TypeError``."""
     refuse_other_than_module(model)
     refuse_other_than_mapping(state)
     refuse_other_than_bool(strict=strict)
@@ -202,7 +209,8 @@ def plan_restore(
 
 
 def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Module) -> None:
-    """Make a model unusable whose restore failed after tensors were changed, and say so in the error's message."""
+    """Make a model unusable after its restore failed halfway: write NaN into its parameters and into the tensors in
+    ``touched``, and mark the model, so that ``attach`` refuses it. The message of ``error`` gets this fact."""
     _restore.write_nan(touched, model)
     mark_poisoned(model)
     if isinstance(error, LightckError) and error.args:
@@ -212,7 +220,8 @@ def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Modu
 
 
 def untaken(plan: _restore.RestorePlan) -> tuple[str, ...]:
-    """Describe what the checkpoint holds and this restore did not use; ``attach`` refuses to continue without it."""
+    """Return a description of each part of the checkpoint that this restore did not use. ``attach`` refuses to continue
+    from a restore that left such parts out."""
     taken = {id(saved) for saved, _ in plan.optimizers}
     missing = [f"the {saved.class_name}" for saved in plan.contents.optimizers if id(saved) not in taken]
     taken_state = plan.objects.keys() | plan.declined

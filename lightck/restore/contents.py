@@ -1,7 +1,8 @@
 """The contents of a checkpoint in terms of torch: names, groups, values and tensors, parsed from untrusted bytes.
 
-``Contents`` is parsed from the small state of a checkpoint before any payload is read. The payload comes from the pool
-(``StoredCheckpoint``, verified as it is read) or from memory (``MemorySource``, a checkpoint that was fully loaded).
+``Contents`` is parsed from the small state of a checkpoint before any payload (tensor bytes) is read. A ``Source``
+reads the payload: from the pool (``StoredCheckpoint``, which verifies every block that it reads) or from memory
+(``MemorySource``, which holds all tensors of a checkpoint).
 """
 
 from __future__ import annotations
@@ -24,18 +25,24 @@ from lightck.state.values import typed
 
 
 class Source(Protocol):
-    """Source of a checkpoint's payload; the methods are those of ``StoredCheckpoint``."""
+    """Reads the tensor bytes of one checkpoint; the methods are those of ``StoredCheckpoint``."""
 
     @property
-    def entries(self) -> Mapping[str, Entry]: ...
+    def entries(self) -> Mapping[str, Entry]:
+        """Name in the pool -> entry."""
+        ...
 
-    def read_into(self, name: str, address: int) -> None: ...
+    def read_into(self, name: str, address: int) -> None:
+        """Copy the bytes of a tensor to an address in host memory. Raises ``DamagedError`` at a bad block."""
+        ...
 
-    def read_many(self, places: Sequence[tuple[str, int]]) -> None: ...
+    def read_many(self, places: Sequence[tuple[str, int]]) -> None:
+        """``read_into`` for several pairs (name, address)."""
+        ...
 
 
 class MemorySource:
-    """Tensors that were read and verified before."""
+    """All tensors of a checkpoint in memory; they were verified when they were read from the pool."""
 
     def __init__(self, entries: Mapping[str, Entry], tensors: Mapping[str, torch.Tensor]) -> None:
         self.entries = dict(entries)
@@ -63,11 +70,12 @@ class OptimizerContents:
     groups: list[dict[str, object]]
     """For each group, its options."""
     values: bytes
-    """Packed: parameter name -> the part of its state that is not stored as tensors of the pool."""
+    """Packed: parameter name -> the part of its optimizer state that is not stored as tensors of the pool."""
     rest: bytes
-    """Packed: the state under keys that are no parameters."""
+    """Packed: the optimizer state under keys that are no parameters."""
     wraps: bool = False
-    """It wraps another optimizer. The state tensors with names of parameters belong to that optimizer."""
+    """Whether this optimizer wraps another one. Then the pool's state tensors of its parameters belong to the wrapped
+    optimizer."""
 
     @property
     def all_names(self) -> list[str]:
@@ -76,7 +84,7 @@ class OptimizerContents:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Everything in a checkpoint except its payload."""
+    """Everything in a checkpoint except the bytes of its large tensors."""
 
     step: int
     iteration: int
@@ -89,28 +97,35 @@ class Contents:
     """Random states at the start of the forward that closed the checkpoint; None if another event closed it."""
     optimizers: list[OptimizerContents]
     state: dict[str, bytes]
+    """Name in ``state`` -> packed result of the object's ``state_dict()``."""
     classes: dict[str, str]
     """Name in ``state`` -> class of the object that was saved under it."""
     extra: dict[str, bytes]
+    """Name of a module's extra state -> packed result of its ``get_extra_state()``."""
     loaders: dict[str, dict[str, object]]
+    """Name of a session loader -> its position."""
     copied_at_boundary: list[str]
+    """Names of tensors that are copied at the boundary only, because something wrote to them during an earlier
+    background copy."""
     resizable: frozenset[str]
-    """Buffers that appeared, disappeared or changed their size: a restore gives them the saved size."""
+    """Names of buffers that appeared, disappeared or changed their size during the training. A restore gives such a
+    buffer the saved size, or removes it."""
     built: BuildRecord | None
-    """Options and frozen parameters as the script had built them at attach; None in a pool of an older lightck."""
+    """Options, and parameters with ``requires_grad=False``, as the script had built them at attach; None in a pool of
+    an older lightck."""
     frozen: list[str] | None
-    """Frozen parameters; None if they are those of ``built``."""
+    """Names of parameters with ``requires_grad=False``; None if they are those of ``built``."""
     fingerprint: dict[str, object]
     entries: Mapping[str, Entry]
     stale_after: int | None = None
-    """Older checkpoints whose generation is larger than this number are stale: they hold old bytes of a tensor. None
-    if no older checkpoint is stale."""
+    """A generation. Checkpoints that are older than this checkpoint, and whose generation is larger than this number,
+    are stale: they hold old bytes of a tensor. None if no older checkpoint is stale."""
     persistent_started: bool = False
-    """A DataLoader outside the session had started its persistent workers."""
+    """Whether a DataLoader outside the session had started its persistent workers."""
     done: bool = False
-    """The training had ended: ``session.close(done=True)``."""
+    """Whether the training had ended: ``session.close(done=True)``."""
     numbers: Mapping[str, int] = field(default_factory=dict)
-    """Numbers that modules keep as plain attributes and had changed: name -> value."""
+    """Numbers that modules keep as plain attributes, and that the training had changed: name -> value."""
 
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
@@ -152,12 +167,13 @@ class Contents:
 
     @property
     def model_entries(self) -> dict[str, Entry]:
-        """Name in the model -> entry."""
+        """Name in the model's state_dict -> entry."""
         return {n.removeprefix("model/"): e for n, e in self.entries.items() if n.startswith("model/")}
 
 
 def unpack_dict(packed: bytes, tensor: Callable[[str], torch.Tensor] | None = None) -> dict[Any, object]:
-    """Unpack bytes that must hold a dict. Raises ``CorruptPoolError``; ``tensor`` as in ``values.unpack``."""
+    """Unpack bytes that must hold a dict, and return the dict. ``tensor``: as in ``values.unpack``. Raises
+    ``CorruptPoolError`` for any other bytes."""
     return typed(values.unpack(packed, tensor=tensor), dict)
 
 
@@ -179,8 +195,8 @@ def _optimizer(saved: object) -> OptimizerContents:
 
 
 def refuse_unusable_device(device: object) -> None:
-    """Raise ``TypeError`` or ``ValueError`` for a device on which no tensor can be made: torch raises various errors,
-    and only in the middle of a restore."""
+    """Raise ``TypeError`` or ``ValueError`` for a device on which no tensor can be made. Without this check torch would
+    raise various errors, in the middle of a load."""
     if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):
         kind = type(device).__name__
         raise TypeError(f'device={device!r} is a {kind}. Pass a torch.device or its name: device="cpu".')
@@ -190,12 +206,12 @@ def refuse_unusable_device(device: object) -> None:
         why = str(err).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             f"device={str(device)!r} cannot be used here: {why}. Nothing was read. Pass a device that this machine and "
-            "this torch support, or leave device= out: then tensors are made on the CPU."
+            "this torch support. Or leave device= out, and the tensors are made on the CPU."
         ) from err
     if is_meta:
         raise ValueError(
-            "device='meta': a tensor there has no bytes, so nothing of the checkpoint would be loaded. Leave device= "
-            "out, and read names, shapes and dtypes from the checkpoint's tensors."
+            "device='meta': a tensor on the meta device has no bytes, so nothing of the checkpoint would be loaded. "
+            "Leave device= out, and read names, shapes and dtypes from the checkpoint's tensors."
         )
 
 
@@ -206,7 +222,8 @@ def empty_for(entry: Entry, device: torch.device | str) -> torch.Tensor:
 
 
 def load_tensor(source: Source, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Read and verify one tensor of a checkpoint. Raises ``DamagedError`` at a bad block."""
+    """Read and verify one tensor of a checkpoint, and return it as a new tensor on ``device``. Raises ``DamagedError``
+    at a bad block."""
     tensor = empty_for(source.entries[name], "cpu")
     if tensor.numel():
         source.read_into(name, tensor.data_ptr())
@@ -214,7 +231,8 @@ def load_tensor(source: Source, name: str, device: torch.device | str = "cpu") -
 
 
 def load_tensors(source: Source, names: Sequence[str], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Read and verify several tensors: together on the CPU; for another device one by one, to save host memory."""
+    """Read and verify several tensors, and return name -> new tensor on ``device``. For the CPU they are read together;
+    for another device one by one, to save host memory. Raises ``DamagedError`` at a bad block."""
     if torch.device(device).type != "cpu":
         return {name: load_tensor(source, name, device) for name in names}
     tensors = {name: empty_for(source.entries[name], "cpu") for name in names}
@@ -223,13 +241,15 @@ def load_tensors(source: Source, names: Sequence[str], device: torch.device | st
 
 
 def in_memory(source: Source, device: torch.device | str = "cpu") -> MemorySource:
-    """Read and verify all tensors of a checkpoint, so that the pool can be written to or closed."""
+    """Read and verify all tensors of a checkpoint into new memory. The result needs the pool no longer: a training may
+    overwrite the slot, and the reader may be closed. Raises ``DamagedError`` at a bad block."""
     own = [name for name, entry in source.entries.items() if entry.alias is None]
     return MemorySource(source.entries, load_tensors(source, own, device))
 
 
 def entry_of(entries: Mapping[str, Entry], name: str) -> Entry:
-    """Return the entry that the small state names. Raises ``CorruptPoolError`` if there is none."""
+    """Return the entry of a tensor that the small state names. Raises ``CorruptPoolError`` if the checkpoint has no
+    such entry."""
     if name not in entries:
         raise CorruptPoolError(
             f"its saved options, counters or random states name a tensor {name!r} that the checkpoint does not hold"
@@ -238,7 +258,8 @@ def entry_of(entries: Mapping[str, Entry], name: str) -> Entry:
 
 
 def tensor_reader(source: Source, loaded: dict[str, torch.Tensor] | None = None) -> Callable[[str], torch.Tensor]:
-    """Return a function with which ``values.unpack`` reads large tensors by name; it adds them to ``loaded``."""
+    """Return a function that reads a large tensor by name, for ``values.unpack``. The function adds each tensor that it
+    reads to ``loaded``."""
 
     def read(name: str) -> torch.Tensor:
         entry_of(source.entries, name)
@@ -264,5 +285,6 @@ def refuse_unknown(name: str, entries: Mapping[str, Entry]) -> None:
         )
     if entry.alias is not None:
         raise NoTensorError(
-            f"{name!r} is tied to another tensor and is stored under that one's name. Ask for {entry.alias!r}."
+            f"{name!r} is another name of the tensor {entry.alias!r}, and the checkpoint stores the tensor once. Ask "
+            f"for {entry.alias!r}."
         )

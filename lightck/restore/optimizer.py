@@ -1,6 +1,7 @@
-"""Restore an optimizer's state and options, by parameter name and never through ``load_state_dict``, which casts.
+"""Restore an optimizer's state and options by parameter name. ``load_state_dict`` is not called, because it casts.
 
-Live state tensors are written in place if they fit, so that other holders of these tensors see the values too.
+A live state tensor of the saved shape and dtype is written in place, so that other objects that refer to this tensor
+see the restored values too.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ def read_state(
     restored: dict[str, torch.Tensor],
     writes: TensorWrites,
 ) -> dict[str, Any]:
-    """Return the state of each parameter by name: live tensors that fit, else new ones. ``writes.run()`` gives them
-    their values.
+    """Return parameter name -> restored state. Its tensors are the live ones if they fit, else new ones. The caller
+    must call ``writes.run()``, which writes the saved values into them.
 
-    ``unfit``: parameters of another shape or dtype, whose state is not restored. The tensors are added to ``restored``
-    by entry name.
+    ``unfit``: names of parameters of another shape or dtype, whose state is not restored. ``restored``: entry name ->
+    tensor; this function adds the tensors of the state.
     """
     keys = keys_by_param(contents, saved)
     rest = unpack_dict(saved.values, tensor=tensor_reader(writes.source, restored))
@@ -57,22 +58,25 @@ def read_state(
 
 
 def joined(tensors: dict[object, object], rest: Mapping[str, object], name: str) -> object:
-    """Combine the tensors and the other values of one parameter's state; if the state is no dict, return it."""
+    """Return the state of the parameter ``name``: a dict of its tensors and other values. A saved state that is no
+    dict lies in ``rest`` as a whole, and is returned as it is."""
     other = rest.get(name, {})
     return tensors | other if isinstance(other, dict) else other
 
 
 def counted_on_device(saved: OptimizerContents) -> set[str]:
-    """Return the parameters whose step count is on their device, as in ``fused`` and ``capturable`` optimizers."""
+    """Return the names of the parameters whose optimizer keeps the step count on the device of the parameter:
+    ``fused`` and ``capturable`` optimizers do."""
     groups = zip(saved.names, saved.groups, strict=True)
     return {name for names, options in groups if options.get("fused") or options.get("capturable") for name in names}
 
 
 def device_of(entry: Entry, contents: Contents, name: str, live: torch.Tensor, is_cpu_count: bool) -> torch.device:
-    """Return the device for a new state tensor: that of its parameter ``live``.
+    """Return the device for a new state tensor: usually the device of its live parameter ``live``, named ``name``.
 
-    A tensor that was saved on the CPU stays there if its parameter was on another device, or if it is a step count that
-    the optimizer keeps on the CPU (``is_cpu_count``), as in torch's ``load_state_dict``."""
+    The CPU is returned for two kinds of state tensors that were saved on the CPU: those whose parameter was on another
+    device, and a step count that the optimizer keeps on the CPU (``is_cpu_count``). torch's ``load_state_dict`` treats
+    such a step count in the same way."""
     param = contents.entries.get(f"model/{name}")
     follows_param = param is not None and param.device == "cpu" and not is_cpu_count
     return torch.device("cpu") if entry.device == "cpu" and not follows_param else live.device
@@ -86,10 +90,11 @@ def _state_tensor(
     writes: TensorWrites,
     used: set[int],
 ) -> torch.Tensor:
-    """Return the tensor that gets the values of an entry: ``present`` if it fits, else a new one.
+    """Return the tensor into which ``writes.run()`` will write the saved values of ``entry``: the live tensor
+    ``present`` if it fits and no other entry uses it, else a new one on ``device()``.
 
-    ``used``: ids of live tensors that have values already. A live tensor that several parameters share gets the values
-    of one of them only, unless they shared it when it was saved."""
+    ``used``: ids of the tensors that other entries use. So a state tensor that several parameters share now is used for
+    one of them, and the others get new tensors, unless they shared it when it was saved (``entry.alias``)."""
     if entry.alias is not None:
         known = restored.get(entry.alias)
         if known is not None:
@@ -105,13 +110,15 @@ def _state_tensor(
 
 
 def _fits(present: object, entry: Entry) -> bool:
+    """Whether a live value is a tensor with the dtype and shape of the entry."""
     if not isinstance(present, torch.Tensor) or present.dtype != dtype_from_name(entry.dtype):
         return False
     return present.shape == entry.shape
 
 
 def keys_by_param(contents: Contents, saved: OptimizerContents) -> dict[str, dict[str, Entry]]:
-    """Return parameter name -> key -> entry, for the tensors that are values of ``optimizer.state[p]``."""
+    """Return parameter name -> key -> entry, for the tensors that lay in ``optimizer.state[p]`` under this key. Empty
+    for a wrapper."""
     names = set(saved.all_names) if not saved.wraps else set()
     found: dict[str, dict[str, Entry]] = {}
     for full, entry in contents.entries.items():
@@ -124,7 +131,8 @@ def keys_by_param(contents: Contents, saved: OptimizerContents) -> dict[str, dic
 
 
 def set_state(saved: OptimizerContents, live: OptimizerView, state: dict[str, dict[object, object]]) -> None:
-    """Put the restored state and options into the live optimizer."""
+    """Set the state and the options of the live optimizer. ``state``: parameter name -> its state, as ``read_state``
+    returns it; the live state of a parameter that is missing there is removed."""
     optimizer, params = live.optimizer, dict(live.params)
     taken: dict[int, torch.Tensor] = {}
     for name, p in params.items():
@@ -138,9 +146,12 @@ def set_state(saved: OptimizerContents, live: OptimizerView, state: dict[str, di
 
 
 def _option(now: Any, saved: object, taken: dict[int, torch.Tensor]) -> object:
-    """Return a group's option as it was saved. The live tensor of an option (a learning rate) gets the saved value in
-    place, because others may hold it. If groups share it now and had different values, the later one gets a new tensor.
-    ``taken``: id of a live tensor -> the value that it was set to."""
+    """Return the value of a group's option: a copy of the saved value, or the live tensor ``now`` with the saved value
+    written into it.
+
+    A live tensor (a learning rate) is written in place, because other objects may refer to it. If several groups share
+    one live tensor and were saved with different values, the second value gets a new tensor. ``taken``: id of a live
+    tensor -> saved value that was written into it."""
     if not isinstance(saved, torch.Tensor):
         return deepcopy(saved)
     fits = isinstance(now, torch.Tensor) and (now.dtype, now.shape) == (saved.dtype, saved.shape)

@@ -1,10 +1,11 @@
 """Check after a restore that the optimizers and the objects in ``state`` hold what was restored into them.
 
-``load_state_dict`` is the user's code, and ``optimizer.state`` may be a property that makes a new dict at each access.
-Therefore both are read again. An object that took nothing is an error; an object with other values than the saved ones
-is named in a warning. Not counted as differences: the order of keys, additional keys of an object in ``state``, a list
-for a tuple, another number type or dtype with the same values, values that change at each access (clocks). DataLoaders
-are not read, because the ``state_dict()`` of some draws random numbers.
+Optimizers and objects are read again after the restore, because ``load_state_dict`` is the user's code, and
+``optimizer.state`` may be a property that makes a new dict at each access. An object that ignored its saved state
+raises an error. An object whose values differ from the saved ones is named in a warning. Not counted as differences:
+the order of keys, additional keys of an object in ``state``, a list instead of a tuple, another number type or dtype
+with the same values, values that change at each access (clocks). DataLoaders are not read, because some draw random
+numbers in ``state_dict()``.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ log = logging.getLogger("lightck")
 _SEQUENCES = (list, tuple, deque)
 _NUMBERS = (bool, int, float, complex, np.generic)
 _SAMPLES = 512
-"""Elements of a large tensor that are compared to see whether it changed at all."""
+"""The most elements of a large tensor that are compared to see whether the tensor changed."""
 
 _Sketch = tuple[bytes, tuple[bytes, ...]]
+"""(packed small values, sampled bytes of each large tensor)."""
 
 
 class ObjectCheck:
@@ -43,30 +45,31 @@ class ObjectCheck:
         self._before = None if is_loader(obj) else _sketch(_state_of(obj))
 
     def after(self, saved: object) -> None:
-        """Compare the object with ``saved``, a private copy of the saved state, and warn of differences.
+        """Compare the object with ``saved``, a copy of the saved state that ``load_state_dict`` has not received, and
+        warn of differences.
 
-        Raises ``DriftError`` if the object did not change at all and differs."""
+        Raises ``DriftError`` if the object differs and ``load_state_dict`` did not change it."""
         if is_loader(self._obj):
             return
         now = _state_of(self._obj)
         if now is None:
-            return  # its state_dict() raises, and will raise again when the object is saved
+            return  # state_dict() raises: the save of the object will raise the same error
         differ = list(_differences(saved, now, ""))
         if differ:
-            again = _state_of(self._obj)
-            differ = [path for path in differ if not _is_unstable(now, again, path)]
+            reread = _state_of(self._obj)
+            differ = [path for path in differ if not _is_unstable(now, reread, path)]
         if not differ:
             return
         name, kind = self._name, type(self._obj).__name__
         where = listed([path or "all of it" for path in differ])
         if self._before is not None and self._before == _sketch(now):
             raise DriftError(
-                f"state[{name!r}] took nothing of its saved state: after load_state_dict() the {kind} is unchanged, "
-                f"and differs in {where} from what was saved. Correct its load_state_dict(), or leave the object out "
+                f"state[{name!r}] took nothing of its saved state: load_state_dict() did not change the {kind}, which "
+                f"differs in {where} from what was saved. Correct its load_state_dict(), or leave the object out "
                 f'of the restore: state={{"{name}": None}}.'
             )
         log.warning(
-            "lightck: after its load_state_dict(), state[%r] differs in %s from what was saved. The training does not "
+            "lightck: state[%r] differs in %s from what was saved, after its load_state_dict(). The training does not "
             "continue bit-identically. Make the load_state_dict() of %s restore everything that its state_dict() "
             "returns",
             name,
@@ -76,7 +79,8 @@ class ObjectCheck:
 
 
 def has_same_keys(obj: object, packed: bytes) -> bool:
-    """Whether an object's state has the same keys as the saved one."""
+    """Whether the ``state_dict()`` of an object has the same keys as the saved state in ``packed``; False if one of
+    them is no mapping."""
     now, saved = _state_of(obj), values.unpack(packed, tensor=lambda name: torch.empty(0))
     return isinstance(now, Mapping) and isinstance(saved, Mapping) and now.keys() == saved.keys()
 
@@ -84,10 +88,10 @@ def has_same_keys(obj: object, packed: bytes) -> bool:
 def check_optimizer(
     live: OptimizerView, state: Mapping[str, object], rest: Mapping[object, object], groups: list[dict[str, object]]
 ) -> None:
-    """Check that an optimizer holds what was put into it, and warn of differences.
+    """Check that an optimizer holds the state and the options that were set, and warn of differences.
 
-    ``state``: parameter name -> its state; ``rest``: state under other keys; ``groups``: the options. Raises
-    ``DriftError`` if the optimizer holds none of the state."""
+    ``state``: parameter name -> its state. ``rest``: state under keys that are no parameters. ``groups``: the options
+    of each group. Raises ``DriftError`` if the optimizer holds nothing of ``state`` and ``rest``."""
     held = live.optimizer.state
     put: dict[str, tuple[object, object]] = {f"the state of {name}": (p, state.get(name)) for name, p in live.params}
     put |= {f"state[{key!r}]": (key, value) for key, value in rest.items()}
@@ -95,8 +99,8 @@ def check_optimizer(
     if differ and {what for what, (_, wanted) in put.items() if not _is_empty(wanted)} <= set(differ):
         raise DriftError(
             f"{live.class_name} keeps nothing of the state that is put into it: {listed(differ)} is not what was "
-            "saved. Its state may be a property that makes a new dict at each access. Keep state in one dict, as "
-            "torch.optim.Optimizer does."
+            "saved. The attribute `state` may be a property that makes a new dict at each access. Keep state in one "
+            "dict, as torch.optim.Optimizer does."
         )
     for g, (group, options) in enumerate(zip(live.optimizer.param_groups, groups, strict=True)):
         not_set = [key for key, value in options.items() if _differ(value, group.get(key))]
@@ -109,11 +113,12 @@ def check_optimizer(
         )
 
 
-def _is_empty(wanted: object) -> bool:
-    return wanted is None or (isinstance(wanted, Mapping) and not wanted)
+def _is_empty(state: object) -> bool:
+    return state is None or (isinstance(state, Mapping) and not state)
 
 
 def _holds(held: Any, key: object, wanted: object) -> bool:
+    """Whether ``held``, an optimizer's ``state``, has the value ``wanted`` under ``key``, without additional keys."""
     now = held.get(key)
     if now is wanted or (_is_empty(now) and _is_empty(wanted)):
         return True
@@ -121,6 +126,7 @@ def _holds(held: Any, key: object, wanted: object) -> bool:
 
 
 def _state_of(obj: Any) -> object:
+    """Return the ``state_dict()`` of an object, or None if it raises. The random states are restored afterwards."""
     with rng.preserved():
         try:
             return obj.state_dict()
@@ -129,7 +135,8 @@ def _state_of(obj: Any) -> object:
 
 
 def _sketch(state: object) -> _Sketch | None:
-    """Return what shows cheaply whether a state changed: its small values, and samples of its large tensors."""
+    """Return the small values of a state and samples of its large tensors, to find out cheaply whether it changed; None
+    if it cannot be packed."""
     samples: list[bytes] = []
 
     def large(_path: str, tensor: torch.Tensor) -> None:
@@ -143,7 +150,8 @@ def _sketch(state: object) -> _Sketch | None:
 
 
 def _differences(saved: object, now: object, path: str, *, exactly: bool = False) -> Iterator[str]:
-    """Yield the paths where ``now`` lacks or contradicts something in ``saved``. ``exactly``: additions count too."""
+    """Yield the path of each value in ``saved`` that ``now`` lacks or holds with another value. With ``exactly``, also
+    yield the path of each key that only ``now`` has."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         if exactly:
             yield from (_join(path, key) for key in now if key not in saved)
@@ -167,12 +175,13 @@ def _join(path: str, key: object) -> str:
     return f"{path}/{key}" if path else str(key)
 
 
-def _is_unstable(now: object, again: object, path: str) -> bool:
-    """Whether the value at a path differs between two reads."""
-    return any(changed == path or changed.startswith(f"{path}/") for changed in _differences(now, again, ""))
+def _is_unstable(now: object, reread: object, path: str) -> bool:
+    """Whether the value at a path differs between two reads of the same object."""
+    return any(changed == path or changed.startswith(f"{path}/") for changed in _differences(now, reread, ""))
 
 
 def _same(saved: object, now: object) -> bool:
+    """Whether two values are equal after ``now`` is cast to the type of ``saved``; False if they cannot be compared."""
     try:
         if isinstance(saved, torch.Tensor) and isinstance(now, torch.Tensor):
             cast = now.detach().to("cpu", saved.dtype)
@@ -188,6 +197,7 @@ def _same(saved: object, now: object) -> bool:
 
 
 def _number(value: object) -> object:
+    """Return a number, or the single value of a 0-dimensional tensor or array; None for anything else."""
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
         return value.item() if value.ndim == 0 else None
     return value if isinstance(value, _NUMBERS) else None

@@ -1,8 +1,9 @@
-"""Recovery: find the newest checkpoint of a pool that verifies, and load or restore it. It never writes to the pool.
+"""Recovery: find the newest checkpoint of a pool that verifies, and load or restore it. Recovery never writes to the
+pool.
 
 Checkpoints are tried from newest to oldest. If a block does not match its checksum, the next older checkpoint is
-restored over the same tensors. If none is left, recovery raises; if tensors of the model were written already, all
-its floating-point parameters are set to NaN, so that nobody trains on a mix of two checkpoints.
+restored over the same tensors. If no checkpoint verifies, recovery raises. If it has written to tensors of the model by
+then, it also sets all floating-point parameters of the model to NaN, so that nobody trains on a mix of two checkpoints.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ STALE_REASON = (
     "it is stale: a newer checkpoint says that it holds old bytes of a tensor, because a write was not detected"
 )
 _ATTEMPTS = 20
-"""How often the commit log is read again if a training reuses slots of the pool while they are read."""
+"""How many times all checkpoints are tried, at most, while a training reuses slots of the pool."""
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Disable Python's automatic cyclic garbage collection in this block; ``gc.collect()`` works. A disabled collector
-    stays disabled.
+    """Disable Python's automatic cyclic garbage collection in this block; ``gc.collect()`` still works. After the
+    block the collector is enabled if it was enabled before.
 
-    A recovery makes about ten lasting objects per tensor. Their number triggers collections again and again, which find
-    nothing and took a fifth of the time of a recovery of 100,000 tensors."""
+    A recovery makes about ten lasting objects per tensor. Their number triggers collection after collection. These
+    collections free nothing, and took a fifth of the time of a recovery of 100,000 tensors."""
     if not gc.isenabled():
         yield
         return
@@ -69,20 +70,21 @@ def recover(
 
     Args:
         pool_path: the pool; it may be in use (it is only read).
-        model: restore into this module in place; without it everything is loaded into new tensors.
+        model: restore into this module in place; without ``model`` the checkpoint is loaded into new tensors.
         optimizer: an optimizer, or a list of them, restored by parameter name.
-        state: name -> object with ``load_state_dict``, restored from what was saved under that name.
+        state: name -> object with ``load_state_dict``, restored from what was saved under the same name.
         step: recover this step instead of the newest.
-        device: device of the new tensors; used without ``model`` only.
-        strict: raise if checkpoint and model differ; else restore what fits and list the rest in ``.drift``.
+        device: device of the new tensors; ignored if ``model`` is given.
+        strict: if True, raise if checkpoint and model differ; if False, restore the parts that fit and list the others
+            in ``.drift``.
 
     Raises:
         PoolError: there is no pool, or it cannot be read (see :mod:`lightck.errors`).
-        NoCheckpointError: nothing was committed yet, or not this step.
+        NoCheckpointError: the pool holds no checkpoint yet, or no checkpoint of ``step``.
         CorruptPoolError: checkpoints exist and none of them verifies.
-        DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``. Nothing was changed, unless an
-            optimizer or an object in ``state`` rejects its saved state, or did not take it: then the model's parameters
-            are NaN, as the message says.
+        DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``. Usually nothing was changed. If
+            an optimizer or an object in ``state`` rejected or ignored its saved state, the model's parameters are NaN,
+            and the message says so.
         SessionError: the model's session is open.
         TypeError, ValueError: an invalid argument, or a ``device`` that this machine or torch does not support.
     """
@@ -110,18 +112,21 @@ def _check_arguments(model: object, optimizer: object, state: object, step: obje
         arguments = (("optimizer=", optimizer), ("state=", state))
         given = " and ".join(name for name, value in arguments if value is not None)
         raise TypeError(
-            f"{given} without model=: they are restored together with the model, because state is saved by "
-            "parameter name. Pass model= too; or leave them out, and read .optimizer and .state of the checkpoint."
+            f"{given} without model=: they are restored together with the model, because state is saved by parameter "
+            "name. Pass model= too; or leave them out, and read .optimizer and .state of the checkpoint."
         )
 
 
 def newest(
     reader: PoolReader, step: int | None, take: Callable[[StoredCheckpoint, Contents, list[RejectedCheckpoint]], T]
 ) -> T:
-    """Return the result of ``take`` for the newest checkpoint for which it does not raise ``DamagedError``.
+    """Call ``take`` for one checkpoint after the other, from newest to oldest, until it does not raise ``DamagedError``
+    for a checkpoint, and return its result. ``step``: try the checkpoints of this step only. ``take`` gets the
+    checkpoint, its contents and the checkpoints that were rejected before.
 
-    A training may reuse a slot while it is read. Therefore all checkpoints are tried again as long as new commit
-    records appear. Raises ``NoCheckpointError``, ``CorruptPoolError`` or ``PoolLockedError``.
+    A training may reuse a slot while the slot is read. Therefore all checkpoints are tried again, at most ``_ATTEMPTS``
+    times, if new commit records have appeared. Raises ``NoCheckpointError``, ``CorruptPoolError``, or
+    ``PoolLockedError`` after the last attempt.
     """
     for _ in range(_ATTEMPTS):
         commit_log, rejected = reader.commit_log(), []
@@ -156,8 +161,8 @@ def newest(
 
 
 class StaleCheckpoints:
-    """Which checkpoints are stale, by what newer checkpoints say. A crash may come between the commit of such a newer
-    checkpoint and the strike of the stale ones."""
+    """Which checkpoints are stale according to ``Contents.stale_after`` of newer checkpoints. A stale checkpoint may
+    still be readable, because a crash may come between the commit of the newer checkpoint and the strike."""
 
     def __init__(self) -> None:
         self._between: list[tuple[int, int]] = []
@@ -167,10 +172,10 @@ class StaleCheckpoints:
     def of_pool(cls, reader: PoolReader) -> StaleCheckpoints:
         """Return the stale checkpoints that were not struck yet, according to the readable checkpoints of a pool.
 
-        Once stale checkpoints are struck, what a checkpoint says of them no longer counts: a checkpoint that still lies
-        between the two generations is then right (a pinned one, which got a new generation when it was carried over to
-        another file). Two signs show that they were struck: a struck slot, and a newer checkpoint that calls no other
-        one stale."""
+        A ``stale_after`` counts only until its stale checkpoints are struck. After the strike, a checkpoint whose
+        generation lies in the same range is right: it is a pinned checkpoint, which got a new generation when a
+        relayout carried it over. Either of two facts shows that the strike is done: a struck slot with a newer
+        generation, or a newer checkpoint without ``stale_after``."""
         stale, struck_generation = cls(), reader.newest_struck_generation()
         for stored in reader.checkpoints():
             if isinstance(stored, StoredCheckpoint):
@@ -182,7 +187,7 @@ class StaleCheckpoints:
         return stale
 
     def add(self, contents: Contents, generation: int) -> None:
-        """Add what the checkpoint of this generation says of older ones."""
+        """Add the older checkpoints that are stale according to the checkpoint with this generation and contents."""
         if contents.stale_after is not None:
             self._between.append((contents.stale_after, generation))
 
@@ -202,36 +207,38 @@ def parse(stored: StoredCheckpoint) -> Contents:
 def _nothing_left(
     reader: PoolReader, commit_log: CommitLog, step: int | None, rejected: list[RejectedCheckpoint]
 ) -> Exception:
-    """Make the error for a pool in which no checkpoint can be used."""
+    """Return the error for a pool in which no checkpoint (of ``step``, if given) can be used."""
     reasons = tuple(map(str, rejected)) + tuple(f"commit record {p} is damaged" for p in commit_log.damaged)
     if commit_log.is_empty:
         return erased_log_error(reader) or NoCheckpointError(
-            f"The pool {reader.path!r} holds no checkpoint yet. The training that made it has committed no step. If "
-            "that training has ended, start it afresh; attach(..., resume=True) does that by itself."
+            f"The pool {reader.path!r} holds no checkpoint yet. The training that made the pool has committed no step. "
+            "If that training has ended, start it afresh: attach(..., resume=True) does so on a pool without "
+            "checkpoints."
         )
     held = {record.step for record in commit_log.records.values() if not reader.is_reused(record)}
     if step is not None and step not in held:
         return NoCheckpointError(
             f"The pool {reader.path!r} does not hold step {step}. It holds {', '.join(map(str, sorted(held)))}: older "
-            "steps were overwritten, because a pool keeps only the newest. Ask for a step that it holds, or leave step "
-            "out."
+            "steps were overwritten, because a pool keeps only the newest ones. Ask for a step that the pool holds, or "
+            "leave step= out."
         )
     return CorruptPoolError(
         f"No checkpoint in the pool {reader.path!r} verifies: {'; '.join(reasons)}. Nothing was restored. Use another "
-        "copy of the pool; attach(..., overwrite=True) discards this one and starts afresh.",
+        "copy of the pool; attach(..., overwrite=True) discards this pool and starts afresh.",
         reasons,
     )
 
 
 def erased_log_error(reader: PoolReader) -> CorruptPoolError | None:
-    """Make the error for a pool whose commit records were erased (``PoolReader.unnamed_generations``); else None."""
+    """Return the error for a pool whose commit records were erased (``PoolReader.unnamed_generations``), or None for
+    any other pool."""
     generations = ", ".join(map(str, reader.unnamed_generations()))
     if not generations:
         return None
     return CorruptPoolError(
         f"All commit records of the pool {reader.path!r} are erased, and its slots hold checkpoints (generations "
-        f"{generations}). It is unknown which of them were completely written. Nothing was restored or changed. Use "
-        "another copy of the pool; attach(..., overwrite=True) discards this one and starts afresh.",
+        f"{generations}). Without a record it is unknown which of these checkpoints are complete. Nothing was restored "
+        "or changed. Use another copy of the pool; attach(..., overwrite=True) discards this pool and starts afresh.",
         ("every commit record is erased",),
     )
 
@@ -248,18 +255,18 @@ def _load(
 
 
 def _read_again(path: str, uuid: bytes, record: CommitRecord) -> MemorySource:
-    """Read the tensors of a checkpoint that was restored in place. Raises ``NoCheckpointError`` if the pool does not
-    hold it any more."""
+    """Read the tensors of a checkpoint that was restored in place, from the pool into memory. Raises
+    ``NoCheckpointError`` if the pool no longer holds the checkpoint."""
     reader = open_pool(path)
     try:
         if reader.superblock.uuid != uuid:
-            raise DamagedError("the pool was replaced since")
+            raise DamagedError("another pool lies at this path now")
         return in_memory(reader.checkpoint(record))
     except DamagedError as err:
         raise NoCheckpointError(
             f"The tensors of step {record.step} cannot be read: they were restored into the live model, without a "
-            f"copy, and the pool {path!r} does not hold this step any more ({err}). Call lightck.recover(path) without "
-            "a model to keep a checkpoint in memory."
+            f"copy in memory, and the pool {path!r} no longer holds this step ({err}). To keep a checkpoint in memory, "
+            "call lightck.recover(path) without a model."
         ) from err
     finally:
         reader.close()
@@ -277,16 +284,18 @@ def restore_newest(
     complete: bool = False,
     in_use: bool = False,
 ) -> Checkpoint:
-    """Restore the newest checkpoint that verifies into live objects; if a block fails, the next older one.
+    """Restore the newest checkpoint that verifies into live objects, and return it. If a block does not match its
+    checksum, restore the next older checkpoint. Raises as ``recover`` does.
 
-    ``complete``: see ``restore.check``. ``in_use``: a training may overwrite the checkpoint while it is read, so it is
-    read into separate memory first.
+    ``step``, ``strict``: as in ``recover``. ``complete``: as in ``restore.check``. ``in_use``: a training may overwrite
+    the checkpoint while it is read. So the whole checkpoint is read into separate memory before live tensors change.
     """
     touched: list[torch.Tensor] = []
 
     def take(stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
         plan = plan_restore(contents, model, optimizer, state, strict=strict, complete=complete)
-        # ``touched``: a newer checkpoint failed halfway. This one is read whole before it changes live tensors again.
+        # ``touched``: the restore of a newer checkpoint failed halfway. So this checkpoint is read and verified as a
+        # whole before live tensors are written again.
         source = in_memory(stored, "cpu") if in_use or touched else stored
         if source is not stored and not stored.is_intact():
             raise DamagedError("its slot was reused while it was read")

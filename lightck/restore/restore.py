@@ -1,8 +1,8 @@
 """Restore a checkpoint into a live training, in place, bit for bit.
 
-``check`` compares everything first (classes, groups, names, shapes, dtypes); only then ``apply`` changes the first
-byte. Values keep their dtype, device and layout; an optimizer's ``load_state_dict``, which casts, is not used. The
-order is: payload, objects in ``state``, optimizer state and options.
+``check`` compares classes, groups, names, shapes and dtypes, and changes nothing. ``apply`` then writes. Live tensors
+keep their dtype, device and layout. An optimizer's ``load_state_dict`` is not called, because it casts. ``apply``
+writes the tensors first, then the objects in ``state``, then the state and the options of the optimizers.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ _Names = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Differences between a checkpoint and the objects that it is restored into. ``other`` holds sentences, the other
-    fields hold the names of tensors, with their shapes or dtypes in ``reshaped`` and ``retyped``."""
+    """Differences between a checkpoint and the objects that it is restored into. It is true if there are any."""
 
     missing: tuple[str, ...] = ()
-    """Tensors that only the model has."""
+    """Names of tensors that only the model has."""
     extra: tuple[str, ...] = ()
-    """Tensors that only the checkpoint has."""
+    """Names of tensors that only the checkpoint has."""
     reshaped: tuple[str, ...] = ()
+    """Texts: the name of a tensor whose shape differs, and its shape in the checkpoint and in the model."""
     retyped: tuple[str, ...] = ()
+    """Texts: the name of a tensor whose dtype differs, and its dtype in the checkpoint and in the model."""
     other: tuple[str, ...] = ()
-    """Optimizers, groups and objects in ``state`` that do not match."""
+    """Sentences about optimizers, groups, tied tensors, extra state and objects in ``state`` that do not match."""
 
     def __bool__(self) -> bool:
         return any((self.missing, self.extra, self.reshaped, self.retyped, self.other))
@@ -64,7 +65,7 @@ class Drift:
 
 @dataclass(slots=True)
 class RestorePlan:
-    """What ``apply`` will do; ``check`` makes it and changes nothing."""
+    """What ``apply`` will do; ``check`` returns it."""
 
     contents: Contents
     drift: Drift
@@ -74,17 +75,19 @@ class RestorePlan:
     """Buffers that the training added, removed or resized: (entry name, live place). The entry name is None for a
     buffer that was None when it was saved."""
     optimizers: list[tuple[OptimizerContents, OptimizerView]] = field(default_factory=list)
+    """(saved optimizer, live optimizer)."""
     objects: dict[str, object] = field(default_factory=dict)
+    """Name in ``state`` -> live object to restore."""
     declined: frozenset[str] = frozenset()
-    """Names in ``state`` that the user declined by passing None."""
+    """Names in ``state`` for which the user passed None: what was saved under them is not restored."""
     extra_state: list[tuple[str, nn.Module]] = field(default_factory=list)
-    """(name, module) with a saved extra state (``set_extra_state``)."""
+    """(name, module) of each module with a saved extra state, to pass to ``set_extra_state``."""
     edited: list[str] = field(default_factory=list)
-    """Options that the script builds differently and that the restore replaces, as text."""
+    """A text for each option that the script builds differently and that the restore replaces."""
     restored: dict[str, torch.Tensor] = field(default_factory=dict)
     """Entry name -> tensor that ``apply`` has written or loaded so far."""
     unfit: set[str] = field(default_factory=set)
-    """Parameters that do not fit: their optimizer state is not restored either."""
+    """Names of parameters and buffers of another shape or dtype: they and their optimizer state are not restored."""
 
 
 def check(
@@ -96,10 +99,11 @@ def check(
     strict: bool,
     complete: bool,
 ) -> RestorePlan:
-    """Compare a checkpoint with a live training. Raises ``DriftError`` if they differ and ``strict`` is set.
+    """Compare a checkpoint with live objects, and return the plan of the restore. Raises ``DriftError`` if they differ
+    and ``strict`` is True.
 
-    ``objects``: name -> object, or None for a name that is declined. ``complete``: parts of the checkpoint that no live
-    object takes (an optimizer, a name in ``state``) are drift too.
+    ``objects``: name in ``state`` -> object; None as the object means that what was saved under this name is not
+    restored. ``complete``: if True, a saved optimizer or a saved name in ``state`` without a live object is drift too.
     """
     view = ModelView(model)
     names = view.names_by_id()
@@ -127,7 +131,8 @@ def check(
 
 
 def _match_resizable(contents: Contents, view: ModelView, lives: list[Live], plan: RestorePlan) -> list[Live]:
-    """Plan the restore of resizable buffers that do not fit as they are. Returns all other tensors."""
+    """Plan the restore of the resizable buffers whose shape or dtype differs from the checkpoint, or that are None on
+    one side. Returns all other tensors of ``lives``."""
     left = []
     for live in lives:
         entry = contents.entries.get(live.name)
@@ -149,6 +154,8 @@ def _is_like(tensor: torch.Tensor, entry: Entry) -> bool:
 def _match_tensors(
     contents: Contents, lives: list[Live], plan: RestorePlan, notes: list[str]
 ) -> tuple[_Names, _Names, _Names, _Names]:
+    """Match tensors by name and add them to the plan. Returns ``missing``, ``extra``, ``reshaped`` and ``retyped`` of
+    ``Drift``; ``notes`` gets sentences for ``Drift.other``."""
     held = {n: e for n, e in contents.entries.items() if n.startswith(("model/", "outside/"))}
     for _, live in plan.resizable:
         held.pop(live.name, None)
@@ -168,12 +175,13 @@ def _match_tensors(
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
             if live.alias is not None and tensors.get(live.alias) is live.tensor and live.alias in contents.entries:
                 notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
-            else:  # tensors that share memory without being tied are written too, after ``contradiction`` was checked
+            else:  # includes tensors that share memory without being tied: ``apply`` first checks for contradictions
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(held), tuple(reshaped), tuple(retyped)
 
 
 def _were_tied(contents: Contents, name: str, other: str) -> bool:
+    """Whether the checkpoint stores both names as one tensor."""
     owners = [entry.alias or entry.name for n in (name, other) if (entry := contents.entries.get(n)) is not None]
     return len(owners) == 2 and owners[0] == owners[1]
 
@@ -204,9 +212,11 @@ def _pairs(
     saved: Sequence[OptimizerContents],
     views: Sequence[OptimizerView],
 ) -> tuple[list[OptimizerView], list[_Pair]]:
-    """Match saved and live optimizers by their parameters. Returns the unmatched live ones, and the pairs.
+    """Match saved and live optimizers by their parameters. Returns the unmatched live optimizers, and one pair for each
+    saved optimizer; the second item of the pair is None if no live optimizer is left for it.
 
-    A wrapper has the parameters of the optimizer that it wraps, so optimizers of equal class are matched first."""
+    A wrapper has the same parameters as the optimizer that it wraps. Therefore optimizers of equal class are matched
+    first, and the rest after them."""
     left = list(views)
     pairs: list[_Pair] = []
     for same_class in (True, False):
@@ -225,6 +235,7 @@ def _pairs(
 
 
 def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | None:
+    """Return a sentence that says why a saved optimizer does not fit a live one, or None if it fits."""
     if saved.class_name != live.class_name:
         return f"the checkpoint holds the state of {saved.class_name}, and this run has {live.class_name}"
     if len(saved.names) != len(live.names):
@@ -232,7 +243,7 @@ def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | N
     for g, (was, now) in enumerate(zip(saved.names, live.names, strict=True)):
         if set(was) != set(now):
             differ = sorted(set(was) ^ set(now))
-            return f"parameter group {g} of {live.class_name} holds other parameters ({', '.join(differ[:3])})"
+            return f"parameter group {g} of {live.class_name} has other parameters now ({', '.join(differ[:3])})"
     return None
 
 
@@ -244,15 +255,16 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
     names = [name for group in saved.names[n_live:] for name in group]
     return (
         f"{fact}: the live optimizer lacks the groups of {listed(names)}. If the training adds groups while it runs "
-        "(add_param_group), add those groups before attach that it had at the saved step (lightck.recover(path).step)"
+        "(add_param_group), call add_param_group before attach for each group that the optimizer had at the saved step "
+        "(lightck.recover(path).step)"
     )
 
 
 def _match_objects(
     contents: Contents, objects: Mapping[str, object], plan: RestorePlan, notes: list[str], complete: bool, strict: bool
 ) -> None:
-    """Match the objects in ``state`` by name. An object of another class (perhaps a renamed one) is drift; without
-    ``strict`` it is restored nevertheless if its state has the same keys."""
+    """Match the objects in ``state`` by name. A live object of another class than the saved one is drift. Without
+    ``strict`` the object is restored nevertheless if its state has the saved keys: its class may have been renamed."""
     for name in contents.state:
         if objects.get(name) is not None:
             was = contents.classes.get(name)
@@ -263,11 +275,11 @@ def _match_objects(
             plan.objects[name] = objects[name]
         elif complete and name not in plan.declined:
             notes.append(
-                f"the checkpoint holds state {name!r}, and nothing live takes it (build a scheduler before attach; "
-                f'pass any other object in state={{"{name}": ...}}, or None to leave it out)'
+                f"the checkpoint holds state {name!r}, and this run has no object for it (build a scheduler before "
+                f'attach; pass any other object in state={{"{name}": ...}}, or None to leave this state out)'
             )
-    asked = objects.keys() - plan.declined - contents.state.keys()
-    notes.extend(f"the checkpoint holds no state for the object state[{name!r}]" for name in sorted(asked))
+    not_saved = objects.keys() - plan.declined - contents.state.keys()
+    notes.extend(f"the checkpoint holds no state for the object state[{name!r}]" for name in sorted(not_saved))
 
 
 def _match_extra(contents: Contents, view: ModelView, plan: RestorePlan, notes: list[str]) -> None:
@@ -279,8 +291,9 @@ def _match_extra(contents: Contents, view: ModelView, plan: RestorePlan, notes: 
 
 
 def apply(plan: RestorePlan, source: Source) -> None:
-    """Execute the plan. Raises ``DamagedError`` at a block that does not verify; live tensors may have changed by then,
-    and ``plan.restored`` lists them."""
+    """Execute the plan. Raises ``DamagedError`` at a block that does not match its checksum, and ``DriftError`` if
+    tensors share memory and were saved with different values, or if an object or an optimizer does not take its state.
+    After an error, ``plan.restored`` contains the live tensors that may have been written."""
     _refuse_contradiction(plan, source)
     fresh = {name: load_tensor(source, name) for name, _ in plan.resizable if name is not None}
     with torch.no_grad():
@@ -309,7 +322,7 @@ def apply(plan: RestorePlan, source: Source) -> None:
         live.optimizer.state.update(rest)
     for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
         check_optimizer(live, state, rest, saved.groups)
-    for name, check_one in checks.items():  # unpacked again: load_state_dict may have changed its argument
+    for name, check_one in checks.items():  # the state is unpacked again: load_state_dict may have changed its argument
         check_one.after(values.unpack(plan.contents.state[name], tensor=plan.restored.__getitem__))
     changed_options.warn_options(plan.edited)
 
@@ -320,13 +333,14 @@ def _refuse_contradiction(plan: RestorePlan, source: Source) -> None:
     if names is not None:
         raise DriftError(
             f"The checkpoint of step {plan.contents.step} does not fit: {names[0]} and {names[1]} share memory now, "
-            "and were saved with different values. Nothing was changed. Build the model as it was, with separate "
-            "memory for each of them."
+            "and were saved with different values. Nothing was changed. Build the model as it was when it was saved, "
+            "with separate memory for each of the two."
         )
 
 
 def _set_resizable(plan: RestorePlan, fresh: Mapping[str, torch.Tensor]) -> None:
-    """Add, remove or resize buffers; a buffer that exists keeps its tensor object. All reads are done before."""
+    """Add, remove or resize buffers. A buffer that is resized keeps its tensor object. ``fresh``: entry name -> tensor,
+    read and verified before."""
     device = next((tensor.device for _, tensor in plan.tensors), torch.device("cpu"))
     for name, live in plan.resizable:
         assert live.home is not None
@@ -348,13 +362,13 @@ def _load(name: str, obj: Any, value: object) -> None:
     except Exception as err:
         raise DriftError(
             f"The load_state_dict() of state[{name!r}] rejected its saved state: {type(err).__name__}: {err}. The "
-            "object is not built as it was when it was saved. Build it the same way, then restore again."
+            "object may be built differently than the saved one. Build it the same way, then restore again."
         ) from err
 
 
 def write_nan(touched: Iterable[torch.Tensor], model: nn.Module) -> None:
-    """Write NaN into all floating-point tensors: no checkpoint was restored completely, and nobody must train on a
-    mix."""
+    """Write NaN into the floating-point and complex tensors in ``touched`` and among the model's parameters: no
+    checkpoint was restored completely, and nobody must train on a mix of two."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *touched]:
             if tensor.dtype == torch.float4_e2m1fn_x2 or not (tensor.is_floating_point() or tensor.is_complex()):

@@ -1,8 +1,9 @@
 """State with which a restored training continues: counters, random states, loader positions; and which models were
 restored.
 
-A model that was restored from a pool is remembered (weakly), so that ``attach`` on the same pool continues from there.
-A model whose restore failed after tensors were changed is remembered too, so that ``attach`` refuses it.
+Two tables hold weak references to models. A model that was restored from a pool is in ``_restored``, so that ``attach``
+on the same pool continues from the restored checkpoint. A model whose restore failed after tensors were changed is in
+``_poisoned``, so that ``attach`` refuses it.
 """
 
 from __future__ import annotations
@@ -30,32 +31,37 @@ log = logging.getLogger("lightck")
 
 @dataclass(slots=True)
 class Resumed:
-    """What a session needs from the checkpoint that it continues from."""
+    """The parts of a checkpoint that a session needs to continue from it. The fields ``step`` to ``done`` are those of
+    ``Contents``."""
 
     step: int
     iteration: int
     explicit: bool
     loaders: dict[str, dict[str, object]]
     closed_by_next: bool
+    """Whether ``next()`` on a session loader closed the checkpoint."""
     persistent_started: bool
     done: bool
     recorded: Sequence[NextBatch] | None
-    """Records of the batch that followed this checkpoint; None if there are none."""
+    """Records of the batch, and of the parts of the update, that followed this checkpoint; None if none are stored."""
     same_conditions: bool
     """Whether the fingerprint (machine, threads, torch) is unchanged: then the same operations give the same bits."""
     _rng: RngState
     """Random states to restore at attach."""
     _rng_for_pass: RestoredRng
-    """Random states to restore once more, when a loader's pass goes on."""
+    """Random states to restore a second time, when the pass of a loader continues or begins."""
     _rng_forward: RngState | None
-    """Random states to restore before the first forward; None: no forward closed the checkpoint."""
+    """Random states to restore before the first training forward; None if no forward closed the checkpoint, or after
+    that forward."""
     event: str = ""
     """The step event that closed the checkpoint."""
     numbers: Mapping[str, int] | None = None
-    """Numbers of modules to compare before the first forward; None: do not compare."""
+    """Name of a number that a module keeps -> its value at the checkpoint, to compare before the first training
+    forward; None if there is nothing to compare, or after that forward."""
 
     @classmethod
     def from_contents(cls, contents: Contents, recorded: Sequence[NextBatch] | None) -> Resumed:
+        """Take the parts from a checkpoint. ``recorded``: the field of this name."""
         closed_by_forward = contents.event == Event.FORWARD.value
         rng_for_pass = RestoredRng(None if closed_by_forward else contents.rng)
         closed_by_next = contents.event == Event.NEXT.value
@@ -78,22 +84,23 @@ class Resumed:
         )
 
     @property
-    def knows_options(self) -> bool:
-        """Whether the optimizer options of the following update are recorded."""
+    def has_recorded_options(self) -> bool:
+        """Whether ``recorded`` contains the optimizer options of the update that followed the checkpoint."""
         return any(each.kind == OPTIONS for each in self.recorded or ())
 
     def set_rng(self) -> None:
-        """Restore the random states at attach, before the loop draws."""
+        """Set the random states to those of the checkpoint: at attach, before the loop draws random numbers."""
         self._rng.restore()
 
     def take_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """Return the random states to restore when a pass goes on or begins; None if an earlier pass, which was no
-        preview, took them. This restore undoes what the script has drawn since attach."""
+        """Return the random states to restore when a pass continues or begins, so that random numbers that the script
+        drew since attach have no effect. Returns None if an earlier pass, which was no preview, took the states."""
         return self._rng_for_pass.take(loader, pass_)
 
     def forward_begins(self, numbers: ModuleNumbers) -> None:
-        """Called before a training forward. Before the first one, restore the random states with which this forward
-        began in the earlier run (if it closed the checkpoint), and compare the numbers of modules."""
+        """Called before each training forward; only the first call does something. If a forward closed the checkpoint,
+        the first call restores the random states with which that forward began in the earlier run. It also compares
+        ``numbers``, the current numbers of the modules, with those of the checkpoint."""
         if self._rng_forward is not None:
             self._rng_forward.restore()
             self._rng_forward = None
@@ -111,7 +118,7 @@ class RestoredFrom:
     record: CommitRecord
     contents: Contents
     missing: tuple[str, ...]
-    """Parts of the checkpoint that the restore did not use."""
+    """Descriptions of the parts of the checkpoint that the restore did not use."""
 
 
 _restored: weakref.WeakKeyDictionary[nn.Module, RestoredFrom] = weakref.WeakKeyDictionary()
@@ -119,11 +126,13 @@ _poisoned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def remember(model: nn.Module, restored: RestoredFrom) -> None:
+    """Record from which checkpoint a model was restored. The model is no longer poisoned."""
     _poisoned.discard(model)
     _restored[model] = restored
 
 
 def restored_from(model: nn.Module, path: str, uuid: bytes) -> RestoredFrom | None:
+    """Return the checkpoint from which a model was restored; None if the model was not restored from this pool."""
     known = _restored.get(model)
     return known if known is not None and (known.path, known.uuid) == (path, uuid) else None
 
@@ -133,6 +142,7 @@ def forget(model: nn.Module) -> None:
 
 
 def mark_poisoned(model: nn.Module) -> None:
+    """Record that a restore of a model failed after tensors were changed."""
     _restored.pop(model, None)
     _poisoned.add(model)
 
@@ -142,24 +152,26 @@ def is_poisoned(model: nn.Module) -> bool:
 
 
 def warn_differences(contents: Contents) -> None:
-    """Warn if the fingerprint (machine, threads, torch) changed, and say how data are checked without a loader."""
+    """Warn if the fingerprint (machine, threads, torch) changed. If a forward closed the checkpoint, log how the data
+    are checked without a session loader."""
     differ = _changed_conditions(contents)
     if differ:
         log.warning(
-            "lightck: the training continues under other conditions than those of the checkpoint (%s): results may "
-            "differ in their last bits",
+            "lightck: the training continues under other conditions than those of the checkpoint (%s): the results of "
+            "operations may differ in their last bits",
             ", ".join(differ),
         )
     if contents.event == Event.FORWARD.value:
         log.info(
             "lightck: this checkpoint was closed when the model's next forward began, so no session loader recorded "
             "the position in the data. Whether the loop continues with the right batch is checked at the first update; "
-            "a DataLoader outside session.loader() does not resume in mid-epoch. To resume there, iterate over "
+            "a DataLoader outside session.loader() does not resume in mid-epoch. To resume in mid-epoch, iterate over "
             "session.loader(loader)"
         )
 
 
 def _changed_conditions(contents: Contents) -> list[str]:
-    """Describe what changed in the fingerprint; what an older lightck did not save is not compared."""
+    """Return a text for each part of the fingerprint that changed. Parts that an older lightck did not save are not
+    compared."""
     was, now = contents.fingerprint, fingerprint()
     return [f"{name} {was[name]} -> {now[name]}" for name in now if name in was and was[name] != now[name]]

@@ -1,8 +1,8 @@
-"""Write values into live tensors, including tensors that share memory with others or with themselves (expanded).
+"""Write values into live tensors. Two tensors, or two elements of an expanded tensor, may share memory.
 
-``TensorWrites`` reads the verified bytes of a checkpoint into live tensors, in place. Invariant: afterwards every
-tensor reads as the values written to it. Tensors that share memory and were saved with contradictory values are
-detected before the first live byte changes (``contradiction``).
+``TensorWrites`` reads the verified bytes of a checkpoint into live tensors, in place. Invariant: after the write, every
+tensor has the values that were written to it. If tensors share memory and were saved with different values for it,
+``contradiction`` finds this before the first live byte changes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from lightck.state.device_transfers import bytes_in_order
 
 Named = tuple[str, torch.Tensor]
 _ALIGN = 64
-"""Alignment of torch's allocator in bytes, so that a view begins at a multiple of its element size."""
+"""Alignment of scratch memory in bytes, as of torch's allocator: a view of any dtype begins at a multiple of its
+element size."""
 
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Make tensors in this block ordinary ones, which can be updated later, even inside ``torch.inference_mode()``."""
+    """Tensors that are made in this block are ordinary tensors, which can be updated later, even if the caller is
+    inside ``torch.inference_mode()``."""
     if not torch.is_inference_mode_enabled():
         yield
         return
@@ -39,7 +41,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def write(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Write values into a tensor in place. If its elements share memory and cannot hold them, it gets new memory."""
+    """Write values into a tensor in place. If elements of the tensor share memory and ``values`` gives them different
+    values, the tensor gets new memory."""
     if not _overlaps_itself(target):
         target.copy_(values)
         return
@@ -49,13 +52,13 @@ def write(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def write_constant(target: torch.Tensor, value: float) -> None:
-    """Set every element to a value, also if elements share memory."""
+    """Set every element to one value; the elements may share memory."""
     target[_each_place_once(target)].fill_(value)
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory; True if that is hard to determine."""
-    reach = 0
+    """Whether two elements may share memory; True also in cases that are expensive to determine."""
+    reach = 0  # in elements: from the first to the last element over the dimensions so far
     strides_and_sizes = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in strides_and_sizes if size != 1):
         if stride <= reach:
@@ -65,8 +68,8 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def _each_place_once(target: torch.Tensor) -> tuple[slice, ...]:
-    """Return an index that selects one element of each expanded dimension (stride 0) and all of any other dimension.
-    Torch refuses to write to an expanded tensor itself."""
+    """Return an index that selects the first element of each expanded dimension (stride 0) and all elements of every
+    other dimension. It is needed because torch refuses to write to an expanded tensor."""
     return tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
 
 
@@ -79,9 +82,11 @@ def _write_each_place_once(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor]) -> tuple[str, str] | None:
-    """Return the names of two live tensors that share memory and were saved with different values for it; else None.
+    """Return the names of two live tensors that share memory and were saved with different values for it; None if there
+    are no such tensors.
 
-    ``load`` returns the saved values of a name. No live tensor changes: the writes are tried in scratch memory.
+    ``load`` returns the saved values of the tensor with a name. No live tensor changes: the values are written to
+    scratch memory, and compared there.
     """
     for group in _sharing(tensors):
         scratch = _Scratch(group)
@@ -95,8 +100,8 @@ def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor])
 
 
 def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
-    """Return groups of tensors whose memory ranges overlap. Addresses of CUDA devices and of the CPU are all
-    distinct."""
+    """Return the groups of two or more tensors whose memory ranges overlap. Tensors on the CPU and on all CUDA devices
+    are compared by address alone, because no address belongs to two of these."""
     held = [one for one in tensors if (one[1].is_cpu or one[1].is_cuda) and one[1].nbytes]
     lows = np.array([tensor.data_ptr() for _, tensor in held], "u8")
     highs = lows + np.array([t.nbytes if t.is_contiguous() else _reach(t) for _, t in held], "u8")
@@ -109,12 +114,12 @@ def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
 
 
 def sharing_memory(tensors: Sequence[Named]) -> set[int]:
-    """Return the ids of the tensors that share memory with another one of these."""
+    """Return the ids of the tensors that share memory with another tensor in ``tensors``."""
     return {id(tensor) for group in _sharing(tensors) for _, tensor in group}
 
 
 def _reach(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the first element of a tensor to the end of its last one."""
+    """Return the number of bytes from the start of the first element of a tensor to the end of its last element."""
     if tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride()):
         return tensor.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -122,19 +127,22 @@ def _reach(tensor: torch.Tensor) -> int:
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of the first byte of a tensor, and the address after its last byte."""
     low = tensor.data_ptr()
     return low, low + _reach(tensor)
 
 
 class _Scratch:
-    """Scratch memory of the size of the range that a group of tensors shares."""
+    """Scratch memory with the same places as the memory of a group of tensors, which it replaces."""
 
     def __init__(self, group: Sequence[Named]) -> None:
         ranges = [_range(tensor) for _, tensor in group]
         self._low = min(low for low, _ in ranges) // _ALIGN * _ALIGN
+        """The live address for which the first byte of the scratch memory stands."""
         self._bytes = torch.empty(max(high for _, high in ranges) - self._low, dtype=torch.uint8, device="cpu")
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of the scratch memory that stands for the memory of ``tensor``."""
         low, high = _range(tensor)
         typed = self._bytes[low - self._low : high - self._low].view(tensor.dtype)
         return typed.as_strided(tensor.shape, tensor.stride(), typed.storage_offset())
@@ -147,8 +155,8 @@ class _Scratch:
 
 
 def _physical(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return what the memory of ``tensor`` must hold so that ``tensor`` reads as ``values``. The two differ if
-    the tensor is a lazily conjugated or negated view."""
+    """Return the elements that the memory of ``tensor`` must hold so that ``tensor`` has the values ``values``. They
+    are ``values`` themselves, unless ``tensor`` is a lazily conjugated or negated view."""
     if tensor.is_conj():
         values = values.conj().resolve_conj()
     return -values if tensor.is_neg() else values
@@ -158,30 +166,31 @@ def _physical(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 class TensorWrites:
-    """Collects live tensors to write from a checkpoint. ``run`` reads their verified bytes on several threads; tensors
-    whose memory overlaps are written one after the other, in the order in which they were added."""
+    """Collects live tensors, and writes the verified bytes of a checkpoint into them. ``run`` reads on several threads.
+    Tensors whose memory overlaps are written one after the other, in the order in which they were added."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
         self._added: list[Named] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the entry of this name into this tensor at ``run``."""
+        """Collect a tensor: ``run`` will write the bytes of the entry ``name`` into it."""
         if tensor.numel():
             self._added.append((name, tensor))
 
     def run(self) -> None:
-        """Read and write all added tensors. Raises ``DamagedError`` at a bad block; others may be written by then."""
+        """Read and write all added tensors. Raises ``DamagedError`` at a bad block; other tensors may have been written
+        by then."""
         added, self._added = self._added, []
         apart, others = self._split(added)
         self.source.read_many([(name, tensor.data_ptr()) for name, tensor in apart])
         for name, tensor in others:
             _write_one(self.source, name, tensor)
-        # A write by address does not increment the version counter, which autograd and sessions rely on.
+        # A write by address does not increment the version counter, and autograd and sessions rely on this counter.
         torch.autograd.graph.increment_version([tensor for _, tensor in added if not tensor.is_inference()])
 
     def _split(self, added: list[Named]) -> tuple[list[Named], list[Named]]:
-        """Split the tensors into those that can be read directly into their memory in parallel, and the others."""
+        """Return two lists: the tensors into whose memory the reader can write in parallel, and the others."""
         shared, entries = sharing_memory(added), self.source.entries
         if not shared and _have_layouts_of([entries[name] for name, _ in added], [tensor for _, tensor in added]):
             return added, []  # the usual case
@@ -194,7 +203,7 @@ class TensorWrites:
 
 
 def _write_one(source: Source, name: str, tensor: torch.Tensor) -> None:
-    """Write one tensor, directly into its memory if that has the saved layout."""
+    """Write one tensor: by address if its memory has the saved layout, else through a copy."""
     if _has_layout_of(source.entries[name], tensor):
         source.read_into(name, tensor.data_ptr())
     else:
@@ -206,12 +215,13 @@ def _has_layout_of(entry: Entry, tensor: torch.Tensor) -> bool:
     if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         return False
     if tensor.shape != entry.shape or tensor.nbytes != entry.nbytes:
-        return False  # a tensor that differs from its entry must never be written by address
+        return False  # a write by address could exceed the tensor's memory
     return tensor.stride() == entry.stride or (tensor.is_contiguous() and is_contiguous(entry.shape, entry.stride))
 
 
 def _have_layouts_of(entries: list[Entry], tensors: list[torch.Tensor]) -> bool:
-    """Whether ``_has_layout_of`` is true for all tensors: a fast test of all, which may wrongly return False."""
+    """Whether ``_has_layout_of`` is true for each pair of entry and tensor. This test is faster than one call for each
+    pair, and may return False although all pairs match."""
     return (
         all(map(attrgetter("is_cpu"), tensors))
         and not any(map(torch.Tensor.is_conj, tensors))

@@ -132,7 +132,7 @@ def _attach(arguments: Arguments) -> Session:
         first = _first_step(found, arguments)
         resumed = file.open(pipeline)
         if resumed is not None:
-            first.after_restore(resumed.knows_options)
+            first.after_restore(resumed.has_recorded_options)
         steps = Steps(
             arguments.model,
             found,

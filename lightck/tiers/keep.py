@@ -1,9 +1,11 @@
-"""Retention (``keep=``): every so often a committed checkpoint is exported to a folder, in the background.
+"""Retention (``keep=``): once in every ``Keep.every`` updates a committed checkpoint is exported to a folder, in the
+background.
 
-A checkpoint that is due is held in its slot. A separate thread reads and verifies it, and writes a safetensors file
-that appears complete or not at all. The training thread starts the export and waits for it only at a relayout of the
-pool and at close. The export thread has normal priority: it runs Python, and a thread of idle priority could hold the
-interpreter lock while a busy machine gives it no processor. Files that this module did not write are never touched.
+The checkpoint to export is held in its slot. A separate thread reads and verifies the checkpoint, and writes a
+safetensors file that appears complete or not at all. The training thread starts the export, and waits for it only at a
+relayout of the pool and at close. The export thread has normal priority, because it runs Python: a thread of idle
+priority could hold the interpreter lock while a busy machine gives the thread no processor. Files that this module did
+not write are never changed or removed.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ from lightck.tiers.pin import Hold, Holds
 
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _MARK = "lightck_kept_by"
+"""Key in a file's metadata; its value identifies the pool."""
 _HEADER_NBYTES_MAX = 100_000_000
-"""The limit of the safetensors library."""
+"""The largest header that the safetensors library reads."""
 _CURE = (
-    "keep= writes safetensors files only. Attach without it, and export when you want to: "
+    "keep= writes safetensors files only. Attach without keep=, and export when you want to: "
     'lightck.export_checkpoint(lightck.recover(pool_path), file, format="torch").'
 )
 
@@ -49,12 +52,14 @@ class Keep:
 
     _: KW_ONLY
     every: int
-    """The number of updates between exports: for ``every=1000`` an export is due at 1000, 2000 and so on. It
-    writes the first checkpoint that is committed at or after that number, once the export before has ended."""
+    """The number of updates between exports: for ``every=1000`` an export is due at step 1000, 2000 and so on. An
+    export writes the first checkpoint that is committed at or after this step and after the end of the previous
+    export."""
     to: str | os.PathLike[str]
-    """The folder; it is created if its parent exists."""
+    """The folder of the files; it is created if its parent exists."""
     last: int | None = None
-    """How many exports of this pool stay in the folder, the newest ones; None: all of them."""
+    """How many exports of this pool stay in the folder: the newest ones stay, and older ones are removed. None: all
+    exports stay."""
     what: str = "model"
     """What an export contains: ``"model"``, or ``"all"`` (optimizer, state and random states too)."""
 
@@ -67,30 +72,34 @@ class Keep:
 
 
 def refuse_unexportable(keep: Keep, entries: Iterable[Entry]) -> None:
-    """Raise ``StateValueError`` before the training for a tensor that could not be exported later."""
+    """Raise ``StateValueError`` if ``entries`` contains a tensor that ``keep`` would export and safetensors lacks its
+    dtype. Called before the training, so that no export fails for this reason later."""
     for entry in entries:
         if keep.what == "all" or entry.name.startswith("model/"):
             check_dtype(entry.name, entry.dtype, _CURE)
 
 
 class Retention(CommitListener):
-    """The exports of one session: a listener that exports checkpoints when they are due."""
+    """The exports of one session. As a ``CommitListener`` this object starts an export when one is due."""
 
     def __init__(self, keep: Keep, pool_path: str, meter: Meter, holds: Holds) -> None:
-        """Create the folder and remove a temporary file that a killed process left there. Raises ``KeepError``. The
-        caller holds the pool's lock."""
+        """Create the folder, and remove a temporary file that a killed process left in it. Raises ``KeepError`` if the
+        folder cannot be written. The caller holds the lock of the pool at ``pool_path``."""
         self._keep = keep
         self._folder = Path(os.path.abspath(keep.to))
         self._mark = blake2b(os.fsencode(os.path.realpath(pool_path)), digest_size=8).hexdigest()
-        """Identifies the exports of this pool, in the metadata of the files."""
+        """Hash of the pool's path: the metadata of an exported file names its pool by this value."""
         self._temporary = self._folder / f".lightck-{self._mark}.tmp"
         self._meter, self._holds = meter, holds
-        self._last = self._newest = 0
-        """The step of the last export that was begun, and the newest committed step."""
+        self._last_begun = self._newest = 0
+        """The step of the last export that was begun (0: none), and the newest committed step."""
         self._thread: threading.Thread | None = None
         self._hold: Hold | None = None
+        """The hold on the checkpoint that is being exported."""
         self._failure: KeepError | None = None
+        """Why the last export failed; None if it succeeded."""
         self._is_reported = False
+        """Whether ``raise_failure`` has raised ``_failure``."""
         self._pid = os.getpid()
         self._prepare()
 
@@ -108,10 +117,10 @@ class Retention(CommitListener):
         return _error(fact, err.strerror or str(err), err)
 
     def adopted(self, writer: PoolWriter, step: int) -> None:
-        """Find the last export that the folder holds up to this step: the next one is due after it. Raises
-        ``KeepError``."""
+        """Find the newest export of this pool in the folder whose step is not larger than ``step``, so that the next
+        export is due after it. Raises ``KeepError`` if the folder cannot be read."""
         try:
-            self._last = max((at for at, _ in self._own() if at <= step), default=0)
+            self._last_begun = max((at for at, _ in self._own() if at <= step), default=0)
         except OSError as err:
             raise self._folder_error(err) from err
         self._newest = step
@@ -137,35 +146,37 @@ class Retention(CommitListener):
         self._release_ended()
 
     def closing(self, writer: PoolWriter | None) -> None:
-        """Wait for a running export and make one that is due. In a forked child, which has no thread, do nothing."""
+        """Wait for a running export; then export the newest checkpoint if an export is due. In a forked child, which
+        has no export thread, do nothing."""
         if os.getpid() != self._pid:
             return
         self.stop_reading()
         if writer is not None and writer.slots.protected is not None and self._is_due(self._newest):
-            self._start(writer, self._newest, here=True)  # an interpreter that shuts down cannot start threads
+            self._start(writer, self._newest, here=True)  # an interpreter that shuts down starts no threads
             self._release_ended()
 
     def raise_failure(self, *, at_close: bool) -> None:
-        """Raise the failure of an export: once at a step, and again at close if no later export succeeded."""
+        """Raise the ``KeepError`` of the last export if it failed. At steps the error is raised once; with ``at_close``
+        it is raised again."""
         failure = self._failure
         if failure is not None and (at_close or not self._is_reported):
             self._is_reported = True
             raise failure
 
     def _is_due(self, step: int) -> bool:
-        return step // self._keep.every > self._last // self._keep.every
+        return step // self._keep.every > self._last_begun // self._keep.every
 
     def _start(self, writer: PoolWriter, step: int, *, here: bool = False) -> None:
-        """Export the newest checkpoint, on a new thread or, with ``here``, on this one. After an error the export is
-        not tried again, and the training goes on."""
-        self._last = step
+        """Export the newest checkpoint, of step ``step``, on a new thread; with ``here`` on the calling thread. A
+        failure is kept for ``raise_failure``, and this export is not tried again."""
+        self._last_begun = step
         try:
             self._hold = hold = self._holds.take(writer)
             if here:
                 self._run(writer.reader, hold.record)
                 return
-            what = writer.reader, hold.record
-            thread = threading.Thread(target=self._run_named, args=what, name="lightck-keep", daemon=True)
+            args = writer.reader, hold.record
+            thread = threading.Thread(target=self._run_named, args=args, name="lightck-keep", daemon=True)
             thread.start()
             self._thread = thread
         except Exception as err:
@@ -177,7 +188,7 @@ class Retention(CommitListener):
         self._is_reported, self._failure = False, _error(fact, reason, err)
 
     def _release_ended(self) -> None:
-        """Release the hold of an export that has ended."""
+        """Release the hold on the checkpoint of an export that has ended."""
         self._thread = None
         if self._hold is not None:
             self._holds.release(self._hold)
@@ -186,7 +197,7 @@ class Retention(CommitListener):
     # -- on the export thread ----------------------------------------------------------------------------
 
     def _run_named(self, reader: PoolReader, record: CommitRecord) -> None:
-        with contextlib.suppress(OSError):  # for top and perf: before 3.14 Python does not name threads in the kernel
+        with contextlib.suppress(OSError):  # for top and perf: Python before 3.14 gives threads no name in the kernel
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("lightck-keep")
         self._run(reader, record)
 
@@ -206,7 +217,7 @@ class Retention(CommitListener):
         path = self._folder / f"step-{record.step:08d}.safetensors"
         if os.path.lexists(path) and not self._is_own(path):
             raise ExportExistsError(
-                f"{str(path)!r} exists already, was not written by this training, and is not overwritten: move it away"
+                f"{str(path)!r} exists, was not written by keep= for this pool, and is not overwritten: move it away"
             )
         stored = reader.checkpoint(record)
         chosen = choose(parse(stored), self._keep.what, lambda name: load_tensor(stored, name), _CURE)
@@ -218,7 +229,8 @@ class Retention(CommitListener):
         self._prune(path)
 
     def _prune(self, written: Path) -> None:
-        """Remove all but the newest files of this pool."""
+        """Remove all but the newest ``Keep.last`` exports of this pool. ``written``: the file of this export, which
+        counts as the newest."""
         if self._keep.last is None:
             return
         own = sorted((path for _, path in self._own()), key=lambda p: (p == written, p.stat().st_mtime_ns))
@@ -226,7 +238,7 @@ class Retention(CommitListener):
             path.unlink(missing_ok=True)
 
     def _own(self) -> Iterator[tuple[int, Path]]:
-        """(step, path) of every file in the folder that was written for this pool."""
+        """Yield (step, path) of every exported file of this pool in the folder."""
         for path in self._folder.iterdir():
             match = _NAME.fullmatch(path.name)
             if match and self._is_own(path):
@@ -242,8 +254,8 @@ class Retention(CommitListener):
 
 
 def _metadata(path: Path) -> dict[str, object]:
-    """The metadata of a safetensors file. Not read with ``safe_open``, which maps the whole file: if memory is short,
-    it raises various errors and leaves a descriptor open."""
+    """Return the metadata of a safetensors file. ``safe_open`` is not used, because it maps the whole file: if memory
+    is short, it raises various errors and leaves a file descriptor open. Raises ``OSError`` or ``ValueError``."""
     with path.open("rb") as file:
         nbytes = int.from_bytes(file.read(8), "little")
         if nbytes > min(_HEADER_NBYTES_MAX, os.fstat(file.fileno()).st_size - 8):
@@ -258,7 +270,7 @@ def _error(fact: str, reason: str, err: BaseException) -> KeepError:
     cure = "" if names_its_cure else "Check the folder (space, owner). "
     error = KeepError(
         f"{fact}: {reason.rstrip('.')}. The pool and its checkpoints are intact, and earlier exports are unchanged. "
-        f"{cure}The next export is tried when it is due: a loop that catches this error and calls step() again goes on."
+        f"{cure}The next export is made when it is due, if the loop catches this error and calls step() again."
     )
     error.errno = getattr(err, "errno", None)
     error.__cause__ = err

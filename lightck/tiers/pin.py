@@ -1,8 +1,8 @@
 """Held checkpoints: their slots are not overwritten, and a relayout carries them over to the new pool file.
 
 A *hold* is on one committed checkpoint of the open pool. ``Pin`` is the user's handle on a hold; ``keep=`` holds the
-checkpoint that it exports. Invariant: besides the held slots two slots stay for the training, so the training never
-waits for a release.
+checkpoint that it exports. Invariant: at least two slots are not held, and the training writes to these, so that it
+never waits for the release of a hold.
 """
 
 from __future__ import annotations
@@ -35,45 +35,47 @@ class Hold:
     step: int
     record: CommitRecord
     is_pin: bool = False
+    """Whether the user asked for this hold (``Session.pin()``)."""
     original_generation: int = 0
-    """The generation with which the training wrote the checkpoint. Its copy in the file of a relayout has another
-    one."""
+    """The generation with which the training wrote the checkpoint. A relayout copies the checkpoint to the new file
+    with another generation."""
 
 
 class Holds(CommitListener):
-    """All holds of a session. As a ``CommitListener`` this object carries the held checkpoints over at a relayout; as a
-    ``CommitDecision`` (``pipeline/decision.py``) it protects their slots. Any thread may call ``release``; all other
-    methods are called on the training thread."""
+    """All holds of a session. As a ``CommitListener`` this object copies the held checkpoints to the new file of a
+    relayout. As a ``CommitDecision`` (``pipeline/decision.py``) it protects their slots. Any thread may call
+    ``release``; all other methods are called on the training thread."""
 
     def __init__(self) -> None:
         self._held: list[Hold] = []
         self._to_carry: list[tuple[Hold, StoredCheckpoint]] = []
-        """During a relayout: the held checkpoints in the old file."""
+        """During a relayout: each hold, and its checkpoint in the old file."""
         self._carried: list[tuple[Hold, CommitRecord]] = []
-        """During a relayout: the held checkpoints that are committed in the new file."""
+        """During a relayout: each hold whose checkpoint is committed in the new file, and its commit record there."""
         self._new: PoolWriter | None = None
         """During a relayout: the writer of the new file."""
         self._lock = threading.Lock()
 
     @property
     def pins(self) -> int:
-        """How many of the holds are pins of the user."""
+        """The number of holds that are pins."""
         return sum(hold.is_pin for hold in self._held)
 
     def slots_for_a_pin(self, spare: int) -> int:
-        """How many slots a pool needs for one more pin, if ``spare`` slots are for ``keep=``. Raises
-        ``SessionError``."""
+        """Return how many slots the pool needs for one more pin. ``spare``: how many of them are for ``keep=``.
+        Raises ``SessionError`` if no pool can have so many slots."""
         needed = 2 + self.pins + 1 + spare
         if needed > SLOTS_MAX:
             raise SessionError(
                 f"No further checkpoint can be pinned: {self.pins} are pinned, a pool has at most {SLOTS_MAX} slots, "
-                "and the training needs the others. Release a pin, or export a checkpoint: "
+                "and the training needs the other slots. Release a pin, or export a checkpoint: "
                 "lightck.export_checkpoint()."
             )
         return needed
 
     def take(self, writer: PoolWriter, *, is_pin: bool = False) -> Hold:
-        """Hold the checkpoint in the protected slot: the newest one that the writer knows to be committed."""
+        """Hold the checkpoint in the writer's protected slot, which is the newest committed one, and return the hold.
+        Raises ``PoolIOError`` if its commit record cannot be read."""
         assert writer.slots.protected is not None, "a checkpoint was committed"
         slot = writer.slots.slots[writer.slots.protected]
         record = _commit_record_of(writer, slot.index, slot.generation)
@@ -83,7 +85,7 @@ class Holds(CommitListener):
         return hold
 
     def release(self, hold: Hold) -> None:
-        """End the hold. A second call does nothing."""
+        """End a hold. A second call for the same hold does nothing."""
         with self._lock:
             if hold in self._held:
                 self._held.remove(hold)
@@ -108,13 +110,13 @@ class Holds(CommitListener):
         pinned = sorted(hold.step for hold in gone if hold.is_pin)
         if pinned:
             log.warning(
-                "lightck: the pinned checkpoints of steps %s are struck (made unreadable): they hold old bytes of a "
-                "tensor that was written in a way that moves no version counter of torch",
+                "lightck: the pinned checkpoints of steps %s are struck (made unreadable), because they hold old bytes "
+                "of a tensor that was written without a change of its version counter",
                 ", ".join(map(str, pinned)),
             )
 
     def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
-        """The held checkpoints, oldest first. Raises ``CorruptPoolError`` if one cannot be read."""
+        """Return the held checkpoints, oldest first. Raises ``CorruptPoolError`` if one of them cannot be read."""
         self._to_carry = []
         for hold in sorted(self._held, key=lambda h: h.record.generation):
             try:
@@ -124,15 +126,16 @@ class Holds(CommitListener):
         return [stored for _, stored in self._to_carry]
 
     def carry(self, new: PoolWriter) -> None:
-        """Commit each held checkpoint once in the new file, and hold its slot there."""
+        """Commit each held checkpoint in the new file, and hold its slot in the new file. A checkpoint with several
+        holds is copied once."""
         self._new = new
-        done: dict[int, CommitRecord] = {}
+        committed: dict[int, CommitRecord] = {}  # generation in the old file -> commit record in the new file
         for hold, stored in self._to_carry:
             generation = stored.header.generation
-            if generation not in done:
-                done[generation] = _carry(stored, hold, new, self.held(new))
+            if generation not in committed:
+                committed[generation] = _carry(stored, hold, new, self.held(new))
             with self._lock:
-                self._carried.append((hold, done[generation]))
+                self._carried.append((hold, committed[generation]))
 
     def relayout_done(self, new: PoolWriter) -> None:
         with self._lock:
@@ -150,7 +153,9 @@ class Holds(CommitListener):
 
 
 def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: frozenset[int]) -> CommitRecord:
-    """Verify a held checkpoint as it is read, and commit it in the new file. Returns its new commit record."""
+    """Read and verify a held checkpoint, and commit it in the new file. Returns its commit record in the new file.
+    ``writer``: the writer of the new file; ``held``: the slots that it must not choose. Raises ``CorruptPoolError`` if
+    the checkpoint is damaged."""
     numbers = _numbers(stored, writer)
     try:
         tensors = load_tensors(stored, [name for name, entry in stored.entries.items() if entry.nbytes])
@@ -172,18 +177,21 @@ def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: froze
 
 
 def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> CommitRecord:
-    """The newest commit record of a slot's checkpoint, read from the pool. Raises ``PoolIOError`` if it is lost."""
+    """Return the newest commit record that names this slot and generation, read from the pool. Raises ``PoolIOError``
+    if the pool has no such record."""
     commit_log, here = writer.reader.commit_log(), (slot, generation)
     records = [record for record in commit_log.records.values() if (record.slot, record.payload_generation) == here]
     if not records:
-        raise io_error(f"The newest checkpoint in the pool {writer.reader.path!r} cannot be read back", errno.EIO)
+        path = writer.reader.path
+        raise io_error(f"The commit record of the newest checkpoint in the pool {path!r} cannot be read", errno.EIO)
     return max(records, key=lambda record: record.generation)
 
 
 def _numbers(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
-    """Return the numbers of the tensor records in the new file for the tensors of a held checkpoint.
+    """Return tensor name -> number of its tensor record in the new file, for the tensors of a held checkpoint.
 
-    ``writer.add`` may change the numbers of the training's tensors and mark them as resized; both are put back."""
+    ``writer.add`` may change the numbers of the training's tensors and mark these tensors as resized. This function
+    restores the numbers and the marks."""
     own, resized = dict(writer.numbers), set(writer.resized)
     other = [entry for entry in stored.entries.values() if not writer.has_extent_for(entry)]
     if other:
@@ -209,7 +217,7 @@ def _plan(stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, 
 
 def _damaged(hold: Hold, err: DamagedError) -> CorruptPoolError:
     return CorruptPoolError(
-        f"The pool must move to a new file, and the pinned checkpoint of step {hold.step} cannot be copied there: "
+        f"The pool must move to a new file, and the pinned checkpoint of step {hold.step} cannot be copied to it: "
         f"{err}. The newest checkpoint is intact. Release the pin, and check the health of the pool's medium.",
         (str(err),),
     )
@@ -225,11 +233,11 @@ class Pin:
 
     @property
     def step(self) -> int:
-        """The step that is held."""
+        """The step of the held checkpoint."""
         return self._hold.step
 
     def release(self) -> None:
-        """Release the slot. A second call does nothing."""
+        """Release the hold: the training may overwrite the checkpoint. A second call does nothing."""
         self._release(self._hold)
 
     def __enter__(self) -> Pin:

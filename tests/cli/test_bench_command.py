@@ -101,7 +101,7 @@ def test_a_folder_without_room_is_refused_before_anything_is_measured(folder, mo
     monkeypatch.setattr("lightck.demo.place.free_nbytes", lambda _: 1 << 20)
     done = call("bench", "machine", "--pool-dir", folder)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert f"Nothing can be measured in {str(folder)!r}: it has 1.0 MB free" in done.stderr
+    assert f"Nothing can be measured in {str(folder)!r}: the folder has 1.0 MB free" in done.stderr
 
 
 def found(again: Share, ours: float, theirs: float, is_synced: bool = False) -> Speed:
@@ -187,7 +187,7 @@ def test_a_checkout_of_another_version_is_not_run(tmp_path, monkeypatch):
     assert (done.exit_code, done.stdout) == (2, "")
     own = lightck.__version__
     assert f"{str(other)!r} is a checkout of lightck 9.9.9, and lightck {own} is installed" in done.stderr
-    assert f"Check out {own} there, or install 9.9.9." in done.stderr
+    assert f"Check out lightck {own} in that folder, or install lightck 9.9.9." in done.stderr
     monkeypatch.chdir(other)
     done = call("bench", "--help")
     assert (done.exit_code, "[TABLE]..." in done.stdout) == (0, False)

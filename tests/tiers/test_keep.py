@@ -266,7 +266,7 @@ def test_name_that_is_taken_by_a_file_of_others_is_reported(pool, to):
     file(to, 2).write_text("mine")
     model, optimizer, session = started(pool, lightck.Keep(every=2, to=to))
     train(model, optimizer, 2)
-    with pytest.raises(KeepError, match=r"step 2 could not be exported.*was not written by this training"):
+    with pytest.raises(KeepError, match=r"step 2 could not be exported.*was not written by keep="):
         session.close()
     assert file(to, 2).read_text() == "mine"
 

@@ -151,7 +151,7 @@ def test_an_object_that_took_nothing_is_an_error(pool, kind):
     obj = kind()
     obj.__dict__.update(sum=1.5, average=torch.arange(4000.0)) if kind is DeafAverage else moved(obj)
     saved_with(pool, obj)
-    with pytest.raises(DriftError, match=rf"state\['it'\] took nothing.*the {kind.__name__} is unchanged"):
+    with pytest.raises(DriftError, match=rf"state\['it'\] took nothing.*did not change the {kind.__name__}"):
         resumed_with(pool, kind())
 
 
@@ -165,7 +165,7 @@ def test_an_object_that_took_something_else_is_named(pool, caplog, kind, where):
     saved_with(pool, obj)
     resumed_with(pool, kind())
     (said,) = warnings(caplog)
-    assert said.startswith("lightck: after its load_state_dict(), state['it'] differs in ")
+    assert said.startswith("lightck: state['it'] differs in ")
     assert where in said
 
 
