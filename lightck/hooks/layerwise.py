@@ -168,8 +168,8 @@ class Layerwise:
         ``step()`` and the next ``backward()``. Raises ``SessionError`` between ``backward()`` and ``step()``."""
         if self._used:
             raise SessionError(
-                "Layers were updated inside backward(), and optimizer.step() was not called yet. After remove(), step() "
-                "would use the gradients of these layers a second time. Call step() first (or forget(), after a "
+                "Layers were updated inside backward(), and optimizer.step() was not called yet. After remove(), "
+                "step() would use the gradients of these layers a second time. Call step() first (or forget(), after a "
                 "backward() that failed), then remove()."
             )
         own_hooks.remove(self._handles)
@@ -291,9 +291,9 @@ class Layerwise:
         if self._used and torch.is_grad_enabled() and not own_hooks.is_in_backward():
             raise UnsupportedError(
                 "A forward of the model began between backward() and step(). Layers of the model were updated "
-                "inside backward() already, so this forward would use parameters of the next step. Call optimizer.step() "
-                "before the next forward, or run all forwards before backward(). Run a forward that only measures "
-                f"under torch.no_grad(). {_CURE}"
+                "inside backward() already, so this forward would use parameters of the next step. Call "
+                "optimizer.step() before the next forward, or run all forwards before backward(). Run a forward that "
+                f"only measures under torch.no_grad(). {_CURE}"
             )
 
     # -- in step() ---------------------------------------------------------------------------------------
@@ -304,8 +304,8 @@ class Layerwise:
         if own_hooks.closure_of(args, kwargs) is not None:
             raise UnsupportedError(
                 "step(closure) was called, and lightck.layerwise() updates the layers inside backward(). The "
-                "backward() inside the closure would update the layers before step() does. Call backward() yourself, then step() "
-                "without a closure."
+                "backward() inside the closure would update the layers before step() does. Call backward() yourself, "
+                "then step() without a closure."
             )
         if not self._used:
             return
