@@ -63,8 +63,7 @@ class SessionLoader:
                 ...
 
     One pass at a time: a new ``iter()`` ends the pass before it. The restored position is used up once an update is
-    made in the restored pass, or this pass ends. A batch that the script takes before the loop does not use the
-    position up.
+    made in the restored pass, or this pass ends. A batch that the script takes before the loop does not count.
     """
 
     loader: Any
