@@ -94,7 +94,7 @@ def test_persistent_workers_that_are_restored_or_draw_nothing(name: str, bench: 
 
 
 def test_persistent_workers_outside_the_session_are_reported_once_they_had_started(bench: Bench) -> None:
-    warning = r"DataLoader with persistent workers \(over a Augmented, batch size 15\).*Pass the DataLoader to session\.loader"
+    warning = r"DataLoader with persistent workers \(over a Augmented, batch size 15\).*Pass the DataLoader to"
     before, *_, after = bench.exact_or_reported(
         "persistent-evaluation-outside",
         warning,
