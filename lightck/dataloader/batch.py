@@ -24,23 +24,31 @@ from lightck.state.device_transfers import bytes_in_order
 if TYPE_CHECKING:
     from lightck._native import CData
 
-_CHECKED_BYTES = 4 << 10  # of each tensor; a smaller tensor is read whole
-_CHECKED_TENSORS = 16  # of each batch; only a few words of further tensors are read
-_CHECKED_PARTS = 256  # of each batch, containers included: a checksum has to take only microseconds
-_CHECKED_ITEMS = 64  # of each list
-_WORD = 8  # a large tensor is read in single words, spread over it
+_CHECKED_BYTES = 4 << 10
+"""Bytes that are read of each tensor. A tensor of at most this size is read whole."""
+_CHECKED_TENSORS = 16
+"""``_MANY_WORDS`` are read of this many tensors of a batch, and ``_FEW_WORDS`` of all further tensors."""
+_CHECKED_PARTS = 256
+"""At most this many objects of a batch, containers included, are read, so that a checksum takes only microseconds."""
+_CHECKED_ITEMS = 64
+"""At most this many items of a list are read."""
+_WORD = 8
+"""Bytes of a word. Of a large tensor, single words are read that are spread over the tensor."""
 _MANY_WORDS, _FEW_WORDS = _CHECKED_BYTES // _WORD, 32
 _PARTIAL = 1
-"""The lowest bit of a checksum: some of the batch was not covered (a tensor on a device, an object)."""
+"""The lowest bit of a checksum. It is set if the checksum does not cover the whole batch (a tensor on a device, an
+object)."""
 
 
 TensorReads = dict[int, tuple[torch.Tensor, int, bytes | None]]
-"""id of a tensor -> the tensor, its version counter when it was read, and the result."""
+"""id of a tensor -> the tensor, its version counter when it was read, and its checksum (None if it could not be
+read)."""
 
 
 def checksum_of(batch: object, read: TensorReads | None = None) -> int | None:
     """Return a checksum of 32 bits, or None if nothing in the batch can be compared. Compare checksums with `differ`.
-    ``read``: tensors that were read already; they are not read again, and new ones are added."""
+    ``read``: checksums of tensors that were read already. These tensors are not read again; tensors that are read now
+    are added."""
     found: list[bytes] = []
     partial_bit, is_comparable, tensors = 0, False, 0
     todo = [batch]
@@ -66,13 +74,13 @@ def checksum_of(batch: object, read: TensorReads | None = None) -> int | None:
 
 
 def differ(was: int, now: int) -> bool:
-    """Whether two checksums show that the batches differ. A batch that was fully covered in one run only (it was on
-    a device in the other) is not compared."""
+    """Whether two checksums show that their batches differ. False if only one of the two checksums covers its whole
+    batch (because the batch was on a device in one of the runs)."""
     return was != now and not (was ^ now) & _PARTIAL
 
 
 def is_partial(checksum: int) -> bool:
-    """Whether some of the batch was not covered: tensors on a device, objects."""
+    """Whether the checksum does not cover the whole batch, because of tensors on a device or objects."""
     return bool(checksum & _PARTIAL)
 
 
@@ -94,6 +102,7 @@ def _parts(item: object) -> Iterable[object] | None:
 
 
 def _sampled_items(count: int, get: Callable[[int], object]) -> Iterable[object]:
+    """Return all items of a short list, or its length and some of its items. ``get``: returns one item."""
     if count <= _CHECKED_ITEMS:
         return map(get, range(count))
     return [count, *map(get, sample_positions(count, _CHECKED_ITEMS).tolist())]
@@ -124,7 +133,7 @@ def _leaf_bytes(item: object) -> bytes | None:
 
 
 def _read(item: torch.Tensor, is_thorough: bool, read: TensorReads | None) -> bytes | None:
-    """Read many words of the first tensors of a batch (``is_thorough``), and a few of the others."""
+    """Return the checksum of many words (``is_thorough``) or of few words of a tensor; None if it cannot be read."""
     if read is None or not is_thorough:
         return _tensor_checksum(item, _MANY_WORDS if is_thorough else _FEW_WORDS)
     known = read.get(id(item))
@@ -148,7 +157,8 @@ def _tensor_checksum(item: torch.Tensor, words: int) -> bytes | None:
 
 
 def _thinned(item: torch.Tensor) -> torch.Tensor:
-    """Return some kilobytes of single elements, because a batch that is not contiguous is never copied whole."""
+    """Return single elements of a tensor, some kilobytes together, because a tensor that is not contiguous is never
+    copied whole."""
     if item.nbytes <= _CHECKED_BYTES:
         return item
     at = _coordinates(tuple(item.shape), max(_CHECKED_BYTES // item.itemsize, 1))
@@ -166,12 +176,13 @@ def _storage_checksum(item: torch.Tensor, words: int) -> bytes | None:
 
 
 def _spread_crc(data: bytes | npt.NDArray[np.uint8], nbytes: int) -> bytes:
-    """Checksum of all bytes of short data, otherwise of single words and the last bytes."""
+    """Return the checksum of all bytes if the data have at most ``_CHECKED_BYTES``; otherwise of single words and the
+    last word."""
     return _memory_crc(ffi.from_buffer(data), nbytes, _MANY_WORDS)
 
 
 def _memory_crc(data: CData, nbytes: int, words: int) -> bytes:
-    """As `_spread_crc`, for bytes in memory. ``words``: how many single words of longer data are read."""
+    """As `_spread_crc`, for bytes in memory. ``words``: number of single words that are read of longer data."""
     if nbytes <= _CHECKED_BYTES:
         return lib.lck_crc32c(data, nbytes).to_bytes(4, "little")
     crc = lib.lck_crc32c_words(data, _word_offsets(nbytes // _WORD, words), words)
@@ -200,5 +211,6 @@ def sample_positions(total: int, count: int) -> npt.NDArray[np.int64]:
 
 @lru_cache(maxsize=16)
 def _coordinates(shape: tuple[int, ...], count: int) -> tuple[npt.NDArray[np.int64], ...]:
+    """Return the indices of ``count`` fixed elements, or of all if there are fewer: one array per dimension."""
     total = math.prod(shape)
     return np.unravel_index(sample_positions(total, count) if total > count else np.arange(total), shape)

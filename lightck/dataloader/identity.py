@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightck")
 
 Drift = dict[str, tuple[object, object]]
-"""Differences between the loader that was saved and the current one: property -> (then, now)."""
+"""Differences between the saved loader and the current one: property -> (saved value, current value)."""
 
 
 def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) -> str:
@@ -31,7 +31,8 @@ def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) ->
         raise TypeError(f"session.loader() was given {loader!r}, which cannot be iterated. Pass the DataLoader.")
     if any(other is loader for other in known):
         raise SessionError(
-            "This loader was returned by session.loader() already. A loader has one position. Use it as it is."
+            "This loader was returned by session.loader() already. A loader has only one position. Iterate over this "
+            "loader as it is."
         )
     if name is None:
         for other in known:
@@ -39,8 +40,8 @@ def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) ->
                 raise SessionError(
                     f"This loader was passed to session.loader() before, without a name= (as {other.name!r}), and was "
                     "iterated. Loaders without a name= are numbered in the order of the calls, so a resumed run could "
-                    "take one for another. Call session.loader() once, before the loop over epochs, or give each its "
-                    "own name=."
+                    "take one for another. Call session.loader() once, before the loop over epochs, or give each "
+                    "loader a name= of its own."
                 )
         for other in known:
             if other.has_trained:
@@ -48,22 +49,23 @@ def name_of(loader: object, name: str | None, known: Sequence[SessionLoader]) ->
                     f"session.loader() was called without a name= after the training used loader {other.name!r}. "
                     "Loaders without a name= are numbered in the order of the calls, so a resumed run could take one "
                     "for another. Call session.loader() once for each loader, before the loop over epochs, or give "
-                    "this one a name=."
+                    "this loader a name=."
                 )
         name = f"loader.{len(known)}"
     if any(other.name == name for other in known):
         raise SessionError(
-            f"A loader named {name!r} is already followed. Each loader needs a name of its own. Use another."
+            f"A loader named {name!r} is already followed. Each loader needs a name of its own. Pass another name=."
         )
     return name
 
 
 def is_numbered_name(name: str) -> bool:
-    """Whether the name is a number that the order of the calls decides."""
+    """Whether the name is one that ``name_of`` made from the order of the calls."""
     return re.fullmatch(r"loader\.\d+", name) is not None
 
 
 def _length(loader: object) -> int | None:
+    """Return ``len(loader)``; None if the loader has no length."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -75,12 +77,13 @@ def _class_name(value: object) -> str:
 
 
 def _plain(count: SupportsInt | None) -> int | None:
-    """Convert a count of a DataLoader, which may be a numpy number."""
+    """Convert an option of a DataLoader to an int, because it may be a numpy number."""
     return None if count is None else int(count)
 
 
 def identity_of(loader: object, stateful: bool) -> Identity:
-    """Return the properties that must not change between a checkpoint in mid-pass and its resume."""
+    """Return the properties of a loader that must not change between a checkpoint in mid-pass and its resume.
+    ``stateful``: the result of ``is_stateful``."""
     if isinstance(loader, DataLoader):
         return {"length": _length(loader), **_options_of(loader)}
     dataloader = inner_dataloader(loader)
@@ -103,9 +106,9 @@ def _options_of(loader: DataLoader[object]) -> Identity:
 
 
 TAKEN_BEFORE = "batches taken before the pass"
-"""A property of the identity. A loop may leave an iterator that has only one pass, and iterate over it again later. The
-property counts the batches that the iterator gave before the present pass. A new process cannot continue such a pass,
-because its iterator begins at the first batch."""
+"""A property of the identity. It is set if the loop left an iterator that has only one pass, and iterates over the same
+iterator again. Its value is the number of batches that the iterator gave before the present pass. A new process cannot
+continue such a pass, because the iterator in a new process begins at the first batch."""
 
 
 def has_one_pass(loader: object) -> bool:
@@ -116,8 +119,9 @@ def has_one_pass(loader: object) -> bool:
 
 
 def drift_of(position: Position, kind: str, generators: int, identity: Identity) -> Drift:
-    """Return in what a loader differs from the saved one. ``generators``: how many random generators it owns. Lengths
-    are compared later."""
+    """Return the properties in which a loader differs from the saved one, except the length, which is compared when the
+    pass is continued. ``kind``: "plain" or "stateful". ``generators``: number of random generators that the loader
+    owns. ``identity``: its result of ``identity_of``."""
     then = position.identity
     # Version 1 saved fewer properties of a wrapper: only those that were saved are compared.
     keys = then if position.version < 2 else {**then, **identity}
@@ -130,8 +134,8 @@ def drift_of(position: Position, kind: str, generators: int, identity: Identity)
 
 
 def report_drift(name: str, drift: Drift, position: Position) -> None:
-    """Warn that a loader is another one than the saved one. Raises ``DriftError`` if batches of the restored pass are
-    left, because another loader would give other ones."""
+    """Warn that a loader differs from the saved one. Raises ``DriftError`` if batches of the restored pass are left,
+    because another loader would give other batches."""
     text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
     fact = f"loader {name!r} differs from the one that was saved: {text}."
     if position.live and not position.has_given_all:
@@ -170,7 +174,7 @@ def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
 
 def refuse_own(loader: object, name: str) -> None:
     """Raise ``AttributeError`` for attributes that a session loader does not forward: private ones, and ``state_dict``
-    and ``load_state_dict``. Loading a loader's own state in addition to the position would advance it twice."""
+    and ``load_state_dict``. To load a loader's own state in addition to its position would advance the loader twice."""
     if name in ("state_dict", "load_state_dict"):
         raise AttributeError(
             f"A session loader has no {name}(): its position is part of every checkpoint already. For the state of the "
@@ -181,8 +185,9 @@ def refuse_own(loader: object, name: str) -> None:
 
 
 def is_stateful(loader: object) -> bool:
+    """Whether the loader's own ``state_dict`` and ``load_state_dict`` restore its pass."""
     if is_accelerated(loader):
-        return False  # they have both methods, but their state does not restore a pass: see wrapped_loader.py
+        return False  # its methods do not restore a pass: see wrapped_loader.py
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -191,7 +196,8 @@ DRAWS_IN_ITEMS = (
     "item, or begins a pass where the last one ended, the batches of a pass cannot be fetched again exactly. Then use "
     "num_workers >= 1, give the dataset a generator of its own, or use torchdata's StatefulDataLoader"
 )
-"""At attach it is unknown whether a dataset does so. So this is only logged, and a resume compares the batches."""
+"""Before the first pass it is unknown whether the dataset does this. So the risk is only logged, and a resume compares
+the batches."""
 
 
 def replay_risk(loader: object) -> str | None:

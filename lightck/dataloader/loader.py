@@ -63,7 +63,7 @@ class SessionLoader:
                 ...
 
     One pass at a time: a new ``iter()`` ends the pass before it. The restored position is used up once an update is
-    made in the restored pass, or its end is reached. A batch that the script takes before the loop does not use it up.
+    made in the restored pass, or this pass ends. A batch that the script takes before the loop does not count.
     """
 
     loader: Any
@@ -80,11 +80,11 @@ class SessionLoader:
     _prefetches = False
     """Whether the loader may fetch ahead of the batches that it gives."""
     is_begun = False
-    """Whether it was iterated in this process."""
+    """Whether the loader was iterated in this process."""
     _has_trained = False
-    """Whether an earlier pass, or the restored one, was a pass of the training loop."""
+    """Whether a pass that has ended in this process was a pass of the training loop."""
     _taken = 0
-    """Batches given in earlier passes, those of the restored pass before the resume included."""
+    """Number of batches given in earlier passes, those of the restored pass before the resume included."""
     _end_tick = 0
     """The `tick` at which the last pass ended."""
     _watch: SamplerWatch | None = None
@@ -111,7 +111,7 @@ class SessionLoader:
             restored: what `position` returned for the restored checkpoint. Untrusted.
             rng_at_iter: apply the restored random state at the first ``iter()``, because no loader was in a pass when
                 the checkpoint closed. Otherwise the first ``next()`` of a loader that was in a pass applies it.
-            is_anew: the user wants its pass to begin anew, whatever was saved.
+            is_anew: the user passed ``anew=True``.
             objects: the objects of ``state=`` by name. Passes change the state of those that are part of ``dl``.
             skips: a resume in mid-pass fetches only the last batch that was given.
 
@@ -141,7 +141,7 @@ class SessionLoader:
         self._has_one_pass = has_one_pass(dl)
         self._at_workers: RngSnapshot | None = None
         self._rng_at_iter = rng_at_iter
-        self._generators_at_next: States | None = None  # what the first ``next()`` sets its generators to
+        self._generators_at_next: States | None = None  # the first ``next()`` restores them
         self._updates_at_start = host.updates
         self._previews = Previews(host.updates)
         self.reused = ReusedBatches(name)
@@ -169,7 +169,7 @@ class SessionLoader:
 
     @property
     def continues_restored_pass(self) -> bool:
-        """Whether it goes on in the middle of an earlier run's pass in which updates were made."""
+        """Whether this loader continues a pass in which an earlier run made updates."""
         position = self._restored_position
         return self.is_begun and position is not None and position.live and position.trained
 
@@ -181,19 +181,19 @@ class SessionLoader:
 
     @property
     def current_pass(self) -> Pass | None:
-        """The pass whose iterator the loop holds, or None."""
+        """The pass whose iterator the loop holds now, or None."""
         return self._pass if self._pass is not None and self._pass.left_at is None else None
 
     @property
     def epoch(self) -> int:
-        """Passes finished. A pass left by ``break`` after an update counts when the next one begins."""
+        """Number of finished passes. A pass left by ``break`` after an update counts when the next pass begins."""
         self.position_was_read = True
         self._drop_used_position()
         return self._epoch
 
     @property
     def start(self) -> int:
-        """Batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass."""
+        """Number of batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass."""
         self.position_was_read = True
         self._drop_used_position()
         return self._pending.state.given if self._pending is not None else 0
@@ -219,7 +219,7 @@ class SessionLoader:
     def position(self) -> dict[str, object]:
         """Return everything that a checkpoint saves about this loader: plain data for ``values.pack``.
 
-        Pack it before the next batch is fetched: a stateful loader may return objects that it changes later.
+        Pack the result before the next batch is fetched: it may contain objects that a stateful loader changes later.
         """
         self._drop_used_position()
         if self._pending is not None:
@@ -253,7 +253,7 @@ class SessionLoader:
         return self.loader.state_dict() if has_one else None
 
     def warn_mid_batch(self, step: int) -> None:
-        """Warn once that the position in this checkpoint counts a batch that the next step still uses."""
+        """Warn once that the position in the checkpoint of ``step`` counts a batch that the next step still uses."""
         if not self.mid_batch_reported:
             self.mid_batch_reported = True
             log.warning(
@@ -312,8 +312,8 @@ class SessionLoader:
 
     def _drop_used_position(self) -> None:
         """Drop the restored position once the loop has left a pass that is no preview, or has made an update in the
-        present pass. If the saved pass had no updates, any update and any evaluation drop it too. An update before any
-        pass has begun moves it to the end of such a saved pass, because the loop does not continue that pass."""
+        present pass. If the saved pass had no updates, any update and any evaluation drop the position too. An update
+        before any pass moves the position to the end of such a saved pass: the loop does not continue that pass."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
@@ -356,7 +356,7 @@ class SessionLoader:
 
     def put_back(self) -> None:
         """Return to the restored position if a pass was left since the restore. The session calls this if a ``next()``
-        closed the restored checkpoint: the script makes passes again that its position counts already."""
+        closed the restored checkpoint: the script repeats passes that this position counts already."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_at_start:
             return
@@ -391,7 +391,7 @@ class SessionLoader:
         state.objects = self._owned.packed_states()
         inner = iter(self.loader)
         if self._persistent and self._at_workers is None and not same_rng(state.at_iter, self._generators.snapshot()):
-            self._at_workers = state.at_iter  # iter() drew the workers' seed; some wrappers do so at next()
+            self._at_workers = state.at_iter  # iter() drew the workers' seed; some wrappers draw it at next()
         return self._start_pass(inner, pass_)
 
     def _count_left_pass(self) -> None:
@@ -422,8 +422,8 @@ class SessionLoader:
             self.loader.load_state_dict(copy.deepcopy(inner))
         except (KeyError, AssertionError, AttributeError, IndexError, TypeError, ValueError) as error:
             raise DriftError(
-                f"loader {self.name!r} refuses its saved state ({type(error).__name__}: {error}). A "
-                "loader of another class or software version saved it. Build the loader as it was, or pass anew=True."
+                f"loader {self.name!r} refuses its saved state ({type(error).__name__}: {error}). "
+                "Another class or software version saved the state. Build the loader as it was, or pass anew=True."
             ) from error
 
     def _new_pass(self) -> Pass:
@@ -439,7 +439,7 @@ class SessionLoader:
         return PassIterator(self._next, lambda: self._host.updates, self._pass, inner)
 
     def _resume(self, position: Position) -> PassIterator:
-        assert position.state.at_iter is not None  # checked when it was read
+        assert position.state.at_iter is not None  # checked when the position was read
         self._compare_length(position)
         pass_ = self._new_pass()
         pass_.trained, pass_.restored, pass_.skipped = position.trained, True, position.state.given
@@ -482,7 +482,7 @@ class SessionLoader:
         return self._has_one_pass and self.is_begun
 
     def _start_workers(self, position: Position) -> bool:
-        """Start persistent workers with the seed of their first pass; True if the restored pass is a later one."""
+        """Start persistent workers with their first pass's seed. Return whether the restored pass is a later one."""
         if self._stateful or not self._persistent or position.at_workers is None:
             return False
         if any(same_rng(position.at_workers, one) for one in (position.state.at_iter, position.state.at_first)):
@@ -490,8 +490,8 @@ class SessionLoader:
         if not self.is_begun:
             log.warning(
                 "lightck: loader %r goes on in a later pass of persistent workers: the order of its samples is exact, "
-                "but random augmentation and other state in the workers is not; with persistent_workers=False it "
-                "would be",
+                "but random augmentation and other state in the workers is not. Both are exact with "
+                "persistent_workers=False",
                 self.name,
             )
         self._generators.restore(position.at_workers)
@@ -500,7 +500,7 @@ class SessionLoader:
 
     def _replay(self, inner: Iterator[object], position: Position, is_exact: bool, skips: bool) -> None:
         """Fetch and drop the batches given before, and compare the last one with its checksum. ``is_exact``: a
-        difference is an error, not only a warning."""
+        difference raises ``DriftError`` instead of a warning."""
         is_wrapper, given = not is_loader_of_torch(self.loader), position.state.given
         try:
             if skips:
@@ -554,7 +554,7 @@ class SessionLoader:
             self._finish(batches)
             raise
         except Exception:
-            # The loop may catch the error and go on.
+            # The loop may catch the error and continue.
             pass_.state.raised[pass_.state.given] = pass_.state.raised.get(pass_.state.given, 0) + 1
             raise
         if self._watch is not None and (risk := self._watch.risk()) is not None:

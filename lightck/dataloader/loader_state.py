@@ -1,9 +1,9 @@
 """What a session loader owns: random generators, and objects of ``state=`` that are part of it (a dataset or a sampler
-with a state of its own). Both are captured, restored and preserved together with the global generators.
+with a state of its own). The generators are captured, restored and preserved together with the global generators.
 
 Fetching changes these objects, and a replay fetches again. So their state before the pass is saved with the pass. A
 resume loads that state, replays, and then restores the checkpoint's state of each object. Workers have copies of the
-objects, which are made from the same state when the pass begins.
+objects; a copy is made when the pass begins, so it has the state before the pass.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ States = tuple[torch.Tensor, ...]
 
 
 class OwnGenerators:
-    """The generators of a loader, its sampler and its batch sampler, and of loaders inside a wrapper, each once.
-    Torch's global generator is not one of them: it is saved with the other global ones."""
+    """The random generators of a loader, of its sampler and batch sampler, and of loaders inside a wrapper, each once.
+    Torch's global generator is not one of them, because it is saved with the other global generators."""
 
     def __init__(self, loader: object) -> None:
         self._own = _generators_of(loader)
@@ -35,10 +35,11 @@ class OwnGenerators:
         return len(self._own)
 
     def states(self) -> States:
+        """Return the current states of these generators."""
         return tuple(generator.get_state() for generator in self._own)
 
     def snapshot(self) -> RngSnapshot:
-        """Return the current states of the global generators and of these."""
+        """Return the current states of the global generators and of these generators."""
         return RngSnapshot(rng.capture(), self.states())
 
     def try_states(self, states: States) -> None:
@@ -51,13 +52,14 @@ class OwnGenerators:
             generator.set_state(state)
 
     def restore(self, snapshot: RngSnapshot) -> None:
-        """Set the global generators and these to a snapshot."""
+        """Set the global generators and these generators to a snapshot."""
         snapshot.rng.restore()
         self.set_states(snapshot.generators)
 
     @contextmanager
     def preserved(self) -> Generator[None, None, None]:
-        """Restore the global generators and these at the end of the block."""
+        """At the end of the block, give the global generators and these generators the states that they had at its
+        beginning."""
         before = self.snapshot()
         try:
             yield
@@ -90,27 +92,32 @@ _PARTS = (
     "transforms",
     "target_transform",
 )
+"""Attributes in which loaders, datasets and samplers keep the objects that they fetch with."""
 _PARTS_MAX = 256
+"""At most this many objects are examined."""
 _NBYTES_MAX = 1 << 20
-"""Limit for one object's state before the pass, which is part of the small state of each checkpoint."""
+"""Most bytes of one object's state before the pass. This state is part of the small state of each checkpoint."""
 
 PackedStates = dict[str, "bytes | None"]
+"""Key in ``state=`` -> packed state of the object; None if the state is too large."""
 
 
 class OwnedObjects:
     """The objects of ``state=`` that are part of one loader."""
 
     def __init__(self, loader: object, name: str, objects: Mapping[str, Any], is_restored: bool) -> None:
-        """Find the objects. ``objects``: all objects of ``state=``. ``is_restored``: they hold the state of the
-        restored checkpoint now."""
+        """Find the objects. ``name``: of the loader, for messages. ``objects``: all objects of ``state=``.
+        ``is_restored``: the objects hold the state of the restored checkpoint now."""
         parts = _parts(loader)
         self._name = name
         self._objects = {key: obj for key, obj in objects.items() if any(obj is part for part in parts)}
         self._at_checkpoint = {key: self._packed(key) for key in self._objects} if is_restored else {}
+        """Key -> the packed state that the restored checkpoint holds."""
         self._has_warned = False
 
     def packed_states(self) -> PackedStates:
-        """Return their states, before a pass begins; None for a state that is too large to be saved."""
+        """Return the states of the objects, before a pass begins. Warn once of a state that is too large to be
+        saved."""
         states: PackedStates = {key: self._packed(key) for key in self._objects}
         for key, state in states.items():
             if state is not None and len(state) > _NBYTES_MAX:
@@ -125,8 +132,8 @@ class OwnedObjects:
                 self._load(key, state)
 
     def put_back(self) -> None:
-        """Load the checkpoint's states. An object that has this state already is left alone, because loading may reset
-        it."""
+        """Load the states that the restored checkpoint holds. An object that has its state already is not loaded,
+        because loading may reset the object."""
         for key, state in self._at_checkpoint.items():
             if state != self._packed(key):
                 self._load(key, state)
@@ -142,7 +149,7 @@ class OwnedObjects:
         except Exception as error:
             raise DriftError(
                 f"loader {self._name!r} iterates over the object that was passed as state[{key!r}], and its "
-                "load_state_dict() refused the state that it had when the pass began: "
+                "load_state_dict() refused a state that its state_dict() had returned: "
                 f"{type(error).__name__}: {error}. Build it as it was, or begin the pass anew: anew=True."
             ) from error
 
@@ -161,8 +168,8 @@ class OwnedObjects:
 
 
 def _parts(loader: object) -> list[object]:
-    """Return the objects that a loader fetches with: itself, dataset, samplers, and what those wrap. None of their code
-    runs."""
+    """Return the objects that a loader fetches with: the loader itself, its dataset and samplers, and what these wrap.
+    No code of these objects runs."""
     found = wrapper_chain(loader)
     for owner in found:
         attributes = getattr(owner, "__dict__", None)

@@ -1,13 +1,13 @@
 """Whether a checkpoint closes within a batch of a session loader, whose position counts that batch as a whole.
 
-Two signs show it. One sign is that an event other than ``next()`` and ``end_step()`` closes the checkpoint in mid-pass:
-the loop has not finished its batch, or it has fetched the next batch in eval mode, in which ``next()`` closes nothing.
-The other sign is that no loader fetches anything between two boundaries, so both boundaries lie within one batch. It
-counts only once it has happened on a second batch, because a loop may train on batches from elsewhere after the last
-batch of a loader.
+Two signs show that a checkpoint closes within a batch. The first sign: an event other than ``next()`` and
+``end_step()`` closes the checkpoint in mid-pass. Then the loop has not finished its batch, or it has fetched the next
+batch in eval mode, in which ``next()`` closes nothing. The second sign: no loader fetches anything between two
+boundaries, so both boundaries lie within one batch. The second sign counts only when it was seen on two batches,
+because a loop may train on batches from elsewhere after the last batch of a loader.
 
-If other loaders fetch and only one does not, this loader may be one that gives a batch only now and then. That is
-correct, unless whole passes of another loader run inside its batches.
+If some loaders fetch between two boundaries and another one does not, the other one may be a loader that gives a batch
+only now and then. Such a loop is correct, unless whole passes of one loader run inside a batch of the other.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ _PassAndCount = tuple["Pass | None", int]
 
 
 class MidBatch:
-    """Checks each boundary, saved or not, and lets the loaders warn the user."""
+    """Checks each boundary, whether its checkpoint is saved or not. A loader whose batch a checkpoint cuts warns the
+    user."""
 
     def __init__(self, loaders: Sequence[SessionLoader]) -> None:
         self._loaders = loaders
         self._saved: tuple[int, list[_PassAndCount]] | None = None
-        """The last boundary, if its checkpoint was saved: its step, and the pass and count of each loader."""
+        """The last boundary, if its checkpoint was saved: its step, and for each loader the pass and the number of
+        batches given in it."""
         self._unchanged_since: dict[str, _PassAndCount] = {}
-        """Loader name -> its pass, and the number of batches given in the pass, when nothing was fetched between two
-        boundaries for the first time."""
+        """Name of a loader -> its pass, and the number of batches given in this pass, when the second sign was seen for
+        the first time."""
 
     def fetches(self, loader: SessionLoader, in_eval: bool) -> None:
         """Record a ``next()`` of this loader. ``in_eval``: whether the model is in eval mode."""
@@ -64,7 +66,8 @@ class MidBatch:
         self._saved = (step, counts) if is_saved else None
 
     def _compare(self, counts: list[_PassAndCount], step: int, before: list[_PassAndCount]) -> None:
-        """Compare with the last boundary, which saved ``step``."""
+        """Compare the present boundary with the last one, which saved ``step``. ``counts``, ``before``: pass and number
+        of batches given of each loader, now and then."""
         unchanged = [now[0] is then[0] and now[1] == then[1] for now, then in zip(counts, before, strict=False)]
         has_changed = len(counts) > len(before) or not all(unchanged)
         for loader, (pass_, given), is_unchanged in zip(self._loaders, counts, unchanged, strict=False):
@@ -88,8 +91,8 @@ def _is_mid_batch(pass_: Pass | None, step: int) -> bool:
 
 
 def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:
-    """Whether the inner pass began after the batch that the outer one gave last, with no update and no end of a pass in
-    between, and updates are made in it."""
+    """Whether updates are made in the pass ``inner``, and it began right after the last batch of the pass ``outer``:
+    with no update and no end of a pass in between."""
     if inner is None or not inner.has_trained(step):
         return False
     return (

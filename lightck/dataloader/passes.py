@@ -27,30 +27,30 @@ def tick() -> int:
 class Pass:
     """A pass that is under way.
 
-    ``updates_at_begin``, ``fetched_at`` and ``left_at`` are numbers of finished updates. Values of `tick` are compared
-    to find out what came first.
+    ``updates_at_begin``, ``fetched_at`` and ``left_at`` are numbers of finished updates. The fields that end in
+    ``_tick`` are values of `tick`, which are compared to find out what came first; 0: never.
     """
 
     updates_at_begin: int
-    """Finished updates when it began."""
+    """Number of finished updates when the pass began."""
     begun_tick: int
     previous_end_tick: int = 0
-    """The end of the pass before it."""
+    """When the pass before this one ended."""
     state: PassState = field(default_factory=PassState)
     fetched_tick: int = 0
     left_tick: int = 0
     fetched_at: int | None = None
-    """Finished updates when its last batch was fetched."""
+    """Number of finished updates when the last batch was fetched."""
     in_eval: bool = False
-    """Whether the model was in eval mode when its last batch was fetched."""
+    """Whether the model was in eval mode when the last batch was fetched."""
     trained: bool = False
-    """Whether updates were made in it by an earlier run."""
+    """Whether an earlier run made updates in the pass."""
     restored: bool = False
-    """Whether an earlier run began it."""
+    """Whether an earlier run began the pass."""
     left_at: int | None = None
-    """Finished updates when the loop let go of its iterator, or None while the loop holds it."""
+    """Number of finished updates when the loop dropped the pass's iterator, or began another pass; None before that."""
     skipped: int = 0
-    """Batches that were given to earlier runs."""
+    """Number of the pass's batches that earlier runs got."""
     has_ended: bool = False
     """Whether a ``next()`` found no further batch."""
     evaluates: bool = False
@@ -60,39 +60,40 @@ class Pass:
 
     @property
     def fetched_here(self) -> int:
-        """Batches that it gave in this process."""
+        """Number of batches that the pass gave in this process."""
         return self.state.given - self.skipped
 
     @property
     def was_left_without_update(self) -> bool:
-        """Whether it was left before its end, and without an update in this process."""
+        """Whether the pass was left before its end, and without an update in this process."""
         return self.left_at == self.updates_at_begin and not self.has_ended
 
     @property
     def was_left_at_once(self) -> bool:
-        """Whether it was left right after it began, and no loader gave a batch in between."""
+        """Whether the pass was left right after it began, and no loader gave a batch in between."""
         return self.left_tick == self.begun_tick + 1
 
     def has_updated(self, updates: int) -> bool:
-        """Whether updates were made in it, in this process. ``updates``: updates finished now."""
+        """Whether updates were made in the pass, in this process. ``updates``: number of updates finished now."""
         return (updates if self.left_at is None else self.left_at) > self.updates_at_begin
 
     def leave(self, updates: int) -> None:
-        """Record that the loop let go of its iterator, or began another pass. Only the first call counts."""
+        """Record that the loop dropped the pass's iterator, or began another pass. Only the first call counts."""
         if self.left_at is None:
             self.left_tick, self.left_at = tick(), updates
 
     def has_trained(self, updates: int) -> bool:
-        """Whether updates were made in it, in any run."""
+        """Whether updates were made in the pass, in any run."""
         return self.trained or self.has_updated(updates)
 
     def is_of_training(self, updates: int, training_fetch_tick: int) -> bool:
-        """Whether updates were made in it and its ``next()`` belongs to the training, in whatever mode the model is.
+        """Whether updates were made in the pass and its ``next()`` belongs to the training, even if the model is in
+        eval mode now.
 
         While the loop keeps the iterator of an evaluation, updates on batches of another loader count as made in the
-        evaluation too. So the pass is an evaluation if the model was in eval mode at its last fetch, and some loader
-        fetched in training mode after that (at ``training_fetch_tick``). A pass without a fetch counts as an evaluation
-        unless it was restored."""
+        evaluation too. So the pass is an evaluation if the model was in eval mode at the pass's last fetch, and some
+        loader fetched in training mode after that fetch (at ``training_fetch_tick``). A pass without a fetch counts as
+        an evaluation unless it was restored."""
         if self.fetched_tick:
             is_evaluation = self.in_eval and training_fetch_tick > self.fetched_tick
         else:
@@ -100,22 +101,23 @@ class Pass:
         return self.has_trained(updates) and not is_evaluation
 
     def is_over(self, updates: int) -> bool:
-        """Whether a resume would begin a new pass, and not go on in this one. A pass without updates (an evaluation, a
-        preview) is over when the loop leaves it. A pass with updates is over at the next update after the loop left it;
-        a checkpoint before that update still belongs to the pass."""
+        """Whether a resume would begin a new pass instead of continuing this pass. A pass without updates (an
+        evaluation, a preview) is over when the loop leaves it. A pass with updates is over at the next update after the
+        loop left it; a checkpoint before that update still belongs to the pass."""
         return self.left_at is not None and (not self.has_trained(updates) or updates > self.left_at)
 
 
 class PassIterator:
-    """The iterator of one pass. Only it refers to the inner iterator, so that workers end when a loop lets go of it."""
+    """The iterator of one pass. Only this object refers to the inner iterator, so that the inner iterator's workers end
+    when the loop drops this object."""
 
     __slots__ = ("_take", "_updates", "inner", "of_pass")
 
     def __init__(
         self, take: Callable[[PassIterator], object], updates: Callable[[], int], of_pass: Pass, inner: Iterator[object]
     ) -> None:
-        """Create the iterator. ``take``: returns its next batch. ``updates``: returns the number of finished
-        updates."""
+        """Create the iterator. ``take``: returns the next batch of this iterator. ``updates``: returns the number of
+        finished updates."""
         self._take = take
         self._updates = updates
         self.of_pass = of_pass
@@ -139,13 +141,14 @@ class LoaderHost(Protocol):
         """Handle the boundary at each ``next()``. Called before anything is fetched or counted."""
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
-        """Called when the inner iterator is exhausted, after `loader_next` and before the pass is counted."""
+        """Handle the end of a pass. Called when the inner iterator is exhausted, after `loader_next` and before the
+        pass is counted."""
 
     def loader_gave(
         self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: TensorReads
     ) -> None:
-        """Called when a batch was fetched and counted. ``checksum``: the batch's checksum, if computed; ``read``: the
-        tensors that were read for it."""
+        """Handle a batch. Called when the batch was fetched and counted. ``of``: its pass. ``checksum``: the batch's
+        checksum, or None if it was not computed. ``read``: the tensors that were read for the checksum."""
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         """Return the restored checkpoint's random state for each pass until one of them turns out not to be a preview.
@@ -153,4 +156,4 @@ class LoaderHost(Protocol):
 
     @property
     def updates(self) -> int:
-        """Finished updates so far."""
+        """Number of updates finished so far."""

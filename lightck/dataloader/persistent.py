@@ -1,8 +1,8 @@
 """DataLoaders with persistent workers that no session loader wraps.
 
-Such a loader draws from torch's global generator when its workers start, in its first pass of each process, and not in
-later passes. The killed run and the resumed one draw at different times, and all later random numbers differ. The
-position of a session loader includes the state from which its workers started.
+Such a loader draws from torch's global generator in its first pass of each process, when its workers start, and not in
+later passes. So the killed run and the resumed run draw at different times, and all later random numbers differ. (For a
+session loader this is no problem: its position includes the random state from which its workers started.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("lightck")
 
 
 def draws_once(loader: object) -> bool:
-    """Whether its first pass draws from the global generator, and its later ones do not."""
+    """Whether the loader's first pass draws from the global generator, and its later passes do not."""
     return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "generator", None) is None
 
 
@@ -37,29 +37,33 @@ class PersistentLoaders:
         """Whether workers had started in the earlier run when the restored checkpoint was closed."""
 
     def follow(self, found: Iterable[DataLoader[object]]) -> None:
+        """Set the DataLoaders. They are not kept alive."""
         self._found = [weakref.ref(loader) for loader in found]
 
     def have_started(self) -> bool:
-        """Whether a DataLoader that no session loader wraps has its workers now."""
+        """Whether the workers of a DataLoader that no session loader wraps have started."""
         if not self._found:
             return False
         return any(getattr(loader, "_iterator", None) is not None for loader in self._outside())
 
     def before_first_update(self) -> None:
-        """Warn, after a resume, about loaders that drew before and will draw again."""
+        """Warn, after a resume, about loaders that drew in the earlier run before the checkpoint and will draw
+        again."""
         if not self.had_started:
             return
         for loader in self._outside():
             log.warning(
                 "lightck: a DataLoader with persistent workers (over a %s, batch size %s) is used outside "
                 "session.loader(). It draws from torch's global random generator in its first pass of each process, so "
-                "the random numbers after that pass are not those of the run before. Wrap it, session.loader(loader, "
-                "name=...), or build it with persistent_workers=False or a generator= of its own",
+                "the random numbers after that pass are not those of the run before. Pass the DataLoader "
+                "to session.loader(loader, name=...), or build it with persistent_workers=False or a generator= of its "
+                "own",
                 type(loader.dataset).__name__,
                 loader.batch_size,
             )
 
     def _outside(self) -> Iterator[DataLoader[object]]:
+        """Yield those DataLoaders that neither a session loader nor an object of ``state=`` wraps."""
         followed = [*(loader.loader for loader in self._loaders), *self._objects.values()]
         known = {id(one) for loader in followed for one in wrapper_chain(loader)}
         for ref in self._found:

@@ -13,15 +13,18 @@ from lightck.state import values
 from lightck.state.rng import RngState
 
 _GENERATORS_MAX = 16
+"""At most this many generator states are read from a position."""
 VERSION = 2
-"""Format of a position. Since 2 its identity and its generators include those of a DataLoader inside a wrapper."""
+"""Format of a position. Since format 2 a position includes the properties and the generators of a DataLoader inside a
+wrapper."""
 
 Identity = dict[str, "str | int | None"]
+"""Name of a property of a loader -> its value."""
 
 
 class RngSnapshot:
-    """The states of the global generators and the loader's own at one moment. Its storable form is computed once, on
-    demand."""
+    """The states of the global generators and of the loader's own generators at one moment. The storable form is
+    computed at the first ``to_value``, and kept."""
 
     __slots__ = ("_value", "generators", "rng")
 
@@ -61,6 +64,7 @@ def _from_bytes(value: object) -> tuple[torch.Tensor, ...]:
 
 
 def corrupt(reason: str) -> CorruptPoolError:
+    """Return the error for a damaged position. ``reason``: a clause for the message."""
     return CorruptPoolError(
         f"The saved position of a loader is damaged: {reason}. Go on from an older step, if the pool holds one: "
         "lightck.recover(path, model, optimizer, step=N), and then attach."
@@ -72,14 +76,14 @@ class PassState:
     """How far a pass has come, and what a replay to this place needs.
 
     Random states: ``at_iter``, from which ``iter()`` drew the pass's order and the workers' seeds; ``at_first``, from
-    which the first batch was fetched, because a loop may draw in between; ``last``, before the ``next()`` that gave the
-    last batch (None if a worker fetched it); ``before_last``, the one before that, for a loader that fetches one batch
-    ahead of those that it gives. ``given``: batches given. ``checksum``: of the last batch given (saved as "content";
-    older pools have another checksum as "checksum", which is not compared). ``inner``: a stateful loader's own state;
-    if the loader is Accelerate's, its state before the pass. ``pass_number``: the number of the pass that Accelerate's
-    loader gives to samplers. ``objects``: packed states, before the pass, of objects in ``state=`` that are part of the
-    loader. ``raised``: place -> how often ``next()`` raised an error there; the place is the number of
-    batches given before.
+    which the first batch was fetched (a loop may draw between ``iter()`` and this fetch); ``last``, before the
+    ``next()`` that gave the last batch (None if a worker fetched it); ``before_last``, before the ``next()`` that gave
+    the last batch but one, for a loader that fetches one batch ahead of those that it gives. ``given``: number of
+    batches given. ``checksum``: checksum of the last batch given (saved as "content"; older pools have another checksum
+    as "checksum", which is not compared). ``inner``: the own state of a stateful loader; for a loader of Accelerate,
+    its state before the pass. ``pass_number``: the number of the pass that Accelerate's loader gives to samplers.
+    ``objects``: packed states, before the pass, of objects in ``state=`` that are part of the loader. ``raised``:
+    number of batches given before -> how often ``next()`` raised an error at this place.
     """
 
     at_iter: RngSnapshot | None = None
@@ -98,12 +102,12 @@ class PassState:
 class Position:
     """What a checkpoint says about one loader.
 
-    ``kind``: "plain" or "stateful". ``epoch``: passes finished. ``live``: a pass is under way. ``trained``: updates
-    were made in this pass. ``at_workers``: the random state from which persistent workers were started (the
-    ``at_iter`` or ``at_first`` of their first pass). ``version``: the `VERSION` of the lightck that saved it; 1 if it
-    saved none. ``previews``: how many passes the process left without an update, before its first update;
-    ``previews_in_loop``: it left such passes after its first update too. ``used_again``: updates were made on batches
-    of the last pass after it ended.
+    ``kind``: "plain" or "stateful". ``epoch``: number of finished passes. ``live``: a pass is under way. ``trained``:
+    updates were made in the pass under way. ``at_workers``: the random state from which persistent workers were started
+    (the ``at_iter`` or ``at_first`` of their first pass). ``version``: the `VERSION` of the lightck that saved the
+    position; 1 if it saved no version. ``previews``: how many passes the process left without an update in them, before
+    its first update; ``previews_in_loop``: the process left such passes after its first update too. ``used_again``:
+    updates were made on batches of the last pass after it ended.
     """
 
     kind: str
@@ -200,15 +204,17 @@ class Position:
 
     @property
     def has_given_all(self) -> bool:
-        """Whether its pass is under way and has no batch left."""
+        """Whether a pass is under way and has no batch left."""
         return self.live and self.state.given > 0 and self.state.given == self.identity.get("length")
 
     def snapshots(self) -> list[RngSnapshot]:
+        """Return all random states of this position."""
         snapshots = (self.state.at_iter, self.state.at_first, self.at_workers, self.state.before_last, self.state.last)
         return [snapshot for snapshot in snapshots if snapshot is not None]
 
     def before(self, index: int) -> RngSnapshot | None:
-        """Return the random state before the ``next()`` that gave batch ``index`` of the pass, if known."""
+        """Return the random state before the ``next()`` that gave batch ``index`` (from 0) of the pass; None if it is
+        unknown."""
         if index == self.state.given - 1 and self.state.last is not None:
             return self.state.last
         if index == self.state.given - 2 and self.state.before_last is not None:
@@ -216,7 +222,7 @@ class Position:
         return self.state.at_first if index == 0 else None
 
     def before_its_pass(self) -> Position:
-        """Return the position at the beginning of this pass, without counting the pass."""
+        """Return the position at the beginning of the saved pass, which is not counted as finished."""
         if not self.live:
             return self
         state = replace(self.between_passes().state, inner=None if self.kind == "stateful" else self.state.inner)
@@ -231,7 +237,7 @@ class Position:
         )
 
     def between_passes(self) -> Position:
-        """Return the position after this pass, which is abandoned and counted."""
+        """Return the position after the saved pass, which is counted as finished."""
         kept = PassState(checksum=self.state.checksum, inner=self.state.inner, pass_number=self.state.pass_number)
         return replace(self, epoch=self.epoch + 1, live=False, trained=False, state=kept)
 
@@ -250,6 +256,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "previews_in_loop": ((bool,), "bool"),
     "used_again": ((bool,), "bool"),
 }
+"""Key -> types that its value may have, and a noun for the message."""
 _LATER: dict[str, object] = {
     "objects": {},
     "raised": [],
@@ -282,4 +289,5 @@ def _read_raised(value: object, given: int) -> dict[int, int]:
 
 
 def same_rng(left: RngSnapshot | None, right: RngSnapshot | None) -> bool:
+    """Whether both are None, or hold the same states."""
     return values.pack(left and left.to_value(), path="r") == values.pack(right and right.to_value(), path="r")

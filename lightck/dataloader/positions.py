@@ -2,9 +2,9 @@
 loops that use batches again after a pass.
 
 A position belongs to the loader that has its name. The first update after a resume decides about a position that no
-loader took. A position in mid-pass is dropped. But if the loop trains on another loader from its first batch instead,
-the resume is refused, because batches would be given twice. A position between two passes is kept in later checkpoints,
-for a loader that is wrapped later.
+loader took. A position in mid-pass is dropped. But if the loop instead trains on another loader, from the first batch
+of this other loader, the resume is refused, because batches would be given twice. A position between two passes is kept
+in later checkpoints, for a loader that is wrapped later.
 
 Batches that are used again after their pass has ended (``itertools.cycle``, a list) are part of no position.
 """
@@ -40,16 +40,18 @@ class Positions:
         self._untaken = dict(restored or {})
         """Restored positions that no loader has taken so far."""
         self._without_position: list[SessionLoader] = []
-        """Loaders for whose names there was no position."""
+        """Loaders for whose names no position was restored."""
         self.any_live = any(bool(position.get("live")) for position in self._untaken.values())
         self.drops_pass = False
-        """Whether ``anew=True`` was passed for a loader that a checkpoint restored in mid-pass."""
+        """Whether ``anew=True`` was passed for a loader whose restored position was in mid-pass."""
         self._ended_loader: SessionLoader | None = None
         """The loader whose pass ended last, until a batch is fetched to train on."""
         self._is_first_update_after_pass = True
+        """Whether no update was made since ``_ended_loader``'s pass ended."""
 
     def restored_for(self, name: str, anew: bool) -> dict[str, object] | None:
-        """Return the restored position for this name, or None. ``anew``: return it at the beginning of its pass."""
+        """Return the restored position for this name, or None. ``anew``: return the position at the beginning of its
+        pass."""
         value = self._untaken.get(name)
         if value is None or not anew:
             return value
@@ -66,12 +68,12 @@ class Positions:
         return position.before_its_pass().to_value()
 
     def loader_wrapped(self, loader: SessionLoader) -> None:
-        """Record that this loader was wrapped: it has taken the position of its name, if there is one."""
+        """Record that this loader was wrapped: it has taken the restored position of its name, if there was one."""
         if self._untaken.pop(loader.name, None) is None:
             self._without_position.append(loader)
 
     def values(self) -> dict[str, Any]:
-        """Return name -> position, for a checkpoint."""
+        """Return all positions that a checkpoint saves: name of a loader -> position."""
         kept = {name: value for name, value in self._untaken.items() if not value.get("live")}
         return kept | {loader.name: loader.position() for loader in self._loaders}
 
@@ -107,18 +109,19 @@ class Positions:
     # -- batches that are used again
 
     def fetches(self, loader: SessionLoader) -> None:
-        """Record that a batch is requested."""
+        """Record that the loop requests a batch of this loader."""
         if not loader.in_eval:
             self._ended_loader = None
 
     def pass_ended(self, loader: SessionLoader) -> None:
+        """Record that a pass over this loader has ended."""
         if loader.is_training:
             self._ended_loader, self._is_first_update_after_pass = loader, True
 
     def updated(self) -> None:
-        """Check, after an update, whether batches are used again. The first update after a pass may do
-        nothing but apply the gradients that the pass's last batches left. So it counts only if the loop certainly holds
-        old batches."""
+        """Check, after an update, whether batches are used again. The first update after a pass may only apply
+        gradients of the pass's last batches. So the first update counts only if the loop certainly holds old
+        batches."""
         loader = self._ended_loader
         if loader is None:
             return
@@ -144,6 +147,7 @@ class ReusedBatches:
         self._name = name
         self._first: weakref.ref[object] | None = None
         self._fetched = 0
+        """Number of batches of the last pass."""
         self.is_reported = False
         """Whether batches of the last pass were used again after it ended."""
         self._has_warned = False
@@ -159,8 +163,9 @@ class ReusedBatches:
             self._first = None if tensor is None else weakref.ref(tensor)
 
     def is_held(self, *, certain: bool) -> bool:
-        """Whether the loop still holds a batch. ``certain``: return False if this is not sure. It is not sure
-        if the batch cannot be tracked, or if it is the pass's only batch, which the loop's variable may still hold."""
+        """Whether the loop still holds the first batch of the last pass. ``certain``: return False if this is
+        uncertain. It is uncertain if the batch cannot be tracked, or if it is the only batch of the pass, which the
+        loop's variable may still hold."""
         if not self._fetched:
             return False
         if self._first is None:
@@ -189,6 +194,7 @@ class ReusedBatches:
 
 
 def _first_tensor(batch: object) -> torch.Tensor | npt.NDArray[np.generic] | None:
+    """Return a tensor or an array of the batch, to be tracked by a weak reference; None if none is found."""
     todo = [batch]
     for _ in range(16):
         if not todo:
@@ -206,7 +212,7 @@ def _first_tensor(batch: object) -> torch.Tensor | npt.NDArray[np.generic] | Non
 def _not_taken(in_pass: Mapping[str, Position], instead: Sequence[str]) -> DriftError:
     return DriftError(
         f"The checkpoint lies in the middle of a pass over {_described(in_pass)}, but no session.loader() call has "
-        f"this name, and {_loader_names(instead)} began at its beginning instead, so batches would be given twice. "
+        f"this name, and {_loader_names(instead)} began a new pass instead, so batches would be given twice. "
         "Give the loader the name= that it had (without one it is numbered by the order of the calls), or let its pass "
         "begin anew: session.loader(..., anew=True).",
         dict.fromkeys(in_pass, ("in mid-pass", "not taken")),

@@ -1,11 +1,11 @@
 """Passes that a script begins before its loop goes on, in order to see a batch, and their meaning after a restore.
 
 A script takes a batch before the loop (``next(iter(loader))``), or a framework begins a pass to check that the loader
-can be iterated. The killed run did so at its start, and the resumed run does it again. The loop of the resumed run must
-nevertheless begin at the restored position, with the restored random states. But a pass that was left without an update
-may also be one that the loop left by ``break``, or because another loader in ``zip`` ended. Two facts distinguish them.
-A pass that is left right after it began is no pass of a loop. And positions count the previews that the killed run took
-before its first update: the resumed run takes as many.
+can be iterated. The killed run began such passes at its start, and the resumed run begins them again. The loop of the
+resumed run must nevertheless begin at the restored position, with the restored random states. But a pass that was left
+without an update may also be a pass of the loop, which left it by ``break``, or because another loader in ``zip``
+ended. Two facts distinguish them. A pass that is left right after it began is no pass of a loop. And a position holds
+the number of previews that the killed run took before its first update: the resumed run takes as many.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger("lightck")
 
 
 def is_lightning_probe(caller: FrameType) -> bool:
-    """Whether Lightning calls ``iter()`` only to check an object that is no DataLoader, and drops the result. For a
-    DataLoader it would not call ``iter()``, so this call must not draw any random numbers."""
+    """Whether Lightning calls ``iter()`` only to check that an object can be iterated, and drops the result. Lightning
+    makes no such call for a DataLoader, so for a session loader the call must draw no random numbers."""
     name = caller.f_code.co_name == "_check_dataloader_iterable" and caller.f_globals.get("__name__")
     return isinstance(name, str) and name.partition(".")[0] in ("lightning", "pytorch_lightning")
 
@@ -40,9 +40,10 @@ def warn_lightning_counts(name: str, position: Position | None) -> None:
     if position is not None and position.live and position.state.given:
         log.warning(
             "lightck: loader %r goes on after batch %d of its pass, and Lightning's Trainer counts the batches from 0. "
-            "So it does not recognise the last batch of this pass, and skips the validation and the scheduler steps "
-            "that belong to the end of the pass. If your training has a validation or such scheduler steps, what they "
-            "draw and change is missing, and the training is not bit-identical. Write a loop of your own to avoid this",
+            "So the Trainer does not recognise the last batch of this pass, and skips the validation and the scheduler "
+            "steps that belong to the end of the pass. If your training has a validation or such scheduler steps, "
+            "their random numbers and changes are missing, and the training is not bit-identical. Write a loop of your "
+            "own to avoid this",
             name,
             position.state.given - 1,
         )
@@ -50,22 +51,22 @@ def warn_lightning_counts(name: str, position: Position | None) -> None:
 
 @dataclass(slots=True)
 class Previews:
-    """Passes of one loader in this process that were left before their end with nothing trained in them."""
+    """The previews of one loader in this process: passes that were left before their end, and without an update."""
 
     start: int
-    """Updates that were finished when the loader was wrapped."""
+    """Number of finished updates when the loader was wrapped."""
     taken: int = 0
-    """Previews before the first update."""
+    """Number of previews before the first update."""
     in_loop: bool = False
-    """Whether there was one after an update: then the loop takes a preview in each epoch."""
+    """Whether a preview came after an update. If so, the loop takes a preview in each epoch."""
     expected: int = 0
-    """How many previews the killed run had taken."""
+    """Number of previews that the killed run took before its first update."""
 
     def restored(self, position: Position) -> None:
         self.expected, self.in_loop = position.previews, position.previews_in_loop
 
     def with_pass(self, pass_: Pass | None) -> tuple[int, bool]:
-        """Return ``taken`` and ``in_loop`` as they will be when this pass is over."""
+        """Return the values that ``taken`` and ``in_loop`` will have when this pass is over."""
         if pass_ is None or not pass_.was_left_without_update or pass_.evaluates:
             return self.taken, self.in_loop
         is_before = pass_.left_at == self.start
@@ -76,7 +77,8 @@ class Previews:
         self.taken, self.in_loop = self.with_pass(pass_)
 
     def is_one(self, pass_: Pass, position: Position) -> bool:
-        """Whether ``pass_`` was a preview. It is the newest pass from the restored position, and is not counted yet."""
+        """Whether ``pass_`` was a preview. ``pass_``: the newest pass that began at the restored ``position``; it is
+        not counted in ``taken`` yet."""
         if not pass_.was_left_without_update:
             return False
         if pass_.was_left_at_once:
@@ -98,8 +100,8 @@ class RestoredRng:
         self._taken: tuple[weakref.ref[SessionLoader], Pass] | None = None
 
     def take(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """Return the state for the first pass that asks, and for a later one if those that asked before were previews;
-        None otherwise."""
+        """Return the state for the first pass for which this is called, and for a later pass if all passes before were
+        previews. Return None for any other pass."""
         if self._taken is not None:
             before = self._taken[0]()
             if before is None or not before.is_preview(self._taken[1]):

@@ -1,14 +1,14 @@
 """Replay of the batches that a pass gave before it was saved: they are fetched again and dropped.
 
-A loader may fetch ahead of what it gives. A loader that is one batch ahead (Accelerate's, timm's prefetcher) fetches
-two batches at its first ``next()`` and one at each later ``next()``; the loop draws in between. So the replay restores
-two saved random states, one before each of the last two ``next()``. The earlier one of these two ``next()`` fetches the
-last batch that was given, and the later one fetches the batch that waits in the loader. A loader that fetches two
-batches ahead gives another last batch, and the checksum detects it.
+A loader may fetch more batches than it has given. A loader that is one batch ahead (Accelerate's, timm's prefetcher)
+fetches two batches at its first ``next()`` and one at each later ``next()``; the loop draws in between. So the replay
+restores two saved random states, one before each of the last two ``next()``. The earlier one of these two ``next()``
+fetches the last batch that was given, and the later one fetches the batch that waits in the loader. A loader that
+fetches two batches ahead gives another last batch, and the checksum detects it.
 
 ``session.loader(dl, replay="skip")`` draws the batches given before from the sampler only, fetches just the last one,
-and compares it. Random numbers that a dataset draws from its own generator, or from a global generator inside a worker,
-and state that it changes while it fetches, are then missing: so this is the user's choice.
+and compares it. The skipped fetches then draw no random numbers from a dataset's own generator or from a global
+generator inside a worker, and change no state of the dataset. So the user must choose this.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from lightck.errors import SessionError
 
 log = logging.getLogger("lightck")
 _REPORT_SECONDS = 10.0
+"""Seconds from one progress message of a replay to the next."""
 
 
 class PassTooShort(Exception):
-    """The pass has fewer batches than the earlier run was given; the argument is how many it has."""
+    """The pass has fewer batches than the earlier run got from it. The argument is the number of batches that it
+    has."""
 
 
 def replay(
@@ -38,9 +40,10 @@ def replay(
     restore: Callable[[RngSnapshot], None],
     report: ReplayReport,
 ) -> object:
-    """Fetch and drop the batches given before, which also advances each worker's random stream and the prefetching.
-    Return the last batch. Fetches that raised, and whose errors the loop ignored, are repeated. If such a fetch gives
-    a batch now, ``report`` warns. Raises ``PassTooShort``."""
+    """Fetch the batches given before, drop all but the last one, and return the last one. This also advances each
+    worker's random stream and the prefetching. Fetches that raised an error, which the loop ignored, are repeated too.
+    If such a fetch gives a batch now, ``report`` warns. ``inner``: the iterator of the new pass. ``restore``: sets the
+    random states. Raises ``PassTooShort``."""
     batch = None
     if position.state.at_first is not None:
         restore(position.state.at_first)
@@ -59,7 +62,7 @@ def replay(
 
 
 def _repeat_failed_fetches(inner: Iterator[object], position: Position, place: int, report: ReplayReport) -> None:
-    """Repeat the fetches that raised after ``place`` batches, as many as were counted."""
+    """Repeat the fetches that raised an error after ``place`` batches, as often as the position says."""
     for _ in range(position.state.raised.get(place, 0)):
         try:
             next(inner)
@@ -76,13 +79,15 @@ def _repeat_failed_fetches(inner: Iterator[object], position: Position, place: i
 
 
 class ReplayReport:
-    """Logs what a replay of one loader's batches does: every ten seconds how far it is."""
+    """Logs the progress of a replay of one loader, every ``_REPORT_SECONDS``, and warns of fetches that no longer fail.
+    ``count``: number of batches that are fetched again."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
         self._begun = self._reported = time.monotonic()
 
     def fetched(self, done: int) -> None:
+        """Log the progress if it is time. ``done``: number of batches fetched so far."""
         now = time.monotonic()
         if now - self._reported >= _REPORT_SECONDS:
             self._reported = now
@@ -95,7 +100,7 @@ class ReplayReport:
             )
 
     def fetch_succeeded(self, place: int) -> None:
-        """Warn of a fetch after ``place`` batches that raised an error in the run before, and gives a batch now."""
+        """Warn of a fetch after ``place`` batches that raised an error in the run before and gives a batch now."""
         log.warning(
             "lightck: loader %r: in the run before, a fetch after %d batches of the pass raised an error, which was "
             "ignored. Now the same fetch gives a batch, which lightck drops. If the dataset draws random numbers in "
@@ -127,8 +132,8 @@ def wants_skip(loader: object, replay: object) -> bool:
 
 
 def iterate_after_skip(loader: DataLoader[object], count: int, after_skip: Callable[[], None]) -> Iterator[object]:
-    """Return an iterator of the loader that begins after ``count`` batches. ``after_skip`` is called when the sampler
-    has drawn these batches."""
+    """Return an iterator of the loader that begins after ``count`` batches. ``after_skip``: called when the sampler has
+    drawn the indices of these batches."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = loader.__dict__[name]
     # The iterator keeps this sampler. It is set in __dict__, because DataLoader forbids a normal assignment.
@@ -140,8 +145,8 @@ def iterate_after_skip(loader: DataLoader[object], count: int, after_skip: Calla
 
 
 class _SkippingSampler:
-    """A sampler, or a batch sampler, that skips only once: the iterator of persistent workers goes through it again in
-    each pass."""
+    """A sampler, or a batch sampler, that skips its first ``count`` items, in the first pass only. (With persistent
+    workers the same iterator, and so the same sampler, serves every pass.)"""
 
     def __init__(self, sampler: Any, count: int, after_skip: Callable[[], None]) -> None:
         self._sampler, self._count, self._after_skip = sampler, count, after_skip

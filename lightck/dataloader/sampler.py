@@ -1,9 +1,10 @@
-"""Whether a sampler draws from torch's global generator at ``next()``. A replay fetches without the draws of the loop,
-so such a sampler may draw other numbers in it.
+"""Whether a sampler draws from torch's global generator at ``next()``. In a replay the loop draws nothing between two
+fetches, so such a sampler may draw other numbers than in the run before.
 
-At the first ``next()`` of a pass it draws the same numbers, because their random state was saved. At a later one it
-does so only if the loop drew nothing in between. That is checked if batches are fetched in this process. Workers fetch
-ahead of the loop, so with workers each draw of the sampler is a risk.
+At the first ``next()`` of a pass the sampler draws the same numbers, because the random state before this ``next()``
+was saved. At a later ``next()`` it draws the same numbers only if the loop drew nothing in between. If batches are
+fetched in this process, lightck checks whether the loop drew. Workers fetch ahead of the loop, so with workers each
+draw of the sampler is a risk.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from lightck.dataloader.wrapped_loader import is_made_by_torch
 
 _CURE = "give the sampler a torch.Generator of its own in its attribute `generator`"
-_WATCHED_BATCHES = 4  # in each pass, if workers fetch
+_WATCHED_BATCHES = 4
+"""If workers fetch, the first fetches of each pass, this many, are watched."""
 
 
 class SamplerWatch(Protocol):
@@ -26,11 +28,12 @@ class SamplerWatch(Protocol):
         """Called before a fetch."""
 
     def risk(self) -> str | None:
-        """Called after a fetch. Return why a replay may not be exact, if this fetch shows it."""
+        """Called after a fetch. Return why a replay may not be exact; None if this fetch shows no reason."""
 
 
 def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | None:
-    """Return a watch for the pass of ``inner``. None if it fetches in this process and is not torch's own iterator."""
+    """Return a watch for the pass of ``inner``. ``in_process``: batches are fetched in this process. Return None if so
+    and ``inner`` is not torch's own iterator."""
     if not in_process:
         return _WorkerFetchWatch(begins_late=not is_made_by_torch(inner))
     drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; only this warning depends on it
@@ -49,6 +52,7 @@ class _WorkerFetchWatch:
 
     def __init__(self, begins_late: bool) -> None:
         self._to_watch = _WATCHED_BATCHES
+        """Number of fetches that are still to be watched in this pass."""
         self._begins_late = begins_late
         self._state: torch.Tensor | None = None
 
@@ -70,7 +74,7 @@ class _WorkerFetchWatch:
 
 
 class _InProcessWatch:
-    """Watches whether the sampler draws after the loop has drawn, in a loader that fetches in this process."""
+    """Watches, in a loader that fetches in this process, whether the sampler draws after the loop has drawn."""
 
     def __init__(self, sampler: _WatchedSampler) -> None:
         self._sampler = sampler

@@ -5,8 +5,8 @@ prefetcher (``loader``), and any object that holds exactly one DataLoader.
 
 Accelerate's loaders are generators that begin at their first ``next()`` and run one batch ahead. They count the passes
 (``iteration``) and pass the number to samplers. If they wrap torchdata's stateful loader, their state is the state of
-that loader. It holds no random states, and it holds the order of a pass only if the sampler is torchdata's too. So a
-resume loads the state from the beginning of the pass, and replays the pass.
+torchdata's loader. This state holds no random states, and it holds the order of a pass only if the sampler is
+torchdata's too. So a resume loads the state that was saved at the beginning of the pass, and replays the pass.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 _NAMES = ("base_dataloader", "dataloader", "loader")
+"""Attributes in which wrappers keep what they wrap."""
 _DEPTH_MAX = 8
+"""At most this many objects of a chain of wrappers are examined, the outermost one included."""
 _SEQUENCE_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
 def inner_dataloader(loader: object) -> DataLoader[object] | None:
-    """Return the DataLoader that fetches: the object itself or the one inside; None if there is none, or several."""
+    """Return the DataLoader that fetches: ``loader`` itself, or the DataLoader inside it; None if it holds no
+    DataLoader, or several."""
     for one in wrapper_chain(loader):
         if is_loader_of_torch(one):
             return one  # type: ignore[return-value]
@@ -41,16 +44,18 @@ def wrapper_chain(loader: object) -> list[object]:
 
 
 def is_loader_of_torch(value: object) -> bool:
-    """Whether the class is a DataLoader. ``isinstance`` is wrong for Accelerate's loaders, which claim the class of the
-    one they wrap."""
+    """Whether the object's class is a subclass of DataLoader. ``isinstance`` would be wrong, because Accelerate's
+    loaders claim the class of the DataLoader that they wrap."""
     return issubclass(type(value), DataLoader)
 
 
 def is_accelerated(loader: object) -> bool:
+    """Whether the loader is one of Accelerate's."""
     return type(loader).__module__.partition(".")[0] == "accelerate"
 
 
 def _held_by(wrapper: object) -> object | None:
+    """Return the loader that a wrapper holds; None if the object holds no loader, or several."""
     attributes = getattr(wrapper, "__dict__", None)
     if type(attributes) is not dict:
         return None
@@ -62,7 +67,7 @@ def _held_by(wrapper: object) -> object | None:
 
 
 def may_prefetch(batches: Iterator[object]) -> bool:
-    """Whether the iterator may have fetched more than it gave. Iterators over lists, tuples and ranges fetch
+    """Whether the iterator may have fetched more batches than it gave. Iterators over lists, tuples and ranges fetch
     nothing."""
     return not is_made_by_torch(batches) and type(batches) not in _SEQUENCE_ITERATORS
 
@@ -80,7 +85,7 @@ def fetches_here(loader: object, dataloader: DataLoader[object] | None, batches:
 
 
 def keeps_state(loader: object) -> bool:
-    """Whether it is one of Accelerate's loaders over a stateful loader, which keeps a state of its own between
+    """Whether the loader is one of Accelerate's over a stateful loader, which keeps a state of its own between
     passes."""
     return is_accelerated(loader) and hasattr(getattr(loader, "base_dataloader", None), "load_state_dict")
 
@@ -93,13 +98,15 @@ def pass_number_of(loader: object) -> int | None:
 
 
 def set_pass_number(loader: Any, count: int | None) -> None:
+    """Set what `pass_number_of` returns, if the loader is one of Accelerate's. None: change nothing."""
     if count is not None and pass_number_of(loader) is not None:
         loader.iteration = count
 
 
 def reset_first_pass(dataloader: Any) -> None:
     """Give a stateful loader a new iterator for its first pass if its first iterator, which Accelerate creates when it
-    prepares the loader, is used up. (The attribute is private to torchdata. The checksum detects a wrong batch.)"""
+    prepares the loader, is used up. (The attribute is private to torchdata. If it no longer means this, the checksum of
+    the last batch detects it.)"""
     if not getattr(dataloader, "_initial_iter_for_state_dict", True):
         dataloader.load_state_dict({})
         dataloader.state_dict()

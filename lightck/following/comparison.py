@@ -1,10 +1,10 @@
 """Compares the first inputs after a resume with those that the interrupted training recorded after the checkpoint.
 
-A resume is exact only if the loop continues with the same data. What a loop keeps to itself (a batch fetched ahead, a
-list of batches, a hidden state, a counter that indexes the data) is in no checkpoint. So checksums of the first inputs
-after a checkpoint are stored in its slot as soon as they are known, and are compared after a resume. They cover a few
-kilobytes, and nothing waits for them: after a kill before they are known, the checkpoint is complete and nothing can be
-compared.
+A resume is exact only if the loop continues with the same data. What only the loop's own variables hold (a batch
+fetched ahead, a list of batches, a hidden state, a counter that indexes the data) is in no checkpoint. So checksums of
+the first inputs after a checkpoint are stored in its slot as soon as they are known, and are compared after a resume.
+The checksums cover a few kilobytes, and no commit waits for them. If the process is killed before they are stored, the
+checkpoint is complete, but nothing can be compared.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ class Recorder:
     """Records the first inputs after the last closed checkpoint of one session."""
 
     def __init__(self, store: Callable[[Sequence[NextBatch]], None], parts: UpdateParts | None = None) -> None:
-        """``store``: writes the record into that checkpoint's slot, if the slot still holds it. ``parts``: reads the
-        parts of updates of the followed optimizers."""
+        """``store``: writes the record into the slot of the last closed checkpoint, if the slot still holds this
+        checkpoint. ``parts``: reads the parts of updates of the followed optimizers."""
         self._store = store
         self._parts = parts or UpdateParts(())
         self._since_closed: FirstInputs | None = None
+        """The first inputs after the last closed checkpoint; None if nothing is recorded for this checkpoint."""
         self._of_next: FirstInputs | None = None
-        """The first inputs after the next checkpoint, or None. If a training forward closes that checkpoint, or the
-        pre-step hook after the forward closes it, the inputs of the forward are collected before it is closed."""
+        """The first inputs after the next checkpoint, or None. If a training forward, or the pre-step hook after it,
+        will close this checkpoint, the inputs of the forward are collected here before the checkpoint is closed."""
 
     def closed(self, event: Event) -> None:
-        """A checkpoint was closed and is being saved."""
+        """A step was closed at this event, and its checkpoint is being saved."""
         is_of_next = event in (Event.FORWARD, Event.PRE_STEP) and self._of_next is not None
         self._since_closed = self._of_next if is_of_next else FirstInputs()
         self._of_next = None
@@ -53,11 +54,11 @@ class Recorder:
             self._record(self._since_closed)
 
     def closed_unsaved(self) -> None:
-        """A checkpoint was closed that is not saved (``interval``)."""
+        """A step was closed whose checkpoint is not saved (``interval``)."""
         self._of_next = None
 
     def closing(self) -> None:
-        """A checkpoint is about to be closed: stop recording for the one before it, also if closing fails."""
+        """A checkpoint is about to be closed: stop recording for the checkpoint before, even if closing fails."""
         self._since_closed = None
 
     def batch_given(
@@ -69,7 +70,7 @@ class Recorder:
 
     def forward(self, inputs: object, will_close: bool) -> None:
         """A training forward begins, and no checkpoint was closed at it yet. ``will_close``: this forward, or the
-        pre-step hook after it, will close one."""
+        pre-step hook after it, will close a checkpoint."""
         if will_close:
             self._of_next = self._of_next or FirstInputs()
             self._of_next.forward(inputs)
@@ -77,8 +78,8 @@ class Recorder:
             self._record(self._since_closed)
 
     def before_update(self, index: int | None = None) -> None:
-        """``index``: of the optimizer that makes the update; None if no optimizer is followed, or if a closure computes
-        the gradients."""
+        """An update is about to be made. ``index``: the index of the optimizer that makes the update; None if no
+        optimizer is followed, or if a closure computes the gradients."""
         if self._since_closed is not None and self._since_closed.update(index, self._parts.some):
             self._record(self._since_closed)
 
@@ -89,8 +90,8 @@ class Recorder:
 
 class Continuation:
     """Passes the events of one session to its ``Recorder``, and after a resume also to the ``Comparison`` and the
-    ``LoopCounterCheck``. (The session reports a forward to the recorder itself, before the forward closes a
-    checkpoint.)"""
+    ``LoopCounterCheck``. (A forward is the exception: the session reports it directly to the recorder, before the
+    forward closes a checkpoint.)"""
 
     def __init__(self, recorder: Recorder, comparison: Comparison | None, loop_counter: LoopCounterCheck) -> None:
         self.recorder, self.loop_counter = recorder, loop_counter
@@ -110,13 +111,13 @@ class Continuation:
             self._comparison.pass_ended()
 
     def forward(self, inputs: object) -> None:
-        """A training forward begins. If it closes a checkpoint, it has done so before this call."""
+        """A training forward begins. If the forward closes a checkpoint, the checkpoint was closed before this call."""
         if self._comparison is not None:
             self._comparison.forward(inputs)
 
     def before_update(self, index: int | None) -> None:
-        """An update is about to be made. If its pre-step hook closes a checkpoint, it has done so before this call.
-        ``index``: see ``Recorder``. Raises ``DataMismatchError``."""
+        """An update is about to be made. If the pre-step hook closes a checkpoint, the checkpoint was closed before
+        this call. ``index``: see ``Recorder.before_update``. Raises ``DataMismatchError``."""
         self.recorder.before_update(index)
         self.loop_counter.before_update()
         if self._comparison is not None:
@@ -125,7 +126,8 @@ class Continuation:
                 self._comparison = None
 
     def compare_nothing(self) -> None:
-        """The user has asked for other data than those that followed the restored checkpoint."""
+        """Compare nothing from now on: the user requested other data than those that followed the restored
+        checkpoint."""
         self._comparison = None
 
     def forget(self) -> None:
@@ -141,6 +143,8 @@ class Continuation:
 
 @dataclass(slots=True)
 class _Verdict:
+    """The result of a comparison."""
+
     differing: list[FirstInput] = field(default_factory=list)
     equal: list[FirstInput] = field(default_factory=list)
     parts: dict[int, list[str]] = field(default_factory=dict)
@@ -162,18 +166,24 @@ class Comparison:
         same_bits: bool = True,
         parts: UpdateParts | None = None,
     ) -> None:
-        """``recorded``: None if nothing was recorded. ``same_bits``: this machine and this torch give
-        the same bits for the same operations as those of the interrupted run."""
+        """``step``: the restored step. ``recorded``: what was recorded beside its checkpoint; None if nothing was.
+        ``is_strict``: a difference is an error, not a warning. ``same_bits``: the same operations give the same bits on
+        this machine and torch as in the interrupted run."""
         self._step = step
         self._same_bits = same_bits
         self._parts = parts or UpdateParts(())
         self._recorded = {(each.key, each.kind): each.checksum for each in recorded or ()}
+        """Key of a name, and kind -> checksum; only what was not compared yet."""
         self._is_strict = is_strict
         self._seen = FirstInputs(both_forwards=True)
         self._error: DataMismatchError | None = None
-        self._is_judged = self._is_batch_asked_for = False
+        self._is_judged = False
+        """Whether the first update after the resume was made, and its data were compared."""
+        self._was_batch_requested = False
+        """Whether the loop requested a batch when none was left."""
         self._has_other_data = False
         self._updated: set[int] = set()
+        """Indexes of the optimizers whose first update was compared."""
 
     @property
     def is_over(self) -> bool:
@@ -186,14 +196,15 @@ class Comparison:
         self._seen.batch_given(name, pass_, batch, checksum, read)
 
     def pass_ended(self) -> None:
-        """A pass ends when the loop asks for a batch and there is none left."""
-        self._is_batch_asked_for = True
+        """A training pass over a session loader has ended: the loop requested a batch, and none was left."""
+        self._was_batch_requested = True
 
     def forward(self, inputs: object) -> None:
         self._seen.forward(inputs)
 
     def before_update(self, index: int | None = None) -> None:
-        """Raises ``DataMismatchError`` for a difference if ``is_strict``, at this update and at every later one."""
+        """Compare what was recorded with what was seen so far. With ``is_strict``, a difference raises
+        ``DataMismatchError``, at this update and at every later one."""
         self._seen.update(index, lambda _: ())
         verdict = self._compare()
         if index is not None and index not in self._updated:
@@ -208,10 +219,10 @@ class Comparison:
             self._log_result(verdict)
         if not self._is_judged:
             self._is_judged = True
-            # From now on only parts of updates, and later batches of loaders that gave none yet, are expected.
-            came = {next_key(name) for name in self._seen.loaders}
+            # From now on only parts of updates, and later batches of loaders that gave no batch yet, are expected.
+            seen = {next_key(name) for name in self._seen.loaders}
             self._recorded = {
-                k: v for k, v in self._recorded.items() if k[1] in KINDS or (k[1] == LATER_BATCH and k[0] not in came)
+                k: v for k, v in self._recorded.items() if k[1] in KINDS or (k[1] == LATER_BATCH and k[0] not in seen)
             }
         if self._error is not None:
             raise self._error
@@ -219,12 +230,14 @@ class Comparison:
     def session_ends(self) -> None:
         """Warn if the session made no update, although one followed the restored checkpoint in the killed run.
 
-        The loop then ended too early: its last batches were in the memory of the killed process, or its pass had no
-        batch left. If the record names a loader's batch, this warns only if the loop has asked for a batch now."""
+        If so, the loop ended too early: its last batches were in the memory of the killed process, or the restored pass
+        had no batch left. If a loader's batch was recorded, this warns only if the loop of this run requested a batch
+        too."""
         kinds = {kind for _, kind in self._recorded}
-        has_asked = bool(self._seen.loaders) or self._is_batch_asked_for
+        has_asked = bool(self._seen.loaders) or self._was_batch_requested
         has_recorded_update = not kinds.isdisjoint(KINDS)
-        # A loader's batch is recorded when the loop asks for it: that alone does not mean that an update followed.
+        # A loader's batch is recorded when the loop requests it. So a recorded batch alone does not show that an update
+        # followed.
         is_missed = (has_asked and has_recorded_update) if BATCH in kinds else (FORWARD in kinds)
         if self._is_judged or not is_missed:
             return
@@ -238,6 +251,7 @@ class Comparison:
         )
 
     def _compare(self) -> _Verdict:
+        """Compare each input that was seen with the recorded one, once."""
         verdict = _Verdict()
         for first in self._seen.inputs:
             was = self._recorded.pop((next_key(first.name), first.kind), None)
@@ -250,7 +264,8 @@ class Comparison:
         return verdict
 
     def _compare_update_parts(self, parts: Iterable[tuple[str, FirstInput]], verdict: _Verdict) -> None:
-        """Compare the parts of the update. Gradients count only with the same data and the same kernels."""
+        """Compare the parts of the update, and add the result to ``verdict``. Gradients are compared only if no data
+        differ and the same operations give the same bits."""
         may_gradients_differ = self._has_other_data or bool(verdict.differing) or not self._same_bits
         for name, part in parts:
             was = self._recorded.pop((next_key(part.name), part.kind), None)
@@ -266,6 +281,7 @@ class Comparison:
         self._report(self._other_data(data, verdict) if data else self._other_random_numbers())
 
     def _report(self, fact: str) -> None:
+        """Log a warning. With ``is_strict``, keep an error instead, which ``before_update`` raises."""
         if self._is_strict:
             self._error = DataMismatchError(f"{fact}. strict_data=False makes this a warning.")
         else:
@@ -360,4 +376,5 @@ class Comparison:
 
 
 def _data_of(inputs: Iterable[FirstInput]) -> list[FirstInput]:
+    """Return those inputs that are batches or arguments of a forward."""
     return [first for first in inputs if first.kind not in RANDOM_STATES and first.kind not in KINDS]

@@ -1,8 +1,9 @@
 """The first inputs after a point of a training, as checksums: the first batch of each session loader, the arguments of
 the first training forward, and torch's random state at that forward (or at the first update, if no forward is seen).
 
-A batch may be taken for inspection only, as when a script prints a sample before the loop. So the first batch of a
-later pass replaces that of an earlier pass, until a training forward or an update shows which batch is trained on.
+A script may take a batch only to inspect it, for example to print a sample before the loop. So the first batch of a
+later pass replaces the first batch of an earlier pass, until a training forward or an update shows that the loop trains
+on the batch.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from lightck.dataloader.batch import TensorReads, checksum_of
 from lightck.dataloader.passes import Pass
 
 BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE = 1, 2, 3, 4, 5, 6, 7
-"""Kinds of first inputs; pools store these numbers. ``BATCH``: a session loader's first batch; ``LATER_BATCH``: the
-same, if it came after the first update. ``FORWARD``: the arguments of the first training forward; ``FORWARD_OF_BATCH``:
-those of the first forward after a session loader gave a batch. ``RANDOM``, ``RANDOM_OF_BATCH``: torch's random state at
-the beginning of these two forwards; ``RANDOM_AT_UPDATE``: before the first update, if no forward was seen."""
+"""Kinds of first inputs; pools store these numbers. ``BATCH``: a session loader's first batch; ``LATER_BATCH``: a
+session loader's first batch, if it came after the first update. ``FORWARD``: the arguments of the first training
+forward; ``FORWARD_OF_BATCH``: the arguments of the first forward after a session loader gave a batch. ``RANDOM``,
+``RANDOM_OF_BATCH``: torch's random state at the beginning of these two forwards; ``RANDOM_AT_UPDATE``: torch's random
+state before the first update, if no forward was seen."""
 RANDOM_STATES = (RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE)
 
 
@@ -34,8 +36,8 @@ class FirstInput(NamedTuple):
 
 
 class FirstInputs:
-    """Collects the first inputs after a point of a training. ``inputs`` has them and only grows. The methods run at
-    every step."""
+    """Collects the first inputs after a point of a training. ``inputs``: the collected inputs; the list only grows. The
+    methods run at every step."""
 
     def __init__(self, *, both_forwards: bool = False) -> None:
         """``both_forwards``: collect two forwards, the first one and the first one after a loader gave a batch (one
@@ -43,15 +45,19 @@ class FirstInputs:
         before it, else as ``FORWARD``."""
         self.inputs: list[FirstInput] = []
         self.is_updated = False
+        """Whether an update was made after the point."""
         self._both_forwards = both_forwards
         self._saw_forward = self._saw_forward_of_batch = False
         self._batches: dict[str, tuple[Pass | None, int, int | None]] = {}
-        """Loader -> pass, kind and checksum of its first batch. Pass None: the batch is final, and in ``inputs``."""
+        """Name of a loader -> pass, kind and checksum of its first batch. Pass None: the batch is final, and in
+        ``inputs``."""
         self._has_new_batch = False
         """Whether a batch is not final yet: the batch of a later pass may replace it."""
         self._read: TensorReads = {}
-        """Checksums of tensors of the batches: the forward is often called with the same tensors."""
+        """Checksums of tensors of the batches. They are kept because the forward is often called with the same
+        tensors."""
         self._updates: set[int | None] = set()
+        """Indexes of the optimizers that made an update after the point."""
 
     @property
     def loaders(self) -> list[str]:
@@ -61,8 +67,8 @@ class FirstInputs:
     def batch_given(
         self, name: str, pass_: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
     ) -> None:
-        """A loader gave a batch in a training pass. ``checksum``: None if it was not computed yet. ``read``: tensors of
-        the batch that were read for it."""
+        """A loader gave a batch in a training pass. ``checksum``: the batch's checksum; None if it was not computed
+        yet. ``read``: the tensors of the batch that were read for the checksum."""
         known = self._batches.get(name)
         if known is not None and (known[0] is pass_ or known[0] is None):
             return
@@ -127,10 +133,10 @@ class FirstInputs:
 
 
 def random_checksum() -> int:
-    """Checksum of the states of torch's global generators: on the CPU, and on CUDA devices if CUDA is in use.
+    """Return a checksum of the states of torch's global generators: on the CPU, and on CUDA devices if CUDA is in use.
 
     Dropout and most augmentation draw from them. (The states of Python and numpy take ten times as long to read.) The
-    lowest bit is 0, which means that the whole value was read."""
+    lowest bit of the checksum is 0, which means that the states were read completely (see ``dataloader/batch.py``)."""
     states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states += [generator.get_state() for generator in torch.cuda.default_generators]

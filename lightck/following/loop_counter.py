@@ -1,9 +1,9 @@
-"""Whether the loop of a resumed training asks for its position: a loop that counts from 0 makes too many updates.
+"""Whether the loop of a resumed training reads its position. A loop that counts from 0 instead makes too many updates.
 
-``for epoch in range(epochs)`` over a session loader continues with the right batch and makes too many passes at the
-end, which no batch shows. A correct loop reads the loader's epoch, or the session's step or iteration. But a script may
-also read the step only to print it. So over a session loader the check is made twice: before the first update after the
-resume, and before the first update of the next pass.
+A loop ``for epoch in range(epochs)`` over a session loader continues with the right batch, but makes too many passes at
+the end. No comparison of batches finds this. A correct loop reads the loader's epoch, or the session's step or
+iteration. But a script may also read the step only to print it. So a loop over a session loader is checked twice:
+before the first update after the resume, and before the first update of the next pass.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ from lightck.errors import listed
 
 log = logging.getLogger("lightck")
 _FRAMES_MAX = 60
+"""At most this many frames of the call stack are searched for the loop's variables."""
 _PASSES_MAX = 4
-"""After so many passes with one update each, the check is made even so."""
+"""As long as every pass has one update, the second check is put off to the next pass, but not beyond this many
+passes."""
 _REFERENCES_TO_COPIES = 3
-"""References to the copies of a frame's variables that nobody else holds: the frame's, a variable's, an argument's."""
+"""Reference count of the copies of a frame's variables if no other code holds them: one reference from the frame, one
+from a variable of this file, one from the argument of ``getrefcount``."""
 _Variables = dict[tuple[CodeType, str], int]
 """(function or module, name) -> value."""
 
 
 class LoopCounterCheck:
-    """Warns if the loop of a resumed training does not ask for its position."""
+    """Warns if the loop of a resumed training does not read its position."""
 
     def __init__(
         self, step: int, updates: Callable[[], int], loaders: Sequence[SessionLoader], *, may_keep_count: bool
@@ -38,12 +41,14 @@ class LoopCounterCheck:
         self._step, self._updates, self._loaders = step, updates, loaders
         self._is_over = may_keep_count or not step
         self._was_step_read = self._has_updated = self._has_ended_pass = False
-        self._ended_passes = self._ended_before = 0
-        """Passes that have ended since the resume, and before its first update: that one if it had no batch left."""
+        self._ended_passes = 0
+        """Number of training passes that have ended since the resume."""
+        self._ended_before = 0
+        """The value of ``_ended_passes`` at the first update. Not 0 if the restored pass had no batch left."""
         self._counters: set[tuple[CodeType, str]] = set()
-        """Variables of the loop that were the number of ended passes at the first update."""
+        """Variables of the loop that were equal to ``_ended_before`` at the first update."""
         self._steps: set[tuple[CodeType, str]] = set()
-        """Variables of the loop that were the number of updates at the first update."""
+        """Variables of the loop that were equal to the number of updates at the first update."""
 
     def step_read(self) -> None:
         """The script has read the session's step or iteration."""
@@ -55,9 +60,9 @@ class LoopCounterCheck:
         self._ended_passes += 1
 
     def before_update(self) -> None:
-        """Warn before the first update after the resume, or before the first update of the next pass. There is no
-        warning if the resume is in the first pass over each loader, because a loop over ``range(epochs)`` is correct in
-        that case."""
+        """Warn, before the first update after the resume or before the first update of the next pass, if the loop has
+        not read its position. There is no warning if every loader was restored in its first pass, because a loop over
+        ``range(epochs)`` is then correct."""
         if self._is_over or (self._has_updated and not self._has_ended_pass):
             return
         later = [loader for loader in self._loaders if loader.restored_epoch]
@@ -67,14 +72,14 @@ class LoopCounterCheck:
             self._before_first_update(later)
         else:
             self._has_ended_pass = False
-            # After as many updates as passes, a variable that counts updates looks like one that counts passes.
+            # If each pass had one update, a variable that counts updates has the values of one that counts passes.
             passes = self._ended_passes - self._ended_before
             self._is_over = self._updates() - self._step != passes or passes == _PASSES_MAX
             if self._is_over:
                 self._before_next_pass(later[0])
 
     def _before_first_update(self, later: Sequence[SessionLoader]) -> None:
-        """``later``: the loaders that go on in a later pass than their first."""
+        """Make the first check. ``later``: the loaders that were restored in a later pass than their first one."""
         self._has_updated = True
         if self._was_step_read:
             self._is_over = not later
@@ -96,8 +101,9 @@ class LoopCounterCheck:
         )
 
     def _before_next_pass(self, loader: SessionLoader) -> None:
-        """A loop over ``range(epochs)`` shows itself by a variable that was 0 in the restored pass and counts passes. A
-        loop that counts updates shows itself by a variable that is the number of updates, or reads the step again."""
+        """Make the second check. A loop over ``range(epochs)`` has a variable that was 0 in the restored pass and
+        counts passes. A loop that counts updates has a variable that is equal to the number of updates, or it reads the
+        step again."""
         variables, updates = _variables_of_the_loop(sys._getframe(1)), self._updates()
         counting = [name for code, name in self._counters if variables.get((code, name)) == self._ended_passes]
         counts_updates = any(variables.get(key) == updates for key in self._steps)
@@ -120,7 +126,7 @@ class LoopCounterCheck:
 
 
 def _variables_of_the_loop(frame: FrameType | None) -> _Variables:
-    """The whole numbers among the local variables of the functions that are running, and of the script."""
+    """Return those variables of the script, and of the functions that are running, that hold whole numbers."""
     found: _Variables = {}
     for _ in range(_FRAMES_MAX):
         if frame is None:
@@ -136,8 +142,8 @@ def _variables_of_the_loop(frame: FrameType | None) -> _Variables:
 
 
 def _forget_copies(variables: dict[str, object]) -> None:
-    """Before Python 3.13 the frame of a function keeps these copies of its variables, and so keeps a batch alive. (The
-    variables of a module or a class are no copies. A script that called ``locals()`` holds the copies too, and they
-    stay.)"""
+    """Remove all values except whole numbers from the copies of a function's variables. Before Python 3.13 the
+    function's frame keeps these copies, which would keep a batch alive. (The variables of a module or a class are no
+    copies. If a script called ``locals()``, it holds the copies too, and they are not changed.)"""
     for name in [name for name, value in variables.items() if type(value) is not int]:
         del variables[name]

@@ -2,8 +2,8 @@
 
 The same batch on the same weights gives bit-identical gradients. If a resumed training has other gradients, the loss
 depends on something that is in no checkpoint: a second model, a number that a module keeps as an attribute, a generator
-of the loss's own. Only this comparison finds that. To read a few words of two gradients takes microseconds; the code
-waits for no device.
+of the loss's own. Only a comparison of gradients finds such a difference. To read a few words of two gradients takes
+microseconds, and waits for no device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from lightck.state.inventory import OptimizerView
 GRADIENT, OPTIONS, OPTIMIZER_STATE = 8, 9, 10
 """Kinds, in addition to those of ``first_batch.py``. Pools store these numbers."""
 KINDS = (GRADIENT, OPTIONS, OPTIMIZER_STATE)
-_WORDS = 32  # read of each tensor
-_TENSORS_MAX = 6  # read of the state of one parameter
+_WORDS = 32
+"""Words of 8 bytes that are read of each tensor."""
+_TENSORS_MAX = 6
+"""Tensors that are read of the optimizer state of one parameter."""
 _FLOATS = {
     torch.float32: 4,
     torch.float64: 8,
@@ -32,22 +34,24 @@ _FLOATS = {
     torch.complex64: 4,
     torch.complex128: 8,
 }
+"""dtype -> bytes of one floating-point number, of which a complex element has two."""
 _IMMUTABLE_TYPES = frozenset((int, float, bool, str, type(None)))
 
 
 class UpdateParts:
-    """Reads the parts of updates of one session's optimizers. ``index``: of the optimizer whose ``step`` is the
-    update."""
+    """Reads the parts of updates of one session's optimizers. In its methods, ``index`` is the index of the optimizer
+    whose ``step`` makes the update."""
 
     def __init__(self, views: Sequence[OptimizerView]) -> None:
         """``views``: the session's list of optimizers, which may grow."""
         self._views = views
         self._options: dict[int, _Options] = {}
         self._chosen: dict[int, tuple[int, ...] | None] = {}
-        """View -> positions of the parameters that are read; None if they are on a device."""
+        """Index of a view -> positions in ``view.params`` of the parameters whose gradients ``some`` reads; None if the
+        gradients are on a device."""
 
     def some(self, index: int) -> list[FirstInput]:
-        """The few parts of this update that are recorded with a checkpoint. Runs at every step."""
+        """Return the few parts of this update that are recorded with a checkpoint. Runs at every step."""
         found: list[FirstInput] = []
         for view in self._views:
             if view.root != index:
@@ -66,8 +70,8 @@ class UpdateParts:
         return found
 
     def all(self, index: int) -> Iterator[tuple[str, FirstInput]]:
-        """All parts of this update, which include those that were recorded, each with its name for a message. Runs once
-        in a resume."""
+        """Yield all parts of this update, each with a name for a message. They include all parts that ``some`` may have
+        returned in the killed run. Runs once per optimizer after a resume."""
         for view in self._views:
             if view.root != index:
                 continue
@@ -108,7 +112,8 @@ def _is_immutable(value: object) -> bool:
 
 
 def _plain(value: object) -> object:
-    """The comparable value of an option: a number or text, or None for what is on a device or of another type."""
+    """Return the value of an option in a form that can be compared: a number or text, or None for a value that is on a
+    device or of another type."""
     if isinstance(value, (bool, str, type(None))):
         return value
     if isinstance(value, (int, float)):
@@ -121,17 +126,18 @@ def _plain(value: object) -> object:
 
 
 def _have_gradients(view: OptimizerView, chosen: tuple[int, ...]) -> bool:
+    """Whether all parameters at the positions ``chosen`` have a gradient."""
     params = view.params
     return all(at < len(params) and params[at][1].grad is not None for at in chosen)
 
 
 def _choose(view: OptimizerView) -> tuple[int, ...] | None:
-    """Choose two parameters whose gradients are read: the first and the last with at most one dimension; if no
-    parameter has so few, the first and the last of all.
+    """Return the positions of two parameters whose gradients are read: the first and the last parameter with at most
+    one dimension. If every parameter has more dimensions, they are the first and the last of all parameters.
 
-    Gradients of embeddings may have rows that are zero for long; those of biases and scales have none. The
-    gradients of the first and the last layers depend on all layers. Empty if no parameter has a gradient now; None
-    if they are on a device."""
+    Gradients of embeddings may have rows that stay zero for many steps; gradients of biases and scales have no such
+    rows. The gradients of the first and the last layers depend on all layers. The result is empty if no parameter has a
+    gradient now, and None if the gradients are on a device."""
     flat: list[int] = []
     others: list[int] = []
     for at, (_, p) in enumerate(view.params):
@@ -149,7 +155,8 @@ def _choose(view: OptimizerView) -> tuple[int, ...] | None:
 
 
 def _no_gradient(view: OptimizerView, p: torch.Tensor) -> int:
-    """The checksum of a missing gradient: that of zeros for an optimizer that treats both alike (plain SGD), else 0."""
+    """Return the checksum of a missing gradient: the checksum of zeros if the optimizer treats a missing gradient like
+    zeros (plain SGD), else 0."""
     groups = view.optimizer.param_groups
     if type(view.optimizer) is torch.optim.SGD and not any(g["momentum"] or g["weight_decay"] for g in groups):
         return _checksum(torch.zeros_like(p.detach(), memory_format=torch.contiguous_format)) or 0
@@ -157,17 +164,20 @@ def _no_gradient(view: OptimizerView, p: torch.Tensor) -> int:
 
 
 def _name(view: OptimizerView, name: str) -> str:
+    """Return the name of a part. ``name``: of the parameter; empty for the options."""
     return f"{view.index}/{name}"
 
 
 def _gradient(p: torch.Tensor) -> int | None:
-    """The checksum of a parameter's gradient; None if there is none, or it cannot be read."""
+    """Return the checksum of a parameter's gradient; None if the parameter has no gradient, or the gradient cannot be
+    read."""
     grad = p.grad
     return None if grad is None else _checksum(grad)
 
 
 def _state(view: OptimizerView, p: torch.Tensor) -> int:
-    """The checksum of the tensors in ``optimizer.state[p]``, independent of their order; 0 if there are none."""
+    """Return the checksum of the tensors in ``optimizer.state[p]``, independent of their order; 0 if it holds no
+    tensors."""
     state = None if view.wraps else view.optimizer.state.get(p)
     if type(state) is not dict:
         return 0
@@ -179,7 +189,8 @@ def _state(view: OptimizerView, p: torch.Tensor) -> int:
 
 
 def _checksum(tensor: torch.Tensor) -> int | None:
-    """The checksum of a CPU tensor; None if it cannot be read. It is never 0, and its lowest bit is 0."""
+    """Return the checksum of a CPU tensor; None if the tensor cannot be read. The checksum is never 0, and its lowest
+    bit is 0."""
     kind = type(tensor)
     if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or not tensor.is_cpu:
         return None
@@ -187,7 +198,7 @@ def _checksum(tensor: torch.Tensor) -> int | None:
         return None
     nbytes = tensor.nbytes
     if tensor.untyped_storage().nbytes() < nbytes:
-        return None  # its storage was resized to less
+        return None  # its storage was resized to fewer bytes
     data = ffi.cast("char *", tensor.data_ptr())
     crc = lib.lck_crc32c_spread(data, nbytes, _FLOATS.get(tensor.dtype, 0), _WORDS)
     return crc & 0xFFFFFFFE or 2

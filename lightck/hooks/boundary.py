@@ -11,6 +11,7 @@ from lightck.events import Event
 BY_HAND = -1
 """The optimizer index of an update in a loop in which no optimizer is followed."""
 _BY_USER = (Event.END_STEP, Event.FLUSH)
+"""Calls of the user. Each of them closes a checkpoint whenever an update was made since the last checkpoint closed."""
 
 
 class Boundary:
@@ -18,20 +19,23 @@ class Boundary:
 
     def __init__(self, n_optimizers: int, step: int = 0, iteration: int = 0, explicit: bool = False) -> None:
         self.n_optimizers = n_optimizers
-        """How many optimizers make updates; those inside a wrapper do not count."""
+        """Number of optimizers whose ``step`` makes updates. An optimizer inside a wrapper is not counted."""
         self.iteration = iteration
+        """Number of iterations of the loop that have ended."""
         self.explicit = explicit
-        """Whether ``end_step()`` was called: from then on only the user's calls are boundaries."""
+        """Whether ``end_step()`` was ever called. If so, only ``_BY_USER`` events close a checkpoint."""
         self._closed = step
-        """Step of the last checkpoint that was closed."""
+        """Step of the last closed checkpoint."""
         self._updates: dict[int, int] = {}
-        """Index of an optimizer -> its updates since the last checkpoint was closed."""
+        """Index of an optimizer -> number of its updates since the last checkpoint closed."""
         self._flushed = False
-        """Whether ``flush()`` has closed the checkpoint of this iteration, which ends later."""
+        """Whether ``flush()`` closed a checkpoint at the last event. It has then counted the iteration, so an
+        ``end_step()`` that follows does not count this iteration again."""
 
     @property
     def step(self) -> int:
-        """Updates so far. With several optimizers a round in which each has stepped is one update."""
+        """The number of updates so far, those before a resume included. With several optimizers, a round in which every
+        optimizer has stepped is one update."""
         if self.n_optimizers <= 1:
             return self._closed + sum(self._updates.values())
         return self._closed + int(self._is_round_complete)
@@ -46,7 +50,7 @@ class Boundary:
         self._flushed = False
 
     def pending(self, optimizer: int) -> int:
-        """Updates that this optimizer made since the last checkpoint closed."""
+        """The number of updates that the optimizer with this index made since the last checkpoint closed."""
         return self._updates.get(optimizer, 0)
 
     @property
@@ -55,8 +59,8 @@ class Boundary:
         return max(self._updates.values(), default=0)
 
     def closes_at(self, event: Event) -> bool:
-        """Whether this event closes a checkpoint. With several optimizers, only ``next()`` and the pre-step hook close
-        one by themselves, and only when each optimizer has stepped."""
+        """Whether this event closes a checkpoint. With several optimizers and without a call of the user, only
+        ``next()`` and the pre-step hook close a checkpoint, and only when every optimizer has stepped."""
         if not self._updates:
             return False
         if event in _BY_USER:
@@ -69,7 +73,8 @@ class Boundary:
 
     def close(self, event: Event) -> int:
         """Close the checkpoint, count the iteration that ends here, and return the checkpoint's step."""
-        # The user may close a checkpoint when only some of several optimizers have stepped: that counts as an update.
+        # If the user closes a checkpoint when only some of several optimizers have stepped, this round counts as an
+        # update.
         partial = self.n_optimizers > 1 and not self._is_round_complete
         self._closed = self.step + int(partial)
         self._updates.clear()
@@ -80,8 +85,8 @@ class Boundary:
         return self._closed
 
     def passed_without_update(self, event: Event, scaler_skipped: bool) -> None:
-        """Handle an event that closes no checkpoint: count the iteration if one ends here. ``scaler_skipped``: a
-        GradScaler skipped an update since the last event."""
+        """Handle an event that closes no checkpoint: count the iteration if an iteration ends at this event.
+        ``scaler_skipped``: a GradScaler skipped an update since the last event."""
         if event is Event.FLUSH:
             return  # flush() may be called anywhere in an iteration
         if event is Event.END_STEP:

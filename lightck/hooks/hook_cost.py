@@ -1,4 +1,5 @@
-"""What hooks cost, for ``stats()``: all the time from a hook's first statement to its last, and torch's call of it."""
+"""Measures what hooks cost, for ``stats()``: the time that a hook runs, plus the time that torch takes to call the
+hook."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from lightck.stats import Meter
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 _CALLS, _ROUNDS = 40, 7
+"""Calls of the module in each round, and rounds in each measurement."""
 _N_HOOKS = 2
-"""How many hooks the module has whose call is measured."""
+"""Number of hooks on the measured module: one before and one after its forward."""
 
 
 class HasMeter(Protocol):
@@ -25,11 +27,12 @@ class HasMeter(Protocol):
 
     meter: Meter
     seconds_per_hook: float
+    """The result of ``seconds_per_hook()`` below."""
 
 
 def counted(hook: _Hook) -> _Hook:
-    """Count the time of a hook that is a method, and torch's time to call it, as stall. A ``stall`` block inside it
-    counts its own part."""
+    """Decorate a hook that is a method: count the time that the hook runs, and the time that torch takes to call the
+    hook, as stall. The time of a ``Meter.stall`` block inside the hook is counted by that block, and not again here."""
 
     @wraps(hook)
     def timed(self: HasMeter, *args: object, **kwargs: object) -> object:
@@ -45,14 +48,15 @@ def counted(hook: _Hook) -> _Hook:
 
 
 def seconds_per_hook() -> float:
-    """The time that torch takes to call one hook that does nothing; 0 while torch has hooks for all modules, which the
-    measurement would run."""
+    """Return the seconds that torch takes to call one hook that does nothing. Return 0 while torch has global module
+    hooks, because the measurement would run these hooks."""
     return 0.0 if _has_any_global_hook() else _measured_seconds_per_hook()  # type: ignore[no-untyped-call]
 
 
 @cache
 def _measured_seconds_per_hook() -> float:
-    """Measured once in a process, in a few hundred calls of an empty module, which takes about a millisecond."""
+    """Return the seconds per hook call. They are measured once in each process, with some hundred calls of an empty
+    module, in about a millisecond."""
     module, inputs = nn.Identity(), torch.empty(0, device="cpu")
     bare = _seconds_per_call(module, inputs)
     handles = [
@@ -69,7 +73,8 @@ def _do_nothing(*_: object) -> None: ...
 
 
 def _seconds_per_call(module: nn.Module, inputs: torch.Tensor) -> float:
-    """The least of a few rounds: what else the machine does only adds to it."""
+    """Return the seconds per call of the module in the fastest of ``_ROUNDS`` rounds. The fastest round counts, because
+    other work of the machine can only make a round slower."""
     rounds = []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()

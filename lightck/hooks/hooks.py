@@ -1,8 +1,8 @@
 """The torch hooks of a session: on the root module's forward and on each optimizer's ``step``.
 
-``Hooks`` installs and removes them, and translates torch's calls into the step events of ``events.py``. Inside a graph
-that torch.compile traces the hooks do nothing: they neither break the graph nor run with it. The session detects that
-they do not fire.
+``Hooks`` installs these hooks, and translates torch's calls into the step events of ``events.py``. Inside a graph that
+torch.compile traces, the hooks do nothing: they do not break the graph, and they do not run when the graph runs. The
+session detects the missing events.
 """
 
 from __future__ import annotations
@@ -28,29 +28,32 @@ from lightck.state.optimizer_wrappers import has_hooks, wrapper_roles
 from lightck.stats import Meter
 
 _INIT_STEP = "_init_optim_state"
-"""The function of torch.distributed.checkpoint.state_dict that creates optimizer state by a step without effect."""
+"""The function of torch.distributed.checkpoint.state_dict that creates optimizer state. It calls ``step`` with zero
+gradients and a learning rate of 0, so that no value changes."""
 
 _STEP_FRAME = 2
-"""The frame of torch's wrapper function around ``step``, counted upwards from a ``counted`` hook. Frame 1 is the
-function that ``counted`` puts around the hook."""
+"""Number of frames from a ``counted`` hook up to torch's wrapper function around ``step``. The frame between them is
+the function that ``counted`` puts around the hook."""
 
 
 class Hooks:
     """All hooks of one session."""
 
     def __init__(self, events: StepListener, model: nn.Module, optimizers: Sequence[Optimizer], meter: Meter) -> None:
-        """``meter``: counts what the hooks cost."""
+        """``events``: receives the step events. ``meter``: counts the time of the hooks."""
         self._events = events
         self.meter, self.seconds_per_hook = meter, seconds_per_hook()
         self._optimizers: list[Optimizer] = []
         self._roots: dict[int, int] = {}
-        """id of an optimizer -> the index of the optimizer whose step is its update: a wrapper and the optimizers in
-        it share one index. The ids stay valid, because ``_optimizers`` keeps each of them alive."""
+        """id of an optimizer -> the index of the optimizer whose ``step`` makes its updates. A wrapper and the
+        optimizers inside the wrapper share one index. The ids stay valid, because ``_optimizers`` keeps the optimizers
+        alive."""
         self._in_closure = 0
+        """Number of closures of ``step`` that are running now."""
         self._stepping: dict[int, FrameType] = {}
         """Optimizer index -> the frame of torch's wrapper function around its running ``step``."""
         self._updated_frame: FrameType | None = None
-        """The frame of the ``step`` whose update was reported, while the user's post-step hooks run."""
+        """The frame of the ``step`` whose update was reported, while the user's post-step hooks run; else None."""
         before_any, after_any = self._hooks_of_any_step()
         self.handles: list[own_hooks.Handle] = [
             model.register_forward_pre_hook(own_hooks.ModuleHook(self._forward_pre), with_kwargs=True),
@@ -59,18 +62,19 @@ class Hooks:
             register_optimizer_step_pre_hook(before_any),
             register_optimizer_step_post_hook(after_any),
         ]
-        """Handles of all hooks, also of those added later: ``own_hooks.remove`` removes them without this object."""
+        """Handles of all hooks, including those that ``add`` installs. ``own_hooks.remove(handles)`` removes the hooks
+        and does not need this object."""
         self.add(optimizers)
 
     def add(self, optimizers: Sequence[Optimizer]) -> None:
-        """Follow these optimizers too: one optimizer, or a wrapper with the optimizers inside it."""
+        """Follow more optimizers. A wrapper and the optimizers inside the wrapper must be passed in one call."""
         for optimizer, wrapper_role in zip(optimizers, wrapper_roles(optimizers), strict=True):
             self._roots[id(optimizer)] = len(self._optimizers) + wrapper_role.root
         self._optimizers.extend(optimizers)
         for optimizer in filter(has_hooks, optimizers):
             post = optimizer.register_step_post_hook(self._step_post)
             self.handles += optimizer.register_step_pre_hook(self._step_pre), post
-            # This hook runs before the user's post hooks: if one of those raises, the update is reported already.
+            # lightck's hook runs before the user's post hooks. So the update is reported even if a user's hook raises.
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, post, last=False)
         for optimizer in optimizers:
             layers = layerwise_of(optimizer)
@@ -94,7 +98,7 @@ class Hooks:
         return bool(self._stepping)
 
     def _index(self, optimizer: Optimizer) -> int:
-        """The index of the optimizer whose step is the update."""
+        """The index of the optimizer whose ``step`` makes the updates of this one."""
         return self._roots[id(optimizer)]
 
     # -- forward -----------------------------------------------------------------------------------------
@@ -102,7 +106,7 @@ class Hooks:
     @counted
     def _forward_pre(self, module: nn.Module, *inputs: object) -> None:
         if module.training and torch.is_grad_enabled() and not self._in_closure:
-            self._stepping.clear()  # a step that raised left its frame here, which keeps its callers' variables alive
+            self._stepping.clear()  # a step that raised has left its frame here, and a frame keeps variables alive
             self._updated_frame = None
             self._events.before_forward(inputs)
             self._events.forward_begins()
@@ -123,7 +127,7 @@ class Hooks:
         self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> own_hooks.Call | None:
         if _is_init_step(kwargs):
-            self._events.gate()  # this step is no update, but it writes to the parameters, which copies may still read
+            self._events.gate()  # this step is no update, but it writes to parameters that copies may still read
             return None
         index, frame = self._index(optimizer), sys._getframe(_STEP_FRAME)
         if self._is_inside(index, frame):
@@ -150,8 +154,8 @@ class Hooks:
 
     def _is_inside(self, index: int, frame: FrameType | None) -> bool:
         """Whether this ``step`` runs inside the ``step`` of the same optimizer (a subclass whose ``step`` calls
-        ``super().step()`` has hooks around both) or of a wrapper around it. The left-over frame of a step that raised
-        is not among the callers."""
+        ``super().step()`` has hooks around both) or of a wrapper around it. If an earlier ``step`` raised, its frame is
+        still in ``_stepping``, but not among the callers of this ``step``."""
         outer = self._stepping.get(index)
         while outer is not None and frame is not None:
             if frame is outer:
@@ -160,19 +164,19 @@ class Hooks:
         return False
 
     def _wrapped(self, closure: own_hooks.Closure, gate_after_first: bool) -> own_hooks.Closure:
-        """The user's closure. ``gate_after_first``: pass the gate after the first call, because torch.optim updates
-        nothing before it has returned."""
-        waiting = gate_after_first
+        """Return a function that calls the user's closure. ``gate_after_first``: the gate is passed when the closure
+        has returned for the first time, because an optimizer of torch.optim updates nothing before that moment."""
+        must_pass_gate = gate_after_first
 
         def wrapped(*args: object, **kwargs: object) -> object:
-            nonlocal waiting
+            nonlocal must_pass_gate
             self._in_closure += 1
             try:
                 result = closure(*args, **kwargs)
             finally:
                 self._in_closure -= 1
-            if waiting:
-                waiting = False
+            if must_pass_gate:
+                must_pass_gate = False
                 self._events.gate()
             return result
 
@@ -184,7 +188,7 @@ class Hooks:
             return
         index, frame = self._index(optimizer), sys._getframe(_STEP_FRAME)
         if self._stepping.get(index, frame) is not frame:
-            return  # this step is inside another one, which reports the update
+            return  # this step ran inside another step, and the hook of the outer step reports the update
         self._stepping.pop(index, None)
         if _changed_nothing(optimizer):
             self._events.skipped_step(index)
@@ -195,14 +199,15 @@ class Hooks:
 
     @counted
     def _step_hooks_ended(self) -> None:
-        """The user's own post hooks have run too, which belong to the update: they may draw random numbers and write
-        buffers."""
+        """Report that the user's own post-step hooks have returned. They are part of the update, because they may draw
+        random numbers and write buffers."""
         self._updated_frame = None
         self._events.after_step_hooks()
 
     def _hooks_of_any_step(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        """The hooks before and after the ``step`` of every optimizer in the process. They mostly do nothing, so they
-        are plain functions. They refer weakly to this object, because torch's registries are global."""
+        """Return the hooks that torch calls before and after the ``step`` of every optimizer in the process. They are
+        not ``counted`` methods, because most of their calls do nothing but count the time of one hook call. They have
+        only a weak reference to this object, because torch's registries are global."""
         ref = weakref.ref(self)
 
         def before(optimizer: Optimizer, *_: object) -> None:
@@ -215,6 +220,7 @@ class Hooks:
         def after(*_: object) -> None:
             hooks = ref()
             frame = None if hooks is None else hooks._updated_frame
+            # This function is not ``counted``, so torch's wrapper function is one frame nearer.
             if hooks is not None and frame is not None and frame is sys._getframe(_STEP_FRAME - 1):
                 hooks._step_hooks_ended()
             elif hooks is not None:
@@ -224,14 +230,15 @@ class Hooks:
 
 
 def _changed_nothing(optimizer: Optimizer) -> bool:
-    """Whether this is a fused optimizer that found an infinity: GradScaler steps it anyway, and it changes nothing."""
+    """Whether the ``step`` that has just run changed nothing, because this fused optimizer found an infinity in its
+    gradients. GradScaler calls ``step`` of a fused optimizer in any case."""
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())
 
 
 def _is_init_step(kwargs: dict[str, object]) -> bool:
-    """Whether ``_INIT_STEP`` makes this step. It passes ``closure=None``. The call stack is searched only for such
-    steps, because the search is slow."""
+    """Whether the function ``_INIT_STEP`` made this call of ``step``. That function passes ``closure=None``. The call
+    stack is searched only if ``closure=None`` was passed, because the search is slow."""
     if "closure" not in kwargs or kwargs["closure"] is not None:
         return False
     return own_hooks.is_called_by(lambda frame: frame.f_code.co_name == _INIT_STEP)

@@ -1,6 +1,7 @@
-"""One layer of a layer-wise update: the optimizer that steps it, the inputs of its update, and their later changes.
+"""One layer of a layer-wise update: the optimizer that steps the layer, and the detection of changes to what its update
+used.
 
-``PartialUpdate`` tracks updates that are not complete: some layers are updated, and ``step()`` was not called yet.
+``PartialUpdate`` records which updates are not complete: some layers are updated, and ``step()`` was not called yet.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from lightck.state.blocks import checksums
 from lightck.state.signatures import version_counter_of
 
 _NOT_SHARED = ("step", "_optimizer_")
-"""Prefixes of the attributes that a layer's optimizer instance does not get. An instance has the attribute ``step``
-only if a scheduler has wrapped that method; a copy of the attribute would keep the user's optimizer alive. The names of
-the hook registries begin with ``_optimizer_``. A search for optimizers skips an instance without these registries."""
+"""Prefixes of the attributes that are not copied from the user's optimizer to a layer's optimizer. ``step`` is an
+attribute of an instance only if a scheduler has wrapped the method; a copy of this attribute would keep the user's
+optimizer alive. The names of the hook registries begin with ``_optimizer_``. The search for optimizers at attach skips
+an instance without hook registries."""
 BLOCK = 1 << 20
-"""Bytes of a gradient per checksum."""
+"""Bytes of a gradient that one checksum covers."""
 Group = dict[str, object]
-"""One of an optimizer's ``param_groups``, or its options alone."""
+"""One item of an optimizer's ``param_groups``, or only the options of an item."""
 StateSnapshot = dict[object, tuple[object, int]]
-"""Key -> value and its version counter (0 for values that are no tensors), of one parameter's optimizer state."""
+"""One parameter's optimizer state: key -> (value, version counter of the value; 0 if the value is no tensor)."""
 
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """A module's own parameters, and the optimizer instance that steps them."""
+    """A module's own trained parameters, and the optimizer instance that steps these parameters."""
 
     name: str
     optimizer: Optimizer
@@ -39,17 +41,17 @@ class Layer:
     groups: list[Group]
     """The groups of the user's optimizer, in the order of ``optimizer.param_groups``."""
     arrived: set[int] = field(default_factory=set)
-    """ids of the parameters whose gradients are final."""
-    used: list[Group] = field(default_factory=list)
-    """The options of ``groups`` at the layer's update; empty before it."""
+    """ids of the parameters whose gradients are final, until the layer is updated."""
+    used_options: list[Group] = field(default_factory=list)
+    """The options of ``groups`` that the layer's update used; empty before this update."""
 
     @property
     def is_ready(self) -> bool:
         return all(id(p) in self.arrived for p in self.params if p.requires_grad)
 
     def changed(self) -> str | None:
-        """What differs from the options that the update used, for a message; None if nothing does."""
-        return "options (lr, ...) were changed" if list(map(options_of, self.groups)) != self.used else None
+        """Return a phrase for a message if the options differ from those that the update used, else None."""
+        return "options (lr, ...) were changed" if list(map(options_of, self.groups)) != self.used_options else None
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +62,9 @@ class UsedGradient:
     param: torch.Tensor
     grad: torch.Tensor
     grad_counter: int
+    """Version counter of the gradient before the update."""
     crcs: npt.NDArray[np.uint32] | None
-    """Checksums of the gradient, if its bytes are compared too."""
+    """Checksums of the gradient, one for each ``BLOCK`` bytes; None if the bytes are not compared."""
     param_counter: int = 0
     """Version counter of the parameter after its update."""
     state: StateSnapshot = field(default_factory=dict)
@@ -71,12 +74,13 @@ class UsedGradient:
     ``param.grad`` stays None."""
 
     def updated(self, optimizer: Optimizer) -> None:
-        """Record the parameter and its state after the update."""
+        """Record the version counter and the optimizer state of the parameter, right after its update."""
         self.param_counter = self.param._version
         self.state = _snapshot(optimizer.state.get(self.param))
 
     def changed(self, optimizer: Optimizer) -> str | None:
-        """What was changed since the update, for a message; None if nothing was."""
+        """Return a phrase for a message that names what was changed since the update. Return None if nothing was
+        changed, or if lightck hides the gradient."""
         if self.is_hidden:
             return None
         grad = self.param.grad
@@ -107,18 +111,19 @@ def _version_counter_of(value: object) -> int:
 
 
 def group_structure(optimizer: Optimizer) -> list[object]:
-    """Groups, their parameters, and which of them are trained: layers are built anew when this changes."""
+    """Return the identities of an optimizer's groups and parameters, and which parameters require gradients. Layers are
+    built anew when this result changes."""
     return [(id(group), [(id(p), p.requires_grad) for p in group["params"]]) for group in optimizer.param_groups]
 
 
 def options_of(group: Group) -> Group:
-    """The options of a group; a tensor is represented by its identity and version counter."""
+    """Return the options of a group. An option that is a tensor is represented by its id and version counter."""
     return {k: (id(v), v._version) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
 
 
 def make_layer(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Group], optimizer: Optimizer) -> Layer:
-    """Make a layer. Its optimizer is an instance of the user's class that shares the user's attributes; its
-    ``__init__`` does not run."""
+    """Return a new layer. The layer's optimizer has the class of ``optimizer``, the user's optimizer, and shares its
+    attributes; ``__init__`` is not called. ``group_of``: id of a parameter -> its group in ``optimizer``."""
     groups: dict[int, tuple[Group, list[torch.Tensor]]] = {}
     for p in params:
         groups.setdefault(id(group_of[id(p)]), (group_of[id(p)], []))[1].append(p)
@@ -129,7 +134,8 @@ def make_layer(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Gr
 
 
 def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
-    """Run the class's ``step`` on these parameters, with the present options and state of the user's optimizer."""
+    """Step a layer, without the hooks of ``step``, with the present options and state of ``optimizer``, the user's
+    optimizer. ``params``: the parameters of the layer that have gradients."""
     part = layer.optimizer
     part.state = optimizer.state
     for mine, theirs in zip(part.param_groups, layer.groups, strict=True):
@@ -137,21 +143,23 @@ def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor
     counters = [p._version for p in params]
     type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]  # without the hooks around it
     silent = [p for p, before in zip(params, counters, strict=True) if p._version == before]
-    if silent:  # a fused kernel moves no version counter, but autograd needs it to detect changes of saved tensors
+    if silent:  # a fused kernel moves no version counter, but autograd detects changed saved tensors by the counter
         torch.autograd.graph.increment_version(silent)
 
 
 def tensors_of(optimizer: Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
+    """Return a parameter and the tensors of its optimizer state."""
     state = optimizer.state.get(param)
     return [param, *(v for v in (state or {}).values() if isinstance(v, torch.Tensor))]
 
 
 class PartialUpdate:
-    """The indexes of optimizers whose update is not complete, and an error that is raised at their ``step()``."""
+    """The indexes of the optimizers whose updates are not complete, and an error that ``step()`` must raise."""
 
     def __init__(self) -> None:
         self._indexes: set[int] = set()
         self._error: StateChangedError | None = None
+        """The error that ``raise_deferred`` raises, or None."""
 
     def __bool__(self) -> bool:
         return bool(self._indexes)
@@ -163,20 +171,21 @@ class PartialUpdate:
         self._indexes.discard(index)
 
     def refuse_boundary(self) -> None:
-        """Raise ``SessionError`` while an update is not complete: no step starts from such a state."""
+        """Raise ``SessionError`` while an update is not complete, because no step starts from a state in which only
+        some layers are updated."""
         if self._indexes:
             raise SessionError(
                 "A checkpoint cannot be closed between backward() and step(): lightck.layerwise() updates layers "
-                "inside backward(), so some are updated now and others are not. Call step() of each layer-wise "
+                "inside backward(), so some layers are updated now and others are not. Call step() of each layer-wise "
                 "optimizer first. (A backward() updates the layers of every layer-wise optimizer that it reaches. If "
                 "this backward() is not meant to update some optimizer's layers, do not call lightck.layerwise() for "
                 "that optimizer.)"
             )
 
     def call_in_backward(self, work: Callable[[], None]) -> bool:
-        """Call ``work`` inside a backward pass, and return whether it succeeded. If it raises ``StateChangedError``,
-        keep the error for ``raise_deferred``: a backward pass that ended here would have computed only some of the
-        gradients."""
+        """Call ``work`` inside a backward pass, and return whether it succeeded. If ``work`` raises
+        ``StateChangedError``, keep the error for ``raise_deferred``, because an error that is raised here would end the
+        backward pass before all gradients are computed."""
         try:
             work()
         except StateChangedError as err:
@@ -185,6 +194,7 @@ class PartialUpdate:
         return True
 
     def raise_deferred(self) -> None:
+        """Raise the error that ``call_in_backward`` kept, if there is one, and forget it."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -3,10 +3,11 @@
 So the copy of a layer into the pool begins while other layers still compute. The method is LightCheck's ("LightCheck:
 A Cost-Efficient Checkpointing System for Distributed DNN Training with Persistent Memory", ICCD 2023).
 
-Each layer has an instance of the user's own optimizer class over its parameters. It shares ``state`` with the user's
-optimizer and copies its options before every update, so schedulers, ``state_dict`` and a resume see one optimizer, and
-every element goes through the same operations as in ``optimizer.step()``. Invariant: each parameter is updated once
-between two calls of ``step()``, with the gradient that ``step()`` would have used; otherwise an error gives the reason.
+Each layer has an optimizer of its own: an instance of the class of the user's optimizer, over the layer's parameters.
+This instance shares ``state`` with the user's optimizer, and copies the options of the user's optimizer before every
+update. So schedulers, ``state_dict`` and a resume see only the user's optimizer, and every element goes through the
+same operations as in ``optimizer.step()``. Invariant: each parameter is updated once between two calls of ``step()``,
+with the gradient that ``step()`` would have used. If the loop breaks the invariant, an error names the reason.
 """
 
 from __future__ import annotations
@@ -43,17 +44,19 @@ from lightck.state.optimizer_wrappers import has_hooks, inner_of
 from lightck.state.ranks import rank_and_world_size
 
 _NEEDS_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
+"""Optimizers that cannot be stepped layer by layer."""
 _FULLY_COMPARED = 3
-"""In this many updates, counted from the first one, the bytes of every gradient are compared."""
+"""The bytes of every gradient are compared in this many updates, beginning with the first update of a ``Layerwise``."""
 _CURE = (
-    "To add gradients up, put all but the last backward() into `with layers.accumulate():`, where layers is what "
-    "lightck.layerwise() returned; after a backward() that failed, call layers.forget()."
+    "To accumulate gradients, put every backward() except the last one before step() into "
+    "`with layers.accumulate():`, where layers is what lightck.layerwise() returned. After a backward() that failed, "
+    "call layers.forget()."
 )
 _layerwise_by_optimizer: weakref.WeakKeyDictionary[Optimizer, Layerwise] = weakref.WeakKeyDictionary()
 
 
 def layerwise_of(optimizer: object) -> Layerwise | None:
-    """The object that updates this optimizer's layers in the backward pass, or None."""
+    """Return the object that updates this optimizer's layers in the backward pass; None if there is no such object."""
     return _layerwise_by_optimizer.get(optimizer) if isinstance(optimizer, Optimizer) else None
 
 
@@ -61,17 +64,21 @@ def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
     """Update each layer of ``model`` inside ``backward()``, as soon as its gradients are final.
 
     The loop stays as it is: ``backward()``, then ``optimizer.step()``, which completes the update. The result is
-    bit-identical. Call it before :func:`lightck.attach`; the copy of each layer into the pool then begins at its
-    update.
+    bit-identical. Call ``layerwise`` before :func:`lightck.attach`. Then the copy of each layer into the pool begins at
+    the layer's update.
 
     Args:
         model: each of its modules that has parameters of its own is a layer.
         optimizer: an instance of a ``torch.optim`` class without wrappers, over CPU parameters, in one process.
 
+    Returns:
+        The layers. A second call with the same model and optimizer returns the same object.
+
     Raises:
         UnsupportedError: this optimizer, or this training, needs all gradients at once. Clipping, GradScaler,
-            a second ``backward()`` and ``step(closure)`` raise it when they happen.
-        TypeError: not a module, or not an optimizer.
+            a second ``backward()`` and ``step(closure)`` raise this error when they happen.
+        SessionError: the model has an open session, or the optimizer updates the layers of another model.
+        TypeError: ``model`` is no module, or ``optimizer`` is no optimizer of torch.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"layerwise(model=...) is a {type(model).__name__}. Pass the model, then its optimizer.")
@@ -87,8 +94,8 @@ def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
         )
     if known is not None:
         raise SessionError(
-            "This optimizer updates the layers of another model already. An optimizer updates those of one model only. "
-            "Call remove() of the object that lightck.layerwise() returned for the other model first."
+            "This optimizer updates the layers of another model already. An optimizer can update the layers of one "
+            "model only. First call remove() of the object that lightck.layerwise() returned for the other model."
         )
     return Layerwise(model, optimizer)
 
@@ -98,19 +105,22 @@ class Layerwise:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._listeners: OrderedDict[int, tuple[weakref.ref[StepListener], int]] = OrderedDict()
-        """Id of the handle -> a listener, and the optimizer's index in its session."""
+        """id of a handle -> (weak reference to a listener, the optimizer's index in the listener's session)."""
         self._model = weakref.ref(model)
         self._optimizer = weakref.ref(optimizer)
         self._layers: list[Layer] = []
         self._layer_of: dict[int, Layer] = {}
-        """Id of a parameter -> its layer."""
+        """id of a parameter -> its layer."""
         self._used: dict[int, UsedGradient] = {}
-        """Id of a parameter -> what its update used, since the last ``step()``."""
-        self._is_first = True
-        """Whether no gradient has arrived since the last ``step()``."""
+        """id of a parameter that was updated since the last ``step()`` -> the gradient that its update used."""
+        self._is_first_gradient = True
+        """Whether the next gradient is the first one since the last ``step()``."""
         self._updates = 0
+        """Number of updates that this object has begun."""
         self._accumulating = 0
+        """Number of ``accumulate()`` blocks that are entered now."""
         self._structure: list[object] = []
+        """The ``group_structure`` from which the layers were built."""
         self._param_handles: list[own_hooks.Handle] = []
         self._build(model, optimizer)
         self._step_hooks = (
@@ -133,8 +143,8 @@ class Layerwise:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Accumulate gradients: use it around every ``backward()`` but the last one before ``step()``; nothing is
-        updated."""
+        """Accumulate gradients: a ``backward()`` inside this block updates no layer. Put every ``backward()`` except
+        the last one before ``step()`` into such a block."""
         self._accumulating += 1
         try:
             yield
@@ -142,8 +152,8 @@ class Layerwise:
             self._accumulating -= 1
 
     def forget(self) -> None:
-        """Go on after a ``backward()`` that raised: keep the layers as they are, some updated and some not, and drop
-        all gradients. This counts as no step; the pool keeps the checkpoint of the step before."""
+        """Continue after a ``backward()`` that raised. All layers stay as they are, updated or not, and all gradients
+        are set to None. The unfinished update counts as no step; the pool keeps the checkpoint of the step before."""
         optimizer = self._optimizer()
         for layer in self._layers:
             for param in layer.params:
@@ -154,12 +164,13 @@ class Layerwise:
                 listener.layers_forgotten(index)
 
     def remove(self) -> None:
-        """End the layer-wise update: ``optimizer.step()`` updates all layers again. Call it between ``step()`` and
-        ``backward()``."""
+        """End the layer-wise update: from now on ``optimizer.step()`` updates all layers. Call ``remove`` between
+        ``step()`` and the next ``backward()``. Raises ``SessionError`` between ``backward()`` and ``step()``."""
         if self._used:
             raise SessionError(
-                "Layers were updated, and optimizer.step() was not called yet. Their gradients would count twice. Call "
-                "step() first (or forget(), after a backward() that failed), then remove()."
+                "Layers were updated inside backward(), and optimizer.step() was not called yet. After remove(), "
+                "step() would use the gradients of these layers a second time. Call step() first (or forget(), after a "
+                "backward() that failed), then remove()."
             )
         own_hooks.remove(self._handles)
         own_hooks.remove(self._param_handles)
@@ -174,8 +185,8 @@ class Layerwise:
         return self._model() is model
 
     def add_listener(self, listener: StepListener, index: int) -> own_hooks.Handle:
-        """Report updates inside the backward pass to ``listener``, until the handle is removed. ``index``: the
-        number under which the listener knows the optimizer. The listener is referred to weakly."""
+        """Report updates inside the backward pass to ``listener``, until the returned handle is removed. ``index``: the
+        number of the optimizer in these events. Only a weak reference to the listener is kept."""
         handle = RemovableHandle(self._listeners)
         self._listeners[handle.id] = weakref.ref(listener), index
         return handle
@@ -187,8 +198,8 @@ class Layerwise:
     # -- layers ------------------------------------------------------------------------------------------
 
     def _build(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Make a layer of each module that trains parameters of this optimizer. A tied parameter belongs to its first
-        module."""
+        """Make one layer for each module that has trained parameters of its own in this optimizer. A tied parameter
+        belongs to the first module that has it."""
         own_hooks.remove(self._param_handles)
         self._layers.clear()
         self._layer_of.clear()
@@ -215,20 +226,22 @@ class Layerwise:
     # -- in the backward pass ----------------------------------------------------------------------------
 
     def _gradient_arrived(self, param: torch.Tensor) -> None:
-        """Update the layer of ``param`` if all its gradients are in place. Called once ``param.grad`` is final."""
+        """Update the layer of ``param`` if all gradients of the layer are final. torch calls this when ``param.grad``
+        is final."""
         optimizer = self._optimizer()
         if self._accumulating or optimizer is None:
             return
-        if self._is_first:
-            self._is_first = False
+        if self._is_first_gradient:
+            self._is_first_gradient = False
             self._rebuild_if_changed(optimizer)
         layer = self._layer_of.get(id(param))
         if layer is None:
             return
         if id(param) in self._used:
             raise UnsupportedError(
-                f"A second gradient arrived for a parameter of {layer.name!r}, which was updated with the first one "
-                f"already: layers are updated inside backward(). Call optimizer.step() after each backward(). {_CURE}"
+                f"A second gradient arrived for a parameter of the layer {layer.name!r}. The layer was updated with "
+                "the first gradient already, because layers are updated inside backward(). Call optimizer.step() after "
+                f"each backward(). {_CURE}"
             )
         layer.arrived.add(id(param))
         if layer.is_ready:
@@ -240,7 +253,8 @@ class Layerwise:
         if not self._used:
             _refuse_many_ranks()
             _refuse_scaled(optimizer)
-            # These hooks hide the gradients, so the hooks of others run before the pre hook and after the post hook.
+            # Between these two hooks the used gradients are hidden. So the hooks of others must run before the pre hook
+            # and after the post hook.
             own_hooks.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
             self._updates += 1
@@ -256,11 +270,11 @@ class Layerwise:
             listener.layer_updated(layer.name, begin, [t for p in params for t in tensors_of(optimizer, p)])
 
     def _record_used(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
-        """Record what the update uses, so that ``step()`` detects changes. A write through ``.data`` moves no version
-        counter, so bytes are compared too: of all gradients in the first updates, later of the first layer and, in
-        rotation, of others."""
-        layer.used = [options_of(group) for group in layer.groups]
-        n_before = len(self._used)  # how many parameters this update has changed before this layer
+        """Record what the update uses, so that ``step()`` can detect later changes. A write through ``.data`` moves no
+        version counter, so the bytes of some gradients are compared too: in the first ``_FULLY_COMPARED`` updates those
+        of all layers, later those of the first layer and, in turn, of at most one other layer."""
+        layer.used_options = [options_of(group) for group in layer.groups]
+        n_before = len(self._used)  # number of parameters that earlier layers of this update have
         in_turn = self._updates % max(len(self._layer_of), 1)
         is_compared = self._updates <= _FULLY_COMPARED or n_before in (0, in_turn)
         for p in params:
@@ -272,23 +286,26 @@ class Layerwise:
     # -- between backward() and step() -------------------------------------------------------------------
 
     def _forward_begins(self, *_: object) -> None:
-        """Refuse a forward between ``backward()`` and ``step()``: it would compute with parameters of the next step."""
+        """Refuse a forward between ``backward()`` and ``step()``: such a forward would compute with parameters of the
+        next step."""
         if self._used and torch.is_grad_enabled() and not own_hooks.is_in_backward():
             raise UnsupportedError(
-                "A forward of the model began between backward() and step(). Its layers were updated inside "
-                "backward() already, so this forward would use the parameters of the next step. Call optimizer.step() "
-                "before the next forward, or run all forwards before backward(). Run a forward that only measures "
-                f"under torch.no_grad(). {_CURE}"
+                "A forward of the model began between backward() and step(). Layers of the model were updated "
+                "inside backward() already, so this forward would use parameters of the next step. Call "
+                "optimizer.step() before the next forward, or run all forwards before backward(). Run a forward that "
+                f"only measures under torch.no_grad(). {_CURE}"
             )
 
     # -- in step() ---------------------------------------------------------------------------------------
 
     def _step_pre(self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Hide the gradients that were used: ``step()`` skips parameters without a gradient, and updates the others."""
+        """Hide the gradients that layers were updated with: ``step()`` skips parameters without a gradient, and updates
+        the others. Raises ``UnsupportedError`` if the layer-wise update differs from what ``step()`` would compute."""
         if own_hooks.closure_of(args, kwargs) is not None:
             raise UnsupportedError(
-                "step(closure) was called, and layers are updated inside backward(): the closure's backward would "
-                "update them before step() does. Call backward() yourself, then step()."
+                "step(closure) was called, and lightck.layerwise() updates the layers inside backward(). The "
+                "backward() inside the closure would update the layers before step() does. Call backward() yourself, "
+                "then step() without a closure."
             )
         if not self._used:
             return
@@ -305,10 +322,11 @@ class Layerwise:
             if what is not None:
                 raise UnsupportedError(
                     f"The {what} between backward() and step(), and the layer {layer.name!r} was updated inside "
-                    "backward(), before that change. Clipping, GradScaler, DistributedDataParallel, and "
-                    "anything else that changes gradients, parameters or options there, does not work with a "
-                    "layer-wise update. Change options before backward(), or leave out lightck.layerwise(). The pool "
-                    "holds the step before this one. To go on from the layers as they are now, call layers.forget()."
+                    "backward(), before that change. Clipping, GradScaler, DistributedDataParallel, and anything else "
+                    "that changes gradients, parameters or options between backward() and step(), does not work with a "
+                    "layer-wise update. Change options before backward(), or leave out lightck.layerwise(). The newest "
+                    "checkpoint is that of the step before. To go on from the layers as they are now, call forget() of "
+                    "the object that lightck.layerwise() returned."
                 )
 
     def _step_post(self, *_: object) -> None:
@@ -319,10 +337,10 @@ class Layerwise:
 
     def _reset(self) -> None:
         self._used.clear()
-        self._is_first = True
+        self._is_first_gradient = True
         for layer in self._layers:
             layer.arrived.clear()
-            layer.used.clear()
+            layer.used_options.clear()
 
 
 def _refuse(optimizer: object) -> None:
@@ -333,13 +351,14 @@ def _refuse(optimizer: object) -> None:
     step = getattr(type(optimizer).step, "__wrapped__", None)
     if step is None or not str(step.__module__).startswith("torch.optim.") or inner_of(optimizer):
         raise UnsupportedError(
-            f"{kind} has a step() of its own, or wraps another optimizer. What it does with gradients of several "
-            "layers cannot be seen from outside. Use a class of torch.optim itself, or leave out lightck.layerwise()."
+            f"{kind} has a step() of its own, or wraps another optimizer. lightck cannot see whether such a step() "
+            "combines the gradients of several layers. Use a class of torch.optim itself, or leave out "
+            "lightck.layerwise()."
         )
     if isinstance(optimizer, _NEEDS_ALL_GRADIENTS) or any(g.get("differentiable") for g in optimizer.param_groups):
         raise UnsupportedError(
-            f"{kind} needs the gradients of all layers, or their graph, at once. It cannot be called layer by layer. "
-            "Use another optimizer, or leave out lightck.layerwise()."
+            f"{kind} needs the gradients of all layers at once, or was built with differentiable=True. Such an "
+            "optimizer cannot update layer by layer. Use another optimizer, or leave out lightck.layerwise()."
         )
     devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
     if devices - {"cpu"}:
@@ -358,7 +377,8 @@ def _refuse_many_ranks() -> None:
 
 
 def _refuse_parallel(model: nn.Module) -> None:
-    """Refuse DistributedDataParallel, also with one rank: it moves gradients into buckets after they arrived here."""
+    """Refuse DistributedDataParallel, also with one rank, because it moves gradients into buckets after lightck's hooks
+    have received them."""
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise UnsupportedError(
             "The model is wrapped in DistributedDataParallel, which puts other gradients in the place of those that a "
@@ -371,13 +391,14 @@ def _refuse_scaled(optimizer: Optimizer) -> None:
     # The call stack is searched too: ``unscale_`` writes to the gradients without moving a version counter.
     if fused or own_hooks.is_called_by(_is_of_scaler):
         raise UnsupportedError(
-            "A GradScaler drives this optimizer. It decides, when all gradients are there, whether a step is skipped, "
-            "and a layer-wise update comes before that. Leave out lightck.layerwise(), or the scaler (bfloat16 needs "
-            "none)."
+            "A GradScaler calls step() of this optimizer. The scaler decides whether to skip a step only when all "
+            "gradients are computed, and a layer-wise update is made before that decision. Leave out "
+            "lightck.layerwise(), or the scaler (bfloat16 needs no scaler)."
         )
 
 
 def _is_of_scaler(frame: FrameType) -> bool:
-    """Whether this frame is a method of an enabled GradScaler. A disabled one only calls ``step``."""
+    """Whether this frame runs a method of an enabled GradScaler. (A disabled GradScaler does nothing but call
+    ``step``.)"""
     scaler = frame.f_locals.get("self") if frame.f_globals.get("__name__") == "torch.amp.grad_scaler" else None
     return scaler is not None and bool(scaler.is_enabled())

@@ -1,12 +1,12 @@
-"""The hooks that lightck puts on modules and optimizers: copies of a model have none.
+"""The hooks that lightck puts on modules and optimizers. A copy of a model has none of these hooks.
 
 A module's hooks keep the session alive as long as the model lives; hooks in torch's global registries keep nothing
 alive.
 
 A module's hooks are in its ``__dict__``, which every copy includes: ``copy.deepcopy``, pickle, ``torch.save(model)``,
-spawned processes. So while a module has hooks of lightck, a function registered with ``copyreg`` (which pickle, copy
-and torch consult first) makes the copies of its class and leaves these hooks out. This module also has helpers for
-hooks: the closure that ``step`` was given, and a search of the call stack.
+spawned processes. So while a module has hooks of lightck, a function that is registered with ``copyreg`` for the
+module's class makes the copies, without these hooks. (pickle, copy and torch look into ``copyreg`` first.) This file
+also has helpers for hooks: the closure that was passed to ``step``, and a search of the call stack.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from lightck.errors import UnsupportedError
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+"""Dicts of a module: id of a hook -> the hook."""
 _HOOK_FLAGS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_with_kwargs",
@@ -34,15 +35,15 @@ _HOOK_FLAGS = (
 )
 """Further dicts of a module whose keys are the ids of its hooks."""
 _FRAMES_MAX = 18
-"""How many frames ``is_called_by`` examines, from its caller's on."""
+"""How many frames of the call stack ``is_called_by`` examines. The first one is the frame of its caller."""
 _Reduced = str | tuple[Any, ...]
 _hooked: Counter[type] = Counter()
-"""Class -> how many ``HookFreeCopies`` are in effect for its modules (one module may have several)."""
+"""Class -> number of ``HookFreeCopies`` in effect for modules of this class (one module may have several)."""
 _previous_reducers: dict[type, Callable[[nn.Module], _Reduced]] = {}
-"""Class -> the function that was registered with ``copyreg`` before ours."""
+"""Class -> the function that was registered with ``copyreg`` before lightck's ``_reduce``."""
 Closure = Callable[..., object]
 Call = tuple[tuple[object, ...], dict[str, object]]
-"""Positional and keyword arguments of an optimizer's ``step``; the first one is the optimizer."""
+"""Positional and keyword arguments of an optimizer's ``step``. The first positional argument is the optimizer."""
 
 
 class Handle(Protocol):
@@ -65,8 +66,8 @@ def move_to_end(hooks: object, handle: RemovableHandle, *, last: bool) -> None:
 
 
 def weak_hook(method: Callable[..., None]) -> Callable[..., None]:
-    """Make a hook that refers weakly to ``method``'s object, so that torch's global registries keep no session
-    alive."""
+    """Return a hook that calls ``method`` as long as the method's object is alive. The hook has only a weak reference
+    to this object, so that torch's global registries keep no session alive."""
     ref = weakref.WeakMethod(method)
 
     def hook(*args: object) -> None:
@@ -81,8 +82,8 @@ class OwnHook:
     """A hook of lightck on a module. Inside a graph that torch.compile traces it does nothing.
 
     lightck does not save copies of the model (an EMA, for example), so their forwards must not be reported.
-    ``HookFreeCopies`` leaves this hook out of deep and pickled copies. If a class makes its copies itself, the copy has
-    a hook that does nothing.
+    ``HookFreeCopies`` leaves this hook out of deep and pickled copies. If a module's class makes its copies itself, the
+    copied module has a copy of this hook that does nothing.
     """
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
@@ -100,12 +101,13 @@ class OwnHook:
 
     @property
     def __name__(self) -> str:
-        """Raise an error that explains why torch.jit.script, which reads this attribute, fails."""
+        """Raise ``UnsupportedError`` if torch.jit.script reads this attribute, to explain why it fails. Otherwise raise
+        ``AttributeError``."""
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.jit"):
             raise UnsupportedError(
                 "torch.jit.script() compiles a module with its hooks, and an open lightck session has hooks on this "
-                "one. Script a copy, which has none: torch.jit.script(copy.deepcopy(model)); or close the session "
-                "first."
+                "module. Script a copy, which has no hooks of lightck: torch.jit.script(copy.deepcopy(model)). Or "
+                "close the session first."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute '__name__'")
 
@@ -113,7 +115,7 @@ class OwnHook:
 class ModuleHook(OwnHook):
     """A hook that reports the progress of the loop. It ignores calls of the module that belong to no training step: a
     trace, a transform of torch.func (grad, vmap, jvp), a call under fake tensors. The tensors of such a call may have
-    no memory; under fake tensors even the random state has none."""
+    no memory. Under fake tensors even the random state has no memory."""
 
     def __call__(self, *args: object) -> None:
         if self._call is None or torch.compiler.is_compiling() or _is_transformed():
@@ -122,6 +124,7 @@ class ModuleHook(OwnHook):
 
 
 def _is_transformed() -> bool:
+    """Whether a trace, a transform of torch.func or a fake tensor mode is active now."""
     return (
         torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
@@ -131,7 +134,8 @@ def _is_transformed() -> bool:
 
 
 class HookFreeCopies:
-    """Until ``remove`` is called or the module is collected, copies of this module have no ``OwnHook``."""
+    """Until ``remove`` is called or the module is garbage-collected, deep and pickled copies of the module have no
+    ``OwnHook``."""
 
     def __init__(self, module: nn.Module) -> None:
         kind = type(module)
@@ -160,7 +164,7 @@ def _release(kind: type) -> None:
 
 
 def _reduce(module: nn.Module) -> _Reduced:
-    """The result of ``module.__reduce_ex__``, without lightck's hooks."""
+    """Return the result of ``module.__reduce_ex__``, without lightck's hooks."""
     theirs = _previous_reducers.get(type(module))
     reduced = theirs(module) if theirs is not None else module.__reduce_ex__(2)
     if not isinstance(reduced, tuple) or sys._getframe(1).f_code is copy.copy.__code__:
@@ -170,7 +174,8 @@ def _reduce(module: nn.Module) -> _Reduced:
 
 
 def _without_own_hooks(state: object) -> object:
-    """A module's state (its ``__dict__``, or a pair of that and its slots) without lightck's hooks."""
+    """Return a module's state without lightck's hooks. ``state``: the module's ``__dict__``, or a pair of ``__dict__``
+    and slots."""
     if type(state) is tuple and len(state) == 2:
         return _without_own_hooks(state[0]), state[1]
     if not isinstance(state, dict):
@@ -186,7 +191,7 @@ def _without_own_hooks(state: object) -> object:
 
 
 def closure_of(args: tuple[object, ...], kwargs: dict[str, object]) -> Closure | None:
-    """The closure that was passed to ``step``, or None."""
+    """Return the closure that was passed to ``step``, or None."""
     named = kwargs.get("closure")
     if callable(named):
         return named
@@ -194,7 +199,7 @@ def closure_of(args: tuple[object, ...], kwargs: dict[str, object]) -> Closure |
 
 
 def with_closure(args: tuple[object, ...], kwargs: dict[str, object], new: Closure) -> Call:
-    """The arguments of ``step`` with another closure."""
+    """Return the arguments of ``step``, with ``new`` in the place of the closure that they contain."""
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": new}
     return (args[0], new, *args[2:]), kwargs
@@ -211,6 +216,6 @@ def is_called_by(matches: Callable[[FrameType], bool]) -> bool:
 
 
 def is_in_backward() -> bool:
-    """Whether autograd runs on this thread: the caller is a hook, or a forward recomputed by activation
-    checkpointing."""
+    """Whether a backward pass runs on this thread. If so, the caller is a hook of autograd, or a forward that
+    activation checkpointing recomputes."""
     return torch._C._current_graph_task_id() != -1

@@ -1,8 +1,8 @@
 """The pool file that a session writes to, and the relayout to a new file when something no longer fits.
 
-A relayout first carries held checkpoints over. Then it commits the checkpoint of the closed step in the new file; a
-relayout for a pin has no such checkpoint. Only then the new file gets the pool's name, so that a crash at any moment
-leaves one whole pool under that name.
+A relayout has three stages. First it carries the held checkpoints over to the new file. Then it commits the checkpoint
+of the closed step in the new file. (A relayout for a pin has no such checkpoint.) Last it gives the pool's name to the
+new file. So a crash at any moment leaves one whole pool under that name.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from lightck.pool.writer import PoolWriter, RelayoutNeededError
 log = logging.getLogger("lightck")
 T = TypeVar("T")
 Layout = dict[str, Entry]
-"""The tensors that get extents in a file, by name."""
+"""Name of a tensor -> its entry, for all tensors that get extents in a file."""
 
 
 class CurrentPool:
-    """The one pool file that is open for writing. ``writer`` is None until there is one. ``n_slots``: the number of
-    slots of the next new file. ``requested_slots``: the number that the file shall have instead of its present one, by
-    a relayout at the next boundary; None: no relayout is requested."""
+    """The one pool file that is open for writing. ``writer``: None until the pool is created or opened. ``n_slots``:
+    number of slots that the next new file gets. ``spare_slots``: how many of these are for exports.
+    ``requested_slots``: number of slots that the relayout at the next boundary must give the pool; None: no such
+    relayout is requested."""
 
     def __init__(
         self,
@@ -53,7 +54,8 @@ class CurrentPool:
         self.n_slots, self.spare_slots = self.n_slots + 1, self.spare_slots + 1
 
     def create(self, entries: Sequence[Entry], state_nbytes: int) -> None:
-        """Create an empty pool at the path now."""
+        """Create an empty pool at the path now. ``state_nbytes``: bytes of small state for which the slots must have
+        space."""
         writer = self._new_writer(in_module_order(entries), state_nbytes)
         try:
             writer.reader.container.publish()
@@ -63,7 +65,8 @@ class CurrentPool:
         self.writer = writer
 
     def open(self, reader: PoolReader) -> PoolWriter:
-        """Continue in an existing pool. The writer takes the reader over; on failure the reader is closed."""
+        """Continue in an existing pool. Return its writer, which owns ``reader`` from now on. If this method raises, it
+        has closed ``reader``."""
         try:
             self.writer = PoolWriter(reader, self._engine, self.durability, lock=self._lock)
         except BaseException:
@@ -73,12 +76,13 @@ class CurrentPool:
         return self.writer
 
     def request_slots(self, slots: int | None) -> None:
-        """Request ``slots`` slots besides the spare ones (None: as many as there are, but at least two)."""
+        """Request ``slots`` slots besides the spare ones, at the next boundary if the pool has another number now.
+        None: keep the pool's number of slots, but at least two besides the spare ones."""
         wanted = slots + self.spare_slots if slots is not None else max(self.n_slots, 2 + self.spare_slots)
         if wanted != self.n_slots:
             log.info(
-                "lightck: slots= or keep= asks for %d slots, and the pool has %d: it moves to a new file when the "
-                "first step closes",
+                "lightck: slots= or keep= needs %d slots, and the pool has %d slots. The pool moves to a new file when "
+                "the first step closes",
                 wanted,
                 self.n_slots,
             )
@@ -88,7 +92,7 @@ class CurrentPool:
         """The writer for the next checkpoint. Raises ``RelayoutNeededError`` if a relayout is needed first."""
         if self.writer is None:
             # A relayout that a signal interrupted may have left a request for ``n_slots`` slots. The first file gets
-            # that many slots anyway.
+            # ``n_slots`` slots without a request.
             self.requested_slots = None
             raise RelayoutNeededError("there is no pool yet")
         if self.requested_slots is not None:
@@ -116,10 +120,11 @@ class CurrentPool:
             raise
 
     def relayout(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
-        """Move to a new file; no checkpoint is in flight. On failure the new file is removed, and the present one stays
-        in use, unchanged. ``entries``: the tensors of the training (empty: those of the present file).
-        ``state_nbytes``: the length of the small state. ``first``: commits the checkpoint of the
-        closed step in the new file, after the held ones; for a pin it does nothing."""
+        """Move the pool to a new file, and return the result of ``first``. Call only while no checkpoint is in flight.
+        If this raises, the new file is removed, and the pool stays in its present file, unchanged. ``entries``: the
+        tensors of the training (empty: those of the present file). ``state_nbytes``: bytes of the closed step's small
+        state. ``first``: called after the held checkpoints were carried over; it commits the checkpoint of the closed
+        step in the new file (for a pin it does nothing)."""
         old, events = self.writer, self._events
         events.stop_reading()
         carried = events.checkpoints_to_carry(old) if old is not None else []
@@ -151,23 +156,24 @@ class CurrentPool:
 
 
 def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Entry]) -> tuple[Layout, list[Entry]]:
-    """Returns the layout of the file that replaces ``old``, and those tensors of held checkpoints that do not fit into
-    this layout, because their shape or dtype has changed since. The slots hold such tensors in their reserve
-    (docs/format.md). ``now``: the tensors of the training (empty: those of ``old``). ``held``: the tensors of held
-    checkpoints. The layout keeps extents for optimizer state that does not exist yet, but not for tensors of the user's
-    objects that no longer exist."""
+    """Return the layout of the file that replaces ``old``, and the tensors of held checkpoints that do not fit into
+    this layout, because the shape or dtype of the tensor has changed since. The slots hold such tensors in their
+    reserve (docs/format.md). ``now``: the tensors of the training (empty: those of ``old``). ``held``: the tensors of
+    held checkpoints. The layout keeps the extents of optimizer state that does not exist now and may be created again.
+    It keeps no extents of tensors in the user's objects that no longer exist."""
     current = {entry.name: entry for entry in now}
     layout = _kept_entries(old, current) if old is not None else {}
     layout |= {entry.name: entry for entry in (*held, *now)}
-    # A tied tensor stays only if the layout holds the tensor whose bytes it shares, and that one is not tied itself.
+    # A tied tensor stays only if the layout holds the tensor whose bytes it shares, and if that tensor is not tied.
     tied = {e.name for e in layout.values() if e.alias is not None}
     layout = {n: e for n, e in layout.items() if e.alias is None or (e.alias in layout and e.alias not in tied)}
     return layout, [e for e in held if e.name not in layout or not layout[e.name].fits(e)]
 
 
 def _kept_entries(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:
-    """Entries of ``old`` that keep an extent: optimizer state of parameters that may get some later. If ``now`` is
-    empty: all entries in use, except those of the user's objects."""
+    """Return the entries of ``old`` that keep an extent in the new file: optimizer state of the parameters in ``now``,
+    because such state may be created later. If ``now`` is empty: all entries in use, except those of the user's
+    objects."""
     used = {name: old.entries[number] for name, number in old.numbers.items()}
     if not now:
         return {name: entry for name, entry in used.items() if entry.role != "state"}
@@ -176,9 +182,10 @@ def _kept_entries(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:
 
 
 def spare_nbytes(old: PoolWriter | None, layout: Layout) -> int:
-    """Space for growth: each tensor that grew may double. New tensors get a sixteenth of the payload after the first
-    relayout, then an eighth, then always a quarter. So a training that grows at every step needs a relayout less and
-    less often."""
+    """Return how many bytes a new file has for growth. Each tensor that was resized before may grow to twice its
+    present size. New tensors get a sixteenth of the payload at the first relayout, an eighth at the second, and a
+    quarter at every later relayout, but at least ``RESERVE_MIN`` bytes. So a training that grows at every step needs a
+    relayout less and less often."""
     if old is None:
         return 0
     nbytes = sum(entry.nbytes for entry in layout.values())
@@ -187,12 +194,13 @@ def spare_nbytes(old: PoolWriter | None, layout: Layout) -> int:
 
 
 def _param_of(entry: Entry) -> str:
+    """Return the name of the parameter to which an entry of optimizer state belongs."""
     return entry.name.removeprefix("optimizer/").rpartition("/")[0]
 
 
 def in_module_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Entries in the order of the modules, each parameter followed by its optimizer state: tensors that one layer's
-    update changes together lie together."""
+    """Return the entries in the order of the modules, each parameter followed by its optimizer state; the user's
+    objects come last. So the tensors that one layer's update changes lie next to each other in a slot."""
     entries = list(entries)
     owner = {e.name.removeprefix("model/"): i for i, e in enumerate(entries) if e.role in ("param", "buffer")}
 

@@ -1,7 +1,7 @@
 """The interface through which other parts decide whether a checkpoint may commit and which slots are protected.
 
-The pool itself protects the slot of the newest checkpoint. Pins and exports protect theirs here. The nonfinite check
-(``pause_on_nonfinite=True``) refuses commits here.
+The pool itself protects the slot of the newest checkpoint. Through this interface, pins and exports protect the slots
+of their checkpoints, and the nonfinite check (``pause_on_nonfinite=True``) refuses commits.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ _NONE: frozenset[int] = frozenset()
 
 
 class CommitDecision(Protocol):
-    """Called by the pipeline, on the training thread."""
+    """One part that decides. The pipeline calls its methods on the training thread."""
 
     def may_commit(self, closed_step: ClosedStep) -> bool:
-        """Whether this checkpoint may become the newest. Called before anything of it is written."""
+        """Whether the checkpoint of this closed step may be committed. Called at the boundary, before the checkpoint is
+        begun. (Eager copies may have begun earlier.)"""
         ...
 
     def held(self, writer: PoolWriter) -> frozenset[int]:
-        """The slots of this pool file that must not be overwritten. Called each time a slot is taken."""
+        """Return the indexes of the slots of this pool file that must not be overwritten. Called each time a slot is
+        taken."""
         ...
 
 
 class Decisions:
-    """All decisions together: a checkpoint may commit if none refuses, and a slot is free if none holds it."""
+    """All decisions together: a checkpoint may commit if no decision refuses it, and a slot may be overwritten if no
+    decision holds it."""
 
     def __init__(self) -> None:
         self._decisions: list[CommitDecision] = []

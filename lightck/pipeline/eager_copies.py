@@ -1,14 +1,16 @@
 """Eager copies: copies that begin before the boundary, of layers whose update is over while other layers still wait.
 
-A layer-wise update (``hooks/layerwise.py``) reports which tensors are updated. Those that the last checkpoint copied in
-the background are copied into the slot of the next one at once, several layers per job of the engine. At the boundary
-an eager copy is used if the tensor is the same one with the same signature; otherwise the tensor is copied again.
+A layer-wise update (``hooks/layerwise.py``) reports which tensors are updated. The updated tensors that the last
+checkpoint copied in the background are copied at once into the slot of the next checkpoint, several layers in one job
+of the engine. At the boundary an eager copy is used if the tensor is the same object with the same signature. Otherwise
+the tensor is copied again.
 
 A loop may write to a parameter after its update without moving its version counter (``p.data.clamp_``). A copy at the
-boundary would contain that write; an eager copy does not. To find such writes, checksums of the tensor are taken right
-after its update and compared with the tensor at the boundary: for the first eager copies of each tensor, later for the
-first parameter and one other in turn. If one differs, all eager copies of this checkpoint are compared with their
-tensors. A tensor that differs is copied again, and never eagerly from then on.
+boundary would contain that write; an eager copy does not. To find such writes, checksums of a tensor are computed right
+after its update, and compared with the tensor at the boundary. This is done for the first ``CHECKED_COPIES_MIN`` eager
+copies of each tensor. Later it is done for the first parameter of each update, and in turn for one other parameter. If
+one tensor differs, all eager copies of this checkpoint are compared with their tensors. A tensor that differs is copied
+again, and is never copied eagerly from then on.
 """
 
 from __future__ import annotations
@@ -28,28 +30,32 @@ from lightck.state.blocks import checksums
 from lightck.state.inventory import Live
 
 EAGER_JOBS_MAX = 6
-"""The most jobs for the eager copies of one checkpoint."""
+"""At most this many jobs of the engine make the eager copies of one checkpoint."""
 EAGER_JOB_NBYTES_MIN = 4 << 20
-"""Updated layers are gathered until they have at least this many bytes before a job begins for them. In a larger
-checkpoint they are gathered until they are an ``EAGER_JOBS_MAX``-th part of it."""
+"""A job begins when the updated tensors that wait for a job have at least this many bytes. If the background copies of
+a checkpoint have more than ``EAGER_JOBS_MAX`` times this many bytes, a job begins at every ``EAGER_JOBS_MAX``-th part
+of them."""
 CHECKED_COPIES_MIN = 3
-"""How many eager copies of a tensor are checked with checksums before only the signature is compared."""
+"""The first eager copies of each tensor, this many, are checked with checksums. For later ones the signature is
+compared, and checksums only in turn."""
 
 
 class EagerCopies:
-    """The eager copies of the next checkpoint. ``check``: compare all of them with their tensors each time."""
+    """The eager copies of the next checkpoint. ``check``: check every eager copy with checksums."""
 
     def __init__(self, check: bool = False) -> None:
         self._begun: _UpdateCopies | None = None
-        """Those of the present update; None before its first layer."""
+        """The eager copies of the present update; None before its first layer is updated, and while no slot is
+        reserved."""
         self._check = check
         self._n_checked: dict[str, int] = {}
-        """How many eager copies of this tensor were checked with checksums."""
+        """Name of a tensor -> number of its eager copies that were checked with checksums."""
         self._turn = 0
+        """Number of checkpoints with eager copies; it chooses the parameter that is checked in turn."""
         self._n_params = 0
-        """How many parameters the last checkpoint copied eagerly."""
+        """Number of parameters that the last checkpoint copied eagerly."""
         self._not_eager: set[str] = set()
-        """Names of tensors that the loop writes to after their update."""
+        """Names of tensors that are never copied eagerly, because the loop once wrote to them after their update."""
 
     def wants_slot(self, tables: WriteTableCache) -> bool:
         """Whether eager copies could begin now and have no slot yet."""
@@ -62,13 +68,13 @@ class EagerCopies:
 
     def copy(self, tensors: Iterable[torch.Tensor], jobs_max: int) -> None:
         """Begin to copy tensors that are updated already, if a slot is reserved. ``jobs_max``: how many jobs of the
-        engine this checkpoint may take besides the one that commits it."""
+        engine the next checkpoint may use besides the job that commits it."""
         if self._begun is not None:
             self._begun.add(tensors, min(jobs_max, EAGER_JOBS_MAX), self._not_eager)
 
     def _needs_checksums(self, name: str, nth: int | None) -> bool:
-        """Whether checksums check the eager copy of this tensor. ``nth``: its place among the parameters of its
-        checkpoint, from 0 (None: it is no parameter)."""
+        """Whether the eager copy of this tensor is checked with checksums. ``nth``: number of parameters that were
+        updated before this one in the same step (None: the tensor is no parameter)."""
         in_turn = nth is not None and nth in (0, self._turn % max(self._n_params, 1))
         return self._check or in_turn or self._n_checked.get(name, 0) < CHECKED_COPIES_MIN
 
@@ -77,10 +83,10 @@ class EagerCopies:
         return None if self._begun is None else self._begun.reservation
 
     def reusable(self, background: Sequence[Live], numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
-        """The record numbers whose eager copies the checkpoint can use, and how many eager copies it cannot use. If
-        there are any of the latter, this waits for all eager copies, so that none can overwrite the copy that replaces
-        it. ``background``: the tensors that the checkpoint copies in the background; ``numbers``: their record
-        numbers."""
+        """Return the record numbers of the eager copies that the checkpoint can use, and the number of eager copies
+        that it cannot use. If this number is not 0, all eager copies have ended when this returns, so that none of them
+        can overwrite the copy that replaces it. ``background``: the tensors that the checkpoint copies in the
+        background; ``numbers``: their record numbers."""
         if self._begun is None:
             return NO_RECORDS, 0
         begun = self._begun
@@ -93,8 +99,9 @@ class EagerCopies:
         return np.array([one.number for one in good], np.int64), n_unusable
 
     def _wrong(self, begun: _UpdateCopies, copies: Sequence[_Copy]) -> set[_Copy]:
-        """The copies that hold other bytes than their tensors do now, as far as checksums were taken. Such a tensor was
-        written after its update (``written``), or while it was copied."""
+        """Return the copies, among those with checksums, whose bytes differ from what their tensors hold now. Such a
+        tensor was written after its update (``written``), or while it was copied. If one tensor was written, the copies
+        without checksums are examined too."""
         self._turn += 1
         self._n_params = begun.n_params
         now: dict[_Copy, npt.NDArray[np.uint32]] = {}
@@ -112,12 +119,12 @@ class EagerCopies:
         return wrong
 
     def wait(self) -> None:
-        """Help to copy until no eager copy runs."""
+        """Wait until no eager copy is running, and help to copy meanwhile."""
         if self._begun is not None:
             self._begun.reservation.wait()
 
     def taken(self) -> None:
-        """Hand the slot over to the checkpoint of these copies, which has begun."""
+        """Forget the slot and its copies: the checkpoint that they belong to has begun, and owns them now."""
         self._begun = None
 
     def drop(self) -> None:
@@ -129,7 +136,8 @@ class EagerCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """A tensor whose eager copy has begun, with its signature and perhaps its checksums right after its update."""
+    """The eager copy of one tensor. ``number``: the tensor's record number. ``signature``, ``crcs``: the signature and
+    the checksums of the tensor right after its update; ``crcs`` is None if the copy is not checked with checksums."""
 
     name: str
     number: int
@@ -148,21 +156,24 @@ class _UpdateCopies:
         self._tables, self._writer, self._table = tables, tables.writer, table
         self._needs_checksums = needs_checksums
         self.n_params = 0
+        """Number of parameters that were added."""
         self._waiting: dict[int, _Copy] = {}
-        """Updated tensors that no job copies yet, by record number."""
+        """Record number -> updated tensor that no job copies yet."""
         self._waiting_nbytes = 0
         background_nbytes = sum(live.tensor.nbytes for live in table.background)
         self._job_nbytes = max(EAGER_JOB_NBYTES_MIN, background_nbytes // EAGER_JOBS_MAX)
         self._copies: dict[int, _Copy] = {}
+        """Record number -> copy that a job has begun."""
         self._updated_again: set[int] = set()
-        """Records of tensors that were updated once more after their copy began."""
+        """Record numbers of tensors that were updated once more after their copy began."""
 
     @property
     def count(self) -> int:
         return len(self._copies)
 
     def add(self, tensors: Iterable[torch.Tensor], jobs_max: int, not_eager: set[str]) -> None:
-        """Copy tensors that are updated and will not change before the checkpoint is committed or dropped."""
+        """Copy tensors that are updated and should not change before the checkpoint is committed or dropped.
+        ``not_eager``: names of tensors that are left out."""
         for tensor in tensors:
             found = self._table.background_of(tensor)
             if found is None or found[0].name in not_eager or not self._tables.describes(*found):
@@ -186,12 +197,13 @@ class _UpdateCopies:
     def _begin(self) -> None:
         waiting, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
         addresses = [one.signature[1][0] for one in waiting.values()]  # the first item of each memory layout
-        # No tensor has moved since the table was computed, so the memory that the table keeps alive is theirs.
+        # No tensor has moved since the table was computed, so ``keep_alive`` holds the memory of these tensors.
         if self.reservation.copy(list(waiting), addresses, self._table.keep_alive):
             self._copies |= waiting
 
     def with_same_signature(self, background: dict[int, Live]) -> list[_Copy]:
-        """The copies of tensors of the checkpoint whose signatures are unchanged. ``background``: by record number."""
+        """Return the copies whose tensors are still part of the checkpoint, were updated only once, and have the same
+        signature as after the update. ``background``: record number -> tensor of the checkpoint."""
         return [
             one
             for number, one in self._copies.items()
@@ -206,7 +218,8 @@ class _UpdateCopies:
         return checksums(one.tensor, self._writer.superblock.block)
 
     def differing(self, now: Mapping[_Copy, npt.NDArray[np.uint32]]) -> set[_Copy]:
-        """The copies whose bytes do not have the given checksums. Waits for the copies."""
+        """Return the copies whose bytes in the slot do not have these checksums. Wait first until all eager copies have
+        ended. ``now``: copy -> checksums of its tensor at the boundary."""
         if not now:
             return set()
         self.reservation.wait()

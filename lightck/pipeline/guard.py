@@ -1,6 +1,6 @@
 """The write guard: checks that a checkpoint holds what its tensors held at the boundary.
 
-It works at four moments. Before the state is read, it checks the tensors that the checkpoint would leave out
+The guard works at four moments. Before the state is read, it checks the tensors that the checkpoint would leave out
 (``check_left_out``). When the copies begin, it remembers the signatures of their sources and reads some of their bytes
 (``watch``). At any hook it can compare the signatures (``changed``). When the copies are done, it compares signatures
 and checksums (``validate``).
@@ -8,8 +8,8 @@ and checksums (``validate``).
 An unannounced write moves no version counter. The guard finds it by reading, perhaps some checkpoints later. The
 checkpoints in between may hold old bytes of the tensor: they are *stale*. They stay readable until a checkpoint that
 was begun after the discovery has committed, so that the pool always holds something to recover. Then they are struck.
-The small state of the new checkpoint says which older ones are stale (``stale_after``). So, after a crash between its
-commit and the strike, the session that resumes from it strikes them.
+The small state of the new checkpoint says which older ones are stale (``stale_after``). So, if the process crashes
+between this commit and the strike, the session that resumes from the new checkpoint strikes the older ones.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ log = logging.getLogger("lightck")
 
 
 class Rejection(NamedTuple):
-    """Why a checkpoint must not commit. ``unannounced``: the write moved no version counter. ``on_device``: a tensor on
-    a device was written."""
+    """Why a checkpoint must not commit. ``reason``: a clause for a message. ``names``: the tensors that were written.
+    ``unannounced``: the write moved no version counter. ``on_device``: one of the tensors is on a device."""
 
     reason: str
     names: list[str]
@@ -45,7 +45,7 @@ class Rejection(NamedTuple):
 
 
 class Target:
-    """What a strategy may know of the slot that is written next (``plan.TargetSlot``)."""
+    """The slot of the next checkpoint, as a strategy sees it (``plan.TargetSlot``)."""
 
     def __init__(self, unchanged: UnchangedTensors, writer: PoolWriter, slot: Slot) -> None:
         self._unchanged, self._writer, self._slot = unchanged, writer, slot
@@ -71,21 +71,29 @@ class WriteGuard:
     def __init__(self, check: bool) -> None:
         self._check = check
         self._unchanged = UnchangedTensors()
-        self._n_begun = self._device_turn = 0
+        self._n_begun = 0
+        """Number of checkpoints whose copies have begun."""
+        self._device_turn = 0
+        """Number of validated checkpoints; it chooses the block of a source on a device that is read."""
         self._n_watched = 0
-        """How many checkpoints had background copies from host memory. A model may grow into them late."""
+        """Number of checkpoints that had background copies. The first of them may come late, when a model has grown."""
         self._reread_nbytes = 0
-        self._reading_turn, self._verified_until = RoundRobin(), 0
-        """The next source blocks to read. And the newest generation that is verified: all bytes of its sources in host
-        memory were read at the boundary, and the copies held the same bytes."""
+        """Bytes of left-out tensors that were read for the next checkpoint."""
+        self._reading_turn = RoundRobin()
+        """Chooses the blocks of sources that are read next."""
+        self._verified_until = 0
+        """The newest verified generation: all bytes of its sources in host memory were read at the boundary, and the
+        copies held the same bytes."""
         self.stale_after: int | None = None
-        """Checkpoints of a larger generation are stale if they were begun before the discovery. None: none is stale."""
+        """Checkpoints of a larger generation that were begun before the unannounced write was found are stale. None: no
+        checkpoint is stale."""
         self._found_at = 0
         """The newest generation when the unannounced write was found."""
 
     @property
     def copied_at_boundary(self) -> set[str]:
-        """Names of tensors that are always copied at the boundary, because something once wrote to them after it."""
+        """Names of tensors that are always copied at the boundary, because something once wrote to them after a
+        boundary."""
         return self._unchanged.copied_at_boundary
 
     def forget(self) -> None:
@@ -110,20 +118,22 @@ class WriteGuard:
             self._unannounced_write(names, self._unchanged.verified_until, writer)
 
     def _budget(self, n_before: int, spent: int = 0) -> int | None:
-        """How many bytes to read for the next checkpoint, less the ``spent`` ones; None: all. ``n_before``: how many
-        checkpoints were read before. (At least one block is read even if the result is 0.)"""
+        """Return how many bytes to read for the next checkpoint; None: all. ``n_before``: number of earlier checkpoints
+        for which bytes were read. ``spent``: bytes that were read for this checkpoint already. (At least one block is
+        read even if the result is 0.)"""
         if self._check or n_before < WHOLE_CHECKPOINTS:
             return None
         return max(BUDGET_NBYTES - spent, 0)
 
     def target(self, writer: PoolWriter, slot: Slot) -> Target:
-        """What the strategy may know of the slot that the next checkpoint gets."""
+        """Return the slot of the next checkpoint, as the strategy sees it."""
         return Target(self._unchanged, writer, slot)
 
     # -- when its copies begin
 
     def watch(self, submission: Submission, writer: PoolWriter) -> SourceWatch:
-        """Remember the signatures of the sources of the background copies, host and device, and read some bytes."""
+        """Return the watch over the sources of a checkpoint's background copies: the signatures of all sources, and
+        checksums of some bytes of the sources in host memory."""
         watched = SourceWatch(submission.background, submission.background_numbers, submission.n_from_devices)
         if submission.background:
             budget = self._budget(self._n_watched, self._reread_nbytes)
@@ -139,21 +149,21 @@ class WriteGuard:
         self._unchanged.retain([*left_out, *(live for live, _ in submission.frozen)])
         self._n_begun += 1
         if not self._n_watched:
-            self._verified_until = writer.generation  # all its tensors were copied at the boundary, as in all before it
+            self._verified_until = writer.generation  # no checkpoint so far had a background copy
 
     # -- until it commits
 
     def changed(self, checkpoint: InFlightCheckpoint) -> Rejection | None:
-        """The rejection if any source has another signature than at the boundary, else None. The copy may have read
-        the old or the new bytes. Another copy would not help: it would hold the write, and a
-        training that resumes from it makes the same write once more."""
+        """Return a rejection if a source has another signature than at the boundary, else None. The copy of such a
+        source may hold bytes from before or after the write. A second copy would not help, because it would contain the
+        write, and a training that resumes from it would make the same write again."""
         watched = checkpoint.watched
         names = [watched.lives[i].name for i in watched.changed()]
         who = "a forward" if watched.forward_seen else "something between the end of the step and the next forward"
         return Rejection(f"{who} wrote to a tensor", names) if names else None
 
     def validate(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> Rejection | None:
-        """Why a checkpoint whose copies are done must not commit, or None."""
+        """Return why a checkpoint whose copies are done must not commit; None if it may commit."""
         rejection = self.changed(checkpoint)
         if rejection is not None:
             return rejection
@@ -172,11 +182,13 @@ class WriteGuard:
         return None
 
     def given_up(self, rejection: Rejection, writer: PoolWriter) -> None:
-        """Make the checkpoint after a dropped one write every tensor. Raises ``StateChangedError`` under ``check``."""
+        """Handle a checkpoint that was given up: the next checkpoint writes every tensor. With ``check``, an
+        unannounced write raises ``StateChangedError``."""
         self.copied_at_boundary.update(rejection.names)
         self._unchanged.reset()
         if rejection.unannounced:
-            # Sources on devices are read one block for each checkpoint, so no earlier one is known to be right.
+            # Only one block of the sources on devices is read for each checkpoint, so no earlier checkpoint is
+            # verified.
             verified_until = 0 if rejection.on_device else self._verified_until
             self._unannounced_write(rejection.names, verified_until, writer)
             if self._check:
@@ -192,8 +204,8 @@ class WriteGuard:
         self.stale_after = verified_until if self.stale_after is None else min(self.stale_after, verified_until)
         self._found_at = writer.generation
         log.info(
-            "lightck: some checkpoints (generations %d to %d in lightck inspect) may hold old bytes of %s and are "
-            "struck (made unreadable) as soon as a newer one is committed",
+            "lightck: the checkpoints of generations %d to %d (as lightck inspect numbers them) may hold old bytes of "
+            "%s. They are struck (made unreadable) as soon as a newer checkpoint is committed",
             self.stale_after + 1,
             self._found_at,
             ", ".join(sorted(names)),

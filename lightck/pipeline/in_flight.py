@@ -18,22 +18,23 @@ log = logging.getLogger("lightck")
 
 @dataclass(slots=True)
 class InFlightCheckpoint:
-    """A checkpoint that is not committed yet. It is unvalidated until its job is released."""
+    """A checkpoint that is not committed yet. The checkpoint is unvalidated until its job is released."""
 
     pending: Pending
     watched: SourceWatch
     step: int
     needs_no_validation: bool
-    """All its bytes come from copies that were made at the boundary, on the host or in the order of a device's work.
-    No later write can reach them."""
+    """Whether all bytes of the checkpoint come from copies that were made at the boundary, on the host or in the order
+    of a device's work. No later write can reach such copies."""
 
     @property
     def jobs(self) -> int:
-        """How many jobs of the engine it occupies."""
+        """Number of the engine's jobs that the checkpoint uses."""
         return 1 + len(self.pending.job.parts)
 
     def differing_sources(self, writer: PoolWriter, turn: int, whole: bool) -> list[str]:
-        """As ``SourceWatch.differing``, for this checkpoint, whose copies are done."""
+        """Return the names of tensors whose copies are wrong (see ``SourceWatch.differing``). Call only when the copies
+        of this checkpoint are done."""
         of_record = partial(writer.raw_crcs, self.pending.slot)
         return self.watched.differing(self.pending.slot.image.raw, of_record, writer.superblock.block, turn, whole)
 
@@ -51,29 +52,32 @@ class InFlightCheckpoint:
         self.pending.job.forget()
 
     def commit(self) -> None:
-        """Commit while the caller keeps the sources unchanged. If this raises, every copy has ended."""
+        """Wait for the copies, commit the checkpoint, and wait until it is committed. The caller keeps the sources
+        unchanged meanwhile. If this raises, no copy is running any more."""
         job = self.pending.job
         try:
             job.wait(COPIED, pause=raise_if_interrupted)
             job.release()
-            job.wait(ENDED)  # a released job runs to its end, whether or not somebody waits
+            job.wait(ENDED)  # no ``pause``: to interrupt this wait would not stop a released job
         except BaseException:
             job.abandon()
             raise
 
 
 def seconds_left(deadline: float | None) -> float | None:
-    """The seconds until a deadline of ``time.monotonic``: 0 if it has passed, None if there is none."""
+    """Return the seconds until ``deadline``, a time of ``time.monotonic``: 0 if it has passed, None if ``deadline`` is
+    None."""
     return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
 def job_budget(checkpoints: Sequence[InFlightCheckpoint], uncommitted_max: int) -> int:
-    """How many jobs the next checkpoint may take besides the one that commits it.
+    """Return how many jobs the next checkpoint may use besides the job that commits it. ``checkpoints``: all that are
+    in flight now. ``uncommitted_max``: how many checkpoints may still be uncommitted when the next update begins.
 
     The engine's job table has ``JOBS_MAX`` entries. Each copy thread and the transfer thread may still refer to an
-    entry that was freed, so one entry for each of them stays unused. The checkpoints that can be in flight at once
-    share the other entries equally. Of the entries that are free now, one is left for the job that commits this
-    checkpoint, and one for each checkpoint that may begin after it."""
+    entry that was freed, so one entry stays unused for each of these threads. The checkpoints that can be in flight at
+    once share the other entries equally. Of the entries that are free now, one is kept for the job that commits the
+    next checkpoint, and one for each checkpoint that may begin later."""
     entries = JOBS_MAX - THREADS_MAX - 1
     share = entries // (uncommitted_max + 1) - 1
     to_come = max(uncommitted_max - len(checkpoints), 0)

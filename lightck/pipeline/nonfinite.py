@@ -1,8 +1,10 @@
-"""``pause_on_nonfinite=True``: a state with NaN or infinite values is not committed, so the last good checkpoint stays.
+"""``pause_on_nonfinite=True``: a state with NaN or infinite values is not committed, so the last finite checkpoint
+stays.
 
 For each checkpoint, the check reads the loss scale, some values of every floating-point parameter, buffer and optimizer
-state, and one larger block in turn. If a checkpoint is refused, the training goes on without it. The check finds most
-NaN at once, because they spread to every parameter within an update or two. It does not prove that a state is finite.
+state, and a larger block of one of these tensors. The blocks of all tensors take turns. If a checkpoint is refused, the
+training goes on without it. The check finds most NaN at once, because they spread to every parameter within an update
+or two. It does not prove that a state is finite.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from lightck.stats import Meter
 log = logging.getLogger("lightck")
 
 WINDOW = 64
-"""How many values of each tensor are checked for each checkpoint; smaller tensors are checked whole."""
+"""For each checkpoint, this many values of each tensor are checked. A tensor with fewer values is checked whole."""
 BLOCK = 1 << 18
-"""How many values of one tensor are checked in addition; the tensors take turns."""
+"""For each checkpoint, at most this many more values of one tensor are checked."""
 
 
 class NonfiniteCheck(CommitDecision):
@@ -37,20 +39,24 @@ class NonfiniteCheck(CommitDecision):
         """``objects``: the user's objects that are saved, by name; GradScalers among them are checked."""
         self._objects, self._meter = objects, meter
         self._exempt: set[str] | None = None
-        """Names of buffers that held infinities from the beginning."""
+        """Names of buffers that held infinities and no NaN at the first check; they are not checked. None before the
+        first check."""
         self._turn = 0
+        """Number of checks; it chooses the window of each tensor."""
         self._next_block: tuple[int, int] = (0, 0)
-        """The tensor and the value at which the next larger block begins."""
+        """Where the next block begins: number of the tensor (modulo the number of checked tensors), and of its first
+        value."""
         self._refused: int | None = None
-        """The step that was refused last."""
+        """The step that was refused last; None if no step was refused."""
         self.reason: str | None = None
-        """Why nothing is committed now, or None."""
+        """Why the last closed step was refused, as a clause; None if it was not refused."""
 
     def held(self, writer: PoolWriter) -> frozenset[int]:
         return frozenset()
 
     def may_commit(self, closed_step: ClosedStep) -> bool:
-        """Whether the checked values are finite. A warning is logged when this becomes false, and when true again."""
+        """Whether the checked values are finite. A warning is logged when the result becomes False, and when it becomes
+        True again."""
         before, self.reason = self.reason, self._find(closed_step.lives)
         if self.reason is None:
             if before is not None:
@@ -66,12 +72,13 @@ class NonfiniteCheck(CommitDecision):
                 closed_step.step,
                 self.reason,
             )
-        if closed_step.step != self._refused:  # a step may be offered more than once
+        if closed_step.step != self._refused:  # this method may be called more than once for a step
             self._meter.skipped += 1
         self._refused = closed_step.step
         return False
 
     def _find(self, lives: list[Live]) -> str | None:
+        """Return a clause that names what is not finite; None if all checked values are finite."""
         for name, obj in enabled_scalers(self._objects).items():
             scale = float(obj.get_scale())
             if not math.isfinite(scale) or scale <= 0:
@@ -81,7 +88,8 @@ class NonfiniteCheck(CommitDecision):
             self._exempt = {live.name for live in watched if live.role == "buffer" and _is_mask(live.tensor)}
             if self._exempt:
                 log.info(
-                    "lightck: %s held infinities from the beginning (an attention mask?) and is not checked",
+                    "lightck: %s held infinities at the first check (an attention mask?), so its values are not "
+                    "checked",
                     ", ".join(sorted(self._exempt)),
                 )
         watched = [live for live in watched if live.name not in self._exempt]
@@ -93,7 +101,8 @@ class NonfiniteCheck(CommitDecision):
         return self._check_next_block(watched)
 
     def _check_next_block(self, watched: list[Live]) -> str | None:
-        """Check the next block, so that every value is checked in its turn. Returns what is wrong, or None."""
+        """Check the next block, so that every value is checked in its turn. Return a clause that names the tensor if a
+        value is not finite, else None."""
         if not watched:
             return None
         number, start = self._next_block
@@ -111,6 +120,7 @@ _ALWAYS_FINITE_DTYPES = (torch.float4_e2m1fn_x2,)
 
 
 def _is_watched(live: Live) -> bool:
+    """Whether the tensor is checked: a parameter, buffer or optimizer state with floating-point or complex values."""
     tensor = live.tensor
     floating = (tensor.is_floating_point() and tensor.dtype not in _ALWAYS_FINITE_DTYPES) or tensor.is_complex()
     return live.role in ("param", "buffer", "optimizer") and live.alias is None and floating and tensor.numel() > 0
@@ -123,7 +133,8 @@ def _is_mask(tensor: torch.Tensor) -> bool:
 
 
 def _window(tensor: torch.Tensor, turn: int) -> torch.Tensor:
-    """The ``WINDOW`` values of this turn. The last window of a tensor ends at its last value."""
+    """Return the ``WINDOW`` values of a tensor that are checked in this turn. The last window of a tensor ends at the
+    tensor's last value."""
     total = tensor.numel()
     if total <= WINDOW:
         return tensor.detach().reshape(-1)
@@ -132,7 +143,8 @@ def _window(tensor: torch.Tensor, turn: int) -> torch.Tensor:
 
 
 def _consecutive_values(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
-    """``size`` values from the one at ``start``, in the order in which they lie in memory."""
+    """Return ``size`` values, beginning at value number ``start``, in the order in which they lie in memory (in index
+    order if the tensor is not dense)."""
     tensor = tensor.detach()
     if tensor.is_conj() or not (tensor.is_contiguous() or is_dense(tuple(tensor.shape), tuple(tensor.stride()))):
         return tensor.reshape(-1)[start : start + size]
@@ -140,12 +152,13 @@ def _consecutive_values(tensor: torch.Tensor, start: int, size: int) -> torch.Te
 
 
 def _with_isfinite(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert float8, for which torch has no ``isfinite``, to float32."""
+    """Convert float8, for which torch has no ``isfinite``, to float32. Return any other tensor as it is."""
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor
 
 
 def _all_finite(samples: Iterable[torch.Tensor]) -> bool:
-    """Whether all values are finite: one call per dtype and device, because a step has hundreds of tensors."""
+    """Whether all values are finite. All samples of one dtype and device are checked in one call, because a step has
+    hundreds of tensors."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for sample in samples:
         sample = _with_isfinite(sample)

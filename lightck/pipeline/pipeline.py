@@ -3,7 +3,7 @@
     plan        decide which tensors are written, and when: at the boundary or in the background (the strategy)
     submit      take a slot, copy what is copied at the boundary, hand the rest to the engine
     validate    after the copies: check that every source still holds what was copied (the write guard)
-    settle      release the checkpoint to commit, or give it up with a warning; listeners hear of a commit
+    settle      release the checkpoint to commit, or give it up with a warning; report a commit to the listeners
 
 While the copies of a checkpoint run in the background, the loop goes on, and the checkpoint is *not validated yet*. It
 may commit only after all bytes are copied and every source was seen unchanged since the boundary. The gate, before the
@@ -67,6 +67,7 @@ class Pipeline:
     ) -> None:
         self.path, self.durability = path, durability
         self.committed: int | None = None
+        """Step of the newest checkpoint whose commit was reported to the listeners."""
         self.engine, self.events, self.decisions = Engine(), CommitEvents(), Decisions()
         self.pool = CurrentPool(path, backend, durability, self.engine, slots, lock, self.events)
         self.guard, self.eager = WriteGuard(check), EagerCopies(check)
@@ -80,7 +81,7 @@ class Pipeline:
         self._writes_all = True
         """Whether the last plan contained every write table that the strategy was given."""
         self._newest: tuple[PoolWriter, Slot, int] | None = None
-        """Where the newest checkpoint lies, committed or not: pool, slot, generation."""
+        """Where the newest checkpoint lies, committed or not: writer of its pool, slot, generation."""
 
     @property
     def is_idle(self) -> bool:
@@ -89,16 +90,17 @@ class Pipeline:
 
     @property
     def on_background_thread(self) -> bool:
-        """Whether the caller runs on a background thread that the end of a session waits for."""
+        """Whether the caller runs on a background thread of this pipeline. ``close`` waits for such a thread."""
         return self.staging.is_staging_thread or self.events.called_from_own_thread
 
     def adopted(
         self, step: int, copied_at_boundary: Sequence[str], slots: int | None, generation: int, stale_after: int | None
     ) -> None:
         """Continue from a checkpoint of this pool whose adoption record is durable. ``copied_at_boundary``: names of
-        tensors that are always copied at the boundary. ``slots``: as the user asked for (None: as many as the pool
-        has). ``generation``: the one in which the checkpoint's bytes were written. ``stale_after``: a generation;
-        the checkpoints between it and ``generation`` (both excluded) are stale (None: none is)."""
+        tensors that are always copied at the boundary. ``slots``: number of slots that the user requested (None: as
+        many as the pool has). ``generation``: the generation in which the checkpoint's bytes were written.
+        ``stale_after``: the checkpoints of generations between ``stale_after`` and ``generation`` (both excluded) are
+        stale (None: no checkpoint is stale)."""
         writer = self._writer
         self.committed = step
         if stale_after is not None:
@@ -120,7 +122,9 @@ class Pipeline:
             self.guard.check_left_out(self.pool.writer)
 
     def begin_checkpoint(self, closed_step: ClosedStep) -> None:
-        """Begin to write a checkpoint. Small tensors, buffers and small state are copied before this returns."""
+        """Begin to write the checkpoint of a closed step, if the commit decisions allow it. What is copied at the
+        boundary is copied before this returns. If a relayout is needed, the checkpoint is committed before this
+        returns."""
         self._collect_ended()
         self._newest = None
         self.guard.copied_at_boundary.update(closed_step.copied_at_boundary)
@@ -155,6 +159,7 @@ class Pipeline:
             self._collect_ended()
 
     def _begin(self, writer: PoolWriter, closed_step: ClosedStep) -> InFlightCheckpoint:
+        """Plan and submit the checkpoint of a closed step. Raises ``RelayoutNeededError``."""
         tables = self._tables_of(writer, closed_step)
         slot = self._take_slot(writer)
         plan = self._strategy.plan(closed_step, tables, self.guard.target(writer, slot))
@@ -162,19 +167,19 @@ class Pipeline:
         return self.submit(writer, slot, plan)
 
     def _tables_of(self, writer: PoolWriter, closed_step: ClosedStep) -> list[WriteTable]:
-        """The write tables of all tensors of the step. Raises ``RelayoutNeededError``."""
+        """Return the write tables of all tensors of the step. Raises ``RelayoutNeededError``."""
         if self._tables is None or self._tables.writer is not writer:
             self._tables = WriteTableCache(writer, check=self._check)
         try:
             return self._tables.of(closed_step, self.guard.copied_at_boundary)
         except NoExtentError as need:
-            self.finish()  # adding extents replaces the slot images, which no copy may be using
+            self.finish()  # ``add`` below replaces the slot images, which no copy may be using
             self.eager.drop()
             self._tables.add(need.entries, closed_step.lives)
             return self._tables.of(closed_step, self.guard.copied_at_boundary)
 
     def submit(self, writer: PoolWriter, slot: Slot, plan: WritePlan) -> InFlightCheckpoint:
-        """Copy what the plan copies at the boundary, and hand the rest to the engine."""
+        """Copy what the plan copies at the boundary, pass the other copies to the engine, and return the checkpoint."""
         submission = Submission(plan)
         copied, discarded = self.eager.reusable(submission.background, submission.background_numbers)
         self._meter.recopied += discarded
@@ -193,7 +198,8 @@ class Pipeline:
         return checkpoint
 
     def _take_slot(self, writer: PoolWriter) -> Slot:
-        """The slot of the eager copies, or a free slot. Waits for older checkpoints until one is free."""
+        """Return the slot of the eager copies if there is one, else a free slot. If no slot is free, wait until older
+        checkpoints have ended. Raises ``LightckError`` if no slot is free after that."""
         if self.eager.reservation is not None:
             return self.eager.reservation.slot
         while True:
@@ -208,11 +214,12 @@ class Pipeline:
             self._finish(self._in_flight[0])
 
     def copy_eagerly(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Begin to copy tensors that hold their final values of this step already, if a slot is free for them."""
+        """Begin to copy tensors that hold their final values of this step already, if a slot is free for these
+        copies."""
         self.wait_policy.checkpoint_begins(eager=True)
         tables, writer = self._tables, self.pool.writer
         if tables is None or writer is None or tables.writer is not writer or not self._writes_all:
-            return  # the strategy may leave tensors out, perhaps one of these
+            return  # the strategy may leave some of these tensors out
         jobs_max = job_budget(self._in_flight, self._uncommitted_max)
         if jobs_max > 0 and self.eager.wants_slot(tables):
             slot = writer.slots.choose(self.decisions.held(writer))
@@ -221,8 +228,8 @@ class Pipeline:
         self.eager.copy(tensors, jobs_max)
 
     def store_next_batch(self, entries: Sequence[NextBatch]) -> None:
-        """Record which batch followed the newest checkpoint, if its slot was not reused. Errors of the medium are
-        ignored here: the next checkpoint meets and raises them."""
+        """Write into the slot of the newest checkpoint which batch followed it, if the slot still holds this
+        checkpoint. Errors of the medium are ignored here, because the next checkpoint raises them."""
         if self._newest is not None:
             writer, slot, generation = self._newest
             if writer is self.pool.writer:
@@ -232,8 +239,8 @@ class Pipeline:
     # -- a new pool file ---------------------------------------------------------------------------------
 
     def _relayout(self, closed_step: ClosedStep, why: RelayoutNeededError) -> None:
-        """Move to a new pool file for a step that no longer fits: commit there, give the file the pool's name, and only
-        then report the commit."""
+        """Move the pool to a new file because of ``why``: commit the checkpoint of the closed step there, give the
+        pool's name to the file, and then report the commit."""
 
         def first(writer: PoolWriter) -> InFlightCheckpoint:
             checkpoint = self._begin(writer, closed_step)
@@ -244,17 +251,18 @@ class Pipeline:
         try:
             self.finish()
             if self.pool.writer is not None:
-                log.info("lightck: %s; the pool %r moves to a new file", why, self.path)
+                log.info("lightck: the pool %r moves to a new file: %s", self.path, why)
             self.eager.drop()
             checkpoint = self.pool.relayout(entries, len(closed_step.state), first)
             self._note_committed(checkpoint)
             self._newest = self._writer, checkpoint.pending.slot, checkpoint.pending.record.generation
         except Interrupted:
-            self.pool.requested_slots = self.pool.n_slots  # kept for the next attempt
+            self.pool.requested_slots = self.pool.n_slots  # the next attempt gives the pool this many slots
             raise
 
     def ensure_slots(self, needed: int) -> None:
-        """Move to a new file if fewer than ``needed`` slots can be written. No checkpoint is in flight."""
+        """Move the pool to a new file if fewer than ``needed`` slots can be written. Call only while no checkpoint is
+        in flight."""
         pool, writer = self.pool, self._writer
         before = pool.n_slots, pool.requested_slots
         try:
@@ -269,7 +277,7 @@ class Pipeline:
                 self.eager.drop()
                 pool.relayout((), 0, lambda _: None)
                 self._newest = _slot_of_original(self._writer, original_generation)
-            pool.requested_slots = None  # a request for more slots is done now; one for fewer gives way to the pin
+            pool.requested_slots = None  # a request for more slots is fulfilled; one for fewer is dropped for the pin
         except BaseException:
             pool.n_slots, pool.requested_slots = before
             raise
@@ -277,7 +285,7 @@ class Pipeline:
     # -- a checkpoint ends -------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """Give up checkpoints whose sources changed before this training forward: the loop itself wrote to them."""
+        """Give up unvalidated checkpoints whose sources were written between the boundary and this training forward."""
         for checkpoint in self._unvalidated():
             watched = checkpoint.watched
             if not watched.forward_seen and not self._give_up(checkpoint, self.guard.changed(checkpoint)):
@@ -285,7 +293,7 @@ class Pipeline:
         self.poll()
 
     def poll(self) -> None:
-        """Settle checkpoints whose copies are done and whose sources are unchanged. This does not wait. Under
+        """Settle checkpoints whose copies are done and whose sources are unchanged. This method does not wait. Under
         ``LIGHTCK_CHECK=1`` it does nothing: the gate settles every checkpoint."""
         if self._check:
             return
@@ -294,7 +302,8 @@ class Pipeline:
                 self.settle(checkpoint)
 
     def wait_for_copies(self) -> None:
-        """Help to copy until no copy runs: any code may follow, such as an evaluation with swapped weights."""
+        """Wait until no copy is running, and help to copy meanwhile. Code that follows may write to tensors, as an
+        evaluation with swapped weights does. Checkpoints whose sources are unchanged now are settled."""
         with self._meter.wait():
             self.eager.wait()
             for checkpoint in self._unvalidated():
@@ -303,8 +312,8 @@ class Pipeline:
                     self.settle(checkpoint)
 
     def gate(self) -> None:
-        """Before an update: settle every checkpoint, and wait until all but the newest ``slots - 2`` have committed.
-        ``slots`` is the argument of attach; further slots for pins and for keep= do not count."""
+        """Before an update: settle every checkpoint, and wait until all checkpoints except the newest ``slots - 2``
+        have committed. ``slots`` is the argument of attach; further slots for pins and for keep= do not count."""
         if not self._in_flight:
             return
         with self._meter.wait():
@@ -316,7 +325,8 @@ class Pipeline:
         self.wait_policy.gate_passed()
 
     def finish(self, deadline: float | None = None) -> bool:
-        """Wait until every checkpoint has committed or failed. False if the deadline (``time.monotonic``) passes."""
+        """Wait until every checkpoint in flight has committed or was given up, and return True. Return False if
+        ``deadline`` (a time of ``time.monotonic``) passes before. Raises the error of a checkpoint that failed."""
         with self._meter.wait():
             for checkpoint in self._unvalidated():
                 if not checkpoint.pending.job.wait(COPIED, seconds_left(deadline), pause=raise_if_interrupted):
@@ -356,6 +366,7 @@ class Pipeline:
         return True
 
     def _finish(self, checkpoint: InFlightCheckpoint) -> None:
+        """Wait until the checkpoint has committed or was given up."""
         if not checkpoint.pending.job.is_released:
             self.settle(checkpoint)
         if checkpoint in self._in_flight:
@@ -363,6 +374,7 @@ class Pipeline:
             self._collect_ended()
 
     def _wait_or_fail(self, checkpoint: InFlightCheckpoint, until: int) -> None:
+        """Wait until the checkpoint's job is in state ``until``. If the job failed, drop the checkpoint and raise."""
         try:
             checkpoint.pending.job.wait(until, pause=raise_if_interrupted)
         except LightckError:
@@ -373,8 +385,8 @@ class Pipeline:
             raise
 
     def _collect_ended(self) -> None:
-        """Report the oldest checkpoints as committed as far as their jobs have ended. Raises the error of a failed
-        one."""
+        """Report checkpoints as committed, from the oldest one to the first one whose job has not ended (excluded).
+        Raises the error of a job that failed."""
         while (
             self._in_flight and self._in_flight[0].pending.job.is_released and self._in_flight[0].pending.job.has_ended
         ):
@@ -396,7 +408,8 @@ class Pipeline:
         self.events.committed(writer, checkpoint.step)
 
     def newest_committed(self) -> int | None:
-        """The step of the newest durable checkpoint at this moment. Changes nothing, so any thread may call it."""
+        """Return the step of the newest durable checkpoint at this moment, or None. This changes nothing, so any thread
+        may call it."""
         in_flight = [(one.step, one.pending.job) for one in tuple(self._in_flight)]
         done = [step for step, job in in_flight if job.is_released and job.has_committed]
         return done[-1] if done else self.committed
@@ -418,8 +431,8 @@ class Pipeline:
 
 
 def _slot_of_original(writer: PoolWriter, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:
-    """The pool, slot and generation of a checkpoint that a relayout carried over to this file; None if it is not here.
-    ``generation``: the generation that the checkpoint had in the file in which it was made."""
+    """Return writer, slot and generation of a checkpoint that a relayout carried over to this file; None if the file
+    does not hold it. ``generation``: the generation that the checkpoint had in the file in which it was made."""
     for slot in writer.slots.slots:
         if generation is not None and slot.original_generation == generation and slot.generation is not None:
             return writer, slot, slot.generation

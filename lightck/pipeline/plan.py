@@ -18,7 +18,7 @@ from lightck.state.signatures import ClosedStep
 
 
 class TargetSlot(Protocol):
-    """What a strategy may know of the slot that the checkpoint gets."""
+    """The slot that the checkpoint gets, as a strategy sees it."""
 
     @property
     def index(self) -> int: ...
@@ -36,12 +36,13 @@ class TargetSlot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """How one checkpoint is written. Each tensor of the step is in exactly one of the three fields after the first."""
+    """How one checkpoint is written. Each tensor of the step is in exactly one of ``tables``, ``at_boundary`` and
+    ``unchanged``."""
 
     closed_step: ClosedStep
     tables: tuple[WriteTable, ...]
-    """Tensors that are written each time; their table says when they are copied. The tensors in
-    ``WriteTable.undecided`` are not among them: the next two fields decide about those."""
+    """Tensors that every checkpoint writes; their table says when they are copied. For the tensors in
+    ``WriteTable.undecided``, ``at_boundary`` and ``unchanged`` say what happens."""
     at_boundary: tuple[tuple[Live, TensorRecord], ...]
     """Tensors of ``WriteTable.undecided`` that are written: they are copied at the boundary."""
     unchanged: tuple[tuple[Live, TensorRecord], ...]
@@ -55,12 +56,12 @@ class WritePlan:
 
     @property
     def background_numbers(self) -> list[int]:
-        """The records of ``background``."""
+        """The record numbers of ``background``, in the same order."""
         return [number for table in self.tables for number in table.background_numbers]
 
     @property
     def staged(self) -> list[StagedTensor]:
-        """The tensors on a device."""
+        """The tensors that are sent from a device."""
         return [one for table in self.tables for one in table.staged]
 
 
@@ -69,11 +70,11 @@ class Strategy(Protocol):
     """Decides which bytes a checkpoint holds."""
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
-        """Plan the checkpoint of one step.
+        """Return the plan for the checkpoint of one step.
 
         Args:
             closed_step: the step.
-            tables: all its tensors, with their records.
+            tables: all tensors of the step, with their records.
             slot: the slot that the checkpoint gets. Tensors that it already holds may be left out.
         """
         ...

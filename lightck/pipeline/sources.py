@@ -1,9 +1,10 @@
 """Detection of writes to tensors: to the sources of background copies, and to frozen tensors that are left out.
 
 ``SourceWatch`` remembers the signatures of the sources at the boundary. ``UnchangedTensors`` decides which frozen
-tensors need not be written again. Neither trusts torch's version counter alone, because fused optimizers, BatchNorm
-and ``.data`` writes do not move it. So both also read some bytes for each checkpoint and compare checksums
-(``state/blocks.py``): all bytes in the first checkpoints and under ``LIGHTCK_CHECK=1``, some blocks in turn otherwise.
+tensors need not be written again. Neither trusts torch's version counter alone, because fused optimizers, BatchNorm and
+``.data`` writes do not move it. So both also read some bytes for each checkpoint and compare checksums
+(``state/blocks.py``): all bytes in the first checkpoints and under ``LIGHTCK_CHECK=1``, otherwise some blocks, which
+take turns.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ bytes were read."""
 
 
 def signature_of(tensor: torch.Tensor) -> Signature:
-    """The signature of a tensor, without reading its bytes."""
+    """Return the signature of a tensor. Its bytes are not read."""
     return version_counter_of(tensor), memory_layout_of(tensor)
 
 
@@ -44,15 +45,15 @@ class SourceWatch:
     """The sources of one checkpoint's background copies."""
 
     def __init__(self, lives: Sequence[Live], numbers: Sequence[int], n_on_devices: int = 0) -> None:
-        """``numbers``: record numbers of ``lives``. ``n_on_devices``: how many of these, counted from the end, are on
+        """``numbers``: record numbers of ``lives``. ``n_on_devices``: the last this many of ``lives`` are on
         devices."""
         self.lives, self.numbers = lives, numbers
         self.forward_seen = False
-        """Whether a training forward began after the boundary, and found the sources unchanged."""
+        """Whether a training forward began after the boundary while the sources were unchanged."""
         self.was_read_whole = False
         """Whether all bytes of the sources in host memory were read at the boundary."""
         self._on_devices = range(len(lives) - n_on_devices, len(lives))
-        """Positions of the sources on devices."""
+        """Positions in ``lives`` of the sources on devices."""
         tensors = [live.tensor for live in lives]
         self._memory_layouts, self._counters = MemoryLayouts(tensors), VersionCounters(tensors)
         self._registrations = Registrations(lives)
@@ -66,19 +67,20 @@ class SourceWatch:
         return any(self.lives[i].name in names for i in self._on_devices)
 
     def changed(self) -> list[int]:
-        """Positions of the sources whose signatures differ from those at the boundary."""
+        """Return the positions in ``lives`` of the sources whose signatures differ from those at the boundary."""
         try:
             watched = self._memory_layouts, self._counters, self._registrations
             if all(one.are_unchanged() for one in watched):
                 return []
         except KeyError:
-            pass  # a tensor is gone from its module or optimizer; the next line finds it
+            pass  # a tensor is gone from its module or optimizer: the next line finds which
         gone = {i for i, live in enumerate(self.lives) if not live.is_current()}
         return sorted(self._memory_layouts.changed() | self._counters.changed() | gone)
 
     def read(self, blocks: Blocks, turn: RoundRobin, budget: int | None) -> None:
         """Read sources at the boundary, before their copies begin, for a later comparison in ``differing``. ``blocks``:
-        of all sources in host memory; ``turn``: chooses among them; ``budget``: bytes to read (None: all)."""
+        the blocks of all sources in host memory. ``turn``: chooses the blocks that are read. ``budget``: how many bytes
+        are read (None: all)."""
         chosen, _ = turn.next_blocks(blocks, budget)
         self.was_read_whole = chosen is ALL
         self._blocks = blocks
@@ -92,11 +94,11 @@ class SourceWatch:
         turn: int,
         whole: bool,
     ) -> list[str]:
-        """The names of tensors whose copies are wrong. Copied blocks that were read at the boundary are compared with
-        what was read then. One block of a source on a device, and with ``whole`` all sources in host memory, are read
-        now and compared with their copies. ``raw``: the checksums of all copied blocks. ``of_record``: returns those of
-        one record number. ``block``: bytes per block. ``turn``: a counter of checkpoints; it chooses the source on a
-        device, and the block of it, that are read."""
+        """Return the names of tensors whose copies are wrong. The copies of blocks that were read at the boundary are
+        compared with what was read. One block of one source on a device is read now and compared with its copy. With
+        ``whole``, all sources in host memory are also read now and compared. ``raw``: checksums of all copied blocks.
+        ``of_record``: record number -> checksums of its copied blocks. ``block``: bytes per block. ``turn``: a counter
+        of checkpoints, which chooses the block on a device."""
         places, at_boundary, owners = self._at_boundary
         wrong = set(owners[raw[places] != at_boundary].tolist())
         if whole and len(self._blocks):
@@ -123,42 +125,42 @@ class _Known:
 
     tensor: torch.Tensor
     memory: object
-    """Kept alive, so that no other tensor can get the same address."""
+    """Keeps the tensor's memory alive, so that no other tensor can get the same address."""
     signature: Signature
     crcs: npt.NDArray[np.uint32]
-    proved: bool
-    """Whether two checkpoints in a row held the same bytes."""
+    is_proved: bool
+    """Whether two checkpoints in a row wrote equal bytes of the tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Proved:
-    """The tensors that are left out, in the form in which they are read again. ``names``: those in plain host
-    memory."""
+    """The proved tensors, prepared for reading them again. ``names``, ``blocks``: names and blocks of those in plain
+    host memory."""
 
     names: list[str]
     blocks: Blocks
     crcs: npt.NDArray[np.uint32]
-    """The checksums of these blocks in the checkpoints."""
+    """The checksums of ``blocks``, as the checkpoints hold them."""
     others: list[str]
-    """Names of tensors that can be read only through a copy."""
+    """Names of the proved tensors that can be read only through a copy."""
 
 
 class _Rounds:
-    """The rounds in which left-out tensors are read again, a few for each checkpoint. There are two groups, each with
-    rounds of its own: the tensors in plain host memory, and those that can be read only through a copy."""
+    """The rounds in which one group of left-out tensors is read again, a few tensors for each checkpoint. There are two
+    groups: the tensors in plain host memory, and the tensors that can be read only through a copy."""
 
     def __init__(self) -> None:
         self.verified_until = 0
         """The newest generation whose left-out tensors of this group are known to be unchanged."""
         self._began: int | None = None
-        """The newest generation when the present round began."""
+        """The newest generation when the present round began; None if the group changed during the round."""
 
     def read_all(self, generation: int) -> None:
-        """The whole group was read just now. ``generation``: the newest that was begun."""
+        """The whole group was read just now. ``generation``: the newest generation that was begun."""
         self.verified_until = self._began = generation
 
     def ended(self, generation: int) -> None:
-        """The last tensor of the round was read just now."""
+        """The last tensor of the round was read just now. ``generation``: as in ``read_all``."""
         self.verified_until = self._began if self._began is not None else self.verified_until
         self._began = generation
 
@@ -168,30 +170,32 @@ class _Rounds:
 
 
 class UnchangedTensors:
-    """Decides which frozen tensors a checkpoint may leave out, and reads those again from time to time. A frozen tensor
-    is one that no optimizer step changes. It counts as unchanged once two successive checkpoints that both wrote it
-    hold equal bytes, and as long as its signature stays the same. A tensor with an unannounced write never counts as
-    unchanged again."""
+    """Decides which frozen tensors a checkpoint may leave out, and reads tensors that are left out again from time to
+    time. A frozen tensor is one that no optimizer step changes. A frozen tensor counts as unchanged once two successive
+    checkpoints that both wrote it hold equal bytes, and as long as its signature stays the same. A tensor with an
+    unannounced write never counts as unchanged again."""
 
     def __init__(self) -> None:
         self.copied_at_boundary: set[str] = set()
         """Names of tensors that are always copied at the boundary, also after a resume, because something once wrote to
-        them after it."""
+        them after a boundary."""
         self._known: dict[str, _Known] = {}
         self._turn = RoundRobin()
         self._proved: _Proved | None = None
         self._others_turn = 0
+        """Position in ``_Proved.others`` of the tensor that is read next."""
         self._rounds, self._rounds_of_others = _Rounds(), _Rounds()
 
     @property
     def verified_until(self) -> int:
-        """The newest generation for which all tensors that were left out are known to be unchanged."""
+        """The newest generation whose left-out tensors are all known to be unchanged."""
         return min(self._rounds.verified_until, self._rounds_of_others.verified_until)
 
     def crcs_if_unchanged(self, live: Live) -> npt.NDArray[np.uint32] | None:
-        """The checksums that a slot must hold so that this tensor can be left out; None if it must be written."""
+        """Return the checksums that a slot must hold so that this tensor can be left out; None if the tensor must be
+        written."""
         known = self._known.get(live.name)
-        if known is None or not known.proved or live.name in self.copied_at_boundary:
+        if known is None or not known.is_proved or live.name in self.copied_at_boundary:
             return None
         if known.tensor is not live.tensor or known.signature != signature_of(live.tensor):
             return None
@@ -200,15 +204,16 @@ class UnchangedTensors:
     def note_written(self, live: Live, crcs: npt.NDArray[np.uint32]) -> None:
         """Note that a checkpoint wrote this frozen tensor, with these checksums."""
         before = self._known.get(live.name)
-        proved = before is not None and np.array_equal(before.crcs, crcs) and live.name not in self.copied_at_boundary
+        is_equal = before is not None and np.array_equal(before.crcs, crcs)
+        is_proved = is_equal and live.name not in self.copied_at_boundary
         self._known[live.name] = _Known(
-            live.tensor, memory_of(live.tensor), signature_of(live.tensor), crcs.copy(), proved
+            live.tensor, memory_of(live.tensor), signature_of(live.tensor), crcs.copy(), is_proved
         )
-        if proved or (before is not None and before.proved):
+        if is_proved or (before is not None and before.is_proved):
             self._end_round()
 
     def retain(self, lives: Sequence[Live]) -> None:
-        """Forget all other tensors: they are gone, or are no longer frozen."""
+        """Forget all tensors except ``lives``: the others are gone, or are no longer frozen."""
         if len(self._known) > len(lives):
             names = {live.name for live in lives}
             self._known = {name: known for name, known in self._known.items() if name in names}
@@ -226,11 +231,11 @@ class UnchangedTensors:
         self._rounds_of_others.group_changed()
 
     def reread(self, generation: int, block: int, budget: int | None) -> tuple[set[str], int]:
-        """Read again, before the next checkpoint is made, tensors that are left out. Returns the names of those whose
-        bytes differ from those in the checkpoints, and how many bytes in plain host memory were read (0 if a tensor
-        differs). ``generation``: the newest that was begun. ``block``: bytes per checksum. ``budget``: bytes to read
-        (None: all). If one tensor differs, all tensors in plain host memory are read, so that every one of them with
-        the same kind of write is found at once."""
+        """Read tensors that are left out again, before the next checkpoint is made. Return the names of the tensors
+        whose bytes differ from those in the checkpoints, and how many bytes in plain host memory were read (0 if a
+        tensor differs). If one tensor differs, all tensors in plain host memory are read, because the same kind of
+        write may have changed others. ``generation``: the newest generation that was begun. ``block``: bytes per
+        checksum. ``budget``: how many bytes in plain host memory are read (None: all)."""
         if not self._known:
             return set(), 0
         self._proved = proved = self._proved or self._proved_now(block)
@@ -252,7 +257,7 @@ class UnchangedTensors:
         return set(), int(proved.blocks.nbytes[chosen].sum())
 
     def _proved_now(self, block: int) -> _Proved:
-        proved = {name: known for name, known in self._known.items() if known.proved and len(known.crcs)}
+        proved = {name: known for name, known in self._known.items() if known.is_proved and len(known.crcs)}
         here = {name: known for name, known in proved.items() if is_plain(known.tensor)}
         counts = [len(known.crcs) for known in here.values()]
         blocks = Blocks.of(
@@ -265,16 +270,16 @@ class UnchangedTensors:
         return _Proved(list(here), blocks, crcs, [name for name in proved if name not in here])
 
     def _differing(self, proved: _Proved, chosen: Positions | slice) -> set[str]:
-        """Names of tensors with other bytes in these blocks and with the same signature as before. A change of the
-        signature announces the write: that tensor is written anyway."""
+        """Return the names of tensors whose bytes in these blocks differ, although their signatures are unchanged. A
+        tensor with a changed signature is not returned, because the next checkpoint writes it in any case."""
         blocks = proved.blocks
         differ = blocks.checksums(chosen) != proved.crcs[blocks.checksum_positions[chosen]]
         found = {proved.names[i] for i in blocks.owners[chosen][differ].tolist()}
         return {name for name in found if self._has_same_signature(name)}
 
     def _other_differing(self, names: Sequence[str], block: int) -> tuple[set[str], bool]:
-        """As ``_differing``, for the next tensors that can be read only through a copy; at most one is on a device.
-        Also returns whether the last one was read."""
+        """As ``_differing``, for the next tensors of ``names``, which can be read only through a copy. At most one
+        tensor on a device is read. Also return whether the last tensor of ``names`` was read, which ends the round."""
         spent, start = 0, self._others_turn if self._others_turn < len(names) else 0
         for turn, name in enumerate(names[start:], start + 1):
             self._others_turn = turn % len(names)
@@ -292,10 +297,11 @@ class UnchangedTensors:
 
 
 def changed_error(names: Sequence[str], when: str) -> StateChangedError:
+    """Return the error for an unannounced write to these tensors. ``when``: a clause for the message."""
     return StateChangedError(
         f"{', '.join(map(repr, names[:3]))} was written {when}, in a way that moves no version counter of torch (a "
-        "fused kernel, .data, numpy or another thread). From now on it is copied at the end of each step, before "
-        "training goes on. Wrap writes that are undone later (weight swaps) in `with session.paused():`, or call "
-        "session.end_step() after the last write of a step. (This is an error because LIGHTCK_CHECK=1 is set. Without "
-        "it such a checkpoint is given up with a warning, and the next one writes every tensor.)"
+        "fused kernel, .data, numpy or another thread). From now on the tensor is copied at the end of each step, "
+        "before training goes on. Wrap writes that are undone later (weight swaps) in `with session.paused():`, or "
+        "call session.end_step() after the last write of a step. (This is an error because LIGHTCK_CHECK=1 is set. "
+        "Without it such a checkpoint is given up with a warning, and the next one writes every tensor.)"
     )

@@ -1,4 +1,5 @@
-"""A write plan on its way to the engine: tensors that devices send are added, eager copies are taken out."""
+"""The copies of one write plan, as the engine gets them: with the tensors that devices send, and without the tensors
+whose eager copies are used."""
 
 from __future__ import annotations
 
@@ -15,19 +16,20 @@ from lightck.state.inventory import Live, in_plain_memory, memory_of
 
 
 class Submission:
-    """The copies of one plan. ``background``: tensors that are read after the boundary; ``background_numbers``: their
-    record numbers."""
+    """The copies of one plan. ``background``: tensors that are read after the boundary. ``background_numbers``: the
+    record numbers of these tensors. ``staged``: tensors on devices."""
 
     def __init__(self, plan: WritePlan) -> None:
         self.plan = plan
         self.staged = plan.staged
         self.background, self.background_numbers = plan.background, plan.background_numbers
         self.n_from_devices = 0
-        """How many of ``background``, counted from its end, are sent by a device."""
+        """The last this many of ``background`` are sent by a device."""
         self.frozen: list[tuple[Live, int]] = []
         """Frozen tensors that this checkpoint writes, with their record numbers."""
         self._keep_alive: list[object] = []
         self._numbers: list[int] = []
+        """Record numbers of the tensors that ``_add_at_boundary`` added; ``_sources`` has their addresses."""
         self._sources: list[int] = []
         for live, record in plan.at_boundary:
             self._add_at_boundary(live, record)
@@ -55,7 +57,8 @@ class Submission:
         self.background_numbers += [one.record.number for one in tensors]
 
     def blocks(self, writer: PoolWriter) -> Blocks:
-        """The blocks of those of ``background`` that lie in host memory, in the same order."""
+        """Return the blocks of the tensors of ``background`` that lie in host memory, in the order of
+        ``background``."""
         found = NO_BLOCKS
         for table in self.plan.tables:
             found = found.concatenated(table.blocks(writer))
@@ -63,11 +66,12 @@ class Submission:
 
     @property
     def keep_alive(self) -> tuple[list[object], ...]:
-        """The memory that the copies read from."""
+        """Objects that keep alive the memory from which the copies read."""
         return (*(table.keep_alive for table in self.plan.tables), self._keep_alive)
 
     def copy_plan(self, *begun_elsewhere: npt.NDArray[np.int64]) -> CopyPlan:
-        """The plan for the pool's writer, without records whose eager copy or device transfer has begun already."""
+        """Return the plan for the pool's writer. ``begun_elsewhere``: arrays of record numbers; the plan copies none of
+        these records, because their eager copy or device transfer has begun already."""
         closed_step, tables = self.plan.closed_step, self.plan.tables
         begun = np.concatenate([NO_RECORDS, *begun_elsewhere])
         numbers, sources, at_boundary = self._copies()
@@ -88,7 +92,8 @@ class Submission:
         )
 
     def _copies(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-        """Record number and address of each tensor that is written, and whether it is copied at the boundary."""
+        """Return three parallel arrays with one item for each tensor that is written: its record number, its address,
+        and whether it is copied at the boundary."""
         tables = [table for table in self.plan.tables if len(table.numbers)]
         if len(tables) == 1 and not self._numbers:
             return tables[0].numbers, tables[0].sources, tables[0].at_boundary

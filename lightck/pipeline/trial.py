@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 class Margin(NamedTuple):
-    """How much lower a cost must be than another one: below ``(1 - share) * other - least``. So a ``share`` of -0.01
-    allows a cost that is up to 1 % higher."""
+    """How much lower than ``other`` a cost must be: below ``(1 - share) * other - least``. A negative ``share`` allows
+    a higher cost: -0.01 allows up to 1 % more."""
 
     share: float
     least: float = 0.0
@@ -20,14 +20,15 @@ class Margin(NamedTuple):
 class Trial(Generic[T]):
     """Compare alternatives, given in the order of the resources that they need, least first.
 
-    Every checkpoint of the trial is carried by the alternative that ``begin`` returns. At its end ``finish`` takes its
-    costs, one per margin. The first ``warm_up`` checkpoints do not count. Then each round gives every alternative a
-    turn: first ``lead_in`` checkpoints that do not count, because they may still be affected by the alternative before,
-    and then one that counts. Every second round has the reverse order, so that a drift of the costs affects all alike.
+    Every checkpoint of the trial is carried by the alternative that ``begin`` returns. When the checkpoint has ended,
+    the caller passes its costs to ``finish``, one cost for each margin. The first ``warm_up`` checkpoints do not count.
+    Then each round gives every alternative a turn: first ``lead_in`` checkpoints that do not count, because the
+    previous alternative may still affect them, and then one checkpoint that counts. Every second round has the reverse
+    order, so that a drift of the costs affects all alike.
 
     An alternative is better than another one if each of its median costs is lower by the margin of that cost. The
     caller gives at least one margin whose share is not negative, so that no two alternatives are each better than the
-    other. The first alternative for which there is no better one wins. If ``rounds`` is 0, the first
+    other. The winner is the first alternative than which no other one is better. If ``rounds`` is 0, the first
     alternative wins at once.
     """
 
@@ -36,7 +37,7 @@ class Trial(Generic[T]):
     ) -> None:
         self._margins, self._rounds_max, self._lead_in = margins, rounds, lead_in
         self.alternatives = list(alternatives)
-        """Those that were not withdrawn."""
+        """The alternatives that were not withdrawn."""
         self._costs: dict[T, list[tuple[float, ...]]] = {one: [] for one in alternatives}
         """For each alternative the costs of its checkpoints that count."""
         self._turns: list[T] = []
@@ -44,7 +45,8 @@ class Trial(Generic[T]):
         self._finished = -warm_up
         """How many checkpoints of this turn have finished; negative during the warm-up."""
         self._checkpoints_left = 2 * (warm_up + rounds * len(self.alternatives) * (lead_in + 1))
-        """A checkpoint that is dropped has no costs. After twice as many as are needed the trial is cancelled."""
+        """How many more checkpoints may begin before the trial is cancelled. At first they are twice as many as the
+        trial needs, because a checkpoint that is dropped has no costs."""
         self.is_over = False
         self._advance()
 
@@ -55,18 +57,18 @@ class Trial(Generic[T]):
 
     @property
     def rounds(self) -> int:
-        """How many rounds are complete."""
+        """Number of complete rounds."""
         return min(len(self._costs[one]) for one in self.alternatives)
 
     def begin(self) -> T:
-        """Begin a checkpoint. Returns the alternative that carries it."""
+        """Begin a checkpoint, and return the alternative that carries it."""
         self._checkpoints_left -= 1
         if self._checkpoints_left < 0 and not self.is_over:
             self.cancel()
         return self.current
 
     def finish(self, *costs: float) -> None:
-        """Take the costs of the checkpoint that was begun last."""
+        """Record the costs of the checkpoint that was begun last. Once the trial is over, this does nothing."""
         if self.is_over:
             return
         self._finished += 1
@@ -88,10 +90,11 @@ class Trial(Generic[T]):
         self.is_over, self._turns = True, self.alternatives[:1]
 
     def medians(self, alternative: T) -> list[float]:
-        """The median of each cost; empty if there are none yet."""
+        """Return the median of each cost of this alternative; empty if it has no costs yet."""
         return [median(column) for column in zip(*self._costs[alternative], strict=True)]
 
     def _advance(self) -> None:
+        """End the trial if it is decided. Otherwise begin the next round if the present round is complete."""
         if self.is_over or self.rounds == self._rounds_max or len(self.alternatives) == 1:
             self.is_over, self._turns = True, [self._best()]
         elif not self._turns:
@@ -104,8 +107,8 @@ class Trial(Generic[T]):
         )
 
     def _is_better(self, first: list[float], second: list[float]) -> bool:
-        """Whether each median in ``first`` is lower by its margin than that in ``second``. Alternatives without costs
-        are neither better nor worse."""
+        """Whether each median in ``first`` is lower by its margin than the same median in ``second``. False if one of
+        the two lists is empty."""
         if not first or not second:
             return False
         costs = zip(first, second, self._margins, strict=True)

@@ -1,11 +1,11 @@
 """How OpenMP's threads wait for each other while a checkpoint is copied: actively, as usual, or passively.
 
-Waiting threads of GNU OpenMP spin. So copy threads, which have idle priority, get no processor even where the spinning
-thread has nothing to do. The training thread must then copy at the gate, which stalls the training. Passive waiting
-(``native/src/openmp.c``: the threads sleep) avoids this stall if steps are long, but slows down a training of many
-small operations. So lightck tries it if the gate had to copy much: checkpoints with active and passive waiting take
-turns. Passive waiting stays only if it is no slower and shortens the wait at the gate. The results of the training are
-the same in both cases.
+A waiting thread of GNU OpenMP spins: it uses its processor although it has nothing to do. Copy threads have idle
+priority, so they do not get this processor. The training thread must then copy at the gate, which stalls the training.
+Passive waiting (``native/src/openmp.c``: the threads sleep) avoids this stall if steps are long, but slows down a
+training of many small operations. So lightck tries passive waiting if the training thread had to copy much at the gate:
+checkpoints with active and passive waiting take turns. Passive waiting stays only if steps take no longer with it and
+the wait at the gate is shorter. The results of the training are the same in both cases.
 """
 
 from __future__ import annotations
@@ -23,52 +23,63 @@ from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
 OPENMP_OF = "libtorch_cpu.so"
-"""The library whose OpenMP threads are meant."""
+"""The library whose OpenMP threads can be made to wait passively."""
 TRIAL, PASSIVE = "trial", "passive"
-"""The values of ``Meter.wait_policy``, besides None."""
+"""Values of ``Meter.wait_policy``: a trial is running; passive waiting was chosen. None: the threads wait actively."""
 _CHOSEN_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""Passive waiting is not tried if one of these environment variables is set: the user has chosen how threads wait."""
 _INCOMPATIBLE_VARIABLES = ("OMP_STACKSIZE", "GOMP_STACKSIZE", "OMP_DISPLAY_AFFINITY")
 """Passive waiting is not tried if one of these is set. To make threads wait passively, ``native/src/openmp.c`` keeps a
 second OpenMP team, which might then need too much memory, or print at every checkpoint."""
 
 _STARVED_SHARE, _STARVED_NBYTES = 0.1, 16 << 20
-"""The copy threads were starved of processor time if the waiting thread copied this share of a checkpoint, and at
-least this many bytes."""
+"""A checkpoint was starved (its copy threads had too little processor time) if the waiting thread copied at least this
+share of its bytes, and at least this many bytes."""
 _STARVED_CHECKPOINTS, _STARVED_WINDOW = 3, 5
-"""A trial begins after this many such checkpoints among the last ones."""
+"""A trial begins when at least ``_STARVED_CHECKPOINTS`` of the last ``_STARVED_WINDOW`` gates had a starved
+checkpoint."""
 _CHECKPOINTS_UNTIL_NEXT = 1000
-"""The number of checkpoints from one trial to the next; it doubles each time, because trainings seldom change."""
+"""Number of checkpoints from the end of the first trial to the second one. The number doubles after each trial, because
+trainings seldom change."""
 
 _ACTIVE, _PASSIVE = False, True
 """The alternatives of a trial: whether the threads wait passively."""
 _NO_SLOWER, _LESS_WAITING = Margin(-0.01), Margin(0.5)
 """Passive waiting stays if the time from boundary to gate is at most 1 % longer, and the wait at the gate less than
-half. Many rounds are needed, because step times scatter by a few percent, mostly more than the difference."""
+half as long."""
 _ROUNDS = 16
+"""Rounds of a trial. Many are needed, because step times scatter by a few percent, mostly more than the difference."""
 _MUCH_SLOWER, _ROUNDS_MIN = 1.1, 5
-"""A trial ends after this many rounds if passive waiting makes the time to the gate this many times longer."""
+"""A trial ends after ``_ROUNDS_MIN`` or more rounds if the time from boundary to gate with passive waiting is more than
+``_MUCH_SLOWER`` times the time with active waiting."""
 
 
 class WaitPolicy:
-    """Decides how OpenMP's threads wait, by how checkpoints reach the gate. ``is_on=False``: changes nothing."""
+    """Decides how OpenMP's threads wait during copies, from what checkpoints cost until the gate. ``is_on=False``: they
+    always wait actively."""
 
     def __init__(self, engine: Engine, meter: Meter, *, is_on: bool = True) -> None:
         self._engine, self._meter = engine, meter
         self._is_on = is_on and not any(name in os.environ for name in (*_CHOSEN_BY_USER, *_INCOMPATIBLE_VARIABLES))
         self._is_passive = False
         self._trial: Trial[bool] | None = None
-        """Alternatives: active or passive waiting. Costs: seconds to the gate, seconds waited there."""
+        """Alternatives: active or passive waiting. Costs: seconds from boundary to gate, seconds waited for copies in
+        between."""
         self._window: tuple[float, float] | None = None
-        """Of the trial's checkpoint in flight: when it began, and the meter's seconds of waiting at that time."""
+        """For the checkpoint in flight of a trial: the time when it began, and ``Meter.wait_seconds`` at that time."""
         self._has_begun_eagerly = False
         """Whether the eager copies of the next checkpoint have begun, so that its boundary is not its beginning."""
         self._was_starved = False
+        """Whether the last checkpoint that was committed since the last gate was starved."""
         self._starved: deque[bool] = deque(maxlen=_STARVED_WINDOW)
+        """``_was_starved`` at the last gates."""
         self._checkpoints = 0
+        """Number of committed checkpoints. The next trial may begin when it reaches ``_next_trial``."""
         self._next_trial, self._trial_interval = 0, _CHECKPOINTS_UNTIL_NEXT
 
     def checkpoint_begins(self, *, eager: bool = False) -> None:
-        """The copies of a checkpoint begin now. ``eager``: these are eager copies, before its boundary."""
+        """The copies of a checkpoint begin now. ``eager``: they are eager copies, before the boundary of the
+        checkpoint."""
         has_begun, self._has_begun_eagerly = self._has_begun_eagerly, eager
         if has_begun or not self._is_on:
             return
@@ -91,7 +102,8 @@ class WaitPolicy:
             self._window = time.perf_counter(), self._meter.wait_seconds
 
     def checkpoint_ended(self, nbytes: int, nbytes_helped: int) -> None:
-        """A checkpoint is committed. ``nbytes_helped``: how many of its bytes a waiting thread copied."""
+        """A checkpoint is committed. ``nbytes``: its bytes. ``nbytes_helped``: how many of these a waiting thread
+        copied."""
         self._checkpoints += 1
         self._was_starved = nbytes_helped >= max(_STARVED_NBYTES, _STARVED_SHARE * nbytes)
 
@@ -133,7 +145,7 @@ class WaitPolicy:
 
 
 def _summary(trial: Trial[bool]) -> str:
-    """The measured times that decided the trial."""
+    """Return the median times that decided the trial, for a message."""
     passive, active = ([1e3 * seconds for seconds in trial.medians(one)] for one in (_PASSIVE, _ACTIVE))
     if not passive or not active:
         return "too few checkpoints were saved to compare the two"
@@ -142,5 +154,5 @@ def _summary(trial: Trial[bool]) -> str:
 
 
 def _has_thread_per_processor() -> bool:
-    """Whether torch uses a thread per processor. Otherwise a processor is free for the copies anyway."""
+    """Whether torch uses at least one thread per processor. If not, a processor is free for the copies anyway."""
     return torch.get_num_threads() >= len(os.sched_getaffinity(0))

@@ -1,4 +1,5 @@
-"""Which record of the pool each tensor has, and how it is copied. Computed once, and reused while no tensor changes.
+"""Which record of the pool each tensor has, and how the tensor is copied. Both are computed once, and reused until a
+tensor is added, dropped, replaced or moved.
 
 These tensors are copied at the boundary: all tensors of a small model, small tensors, buffers, tensors that must first
 be made contiguous, and tensors that something once wrote to after a boundary. Tensors on a device are sent from it. A
@@ -24,10 +25,12 @@ from lightck.state.inventory import Live, entry_of, is_plain, memory_of
 from lightck.state.signatures import ClosedStep, MemoryLayout, memory_layout_of
 
 NO_RECORDS = np.array([], np.int64)
+"""An empty array of record numbers."""
 AT_BOUNDARY_NBYTES_MAX = 4096
-"""Tensors up to this size are copied at the boundary, because starting a background copy would cost more."""
+"""Tensors of at most this many bytes are copied at the boundary, because starting a background copy would take
+longer."""
 WHOLE_NBYTES_MAX = 0 if os.environ.get("LIGHTCK_TEST_BACKGROUND") == "1" else 512 * 1024
-"""If all tensors together have at most so many bytes, all are copied at the boundary: watching them, and moving their
+"""If all tensors together have at most this many bytes, all are copied at the boundary: watching them, and moving their
 memory to the processor of a copy thread and back, would take longer than to copy them."""
 
 
@@ -41,18 +44,18 @@ class TensorRecord:
     alias: str | None
     nbytes: int
     plain: bool
-    """Whether its own memory can be copied as it is."""
+    """Whether the tensor's own memory can be copied as it is."""
     at_boundary: bool
-    """Whether it is always copied at the boundary."""
+    """Whether the tensor is always copied at the boundary."""
     transfer: DeviceTransfer | None = None
-    """How it leaves its device; None in host memory."""
+    """Copies the tensor from its device. None if it is in host memory, or on a device without a ``DeviceTransfer``."""
 
     @property
     def address(self) -> int:
         return self.memory_layout[0]
 
     def describes(self, live: Live) -> bool:
-        """Whether this is still the record of the tensor. Object and address alone are not enough: ``resize_``, ``t_``
+        """Whether this record still describes the tensor. Object and address alone are not enough: ``resize_``, ``t_``
         and ``.data = ...`` can keep both. A tied tensor also keeps both when the tensor to which it was tied is
         replaced."""
         is_same = self.tensor is live.tensor and self.alias == live.alias
@@ -69,6 +72,7 @@ class NoExtentError(Exception):
 
 
 def _record(number: int, live: Live, entry: Entry) -> TensorRecord:
+    """Return the record of a tensor that has an extent. ``number``: its record number."""
     tensor = live.tensor
     plain, transfer = is_plain(tensor), transfer_of(tensor)
     at_boundary = entry.nbytes <= AT_BOUNDARY_NBYTES_MAX or entry.role == "buffer" or not (plain or transfer)
@@ -96,17 +100,17 @@ class WriteTable:
     """The token of the ``TensorList`` (state/signatures.py) that this table was computed for; None if it was computed
     for other tensors."""
     n_copied_at_boundary: int
-    """How many names were always copied at the boundary when this table was computed. The set of these names only
-    grows, so another number means that the table is out of date."""
+    """Number of names of tensors that were always copied at the boundary when this table was computed. The set of these
+    names only grows, so another number means that the table is out of date."""
     written: list[tuple[Live, TensorRecord]]
     """Tensors in plain host memory that each checkpoint writes. The next three arrays are parallel to it."""
     numbers: npt.NDArray[np.int64]
     sources: npt.NDArray[np.uint64]
-    """Addresses."""
+    """Addresses of the tensors' bytes."""
     at_boundary: npt.NDArray[np.bool_]
     """Whether the tensor is copied at the boundary; the others are ``background``."""
     keep_alive: list[object]
-    """The memory of ``background``."""
+    """Keeps alive the memory of each tensor of ``background``, in the same order."""
     background: list[Live]
     background_numbers: list[int]
     without_bytes: list[int]
@@ -118,13 +122,13 @@ class WriteTable:
     staged: list[StagedTensor]
     """Tensors on a device with a ``DeviceTransfer``, without the frozen ones."""
     _background_by_id: dict[int, tuple[Live, int]] = field(default_factory=dict)
-    """``background`` by the tensors' ids. Empty until ``background_of`` is called."""
+    """id of a tensor -> its item of ``background`` and its record number. Empty until ``background_of`` is called."""
     _blocks: list[Blocks] = field(default_factory=list)
-    """The result of ``blocks``. Empty until it is called."""
+    """The result of ``blocks``, as the only item. Empty until ``blocks`` is called."""
 
     def without(self, left_out: Collection[int]) -> WriteTable:
-        """A copy of this table without these record numbers, for a plan that leaves them out (``WritePlan.unchanged``).
-        ``without_bytes`` and ``undecided`` stay as they are."""
+        """Return a copy of this table without these record numbers, for a plan that leaves them out
+        (``WritePlan.unchanged``). ``without_bytes`` and ``undecided`` stay as they are."""
         stays = ~np.isin(self.numbers, np.fromiter(left_out, np.int64, len(left_out)))
         later = [i for i, number in enumerate(self.background_numbers) if number not in left_out]
         return WriteTable(
@@ -143,14 +147,14 @@ class WriteTable:
         )
 
     def background_of(self, tensor: torch.Tensor) -> tuple[Live, int] | None:
-        """The name and record number of this tensor if it is one of ``background``, else None."""
+        """Return the item of ``background`` for this tensor and its record number; None if the tensor is not there."""
         if not self._background_by_id:
             pairs = zip(self.background, self.background_numbers, strict=True)
             self._background_by_id.update((id(live.tensor), (live, number)) for live, number in pairs)
         return self._background_by_id.get(id(tensor))  # ids stay valid: this table keeps each of these tensors alive
 
     def blocks(self, writer: PoolWriter) -> Blocks:
-        """The blocks of ``background``."""
+        """Return the blocks of the tensors in ``background``."""
         if not self.background:
             return NO_BLOCKS
         if not self._blocks:
@@ -167,7 +171,10 @@ def write_table(
     *,
     whole_nbytes_max: int = 0,
 ) -> WriteTable:
-    """Sort tensors by how they are written. ``copied_at_boundary``: names that no background copy may read."""
+    """Return the table that says how these tensors are written. ``records``: the record of each tensor.
+    ``copied_at_boundary``: names of tensors that no background copy may read. ``token``: see ``WriteTable``.
+    ``whole_nbytes_max``: if the tensors in plain host memory have at most this many bytes together, all are copied at
+    the boundary."""
     written: list[tuple[Live, TensorRecord, bool]] = []
     without_bytes: list[int] = []
     undecided: list[tuple[Live, TensorRecord]] = []
@@ -209,16 +216,17 @@ class WriteTableCache:
     """The tensor records of one pool file, and the write table of the last tensor list."""
 
     def __init__(self, writer: PoolWriter, *, check: bool = False) -> None:
-        """``check`` (``LIGHTCK_CHECK=1``): copy a small model in the background too, as a large one, so that writes to
-        its sources are found."""
+        """``check`` (``LIGHTCK_CHECK=1``): a small model is copied in the background, as a large one is, so that writes
+        to its sources are found."""
         self.writer = writer
         self._whole_nbytes_max = 0 if check else WHOLE_NBYTES_MAX
         self.cached: WriteTable | None = None
+        """The table of the last ``TensorList``; None before the first one."""
         self._records: dict[str, TensorRecord] = {}
 
     def of(self, closed_step: ClosedStep, copied_at_boundary: set[str]) -> list[WriteTable]:
-        """Two tables: one for the tensors of the step's ``TensorList``, one for the others (large tensors in
-        ``state=``, or all if there is no list). Raises ``NoExtentError``."""
+        """Return two tables: one for the tensors of the step's ``TensorList``, one for the other tensors (large tensors
+        in ``state=``, or all if there is no list). Raises ``NoExtentError``."""
         tensor_list, known, lives = closed_step.tensor_list, self.cached, closed_step.lives
         n = 0 if tensor_list is None else len(tensor_list.lives)
         if (
@@ -246,8 +254,8 @@ class WriteTableCache:
         return write_table(lives, records, copied_at_boundary, token, whole_nbytes_max=self._whole_nbytes_max)
 
     def add(self, entries: Sequence[Entry], lives: Sequence[Live]) -> None:
-        """Add extents for these tensors; extents of tensors that are not in ``lives`` may be reused. No checkpoint is
-        in flight. Raises ``RelayoutNeededError``."""
+        """Add extents for these entries. Extents of tensors that are not in ``lives`` may be reused. Call only while no
+        checkpoint is in flight. Raises ``RelayoutNeededError``."""
         try:
             self.writer.add(entries, {live.name for live in lives})
         finally:
@@ -255,13 +263,13 @@ class WriteTableCache:
             self._records = {name: one for name, one in self._records.items() if numbers.get(name) == one.number}
 
     def describes(self, live: Live, number: int) -> bool:
-        """Whether this is still the tensor's record number, and its record still describes it."""
+        """Whether ``number`` is still the tensor's record number, and the record still describes the tensor."""
         record = self._records.get(live.name)
         return record is not None and record.number == number and record.describes(live)
 
     def _records_of(self, lives: Sequence[Live], all_lives: Sequence[Live]) -> list[TensorRecord]:
-        """The record of each tensor, with an extent that fits it now. Raises ``NoExtentError``. ``all_lives``: all
-        tensors of the step; the records of any others are forgotten."""
+        """Return the record of each tensor, whose extent fits the tensor now. Raises ``NoExtentError``. ``all_lives``:
+        all tensors of the step; the records of any others are forgotten."""
         known, writer = self._records, self.writer
         if len(known) > len(all_lives):  # a record must not keep alive a tensor that the training has dropped
             for name in known.keys() - {live.name for live in all_lives}:

@@ -17,11 +17,13 @@ from lightck.state.device_transfers import Arrival, DeviceTransfer
 log = logging.getLogger("lightck")
 
 GROUPS_MAX = 6
-"""The most groups (and jobs) of one checkpoint that are sent while the device computes."""
+"""At most this many groups of one checkpoint, each with one job, are sent while the device computes."""
 GROUP_NBYTES_MIN = 16 << 20
+"""Every group except the last one has at least this many bytes."""
 SEGMENTS = 2
-"""Pieces of host memory: while the engine copies from one, the device fills the other."""
+"""Number of segments of host memory in a ring: while the engine copies from one segment, the device fills the other."""
 ALIGN = 256
+"""The offset of each tensor in a segment is a multiple of this many bytes."""
 _POLL_SECONDS = 0.0005
 
 
@@ -35,10 +37,12 @@ class Segment:
 
     @property
     def is_read(self) -> bool:
+        """Whether a job may still read the memory."""
         return self.reader is not None and self.reader.needs_sources
 
     def wait_free(self) -> None:
-        """Wait until no job reads it and no transfer writes to it, not even one of a checkpoint that was given up."""
+        """Wait until no job reads the memory and no transfer writes to it, not even a transfer of a checkpoint that was
+        given up."""
         while self.is_read:
             time.sleep(_POLL_SECONDS)
         for arrival in self.arrivals:
@@ -47,7 +51,8 @@ class Segment:
 
 
 class PinnedRing:
-    """Segments that are used in turn. A segment that is too small is replaced; its reader may keep the old memory."""
+    """Segments that are used in turn. A segment that is too small is replaced. The job that reads the old segment keeps
+    its memory."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
@@ -55,6 +60,7 @@ class PinnedRing:
         self._transfer: DeviceTransfer | None = None
 
     def next(self, transfer: DeviceTransfer, nbytes: int) -> Segment:
+        """Return the next segment, with at least ``nbytes`` bytes. A job or a transfer may still use the segment."""
         self._turn += 1
         at = self._turn % SEGMENTS
         self._transfer = transfer
@@ -65,7 +71,7 @@ class PinnedRing:
         return self._segments[at]
 
     def forget(self) -> None:
-        """Release the memory. No transfer is under way."""
+        """Release the memory. Call only while no transfer is under way."""
         self._segments = []
         if self._transfer is not None:
             self._transfer.release_host_memory()
@@ -78,17 +84,17 @@ class Group:
 
     tensors: list[StagedTensor]
     sources: list[torch.Tensor]
-    """The memory on the device: that of a copy, or that of the tensors at the boundary. A later ``.data = ...`` has no
-    influence on it."""
+    """The memory on the device that is sent: a copy of the tensors, or the memory that the tensors had at the boundary.
+    A later ``.data = ...`` does not change which memory is sent."""
     places: list[torch.Tensor]
-    """Where they arrive: bytes of host memory, or of the pool."""
+    """The memory to which the tensors are sent: bytes of host memory, or of the pool."""
     segment: Segment
     job: Job
     in_order: bool
-    """Whether they are sent at the boundary, in the order of the computation."""
+    """Whether the tensors are sent at the boundary, in the order of the computation."""
 
     def pairs(self) -> dict[DeviceTransfer, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """For each device transfer: pairs of a place and its source."""
+        """Return, for each device transfer, pairs of a place and the source that is sent there."""
         found: dict[DeviceTransfer, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for one, source, place in zip(self.tensors, self.sources, self.places, strict=True):
             found.setdefault(one.transfer, []).append((place, source))
@@ -102,8 +108,9 @@ class Group:
             self.segment.arrivals.append(transfer.send_in_order(pairs))
 
     def send_and_start(self, marks: dict[DeviceTransfer, Arrival]) -> None:
-        """Send the group, wait for its arrival, and start its job. Nothing is sent if the checkpoint was given up.
-        A group that is sent in order is on its way already. ``marks``: where the work of each device ended."""
+        """Send the group, wait for its arrival, and start its job. Nothing is sent if the checkpoint was given up. A
+        group with ``in_order`` was sent at the boundary; this only waits for it and starts its job. ``marks``: for each
+        device, the end of its work at the boundary."""
         if not self.in_order:
             self.segment.wait_free()
             if not self.job.needs_sources:
@@ -123,7 +130,7 @@ class Group:
 
 
 def split_into_groups(tensors: Sequence[StagedTensor], parts_max: int) -> list[list[StagedTensor]]:
-    """At most ``parts_max`` groups of about the same size; the order of the tensors is kept."""
+    """Return at most ``parts_max`` groups of about the same size. The order of the tensors is kept."""
     if parts_max < 1:
         return []
     share = max(GROUP_NBYTES_MIN, -(-sum(one.record.nbytes for one in tensors) // parts_max))
@@ -139,7 +146,7 @@ def split_into_groups(tensors: Sequence[StagedTensor], parts_max: int) -> list[l
 
 
 def packed_layout(tensors: Sequence[StagedTensor]) -> tuple[list[int], int]:
-    """The offset of each tensor in a piece of memory, and the length that this memory must have."""
+    """Return the offset of each tensor in the memory of a segment, and how many bytes this memory must have."""
     offsets, at = [], 0
     for one in tensors:
         offsets.append(at)
@@ -148,7 +155,7 @@ def packed_layout(tensors: Sequence[StagedTensor]) -> tuple[list[int], int]:
 
 
 def _host_memory(transfer: DeviceTransfer, nbytes: int) -> torch.Tensor:
-    # A step may be closed while an evaluation runs, or while torch has another default device.
+    # A step may be closed in inference mode, or while torch has another default device.
     with torch.inference_mode(False), torch.device("cpu"):
         try:
             return transfer.memory(nbytes)

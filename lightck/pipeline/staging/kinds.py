@@ -11,24 +11,24 @@ class Host:
     """The device copies to pinned host memory, and lightck's threads copy from there into the pool. (This is mode C of
     LightCheck.)
 
-    Always available: if memory cannot be pinned, ordinary memory is used.
+    ``Host()`` is always available. If memory cannot be pinned, ordinary memory is used.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """The device writes into the pool itself, and lightck's threads read back what it wrote. (This is mode D of
-    LightCheck.)
+    """The device writes directly into the pool, and lightck's threads read the written bytes back, to compute
+    checksums. (This is mode D of LightCheck.)
 
-    It needs no host memory and less processor time. It is available for a pool in memory (tmpfs, persistent memory)
-    that the device's driver can register. Elsewhere ``Host()`` is used, and the log says so.
+    ``Direct()`` needs no host memory and less processor time. It is available for a pool in memory (tmpfs, persistent
+    memory) that the device's driver can register. Elsewhere ``Host()`` is used, and the log says so.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device makes a copy of the state in its own memory, in the order of its computation; from there the transfer
-    goes on as with ``Host()``. (This is mode G of LightCheck.)
+    """The device makes a copy of the state in its own memory, in the order of its computation. This copy is then
+    transferred as with ``Host()``. (This is mode G of LightCheck.)
 
     The copy takes as much memory on the device as the state. The transfer takes as much host memory as with
     ``Host()``. The next update does not wait for the transfer: with ``slots=3`` or more the transfer may take as long
@@ -46,5 +46,5 @@ def check_kind(staging: Any) -> None:
         name = getattr(staging, "__name__", type(staging).__name__)
         raise TypeError(
             f"staging is {name!r}. Pass lightck.Host(), lightck.Direct() or lightck.Device(), or leave it out: then "
-            "lightck tries them and keeps the one that stalls the training least."
+            "lightck tries these methods and keeps the one that stalls the training least."
         )

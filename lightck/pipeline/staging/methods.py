@@ -1,7 +1,7 @@
 """The three transfer methods, behind one interface.
 
-For each checkpoint, a method first prepares itself. Then it makes one group for each part of the tensors, with a job of
-the engine that waits for the group.
+For each checkpoint, the chosen method first prepares itself. Then it makes a group of each part of the tensors, with a
+job of the engine that waits until the group has arrived.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class TransferMethod(Protocol):
     """Whether the tensors themselves are read while the next step computes. False: they are read at the boundary, in
     the order of the computation."""
     ends_before_next: bool
-    """Whether all its transfers must have ended before the next checkpoint begins, whatever method that one uses."""
+    """Whether all transfers of a checkpoint must have ended before the next checkpoint begins, whatever method the next
+    checkpoint uses."""
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
         """Prepare a checkpoint of these tensors in this pool. Raises ``UnavailableError``."""
@@ -40,16 +41,17 @@ class TransferMethod(Protocol):
     def group(
         self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
     ) -> Group | None:
-        """Make a group and its job; None if the engine has no free job. ``nbytes_max``: how much memory to allocate for
-        a group: the size of the largest one with the same ``in_order``. ``in_order``: the group is sent in the order of
-        the computation."""
+        """Make a group and its job, and return the group; None if the engine has no free job. ``nbytes_max``: bytes of
+        the largest group of this checkpoint with the same ``in_order``; this many bytes of host memory are allocated
+        for each of these groups. ``in_order``: the group is sent in the order of the computation."""
 
     def forget(self) -> None:
-        """Release all memory. No transfer is under way."""
+        """Release all memory. Call only while no transfer is under way."""
 
 
 class HostMethod:
-    """Through two pieces of host memory in turn, and two more for groups that are sent in order."""
+    """Sends tensors through two segments of host memory in turn, and groups with ``in_order`` through two more
+    segments."""
 
     kind: Kind = Host()
     reads_during_step = True
@@ -59,7 +61,7 @@ class HostMethod:
         self._ring, self._in_order = PinnedRing(), PinnedRing()
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
-        """Nothing to prepare: host memory is always available, or its allocation raises."""
+        """Do nothing: host memory is allocated when a group is made."""
 
     def group(
         self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
@@ -80,7 +82,7 @@ class DirectMethod:
 
     kind: Kind = Direct()
     reads_during_step = True
-    ends_before_next = True  # a checkpoint that was given up may still be sent into its slot, which is reused
+    ends_before_next = True  # a checkpoint that was given up may still be sent into its slot, which is free then
 
     def __init__(self, wait_idle: Callable[[], None]) -> None:
         self._wait_idle = wait_idle
@@ -116,19 +118,21 @@ class DirectMethod:
 
 
 class DeviceMethod:
-    """Through a copy on the device, which is made at the boundary in the order of the computation."""
+    """Sends tensors from a copy on the device, which is made at the boundary in the order of the computation."""
 
     kind: Kind = Device()
     reads_during_step = False
     ends_before_next = True  # there is memory for one copy only
 
     def __init__(self, free_factor: int = 1) -> None:
-        """``free_factor``: how many times the bytes of the copy must be free on the device before it is allocated."""
+        """``free_factor``: the copy is allocated only if this many times its bytes are free on the device. 1: free
+        memory is not checked."""
         self._free_factor = free_factor
         self._ring = PinnedRing()
         self._memory: dict[DeviceTransfer, torch.Tensor] = {}
+        """The memory for the copy on each device."""
         self._copies: dict[int, torch.Tensor] = {}
-        """The bytes of the copies, by record number."""
+        """Record number -> the bytes of the tensor's copy."""
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
         self._copies.clear()
@@ -175,7 +179,8 @@ class DeviceMethod:
 def group_through_host(
     segment: Segment, reservation: Reservation, tensors: list[StagedTensor], sources: list[torch.Tensor], in_order: bool
 ) -> Group | None:
-    """A group that is sent through host memory, or None if the engine has no free job."""
+    """Return a group that is sent through host memory, or None if the engine has no free job. ``sources``: the memory
+    on the device that is sent, for each tensor."""
     offsets, _ = packed_layout(tensors)
     places = [segment.memory[at : at + one.record.nbytes] for at, one in zip(offsets, tensors, strict=True)]
     records = [one.record.number for one in tensors]

@@ -14,8 +14,9 @@ from lightck.state.device_transfers import DeviceTransfer
 
 
 class RegisteredPool:
-    """The registered mapping of one writer, until ``release`` or until the pool is unmapped. ``wait_idle`` waits until
-    no device writes there. Raises ``RuntimeError`` if a device's driver refuses."""
+    """The registered mapping of one writer, until ``release`` or until the pool is unmapped. ``wait_idle``: waits until
+    no device writes to the mapping. ``memory``: the mapping as bytes. Raises ``RuntimeError`` if the driver of a device
+    refuses to register the mapping."""
 
     def __init__(self, writer: PoolWriter, transfers: Sequence[DeviceTransfer], wait_idle: Callable[[], None]) -> None:
         self._writer: PoolWriter | None = writer
@@ -45,6 +46,7 @@ class RegisteredPool:
         return self.memory[at : at + nbytes]
 
     def release(self) -> None:
+        """Wait until no device writes to the mapping, and unregister it."""
         transfers, self._transfers, self._writer = self._transfers, [], None
         if transfers and os.getpid() == self._pid:  # a forked child has neither the mapping nor the devices
             self._wait_idle()

@@ -25,17 +25,19 @@ from lightck.stats import Meter
 log = logging.getLogger("lightck")
 
 _FREE_FACTOR = 2
-"""The device must have this many times the bytes of a copy free before the trial makes one there."""
+"""A trial makes a copy on the device only if this many times the bytes of the copy are free there."""
 _ROUNDS, _WARM_UP, _LEAD_IN = 3, 2, 1
-"""The first steps of a training are slower than the others. And the first checkpoint after a change of the method waits
-for transfers by the old method, and pins or registers memory."""
+"""Of a ``Trial``. The warm-up leaves out the first steps of a training, which are slower than the others. The lead-in
+leaves out the first checkpoint after a change of the method: it waits for transfers by the old method, and pins or
+registers memory."""
 _LESS_STALL = Margin(0.1, 0.0002)
-"""A method that needs more resources must stall the training less: by a tenth and 0.2 ms."""
+"""A method that needs more resources must stall the training less: by a tenth plus 0.2 ms."""
 
 
 class Staging:
     """The device transfers of one session. ``is_on=False``: tensors on devices are copied at the boundary.
-    ``commits_after_update``: a checkpoint may commit after the next update, so its transfer may outlast a step."""
+    ``commits_after_update``: a checkpoint may commit after the next update, so its transfer may take longer than a
+    step."""
 
     def __init__(
         self, meter: Meter, kind: Kind | None = None, *, commits_after_update: bool = False, is_on: bool = True
@@ -45,7 +47,7 @@ class Staging:
         self._kind, self._commits_after_update = kind, commits_after_update
         self._trial: Trial[TransferMethod] | None = None
         self._stall_seconds = 0.0
-        """The stall of the session when the last checkpoint began."""
+        """The session's total stall, in seconds, when the last checkpoint began."""
         self._method: TransferMethod | None = None
         """The method of the last checkpoint."""
         self._thread: TransferThread | None = None
@@ -55,9 +57,10 @@ class Staging:
         self, writer: PoolWriter, slot: Slot, submission: Submission, reservation: Reservation | None, jobs_max: int
     ) -> Iterator[tuple[Reservation | None, npt.NDArray[np.int64]]]:
         """Begin to send the tensors of a checkpoint that lie on devices. The caller begins the checkpoint in the
-        ``with`` block. Yields the reservation and the record numbers that are being sent. Tensors for which
-        ``jobs_max`` jobs are not enough are copied at the boundary. If the block raises, a reservation that was made
-        here is dropped."""
+        ``with`` block. ``reservation``: that of the eager copies, or None. Yields the reservation of the checkpoint
+        (None if nothing is sent and there was none), and the record numbers that are being sent. If ``jobs_max`` jobs
+        are too few, the other tensors are copied at the boundary. If the block raises, a reservation that this method
+        made is dropped."""
         if self._method is not None and self._method.ends_before_next:
             self._wait_idle(raise_if_interrupted)
         if not self.is_on or not submission.staged or jobs_max < 1:
@@ -75,7 +78,7 @@ class Staging:
     def _send(
         self, writer: PoolWriter, reservation: Reservation, submission: Submission, jobs_max: int
     ) -> npt.NDArray[np.int64]:
-        """Begin to send. Returns the numbers of the records that are being sent."""
+        """Begin to send tensors. Return the record numbers that are being sent. Raises ``BackgroundError``."""
         try:
             method = self._prepared_method(writer, submission.staged)
             groups, left = _groups(method, reservation, submission.staged, jobs_max)
@@ -94,7 +97,7 @@ class Staging:
     # -- the transfer method
 
     def _prepared_method(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> TransferMethod:
-        """The transfer method of this checkpoint, prepared for it."""
+        """Return the transfer method of this checkpoint, after its ``prepare``."""
         if self._trial is None:
             rounds = _ROUNDS if self._kind is None else 0
             self._trial = Trial(self._methods(), [_LESS_STALL], rounds=rounds, warm_up=_WARM_UP, lead_in=_LEAD_IN)
@@ -105,7 +108,7 @@ class Staging:
         method = trial.begin()
         while True:
             if trial.is_over and not is_result_reported:
-                self._end_trial(trial)  # before this checkpoint is sent, because the other methods release memory
+                self._end_trial(trial)  # it releases memory of the other methods, which this checkpoint may need
             try:
                 method.prepare(writer, staged)
             except UnavailableError as why:
@@ -162,7 +165,8 @@ class Staging:
     # -- the groups of a checkpoint
 
     def _start(self, groups: list[Group]) -> None:
-        """Send what must be sent in order, mark the end of each device's work, and leave the rest to the thread."""
+        """Send the groups with ``in_order``, mark the end of each device's work, and pass all groups to the transfer
+        thread."""
         if not groups:
             return
         try:
@@ -182,7 +186,7 @@ class Staging:
 
     @property
     def is_staging_thread(self) -> bool:
-        """Whether the caller runs on the thread that waits for devices."""
+        """Whether the caller runs on the transfer thread."""
         return self._thread is not None and self._thread.is_staging_thread
 
     def close(self) -> None:
@@ -198,7 +202,7 @@ class Staging:
 def _groups(
     method: TransferMethod, reservation: Reservation, staged: Sequence[StagedTensor], jobs_max: int
 ) -> tuple[list[Group], list[StagedTensor]]:
-    """Groups whose jobs are submitted but held, and the tensors for which no job was free."""
+    """Return groups whose jobs are submitted and held, and the tensors for which no job was free."""
     in_order = [one for one in staged if one.in_order and method.reads_during_step]
     later = [one for one in staged if not (one.in_order and method.reads_during_step)]
     parts = split_into_groups(later, min(jobs_max - bool(in_order), GROUPS_MAX))

@@ -16,11 +16,13 @@ from lightck.state.device_transfers import Arrival, DeviceTransfer
 from lightck.stats import Meter
 
 _POLL_SECONDS = 0.1
+"""``wait_idle`` calls ``pause`` once in this time."""
 
 
 @dataclass(slots=True)
 class _Task:
-    """The groups of one checkpoint. ``marks``: where the work of each device ended at the boundary."""
+    """The groups of one checkpoint. ``marks``: for each device, the end of its work at the boundary. ``jobs``: the job
+    of each group. ``done``: set when each group has arrived or failed."""
 
     groups: list[Group]
     marks: dict[DeviceTransfer, Arrival]
@@ -34,12 +36,14 @@ class TransferThread:
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._last: _Task | None = None
+        """The last submitted task; None if all its transfers are known to have ended."""
         # A SimpleQueue's put is reentrant: a finalizer may end the thread in the middle of another put.
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lightck-staging", daemon=True)
         self._thread.start()
 
     def submit(self, groups: list[Group], marks: dict[DeviceTransfer, Arrival]) -> None:
+        """Pass the groups of one checkpoint to the thread."""
         task = _Task(groups, marks, [group.job for group in groups])
         self._last = task
         self._tasks.put(task)
@@ -50,8 +54,9 @@ class TransferThread:
         return threading.current_thread() is self._thread
 
     def wait_idle(self, pause: Callable[[], None] | None = None) -> None:
-        """Wait until no transfer is under way, and help to copy meanwhile. A failure is not raised here, but where its
-        checkpoint is waited for. ``pause`` is called now and then, and may raise."""
+        """Wait until no transfer is under way, and help to copy meanwhile. The error of a failed transfer is not raised
+        here: the pipeline raises it when it waits for the checkpoint. ``pause`` is called now and then, and may
+        raise."""
         if self._last is None:
             return
         for job in self._last.jobs:
@@ -80,7 +85,7 @@ class TransferThread:
                     group.drain()
                     group.job.give_up(err)
             task.groups = []
-            del groups, group  # so that tensors are not kept alive until the next checkpoint
+            del groups, group  # otherwise this thread would keep tensors alive until the next checkpoint
             task.done.set()
             del task
             self._meter.staging_cpu_seconds += time.thread_time() - cpu

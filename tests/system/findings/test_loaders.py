@@ -59,7 +59,7 @@ def test_a_renamed_loader_is_refused(bench: Bench, folder: Path) -> None:
     assert reported.updates == reported.start, "no update is made on other batches"
     error = training.log.read_text()
     assert re.search(r"DriftError: .* in the middle of a pass over loader 'a' \(epoch 0, \d batch", error)
-    assert re.search(r"loader 'b' began at its beginning instead.*anew=True", error)
+    assert re.search(r"loader 'b' began a new pass instead.*anew=True", error)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_persistent_workers_that_are_restored_or_draw_nothing(name: str, bench: 
 
 
 def test_persistent_workers_outside_the_session_are_reported_once_they_had_started(bench: Bench) -> None:
-    warning = r"DataLoader with persistent workers \(over a Augmented, batch size 15\).*Wrap it"
+    warning = r"DataLoader with persistent workers \(over a Augmented, batch size 15\).*Pass the DataLoader to"
     before, *_, after = bench.exact_or_reported(
         "persistent-evaluation-outside",
         warning,
