@@ -73,9 +73,9 @@ class Submission:
         """Return the plan for the pool's writer. ``begun_elsewhere``: arrays of record numbers; the plan copies none of
         these records, because their eager copy or device transfer has begun already."""
         closed_step, tables = self.plan.closed_step, self.plan.tables
-        begun = np.concatenate([NO_RECORDS, *begun_elsewhere])
+        begun = _joined(begun_elsewhere)
         numbers, sources, at_boundary = self._copies()
-        without_bytes = np.array([number for table in tables for number in table.without_bytes], np.int64)
+        unchanged = self.plan.unchanged
         if len(begun):
             left = np.isin(numbers, begun, invert=True)
             numbers, sources, at_boundary = numbers[left], sources[left], at_boundary[left]
@@ -85,8 +85,8 @@ class Submission:
             numbers,
             sources,
             at_boundary,
-            np.array([record.number for _, record in self.plan.unchanged], np.int64),
-            np.concatenate([without_bytes, begun]),
+            np.array([record.number for _, record in unchanged], np.int64) if unchanged else NO_RECORDS,
+            _joined([*(table.without_bytes for table in tables), begun]),
             len(closed_step.lives),
             closed_step.state,
         )
@@ -102,3 +102,12 @@ class Submission:
         sources = [*(table.sources for table in tables), np.array(self._sources, np.uint64)]
         at_boundary = [*(table.at_boundary for table in tables), np.ones(n, np.bool_)]
         return np.concatenate(numbers), np.concatenate(sources), np.concatenate(at_boundary)
+
+
+def _joined(arrays: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Concatenate arrays of record numbers. If only one array has items, return it itself, because the writer of a pool
+    recognises the arrays of a plan that it has seen."""
+    filled = [array for array in arrays if len(array)]
+    if len(filled) > 1:
+        return np.concatenate(filled)
+    return filled[0] if filled else NO_RECORDS

@@ -113,7 +113,7 @@ class WriteTable:
     """Keeps alive the memory of each tensor of ``background``, in the same order."""
     background: list[Live]
     background_numbers: list[int]
-    without_bytes: list[int]
+    without_bytes: npt.NDArray[np.int64]
     """Record numbers of tensors without bytes of their own: empty or tied."""
     undecided: list[tuple[Live, TensorRecord]]
     """Tensors that are copied at the boundary unless the plan of a checkpoint leaves them out: frozen ones, on a device
@@ -203,7 +203,7 @@ def write_table(
         [memory_of(live.tensor) for live, _ in later],
         [live for live, _ in later],
         [number for _, number in later],
-        without_bytes,
+        np.array(without_bytes, np.int64),
         undecided,
         staged,
     )

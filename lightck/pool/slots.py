@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.pool.format.structures import MANIFEST_HEADER_NBYTES, TENSOR_RECORD_NBYTES
+from lightck.pool.planned_records import PlannedRecords
 from lightck.pool.reader import TENSOR_RECORD_DTYPE
 
 
@@ -36,7 +37,15 @@ class SlotImage:
         self.raw = np.zeros(n_crcs, np.uint32)
         self.buffer_address, self.raw_address = self.buffer.ctypes.data, self.raw.ctypes.data
         self.in_slot = np.zeros(n_records, np.bool_)
-        """Which records describe bytes that are known to be in the slot."""
+        """Which records describe bytes that are known to be in the slot. Other code makes records False by
+        ``forget``."""
+        self.planned: PlannedRecords | None = None
+        """What the last checkpoint has in common with the next one; None if ``in_slot`` was changed since."""
+
+    def forget(self, records: npt.NDArray[np.int64] | int | None = None) -> None:
+        """Mark the bytes of these records (None: of all) as not in the slot."""
+        self.in_slot[slice(None) if records is None else records] = False
+        self.planned = None
 
     def grown(self, n_records: int, n_crcs: int) -> SlotImage:
         """Return a copy with room for ``n_records`` records and ``n_crcs`` checksums. The present ones keep their

@@ -33,6 +33,7 @@ from lightck.pool.format.structures import (
     pack_slot_header,
     uuid_words,
 )
+from lightck.pool.planned_records import PlannedRecords, copies_of
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot, SlotImage, Slots, crc_starts
 from lightck.pool.storage.durability import TIER_DISK, Durability
@@ -41,7 +42,7 @@ from lightck.pool.storage.lock import PoolLock
 from lightck.pool.storage.system import processors_near
 
 if TYPE_CHECKING:
-    from lightck._native import Commit
+    from lightck._native import CData, Commit
 
 log = logging.getLogger("lightck")
 COPY_DTYPE = np.dtype(
@@ -237,7 +238,7 @@ class PoolWriter:
         are then no longer valid. Returns ``number``."""
         self.entries[number] = entry._replace(offset=self.entries[number].offset)
         for slot in self.slots.slots:
-            slot.image.in_slot[number] = False
+            slot.image.forget(number)
         return number
 
     def _append(self, entry: Entry) -> int | None:
@@ -336,21 +337,21 @@ class PoolWriter:
         if reservation is None:
             self._refuse_lost_lock()
         generation = self.generation + 1 if reservation is None else reservation.generation
-        image_nbytes = self._fill_image(slot, plan, generation)
+        planned = self._planned(slot, plan)
+        image_nbytes = self._fill_image(slot, plan, planned, generation)
         self.generation = max(self.generation, generation)
         slot.generation, slot.in_flight, slot.original_generation = generation, True, None
         position = self._next_position()
         parts = [] if reservation is None else reservation.parts
         commit = self._commit(slot, plan.step, generation, position, image_nbytes, lib.LCK_FOLLOWS if parts else 0)
-        copies = self._copies(slot, plan.records, plan.sources, np.where(plan.at_boundary, lib.LCK_NOW, 0))
-        status, ticket = self._submit(copies, commit)
+        status, ticket = self._submit(planned.c_copies, len(planned.copies), commit)
         if status != lib.LCK_OK:
             slot.in_flight, slot.is_bad = False, True
             error = _submit_error(status)
             self.refuse_lost_pool()  # a lost pool file is the cause of the failure, so its error comes first
             raise error
         slot.manifest_index = 1 - slot.manifest_index
-        job = Job(self._engine, ticket, (keep, copies), parts)
+        job = Job(self._engine, ticket, (keep, planned), parts)
         record = CommitRecord(
             generation,
             self.incarnation,
@@ -378,44 +379,43 @@ class PoolWriter:
         ``LCK_FOLLOWS``, ``LCK_HELD``. ``keep``: as for ``begin``."""
         slot = reservation.slot
         commit = self._commit(slot, 0, reservation.generation, 0, slot.image.tail_offset, flags)
-        copies = self._copies(
-            slot, records, 0 if sources is None else sources, lib.LCK_PLACED if sources is None else 0
-        )
-        status, ticket = self._submit(copies, commit)
+        copies = copies_of(self._template, slot.offset, records, 0 if sources is None else sources)
+        copies["flags"] = lib.LCK_PLACED if sources is None else 0
+        status, ticket = self._submit(ffi.from_buffer("lck_copy[]", copies), len(copies), commit)
         if status == lib.LCK_EBUSY:
             return None
         if status != lib.LCK_OK:
             slot.is_bad = True
             raise _submit_error(status)
         # The slot no longer holds the old bytes of these tensors. ``begin`` marks the new bytes as present.
-        slot.image.in_slot[records] = False
+        slot.image.forget(records)
         return Job(self._engine, ticket, (keep, copies))
 
-    def _submit(self, copies: npt.NDArray[np.void], commit: Commit) -> tuple[int, int]:
-        """Submit a job to the engine. Returns (status, ticket)."""
+    def _submit(self, copies: CData, n_copies: int, commit: Commit) -> tuple[int, int]:
+        """Submit a job to the engine. ``copies``: array of ``lck_copy``. Returns (status, ticket)."""
         ticket = ffi.new("uint64_t *")
-        array = ffi.from_buffer("lck_copy[]", copies)
-        status = lib.lck_job_submit(self._engine.handle, self.medium.handle, array, len(copies), commit, ticket)
+        status = lib.lck_job_submit(self._engine.handle, self.medium.handle, copies, n_copies, commit, ticket)
         return status, ticket[0]
 
-    def _fill_image(self, slot: Slot, plan: CopyPlan, generation: int) -> int:
+    def _planned(self, slot: Slot, plan: CopyPlan) -> PlannedRecords:
+        """Return what this checkpoint has in common with the last one of the slot, or compute it."""
+        planned = slot.image.planned
+        if planned is not None and planned.are_of(plan, self._template):
+            return planned
+        return PlannedRecords(plan, self._template, slot.offset)
+
+    def _fill_image(self, slot: Slot, plan: CopyPlan, planned: PlannedRecords, generation: int) -> int:
         """Write the manifest into the slot's image, except the block checksums. Returns its length in bytes. Raises
         ``RelayoutNeededError`` or ``SessionError``."""
         image = slot.image
         extras = self._extras
         if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:
             raise RelayoutNeededError("the state beside large tensors (small state) has outgrown its space")
-        written = np.concatenate([plan.records, plan.not_copied])
-        listed = np.zeros(len(self.entries), np.bool_)
-        listed[written] = listed[plan.unchanged] = True
-        self._refuse_incomplete(plan, image, int(np.count_nonzero(listed)))
-        image.records["generation"][written] = generation
-        image.records["step"][written] = plan.step
-        image.records["offset"][written] = self._template["dst"][written]
-        image.records["crc"][written] = self._template["crc_index"][written]
-        image.records["generation"][~listed] = 0
-        image.in_slot[written] = True
-        image.in_slot[~listed] = False
+        self._refuse_incomplete(plan, image, planned.n_listed)
+        if planned is not image.planned:
+            planned.write(image)
+            image.planned = planned
+        planned.stamp(image, generation, plan.step)
         header = ManifestHeader(
             generation,
             self.incarnation,
@@ -449,20 +449,6 @@ class PoolWriter:
                 "committed. Put each tensor into one field of the plan: `tables`, `at_boundary` or `unchanged` "
                 "(WritePlan, pipeline/plan.py)."
             )
-
-    def _copies(
-        self,
-        slot: Slot,
-        records: npt.NDArray[np.int64],
-        sources: npt.NDArray[np.uint64] | int,
-        flags: npt.NDArray[np.int64] | int,
-    ) -> npt.NDArray[np.void]:
-        """Return the copy array (``COPY_DTYPE``) for these records of the slot."""
-        copies = self._template[records]
-        copies["dst"] += np.uint64(slot.offset)
-        copies["src"] = sources
-        copies["flags"] = flags
-        return copies
 
     def _commit(self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int) -> Commit:
         """Fill ``_commit_struct`` and return it. ``position``: of the commit record in the log."""
@@ -514,7 +500,7 @@ class PoolWriter:
     def _forget_content(slot: Slot) -> None:
         slot.in_flight = False
         slot.generation = None
-        slot.image.in_slot[:] = False
+        slot.image.forget()
 
     def refuse_lost_pool(self) -> None:
         """Raise ``BackgroundError`` if the pool's file was removed, replaced or truncated.

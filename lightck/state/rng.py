@@ -12,8 +12,9 @@ import logging
 import random
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,31 @@ _NUMPY_POSITIONS = {
     "PCG64DXSM": None,
     "SFC64": None,
 }
+
+
+class _LastPacked:
+    """The packed form of the last state of one generator."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, bytes] = None, b""
+        """The state and its packed form, assigned together, because several threads may pack."""
+
+    def of(self, state: object, pack: Callable[[], bytes]) -> bytes:
+        """Return the packed form of ``state``. ``pack``: makes it."""
+        known, packed = self._last
+        if not isinstance(state, Twister) or not isinstance(known, Twister) or not _are_identical(known, state):
+            packed = pack()
+            self._last = state, packed
+        return packed
+
+
+def _are_identical(one: Twister, other: Twister) -> bool:
+    """Whether two states have the same bits. (Floats: 0.0 and -0.0 are equal, and differ in their bits.)"""
+    return one == other and (bool(one.gauss) or str(one.gauss) == str(other.gauss))
+
+
+_packed_python, _packed_numpy = _LastPacked(), _LastPacked()
+_PACKED_KEYS = tuple(map(small_state.pair_prefix, ("python", "numpy", "torch", "cuda")))
 
 
 class RngState:
@@ -108,25 +134,29 @@ class RngState:
         }
 
     def packed(self) -> bytes:
-        """Return the same bytes as ``values.pack`` for the result of ``to_value``. This takes a few calls instead of
-        one for each part, because it runs at every checkpoint."""
-        numpy = self._numpy
-        if not isinstance(numpy, Twister):
+        """Return the same bytes as ``values.pack`` for the result of ``to_value``. This runs at every checkpoint. So
+        the states of Python's and numpy's generators, which most trainings never draw from, are packed again only if
+        they changed."""
+        if not isinstance(self._numpy, Twister):
             return values.pack(self.to_value(), path="rng")
+        parts = (
+            _packed_python.of(self._python, self._pack_python),
+            _packed_numpy.of(self._numpy, self._pack_numpy),
+            small_state.pack_plain(self.torch.numpy().tobytes()),
+            small_state.pack_plain([[index, state.numpy().tobytes()] for index, state in self.cuda]),
+        )
+        return small_state.join_dict(len(parts), chain.from_iterable(zip(_PACKED_KEYS, parts, strict=True)))
+
+    def _pack_python(self) -> bytes:
+        return small_state.pack_plain(self._python_value())
+
+    def _pack_numpy(self) -> bytes:
+        numpy = self._numpy
+        assert isinstance(numpy, Twister)
         key = small_state.plain_extension(values.ARRAY, [_NUMPY_KEY_DTYPE, [WORDS], numpy.key])
         state = small_state.plain_extension(values.DICT, [["key", key], ["pos", numpy.position]])
         fields = [["state", state], ["has_gauss", int(numpy.has_gauss)], ["gauss", numpy.gauss]]
-        return small_state.pack_plain(
-            small_state.plain_extension(
-                values.DICT,
-                [
-                    ["python", self._python_value()],
-                    ["numpy", small_state.plain_extension(values.DICT, [["bit_generator", "MT19937"], *fields])],
-                    ["torch", self.torch.numpy().tobytes()],
-                    ["cuda", [[index, state.numpy().tobytes()] for index, state in self.cuda]],
-                ],
-            )
-        )
+        return small_state.pack_plain(small_state.plain_extension(values.DICT, [["bit_generator", "MT19937"], *fields]))
 
     def _python_value(self) -> list[object]:
         """Return the words and the position, as bytes, and the cached normal number or None."""

@@ -1,0 +1,83 @@
+"""What the checkpoints of one slot have in common while their plans stay the same: the copy array, and the tensor
+records of the manifest except generation and step.
+
+Most trainings write the same tensors at each checkpoint, from the same addresses. Then only two columns of the records
+change from one checkpoint of a slot to the next.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck._native import ffi, lib
+
+if TYPE_CHECKING:
+    from lightck._native import CData
+    from lightck.pool.slots import SlotImage
+    from lightck.pool.writer import CopyPlan
+
+
+class PlannedRecords:
+    """Computed for one plan and one slot. Valid for every plan with the same arrays, until the pool's entries or the
+    content of the slot change otherwise (``SlotImage.forget``)."""
+
+    def __init__(self, plan: CopyPlan, template: npt.NDArray[np.void], slot_offset: int) -> None:
+        """``template``: the copy array of all entries of the pool, with offsets in the slot. ``slot_offset``: offset of
+        the slot in the pool."""
+        self._arrays, self._template = _arrays_of(plan), template
+        self._written = np.concatenate([plan.records, plan.not_copied])
+        listed = np.zeros(len(template), np.bool_)
+        listed[self._written] = listed[plan.unchanged] = True
+        self._not_listed = ~listed
+        self.n_listed = int(np.count_nonzero(listed))
+        """Number of different records in the plan."""
+        self.copies = copies_of(template, slot_offset, plan.records, plan.sources)
+        self.copies["flags"] = np.where(plan.at_boundary, lib.LCK_NOW, 0)
+        self.c_copies: CData = ffi.from_buffer("lck_copy[]", self.copies)
+        self._columns: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
+
+    def are_of(self, plan: CopyPlan, template: npt.NDArray[np.void]) -> bool:
+        """Whether these records were computed for the arrays of this plan and for this template."""
+        return template is self._template and all(map(is_, self._arrays, _arrays_of(plan)))
+
+    def write(self, image: SlotImage) -> None:
+        """Write into the image what stays the same, and mark the records that the plan writes as present."""
+        records, written = image.records, self._written
+        records["offset"][written] = self._template["dst"][written]
+        records["crc"][written] = self._template["crc_index"][written]
+        records["generation"][self._not_listed] = 0
+        image.in_slot[written] = True
+        image.in_slot[self._not_listed] = False
+        if len(np.unique(written)) == len(records):  # the plan writes every record: whole columns are faster
+            self._columns = records["generation"], records["step"]
+
+    def stamp(self, image: SlotImage, generation: int, step: int) -> None:
+        """Write the generation and the step of a checkpoint into the records that the plan writes."""
+        if self._columns is not None:
+            generations, steps = self._columns
+            generations.fill(generation)
+            steps.fill(step)
+            return
+        image.records["generation"][self._written] = generation
+        image.records["step"][self._written] = step
+
+
+def _arrays_of(plan: CopyPlan) -> tuple[object, ...]:
+    return plan.records, plan.sources, plan.at_boundary, plan.unchanged, plan.not_copied
+
+
+def copies_of(
+    template: npt.NDArray[np.void],
+    slot_offset: int,
+    records: npt.NDArray[np.int64],
+    sources: npt.NDArray[np.uint64] | int,
+) -> npt.NDArray[np.void]:
+    """Return the copy array for these records of a slot, without flags. ``sources``: addresses of the bytes."""
+    copies = template[records]
+    copies["dst"] += np.uint64(slot_offset)
+    copies["src"] = sources
+    return copies
