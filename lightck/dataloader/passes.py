@@ -145,10 +145,11 @@ class LoaderHost(Protocol):
         pass is counted."""
 
     def loader_gave(
-        self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: TensorReads
+        self, loader: SessionLoader, pass_: Pass, batch: object, checksum: int | None, read: TensorReads
     ) -> None:
-        """Handle a batch. Called when the batch was fetched and counted. ``of``: its pass. ``checksum``: the batch's
-        checksum, or None if it was not computed. ``read``: the tensors that were read for the checksum."""
+        """Handle a batch. Called when the batch was fetched and counted. ``pass_``: the pass of the batch.
+        ``checksum``: the batch's checksum, or None if it was not computed. ``read``: the tensors that were read for the
+        checksum."""
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         """Return the restored checkpoint's random state for each pass until one of them turns out not to be a preview.

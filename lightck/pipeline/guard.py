@@ -1,9 +1,9 @@
 """The write guard: checks that a checkpoint holds what its tensors held at the boundary.
 
 The guard works at four moments. Before the state is read, it checks the tensors that the checkpoint would leave out
-(``check_left_out``). When the copies begin, it remembers the signatures of their sources and reads some of their bytes
-(``watch``). At any hook it can compare the signatures (``changed``). When the copies are done, it compares signatures
-and checksums (``validate``).
+(``check_left_out_tensors``). When the copies begin, it remembers the signatures of their sources and reads some of
+their bytes (``watch``). At any hook it can compare the signatures (``changed``). When the copies are done, it compares
+signatures and checksums (``validate``).
 
 An unannounced write moves no version counter. The guard finds it by reading, perhaps some checkpoints later. The
 checkpoints in between may hold old bytes of the tensor: they are *stale*. They stay readable until a checkpoint that
@@ -102,7 +102,7 @@ class WriteGuard:
 
     # -- before a checkpoint is made
 
-    def check_left_out(self, writer: PoolWriter) -> None:
+    def check_left_out_tensors(self, writer: PoolWriter) -> None:
         """Look for unannounced writes to the tensors that the next checkpoint would leave out."""
         generation, block = writer.generation, writer.superblock.block
         names, self._reread_nbytes = self._unchanged.reread(generation, block, self._budget(self._n_begun))

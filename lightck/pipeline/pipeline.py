@@ -116,10 +116,10 @@ class Pipeline:
 
     # -- a checkpoint begins -----------------------------------------------------------------------------
 
-    def check_left_out(self) -> None:
+    def check_left_out_tensors(self) -> None:
         """Before the state is read: find unannounced writes to tensors that the next checkpoint would leave out."""
         if self.pool.writer is not None:
-            self.guard.check_left_out(self.pool.writer)
+            self.guard.check_left_out_tensors(self.pool.writer)
 
     def begin_checkpoint(self, closed_step: ClosedStep) -> None:
         """Begin to write the checkpoint of a closed step, if the commit decisions allow it. What is copied at the

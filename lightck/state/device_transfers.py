@@ -305,7 +305,7 @@ class Devices:
         for transfer in self._transfers:
             transfer.join_updates()
 
-    def refuse_capture(self, what: str) -> None:
+    def refuse_graph_capture(self, what: str) -> None:
         """Raise ``SessionError`` if the current call is captured for a CUDA graph instead of executed. ``what``: the
         call, for the message."""
         if self._transfers and any(transfer.is_capturing() for transfer in self._transfers):
@@ -315,7 +315,7 @@ class Devices:
                 "leave optimizer.step() outside (torch.cuda.make_graphed_callables does so)."
             )
 
-    def is_captured(self, is_idle: Callable[[], bool]) -> bool:
+    def is_in_graph_capture(self, is_idle: Callable[[], bool]) -> bool:
         """Whether the current forward is captured for a CUDA graph; a captured forward is no boundary. Raises
         ``SessionError`` if a checkpoint is due or in flight, because waiting for the checkpoint would end the capture.
         ``is_idle``: returns whether no checkpoint is due or in flight."""

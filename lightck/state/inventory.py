@@ -375,14 +375,14 @@ class OptimizerView:
 
 
 def optimizer_views(
-    optimizers: Sequence[Any], names: dict[int, str], *, views: int = 0, followed: int = 0
+    optimizers: Sequence[Any], names: dict[int, str], *, n_views: int = 0, n_followed: int = 0
 ) -> list[OptimizerView]:
-    """Return a view of each optimizer that has state of its own. ``views``, ``followed``: how many views and followed
-    optimizers exist already; the new ones are numbered after them."""
+    """Return a view of each optimizer that has state of its own. ``n_views``, ``n_followed``: how many
+    views and followed optimizers exist already; the new ones are numbered after them."""
     found: list[OptimizerView] = []
     for optimizer, role in zip(optimizers, wrapper_roles(optimizers), strict=True):
         if not inner_of(optimizer) or has_own_state(optimizer):
-            found.append(OptimizerView(views + len(found), optimizer, names, role, followed + role.root))
+            found.append(OptimizerView(n_views + len(found), optimizer, names, role, n_followed + role.root))
     return found
 
 
