@@ -46,7 +46,7 @@ from lightck.state.ranks import rank_and_world_size
 _NEEDS_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 """Optimizers that cannot be stepped layer by layer."""
 _FULLY_COMPARED = 3
-"""The bytes of every gradient are compared in this many updates, beginning with the first update of a ``Layerwise``."""
+"""In the first ``_FULLY_COMPARED`` updates of a ``Layerwise``, the bytes of every gradient are compared."""
 _CURE = (
     "To accumulate gradients, put every backward() except the last one before step() into "
     "`with layers.accumulate():`, where layers is what lightck.layerwise() returned. After a backward() that failed, "
@@ -388,7 +388,8 @@ def _refuse_parallel(model: nn.Module) -> None:
 
 def _refuse_scaled(optimizer: Optimizer) -> None:
     fused = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-    # The call stack is searched too: ``unscale_`` writes to the gradients without moving a version counter.
+    # The call stack is searched as well, because the check for changed gradients would not find a scaler: its
+    # ``unscale_`` moves no version counter.
     if fused or own_hooks.is_called_by(_is_of_scaler):
         raise UnsupportedError(
             "A GradScaler calls step() of this optimizer. The scaler decides whether to skip a step only when all "

@@ -19,7 +19,7 @@ import torch
 from lightck.errors import StateChangedError
 from lightck.state.blocks import ALL, NO_BLOCKS, Blocks, Positions, RoundRobin, checksums
 from lightck.state.device_transfers import on_host, transfer_of
-from lightck.state.inventory import Live, in_plain_memory, is_plain, memory_of
+from lightck.state.inventory import Live, in_plain_memory, is_plain, storage_of
 from lightck.state.signatures import (
     MemoryLayout,
     MemoryLayouts,
@@ -207,7 +207,7 @@ class UnchangedTensors:
         is_equal = before is not None and np.array_equal(before.crcs, crcs)
         is_proved = is_equal and live.name not in self.copied_at_boundary
         self._known[live.name] = _Known(
-            live.tensor, memory_of(live.tensor), signature_of(live.tensor), crcs.copy(), is_proved
+            live.tensor, storage_of(live.tensor), signature_of(live.tensor), crcs.copy(), is_proved
         )
         if is_proved or (before is not None and before.is_proved):
             self._end_round()

@@ -12,7 +12,7 @@ from lightck.pipeline.plan import WritePlan
 from lightck.pipeline.write_table import NO_RECORDS, StagedTensor, TensorRecord
 from lightck.pool.writer import CopyPlan, PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
-from lightck.state.inventory import Live, in_plain_memory, memory_of
+from lightck.state.inventory import Live, in_plain_memory, storage_of
 
 
 class Submission:
@@ -41,7 +41,7 @@ class Submission:
             address = source.data_ptr()
         self._numbers.append(record.number)
         self._sources.append(address)
-        self._keep_alive.append(memory_of(source))
+        self._keep_alive.append(storage_of(source))
         if live.is_frozen:
             self.frozen.append((live, record.number))
 

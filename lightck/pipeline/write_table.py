@@ -21,7 +21,7 @@ from lightck.pool.format.layout import Entry
 from lightck.pool.writer import PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.device_transfers import DeviceTransfer, transfer_of
-from lightck.state.inventory import Live, entry_of, is_plain, memory_of
+from lightck.state.inventory import Live, entry_of, is_plain, storage_of
 from lightck.state.signatures import ClosedStep, MemoryLayout, memory_layout_of
 
 NO_RECORDS = np.array([], np.int64)
@@ -200,7 +200,7 @@ def write_table(
         np.array([record.number for _, record, _ in written], np.int64),
         np.array([record.address for _, record, _ in written], np.uint64),
         np.array([at_boundary for _, _, at_boundary in written], np.bool_),
-        [memory_of(live.tensor) for live, _ in later],
+        [storage_of(live.tensor) for live, _ in later],
         [live for live, _ in later],
         [number for _, number in later],
         np.array(without_bytes, np.int64),

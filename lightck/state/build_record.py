@@ -36,6 +36,7 @@ class BuildRecord:
 
     def pack(self) -> bytes:
         """Return the record as bytes. Raises ``StateValueError`` for a value that cannot be stored."""
+        # The format's key "frozen" stands for requires_grad=False, and not for what ``Live.is_frozen`` means.
         value = {"groups": self.groups, "states": self.states, "schedulers": self.schedulers}
         return values.pack(value | {"frozen": self.without_grad}, path="options at attach")
 

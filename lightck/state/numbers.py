@@ -21,8 +21,8 @@ from lightck.errors import listed
 
 log = logging.getLogger("lightck")
 _FIRST_CHECKPOINTS = 3
-"""A sample is taken at this many first checkpoints of a session, and later at each checkpoint whose number, counted
-from 1, is a power of two."""
+"""A sample is taken at each of the first ``_FIRST_CHECKPOINTS`` checkpoints of a session, and later at each checkpoint
+whose number, counted from 1, is a power of two."""
 _INT64_LIMIT = 2**63
 
 
@@ -34,12 +34,11 @@ class ModuleNumbers:
         self._model = model
         self._n_checkpoints = 0
         self._n_samples = 0
-        """How many samples were taken, counted from the first one at which any number differed from the sample before;
-        that sample is included."""
+        """How many samples were taken, beginning with the first one in which a number had changed."""
         self._last = {name: home[key] for name, home, key in _numbers(model)}
-        """Name -> value at the last sample. The constructor takes the first one."""
+        """Name -> value at the last sample. The constructor takes the first sample."""
         self._changes: dict[str, int] = {}
-        """Name -> at how many samples the number differed from the sample before."""
+        """Name -> how many samples found the number changed since the sample before."""
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         """Name -> the dict and the key of each number in ``_changes``."""
 

@@ -325,7 +325,7 @@ class ForkRngWatch:
     generator function ``fork_rng``, and refers to the function and its code. So the reference counts of the function
     and its code, which are cheap to read, show whether a block is open.
 
-    Create it at attach: a block that is open then surrounds the whole training, and is harmless.
+    Create it at attach: a block that is open at attach surrounds the whole training, and is harmless.
     """
 
     def __init__(self) -> None:
@@ -339,7 +339,7 @@ class ForkRngWatch:
 
     def warn_if_in_fork_rng(self) -> None:
         """Warn once if the last update was made inside a ``fork_rng`` block. To be called when a forward or the next
-        update closes the checkpoint of that update. Such a checkpoint holds the random state right after the update."""
+        update closes the checkpoint of the last update, which then holds the random state right after that update."""
         if self._was_in_fork_rng and not self._is_reported:
             self._is_reported = True
             log.warning(
