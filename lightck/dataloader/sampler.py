@@ -18,7 +18,7 @@ from lightck.dataloader.wrapped_loader import is_made_by_torch
 
 _CURE = "give the sampler a torch.Generator of its own in its attribute `generator`"
 _WATCHED_BATCHES = 4
-"""If workers fetch, the first fetches of each pass, this many, are watched."""
+"""How many fetches of each pass are watched if workers fetch, beginning with the first."""
 
 
 class SamplerWatch(Protocol):
@@ -67,9 +67,9 @@ class _WorkerFetchWatch:
         if self._state is None or torch.equal(self._state, torch.get_rng_state()):
             return None
         return (
-            "its sampler draws from torch's global random generator at each next(), for batches that are fetched "
-            f"ahead. A resume fetches the batches of the pass again without the loop's steps between them, so they may "
-            f"differ: {_CURE}"
+            "its sampler draws from torch's global random generator at each next(). A resume fetches the earlier "
+            "batches of the pass again without the loop's draws from this generator in between, so the sampler may "
+            f"draw other numbers: {_CURE}"
         )
 
 
@@ -89,8 +89,8 @@ class _InProcessWatch:
         if self._sampler.has_drawn:
             return (
                 "its sampler draws from torch's global random generator at next(), and the loop draws from it too. "
-                "A resume fetches the batches of the pass again without the loop's steps between them, so they may "
-                f"differ: {_CURE}"
+                "A resume fetches the earlier batches of the pass again without the loop's draws in between, so the "
+                f"sampler may draw other numbers: {_CURE}"
             )
         self._state = None if self._sampler.is_watched else torch.get_rng_state()
         return None

@@ -70,7 +70,9 @@ class LoopTopCheck:
         self._after_update: Marks | None = None
         """Marks of the candidates after the last update."""
         self._is_pass_check_on = restored is not None
-        self._states_before = self._optimizer_states() if self._is_pass_check_on and capture.positions.any_live else {}
+        self._states_before = (
+            self._optimizer_states() if self._is_pass_check_on and capture.positions.any_in_pass else {}
+        )
         """Marks of the optimizers' state at attach. Empty if no restored position is in mid-pass."""
         self._checked_pass: Pass | None = None
         """The pass that ``fetches`` checked last."""

@@ -151,7 +151,7 @@ class Session:
             self._loader_events,
             key,
             restored,
-            not positions.any_live,
+            not positions.any_in_pass,
             anew,
             self._steps.capture.objects,
             skips,
