@@ -93,7 +93,7 @@ def _dtype_and_shape(dtype: torch.dtype, shape: torch.Size) -> bytes:
 
 def _parts(item: object) -> Iterable[object] | None:
     """Return what a container holds, or None for any other object. Subclasses (named tuples, tokenizers' encodings)
-    count too, and none of their code runs."""
+    are containers as well; none of their code runs."""
     if isinstance(item, list):
         return _sampled_items(list.__len__(item), partial(list.__getitem__, item))
     if isinstance(item, tuple):

@@ -584,7 +584,7 @@ class SessionLoader:
         if self._makes_checksums:
             self._read.clear()
             state.checksum = checksum_of(batch, self._read)
-            self._makes_checksums = state.checksum is not None  # otherwise later batches cannot be compared either
+            self._makes_checksums = state.checksum is not None  # if not, later batches cannot be compared
         state.before_last = state.last if self._prefetches else None
         state.last = before if self._in_process and (self._makes_checksums or self._prefetches) else None
 

@@ -90,8 +90,8 @@ class Pass:
         """Whether updates were made in the pass and its ``next()`` belongs to the training, even if the model is in
         eval mode now.
 
-        While the loop keeps the iterator of an evaluation, updates on batches of another loader count as made in the
-        evaluation too. So the pass is an evaluation if the model was in eval mode at the pass's last fetch, and some
+        While the loop keeps the iterator of an evaluation, updates on batches of another loader count as made in that
+        evaluation. So the pass is an evaluation if the model was in eval mode at the pass's last fetch, and some
         loader fetched in training mode after that fetch (at ``training_fetch_tick``). A pass without a fetch counts as
         an evaluation unless it was restored."""
         if self.fetched_tick:

@@ -32,8 +32,8 @@ class SamplerWatch(Protocol):
 
 
 def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | None:
-    """Return a watch for the pass of ``inner``. ``in_process``: batches are fetched in this process. Return None if so
-    and ``inner`` is not torch's own iterator."""
+    """Return a watch for the pass of ``inner``. ``in_process``: whether batches are fetched in this process. If they
+    are, and ``inner`` is not torch's own iterator, return None."""
     if not in_process:
         return _WorkerFetchWatch(begins_late=not is_made_by_torch(inner))
     drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; only this warning depends on it

@@ -6,7 +6,7 @@ prefetcher (``loader``), and any object that holds exactly one DataLoader.
 Accelerate's loaders are generators that begin at their first ``next()`` and run one batch ahead. They count the passes
 (``iteration``) and pass the number to samplers. If they wrap torchdata's stateful loader, their state is the state of
 torchdata's loader. This state holds no random states, and it holds the order of a pass only if the sampler is
-torchdata's too. So a resume loads the state that was saved at the beginning of the pass, and replays the pass.
+one of torchdata's. So a resume loads the state that was saved at the beginning of the pass, and replays the pass.
 """
 
 from __future__ import annotations

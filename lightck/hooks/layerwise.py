@@ -271,8 +271,8 @@ class Layerwise:
 
     def _record_used(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
         """Record what the update uses, so that ``step()`` can detect later changes. A write through ``.data`` moves no
-        version counter, so the bytes of some gradients are compared too: in the first ``_FULLY_COMPARED`` updates those
-        of all layers, later those of the first layer and, in turn, of at most one other layer."""
+        version counter, so the bytes of some gradients are compared as well: in the first ``_FULLY_COMPARED`` updates
+        those of all layers, later those of the first layer and, in turn, of at most one other layer."""
         layer.used_options = [options_of(group) for group in layer.groups]
         n_before = len(self._used)  # number of parameters that earlier layers of this update have
         in_turn = self._updates % max(len(self._layer_of), 1)
@@ -286,8 +286,8 @@ class Layerwise:
     # -- between backward() and step() -------------------------------------------------------------------
 
     def _forward_begins(self, *_: object) -> None:
-        """Refuse a forward between ``backward()`` and ``step()``: such a forward would compute with parameters of the
-        next step."""
+        """Refuse a forward between ``backward()`` and ``step()``, because it would compute with parameters of the next
+        step."""
         if self._used and torch.is_grad_enabled() and not own_hooks.is_in_backward():
             raise UnsupportedError(
                 "A forward of the model began between backward() and step(). Layers of the model were updated "

@@ -213,7 +213,7 @@ class UnchangedTensors:
             self._end_round()
 
     def retain(self, lives: Sequence[Live]) -> None:
-        """Forget all tensors except ``lives``: the others are gone, or are no longer frozen."""
+        """Forget all tensors that are not in ``lives``: they are gone, or are no longer frozen."""
         if len(self._known) > len(lives):
             names = {live.name for live in lives}
             self._known = {name: known for name, known in self._known.items() if name in names}

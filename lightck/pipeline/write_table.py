@@ -108,7 +108,7 @@ class WriteTable:
     sources: npt.NDArray[np.uint64]
     """Addresses of the tensors' bytes."""
     at_boundary: npt.NDArray[np.bool_]
-    """Whether the tensor is copied at the boundary; the others are ``background``."""
+    """Whether the tensor is copied at the boundary. If not, it is in ``background``."""
     keep_alive: list[object]
     """Keeps alive the memory of each tensor of ``background``, in the same order."""
     background: list[Live]
@@ -173,8 +173,8 @@ def write_table(
 ) -> WriteTable:
     """Return the table that says how these tensors are written. ``records``: the record of each tensor.
     ``copied_at_boundary``: names of tensors that no background copy may read. ``token``: see ``WriteTable``.
-    ``whole_nbytes_max``: if the tensors in plain host memory have at most this many bytes together, all are copied at
-    the boundary."""
+    ``whole_nbytes_max``: if the tensors in plain host memory have at most ``whole_nbytes_max`` bytes together, all are
+    copied at the boundary."""
     written: list[tuple[Live, TensorRecord, bool]] = []
     without_bytes: list[int] = []
     undecided: list[tuple[Live, TensorRecord]] = []

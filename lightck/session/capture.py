@@ -224,7 +224,7 @@ class Capture:
         self.refresh()
         # At a pre-step hook or a forward the next step has begun: it has fetched its batch and drawn random numbers.
         before = self._provisional_of(step) if event in (Event.PRE_STEP, Event.FORWARD) else None
-        # At a pre-step hook the forward of the next step has run too, and has changed the buffers.
+        # At a pre-step hook the next step has already run its forward, which has changed the buffers.
         with_buffers = before if event is Event.PRE_STEP else None
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
@@ -267,7 +267,7 @@ class Capture:
 
     def _written_outside_step(self, lives: list[Live]) -> frozenset[str]:
         """The names of tensors that a wrapper writes in other methods than ``step`` (in its ascent step, SAM writes
-        parameters and the weights that it saves). No gate comes before such a method, so no background copy may read
+        parameters and the weights that it saves). Before these methods there is no gate, so no background copy may read
         these tensors."""
         if not self._stepped_outside:
             return frozenset()

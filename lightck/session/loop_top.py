@@ -15,7 +15,7 @@ afterwards.)
 first update and the next closing point.
 
 *In a resume in the middle of a pass over a session loader*: whatever changes until the loop continues the pass was
-changed twice, because the interrupted run executed the top of the same epoch too.
+changed twice, because the interrupted run had executed the top of the same epoch already.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LoopTopCheck:
         self._candidates: set[str] = set()
         """Names of what changed before the first closing point."""
         self._after_update: Marks | None = None
-        """Marks of the candidates after the last update."""
+        """Marks of ``_candidates``, made after the last update."""
         self._is_pass_check_on = restored is not None
         self._states_before = (
             self._optimizer_states() if self._is_pass_check_on and capture.positions.any_in_pass else {}

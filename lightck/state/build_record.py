@@ -72,7 +72,7 @@ class CurrentBuild:
         """What `without_grad_if_changed` returned for the list that was examined last."""
         try:
             self.packed: bytes | None = built.pack()
-        except StateValueError:  # the first checkpoint raises this error too, with the path of the value
+        except StateValueError:  # the first checkpoint will raise the same error, with the path of the value
             self.packed = None
 
     def add(self, views: Sequence[OptimizerView]) -> None:

@@ -5,7 +5,7 @@ built. A *sample*, which is a walk through all modules, finds the numbers that c
 taken at the first checkpoints and then more and more rarely. The values of the numbers that change are part of each
 checkpoint. A resume compares these values with the live ones when the model's first training forward begins. A loop
 that sets such numbers itself has set them before that forward. Numbers that change only now and then (the longest input
-so far) are left out. Floats, such as a temperature, are left out too: a float that matters changes the gradients of the
+so far) are left out. So are floats, such as a temperature: a float that matters changes the gradients of the
 first update.
 """
 

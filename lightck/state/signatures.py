@@ -149,8 +149,8 @@ class TensorList:
         self._storages = (
             list(map(storage_address_of, self._layouts.tensors)) if any(live.is_frozen for live in lives) else None
         )
-        """The address of each tensor's storage; None if no tensor is frozen. Whether a tensor is frozen depends on the
-        storages of the other tensors too: see ``inventory._unfreeze_shared``."""
+        """The address of each tensor's storage; None if no tensor is frozen. Whether a tensor is frozen depends also
+        on the storages of the other tensors: see ``inventory._unfreeze_shared``."""
         self._states = [_StateSignature(view) for view in views]
         self.with_values = {signature.view.index: signature.with_values for signature in self._states}
         """Index of the optimizer view -> name and tensor of each parameter whose state is not only tensors. Such state

@@ -27,7 +27,7 @@ log = logging.getLogger("lightck")
 _FREE_FACTOR = 2
 """A trial makes a copy on the device only if ``_FREE_FACTOR`` times the bytes of the copy are free there."""
 _ROUNDS, _WARM_UP, _LEAD_IN = 3, 2, 1
-"""Arguments of ``Trial``. The warm-up leaves out the first steps of a training, which are slower than the others. The
+"""Arguments of ``Trial``. The warm-up leaves out the first steps of a training, which are slower than later ones. The
 lead-in leaves out the first checkpoint after a change of the method, because that checkpoint waits for transfers by the
 old method, and pins or registers memory."""
 _LESS_STALL = Margin(0.1, 0.0002)
