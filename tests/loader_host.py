@@ -52,7 +52,9 @@ class Host:
         if self.updates > self.saved:
             self.save()
 
-    def loader_gave(self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: Any) -> None: ...
+    def loader_gave(
+        self, loader: SessionLoader, pass_: Pass, batch: object, checksum: int | None, read: Any
+    ) -> None: ...
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         self.ended += 1

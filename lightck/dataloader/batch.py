@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 _CHECKED_BYTES = 4 << 10
 """Bytes that are read of each tensor. A tensor of at most this size is read whole."""
 _CHECKED_TENSORS = 16
-"""``_MANY_WORDS`` are read of this many tensors of a batch, and ``_FEW_WORDS`` of all further tensors."""
+"""``_MANY_WORDS`` words are read of each of the first ``_CHECKED_TENSORS`` tensors of a batch, and ``_FEW_WORDS`` words
+of each further tensor."""
 _CHECKED_PARTS = 256
-"""At most this many objects of a batch, containers included, are read, so that a checksum takes only microseconds."""
+"""The largest number of objects of a batch, containers included, that are read, so that a checksum takes
+microseconds."""
 _CHECKED_ITEMS = 64
-"""At most this many items of a list are read."""
+"""The largest number of items of a list that are read."""
 _WORD = 8
 """Bytes of a word. Of a large tensor, single words are read that are spread over the tensor."""
 _MANY_WORDS, _FEW_WORDS = _CHECKED_BYTES // _WORD, 32
@@ -91,7 +93,7 @@ def _dtype_and_shape(dtype: torch.dtype, shape: torch.Size) -> bytes:
 
 def _parts(item: object) -> Iterable[object] | None:
     """Return what a container holds, or None for any other object. Subclasses (named tuples, tokenizers' encodings)
-    count too, and none of their code runs."""
+    are containers as well; none of their code runs."""
     if isinstance(item, list):
         return _sampled_items(list.__len__(item), partial(list.__getitem__, item))
     if isinstance(item, tuple):

@@ -118,17 +118,17 @@ def has_one_pass(loader: object) -> bool:
     return isinstance(loader, Iterator) and made_by in ("builtins", "itertools", "torch.utils.data.dataloader")
 
 
-def drift_of(position: Position, kind: str, generators: int, identity: Identity) -> Drift:
+def drift_of(position: Position, kind: str, n_generators: int, identity: Identity) -> Drift:
     """Return the properties in which a loader differs from the saved one, except the length, which is compared when the
-    pass is continued. ``kind``: "plain" or "stateful". ``generators``: number of random generators that the loader
-    owns. ``identity``: its result of ``identity_of``."""
+    pass is continued. ``kind``: "plain" or "stateful". ``n_generators``: number of random generators that the
+    loader owns. ``identity``: the result of ``identity_of`` for this loader."""
     then = position.identity
     # Version 1 saved fewer properties of a wrapper: only those that were saved are compared.
     keys = then if position.version < 2 else {**then, **identity}
     drift: Drift = {key: (then.get(key), identity.get(key)) for key in keys if key != "length"}
     drift |= {
         "the kind of loader": (position.kind, kind),
-        "the number of its generators": (len(position.generators), generators),
+        "the number of its generators": (len(position.generators), n_generators),
     }
     return {key: (before, after) for key, (before, after) in drift.items() if before != after}
 
@@ -138,13 +138,13 @@ def report_drift(name: str, drift: Drift, position: Position) -> None:
     because another loader would give other batches."""
     text = ", ".join(f"{key} was {was!r} and is {now!r}" for key, (was, now) in drift.items())
     fact = f"loader {name!r} differs from the one that was saved: {text}."
-    if position.live and not position.has_given_all:
+    if position.in_pass and not position.has_given_all:
         raise DriftError(
             f"{fact} The checkpoint lies in the middle of a pass, and another loader would give other batches. Build "
             "the loader as it was, or begin its pass anew: session.loader(..., anew=True).",
             drift,
         )
-    where = "after the last batch of a pass" if position.live else "between two passes"
+    where = "after the last batch of a pass" if position.in_pass else "between two passes"
     log.warning(
         "lightck: %s The checkpoint was saved %s, so the next pass uses the loader as it is now. If that is not what "
         "you want, build it as it was",

@@ -41,8 +41,8 @@ from lightck.dataloader.sampler import SamplerWatch, watch_sampler
 from lightck.dataloader.wrapped_loader import (
     fetches_here,
     inner_dataloader,
+    is_accelerated_stateful,
     is_loader_of_torch,
-    keeps_state,
     may_prefetch,
     pass_number_of,
     reset_first_pass,
@@ -124,7 +124,7 @@ class SessionLoader:
         self._host = host
         self.name = name
         self._stateful = is_stateful(dl)
-        self._keeps_state = keeps_state(dl)
+        self._is_accelerated_stateful = is_accelerated_stateful(dl)  # then it is replayed, from its state before a pass
         self._skips = skips
         self._owned = OwnedObjects(dl, name, {} if self._stateful else objects or {}, restored is not None)
         self._generators = OwnGenerators(dl)
@@ -139,7 +139,7 @@ class SessionLoader:
         self._epoch = 0
         self._pass: Pass | None = None
         self._has_one_pass = has_one_pass(dl)
-        self._at_workers: RngSnapshot | None = None
+        self._worker_rng: RngSnapshot | None = None  # from which persistent workers were started
         self._rng_at_iter = rng_at_iter
         self._generators_at_next: States | None = None  # the first ``next()`` restores them
         self._updates_at_start = host.updates
@@ -171,7 +171,7 @@ class SessionLoader:
     def continues_restored_pass(self) -> bool:
         """Whether this loader continues a pass in which an earlier run made updates."""
         position = self._restored_position
-        return self.is_begun and position is not None and position.live and position.trained
+        return self.is_begun and position is not None and position.in_pass and position.trained
 
     @property
     def trains_from_the_beginning(self) -> bool:
@@ -212,7 +212,7 @@ class SessionLoader:
             return iter(())
         self._leave_pass()
         position = self._pending
-        if position is not None and position.live:
+        if position is not None and position.in_pass:
             return self._resume(position)
         return self._begin(position)
 
@@ -233,23 +233,23 @@ class SessionLoader:
         if pass_ is None:
             state = PassState(inner=self._own_state(), pass_number=pass_number_of(self.loader))
         else:
-            state = pass_.state if self._keeps_state else replace(pass_.state, inner=self._own_state())
+            state = pass_.state if self._is_accelerated_stateful else replace(pass_.state, inner=self._own_state())
         return Position(
             kind="stateful" if self._stateful else "plain",
             epoch=epoch,
-            live=pass_ is not None,
+            in_pass=pass_ is not None,
             trained=pass_ is not None and pass_.has_trained(updates),
             identity=self._identity,
             generators=generators,
-            at_workers=self._at_workers,
+            worker_rng=self._worker_rng,
             state=state,
             previews=previews,
             previews_in_loop=in_loop,
-            used_again=self.reused.is_reported,
+            used_again=self.reused.were_used_again,
         ).to_value()
 
     def _own_state(self) -> object:
-        has_one = (self._stateful or self._keeps_state) and self.is_begun
+        has_one = (self._stateful or self._is_accelerated_stateful) and self.is_begun
         return self.loader.state_dict() if has_one else None
 
     def warn_mid_batch(self, step: int) -> None:
@@ -257,10 +257,10 @@ class SessionLoader:
         if not self.mid_batch_reported:
             self.mid_batch_reported = True
             log.warning(
-                "lightck: loader %r: step %d ended within a batch: the loop makes several updates on one batch, or "
-                "iterates over another session loader inside it, or began this pass with the model in eval mode, so "
-                "that lightck took it for an evaluation. A saved position counts whole batches, so a resume from such "
-                "a step skips the rest of that batch. Call session.end_step() after the last update on a batch",
+                "lightck: loader %r: step %d ended within a batch: its position counts a batch that the next step uses "
+                "again, so a resume from it skips the rest of the batch. If the loop makes several updates on a batch, "
+                "or contains a loop over another session loader, call session.end_step() after the last update on a "
+                "batch. If the pass began in eval mode, lightck took it for an evaluation: call model.train() first",
                 self.name,
                 step,
             )
@@ -278,26 +278,26 @@ class SessionLoader:
         self._previews.restored(position)
         if position.used_again:
             self.reused.warn_restored()
-        self._at_workers = position.at_workers if self._persistent else None
+        self._worker_rng = position.worker_rng if self._persistent else None
         kind = "stateful" if self._stateful else "plain"
         drift = drift_of(position, kind, len(self._generators), self._identity)
         self.has_drifted = bool(drift)
         if drift:
             report_drift(self.name, drift, position)
-            if position.live:
-                self._ends_at_once, self._at_workers = True, None
+            if position.in_pass:
+                self._ends_at_once, self._worker_rng = True, None
                 return position
         if position.kind != kind or len(position.generators) != len(self._generators):
             state = replace(position.state, inner=None)
-            position = replace(position, kind=kind, generators=self._generators.states(), at_workers=None, state=state)
-            self._at_workers = None
+            position = replace(position, kind=kind, generators=self._generators.states(), worker_rng=None, state=state)
+            self._worker_rng = None
         try:
             for states in (position.generators, *(snapshot.generators for snapshot in position.snapshots())):
                 self._generators.try_states(states)
         except (RuntimeError, TypeError) as error:
             raise corrupt(f"a generator refuses its state ({error})") from error
         self._generators.set_states(position.generators)
-        if position.live:
+        if position.in_pass:
             self._generators_at_next = position.generators
         set_pass_number(self.loader, position.state.pass_number)
         return position
@@ -312,18 +312,18 @@ class SessionLoader:
 
     def _drop_used_position(self) -> None:
         """Drop the restored position once the loop has left a pass that is no preview, or has made an update in the
-        present pass. If the saved pass had no updates, any update and any evaluation drop the position too. An update
-        before any pass moves the position to the end of such a saved pass: the loop does not continue that pass."""
+        present pass. If the saved pass had no updates, any update and any evaluation drop the position as well; and an
+        update before the loop has begun a pass ends the saved pass, because the loop does not continue it."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
         is_later = self._host.updates > self._updates_at_start
         if pass_ is not None:
-            had_updates = position.live and position.trained
+            had_updates = position.in_pass and position.trained
             is_used = pass_.has_updated(self._host.updates) if had_updates else is_later or pass_.evaluates
             if is_used or (pass_.left_at is not None and not self.is_preview(pass_)):
                 self._pending = None
-        elif is_later and position.live and not position.trained:
+        elif is_later and position.in_pass and not position.trained:
             self._pending = position.between_passes()
             self._epoch += 1
             self._generators_at_next = None
@@ -347,7 +347,7 @@ class SessionLoader:
     def _return_to(self, position: Position) -> None:
         self._pass, self._pending, self._epoch = None, position, position.epoch
         if not self._ends_at_once:
-            self._at_workers = position.at_workers if self._persistent else None
+            self._worker_rng = position.worker_rng if self._persistent else None
             self._generators.set_states(position.generators)
         set_pass_number(self.loader, position.state.pass_number)
         self._owned.put_back()
@@ -355,8 +355,8 @@ class SessionLoader:
             self._dataloader._iterator = None  # its workers' random streams have advanced
 
     def put_back(self) -> None:
-        """Return to the restored position if a pass was left since the restore. The session calls this if a ``next()``
-        closed the restored checkpoint: the script repeats passes that this position counts already."""
+        """Return to the restored position if a pass was left since the restore. Called if a ``next()`` closed the
+        restored checkpoint: its position includes the passes before that ``next()``, which were just made again."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_at_start:
             return
@@ -385,13 +385,13 @@ class SessionLoader:
             self._identity[TAKEN_BEFORE] = self._taken
         state = pass_.state
         state.at_iter, state.pass_number = self._generators.snapshot(), pass_number_of(self.loader)
-        if self._keeps_state:
+        if self._is_accelerated_stateful:
             restored = None if self.is_begun else position  # only the first pass begins with the restored state
             state.inner = copy.deepcopy(self._own_state()) if restored is None else restored.state.inner
         state.objects = self._owned.packed_states()
         inner = iter(self.loader)
-        if self._persistent and self._at_workers is None and not same_rng(state.at_iter, self._generators.snapshot()):
-            self._at_workers = state.at_iter  # iter() drew the workers' seed; some wrappers draw it at next()
+        if self._persistent and self._worker_rng is None and not same_rng(state.at_iter, self._generators.snapshot()):
+            self._worker_rng = state.at_iter  # iter() drew the workers' seed; some wrappers draw it at next()
         return self._start_pass(inner, pass_)
 
     def _count_left_pass(self) -> None:
@@ -406,15 +406,15 @@ class SessionLoader:
 
     def _prepare(self, position: Position) -> None:
         """Restore what a loader keeps between passes: persistent workers, and a stateful loader's own state."""
-        if (self._stateful or self._keeps_state) and position.state.inner is not None:
+        if (self._stateful or self._is_accelerated_stateful) and position.state.inner is not None:
             with self._generators.preserved():
                 self._load(position.state.inner)
                 if self._dataloader is not None:
                     # Here torchdata repeats the finished pass, and draws. ``preserved`` undoes these draws.
                     iter(self._dataloader)
-        elif self._persistent and self._at_workers is not None and self._dataloader is not None:
+        elif self._persistent and self._worker_rng is not None and self._dataloader is not None:
             with self._generators.preserved():
-                self._generators.restore(self._at_workers)
+                self._generators.restore(self._worker_rng)
                 iter(self._dataloader)
 
     def _load(self, inner: object) -> None:
@@ -450,7 +450,7 @@ class SessionLoader:
         with self._generators.preserved():
             self._owned.load(position.state.objects)
             is_later_pass = self._start_workers(position)
-            if self._keeps_state:
+            if self._is_accelerated_stateful:
                 reset_first_pass(self._dataloader) if position.state.inner is None else self._prepare(position)
             self._generators.restore(position.state.at_iter)
             if self._stateful:
@@ -483,9 +483,9 @@ class SessionLoader:
 
     def _start_workers(self, position: Position) -> bool:
         """Start persistent workers with their first pass's seed. Return whether the restored pass is a later one."""
-        if self._stateful or not self._persistent or position.at_workers is None:
+        if self._stateful or not self._persistent or position.worker_rng is None:
             return False
-        if any(same_rng(position.at_workers, one) for one in (position.state.at_iter, position.state.at_first)):
+        if any(same_rng(position.worker_rng, one) for one in (position.state.at_iter, position.state.at_first)):
             return False
         if not self.is_begun:
             log.warning(
@@ -494,7 +494,7 @@ class SessionLoader:
                 "persistent_workers=False",
                 self.name,
             )
-        self._generators.restore(position.at_workers)
+        self._generators.restore(position.worker_rng)
         iter(self._dataloader)  # type: ignore[arg-type]
         return True
 
@@ -544,8 +544,8 @@ class SessionLoader:
         before = self._generators.snapshot() if is_first or needs_snapshot else None
         if is_first:
             pass_.state.at_first = before
-            if self._persistent and self._at_workers is None:
-                self._at_workers = before
+            if self._persistent and self._worker_rng is None:
+                self._worker_rng = before
         if self._watch is not None:
             self._watch.before()
         try:
@@ -573,8 +573,8 @@ class SessionLoader:
     def _count_batch(self, pass_: Pass, batch: object, before: RngSnapshot | None) -> None:
         if TAKEN_BEFORE in self._identity and self._risk is None:
             self._warn_risk(
-                "it is an iterator, which has only one pass, and the loop left it and iterates over it again. A new "
-                "process would begin at its first batch, so the resume is refused. Pass the iterable that creates it"
+                "it is an iterator, which has only one pass, and a second `for` over it has begun. A new process "
+                "starts at its first batch, so a resume in mid-pass will be refused. Pass the iterable that creates it"
             )
         state = pass_.state
         state.given += 1
@@ -584,7 +584,7 @@ class SessionLoader:
         if self._makes_checksums:
             self._read.clear()
             state.checksum = checksum_of(batch, self._read)
-            self._makes_checksums = state.checksum is not None  # otherwise later batches cannot be compared either
+            self._makes_checksums = state.checksum is not None  # if not, later batches cannot be compared
         state.before_last = state.last if self._prefetches else None
         state.last = before if self._in_process and (self._makes_checksums or self._prefetches) else None
 

@@ -94,9 +94,10 @@ _PARTS = (
 )
 """Attributes in which loaders, datasets and samplers keep the objects that they fetch with."""
 _PARTS_MAX = 256
-"""At most this many objects are examined."""
+"""The largest number of objects that are examined."""
 _NBYTES_MAX = 1 << 20
-"""Most bytes of one object's state before the pass. This state is part of the small state of each checkpoint."""
+"""The largest size of one object's state before the pass, in bytes. This state is part of the small state of each
+checkpoint."""
 
 PackedStates = dict[str, "bytes | None"]
 """Key in ``state=`` -> packed state of the object; None if the state is too large."""

@@ -25,8 +25,8 @@ _PassAndCount = tuple["Pass | None", int]
 
 
 class MidBatch:
-    """Checks each boundary, whether its checkpoint is saved or not. A loader whose batch a checkpoint cuts warns the
-    user."""
+    """Checks each boundary, whether its checkpoint is saved or not. If a checkpoint closes within a batch, the loader
+    of this batch warns the user."""
 
     def __init__(self, loaders: Sequence[SessionLoader]) -> None:
         self._loaders = loaders
@@ -47,7 +47,8 @@ class MidBatch:
     def holds_batch(self, step: int) -> bool:
         """Whether the loop still holds the batch of the last update. A forward now may be for logging only, so it is no
         boundary, and the checkpoint closes at the following ``next()``. If another update comes before that ``next()``,
-        the boundary of this update warns, and from then on forwards are boundaries again."""
+        the checkpoint closes at the pre-step hook of this update, with a warning. From then on this method returns
+        False, so forwards are boundaries again."""
         return any(
             _is_mid_batch(loader.current_pass, step) and not loader.mid_batch_reported for loader in self._loaders
         )

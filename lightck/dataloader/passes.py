@@ -90,8 +90,8 @@ class Pass:
         """Whether updates were made in the pass and its ``next()`` belongs to the training, even if the model is in
         eval mode now.
 
-        While the loop keeps the iterator of an evaluation, updates on batches of another loader count as made in the
-        evaluation too. So the pass is an evaluation if the model was in eval mode at the pass's last fetch, and some
+        While the loop keeps the iterator of an evaluation, updates on batches of another loader count as made in that
+        evaluation. So the pass is an evaluation if the model was in eval mode at the pass's last fetch, and some
         loader fetched in training mode after that fetch (at ``training_fetch_tick``). A pass without a fetch counts as
         an evaluation unless it was restored."""
         if self.fetched_tick:
@@ -145,10 +145,11 @@ class LoaderHost(Protocol):
         pass is counted."""
 
     def loader_gave(
-        self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: TensorReads
+        self, loader: SessionLoader, pass_: Pass, batch: object, checksum: int | None, read: TensorReads
     ) -> None:
-        """Handle a batch. Called when the batch was fetched and counted. ``of``: its pass. ``checksum``: the batch's
-        checksum, or None if it was not computed. ``read``: the tensors that were read for the checksum."""
+        """Handle a batch. Called when the batch was fetched and counted. ``pass_``: the pass of the batch.
+        ``checksum``: the batch's checksum, or None if it was not computed. ``read``: the tensors that were read for the
+        checksum."""
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         """Return the restored checkpoint's random state for each pass until one of them turns out not to be a preview.

@@ -13,7 +13,7 @@ from lightck.state import values
 from lightck.state.rng import RngState
 
 _GENERATORS_MAX = 16
-"""At most this many generator states are read from a position."""
+"""The largest number of generator states that are read from a position."""
 VERSION = 2
 """Format of a position. Since format 2 a position includes the properties and the generators of a DataLoader inside a
 wrapper."""
@@ -102,21 +102,21 @@ class PassState:
 class Position:
     """What a checkpoint says about one loader.
 
-    ``kind``: "plain" or "stateful". ``epoch``: number of finished passes. ``live``: a pass is under way. ``trained``:
-    updates were made in the pass under way. ``at_workers``: the random state from which persistent workers were started
-    (the ``at_iter`` or ``at_first`` of their first pass). ``version``: the `VERSION` of the lightck that saved the
-    position; 1 if it saved no version. ``previews``: how many passes the process left without an update in them, before
-    its first update; ``previews_in_loop``: the process left such passes after its first update too. ``used_again``:
-    updates were made on batches of the last pass after it ended.
+    ``kind``: "plain" or "stateful". ``epoch``: number of finished passes. ``in_pass``: a pass is under way.
+    ``trained``: updates were made in the pass under way. ``worker_rng``: the random state from which persistent
+    workers were started (the ``at_iter`` or ``at_first`` of their first pass). ``version``: the `VERSION` of the
+    lightck that saved the position; 1 if it saved no version. ``previews``: how many passes the process left without an
+    update in them, before its first update; ``previews_in_loop``: the process left such passes after its first update
+    as well. ``used_again``: updates were made on batches of the last pass after it ended.
     """
 
     kind: str
     epoch: int
-    live: bool
+    in_pass: bool
     trained: bool
     identity: Identity
     generators: tuple[torch.Tensor, ...]
-    at_workers: RngSnapshot | None
+    worker_rng: RngSnapshot | None
     state: PassState
     version: int = VERSION
     previews: int = 0
@@ -128,13 +128,13 @@ class Position:
             "kind": self.kind,
             "epoch": self.epoch,
             "given": self.state.given,
-            "live": self.live,
+            "live": self.in_pass,
             "trained": self.trained,
             "identity": self.identity,
             "generators": _to_bytes(self.generators),
             "r_iter": self.state.at_iter and self.state.at_iter.to_value(),
             "r_first": self.state.at_first and self.state.at_first.to_value(),
-            "r_base": self.at_workers and self.at_workers.to_value(),
+            "r_base": self.worker_rng and self.worker_rng.to_value(),
             "r_last": self.state.last and self.state.last.to_value(),
             "checksum": None,
             "content": self.state.checksum,
@@ -172,13 +172,13 @@ class Position:
         position = cls(
             kind=value["kind"],
             epoch=value["epoch"],
-            live=value["live"],
+            in_pass=value["live"],
             trained=value["trained"],
             identity=_read_map(
                 value["identity"], (str, int, type(None)), "its identity is no dict of names and numbers"
             ),
             generators=_from_bytes(value["generators"]),
-            at_workers=RngSnapshot.from_value(value["r_base"]),
+            worker_rng=RngSnapshot.from_value(value["r_base"]),
             state=state,
             version=value["version"],
             previews=value["previews"],
@@ -191,13 +191,13 @@ class Position:
     def _check(self) -> None:
         if self.kind not in ("plain", "stateful"):
             raise corrupt(f"{self.kind!r} is no kind of loader")
-        if self.live and self.state.at_iter is None:
+        if self.in_pass and self.state.at_iter is None:
             raise corrupt("its pass has begun and a random state is missing")
-        if self.live and self.kind == "stateful" and self.state.inner is None:
+        if self.in_pass and self.kind == "stateful" and self.state.inner is None:
             raise corrupt("its pass has begun and its own state is missing")
         if self.kind == "plain" and self.state.given and self.state.at_first is None:
             raise corrupt("batches were given and a random state is missing")
-        if self.state.given and not self.live:
+        if self.state.given and not self.in_pass:
             raise corrupt("batches were given and no pass has begun")
         if any(len(snapshot.generators) != len(self.generators) for snapshot in self.snapshots()):
             raise corrupt("its random states differ in the number of generators")
@@ -205,11 +205,11 @@ class Position:
     @property
     def has_given_all(self) -> bool:
         """Whether a pass is under way and has no batch left."""
-        return self.live and self.state.given > 0 and self.state.given == self.identity.get("length")
+        return self.in_pass and self.state.given > 0 and self.state.given == self.identity.get("length")
 
     def snapshots(self) -> list[RngSnapshot]:
         """Return all random states of this position."""
-        snapshots = (self.state.at_iter, self.state.at_first, self.at_workers, self.state.before_last, self.state.last)
+        snapshots = (self.state.at_iter, self.state.at_first, self.worker_rng, self.state.before_last, self.state.last)
         return [snapshot for snapshot in snapshots if snapshot is not None]
 
     def before(self, index: int) -> RngSnapshot | None:
@@ -223,7 +223,7 @@ class Position:
 
     def before_its_pass(self) -> Position:
         """Return the position at the beginning of the saved pass, which is not counted as finished."""
-        if not self.live:
+        if not self.in_pass:
             return self
         state = replace(self.between_passes().state, inner=None if self.kind == "stateful" else self.state.inner)
         return replace(self.between_passes(), epoch=self.epoch, state=state)
@@ -239,7 +239,7 @@ class Position:
     def between_passes(self) -> Position:
         """Return the position after the saved pass, which is counted as finished."""
         kept = PassState(checksum=self.state.checksum, inner=self.state.inner, pass_number=self.state.pass_number)
-        return replace(self, epoch=self.epoch + 1, live=False, trained=False, state=kept)
+        return replace(self, epoch=self.epoch + 1, in_pass=False, trained=False, state=kept)
 
 
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {

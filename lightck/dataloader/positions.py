@@ -41,7 +41,7 @@ class Positions:
         """Restored positions that no loader has taken so far."""
         self._without_position: list[SessionLoader] = []
         """Loaders for whose names no position was restored."""
-        self.any_live = any(bool(position.get("live")) for position in self._untaken.values())
+        self.any_in_pass = any(bool(position.get("live")) for position in self._untaken.values())
         self.drops_pass = False
         """Whether ``anew=True`` was passed for a loader whose restored position was in mid-pass."""
         self._ended_loader: SessionLoader | None = None
@@ -50,13 +50,13 @@ class Positions:
         """Whether no update was made since ``_ended_loader``'s pass ended."""
 
     def restored_for(self, name: str, anew: bool) -> dict[str, object] | None:
-        """Return the restored position for this name, or None. ``anew``: return the position at the beginning of its
-        pass."""
+        """Return the restored position for this name, or None. ``anew``: return the position at the
+        beginning of the saved pass instead."""
         value = self._untaken.get(name)
         if value is None or not anew:
             return value
         position = Position.from_value(value)
-        if position.live:
+        if position.in_pass:
             self.drops_pass = True
             log.warning(
                 "lightck: loader %r begins its pass anew because of anew=True: %d batches of epoch %d are given again. "
@@ -83,7 +83,7 @@ class Positions:
         if not self._untaken:
             return
         left = {name: Position.from_value(value) for name, value in self._untaken.items()}
-        in_pass = {name: p for name, p in left.items() if p.live and p.trained}
+        in_pass = {name: p for name, p in left.items() if p.in_pass and p.trained}
         instead = [loader for loader in self._loaders if loader.trains_from_the_beginning]
         continues_restored_pass = any(loader.continues_restored_pass for loader in self._loaders)
         if in_pass and instead and not continues_restored_pass and not all(loader.is_anew for loader in instead):
@@ -119,8 +119,8 @@ class Positions:
             self._ended_loader, self._is_first_update_after_pass = loader, True
 
     def updated(self) -> None:
-        """Check, after an update, whether batches are used again. The first update after a pass may only apply
-        gradients of the pass's last batches. So the first update counts only if the loop certainly holds old
+        """Check, after an update, whether batches are used again. Perhaps the first update after a pass does
+        nothing but apply gradients of the pass's last batches. So it counts only if the loop certainly holds old
         batches."""
         loader = self._ended_loader
         if loader is None:
@@ -148,13 +148,13 @@ class ReusedBatches:
         self._first: weakref.ref[object] | None = None
         self._fetched = 0
         """Number of batches of the last pass."""
-        self.is_reported = False
+        self.were_used_again = False
         """Whether batches of the last pass were used again after it ended."""
         self._has_warned = False
 
     def begins(self) -> None:
         """Record that a pass begins in this process."""
-        self._first, self._fetched, self.is_reported = None, 0, False
+        self._first, self._fetched, self.were_used_again = None, 0, False
 
     def fetched(self, batch: object) -> None:
         self._fetched += 1
@@ -163,9 +163,9 @@ class ReusedBatches:
             self._first = None if tensor is None else weakref.ref(tensor)
 
     def is_held(self, *, certain: bool) -> bool:
-        """Whether the loop still holds the first batch of the last pass. ``certain``: return False if this is
-        uncertain. It is uncertain if the batch cannot be tracked, or if it is the only batch of the pass, which the
-        loop's variable may still hold."""
+        """Whether the loop still holds the first batch of the last pass. ``certain``: return False in two
+        uncertain cases: the batch cannot be tracked; or it is the only batch of the pass, so that the loop's variable
+        may still hold it without using it again."""
         if not self._fetched:
             return False
         if self._first is None:
@@ -174,7 +174,7 @@ class ReusedBatches:
 
     def warn(self) -> None:
         """Warn once that an update was made after a pass ended and before another began."""
-        self.is_reported = True
+        self.were_used_again = True
         if not self._has_warned:
             self._has_warned = True
             log.warning(

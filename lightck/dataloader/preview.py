@@ -37,7 +37,7 @@ def is_lightning_probe(caller: FrameType) -> bool:
 def warn_lightning_counts(name: str, position: Position | None) -> None:
     """Warn that Lightning's Trainer misses the end of a pass that is continued in its middle: it counts the batches of
     each pass from 0 and compares with ``len(loader)``."""
-    if position is not None and position.live and position.state.given:
+    if position is not None and position.in_pass and position.state.given:
         log.warning(
             "lightck: loader %r goes on after batch %d of its pass, and Lightning's Trainer counts the batches from 0. "
             "So the Trainer does not recognise the last batch of this pass, and skips the validation and the scheduler "
@@ -86,10 +86,10 @@ class Previews:
         if self.taken >= self.expected:
             return False
         # A loop that made updates in the saved pass makes another update before it leaves that pass, so a pass that was
-        # left without an update was a preview. If the saved pass had no updates, or no pass was under way, the loop
-        # itself may have left this pass: after an evaluation, or because it takes a preview in each epoch. The pass was
-        # a preview if it is no evaluation and the loop takes no preview in each epoch.
-        return (position.live and position.trained) or not (pass_.evaluates or self.in_loop)
+        # left without an update was a preview. If the saved pass had no updates, or no pass was under way, perhaps the
+        # loop itself has left this pass: after an evaluation, or because it looks at a batch in each epoch. Such a pass
+        # belongs to the loop, so it is not counted as a preview here. Any other pass was a preview.
+        return (position.in_pass and position.trained) or not (pass_.evaluates or self.in_loop)
 
 
 class RestoredRng:

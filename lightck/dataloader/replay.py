@@ -2,8 +2,8 @@
 
 A loader may fetch more batches than it has given. A loader that is one batch ahead (Accelerate's, timm's prefetcher)
 fetches two batches at its first ``next()`` and one at each later ``next()``; the loop draws in between. So the replay
-restores two saved random states, one before each of the last two ``next()``. The earlier one of these two ``next()``
-fetches the last batch that was given, and the later one fetches the batch that waits in the loader. A loader that
+restores two saved random states, one before each of the last two ``next()``. The first of these two calls fetches
+the last batch that was given, and the second one fetches the batch that waits in the loader. A loader that
 fetches two batches ahead gives another last batch, and the checksum detects it.
 
 ``session.loader(dl, replay="skip")`` draws the batches given before from the sampler only, fetches just the last one,
@@ -41,9 +41,9 @@ def replay(
     report: ReplayReport,
 ) -> object:
     """Fetch the batches given before, drop all but the last one, and return the last one. This also advances each
-    worker's random stream and the prefetching. Fetches that raised an error, which the loop ignored, are repeated too.
-    If such a fetch gives a batch now, ``report`` warns. ``inner``: the iterator of the new pass. ``restore``: sets the
-    random states. Raises ``PassTooShort``."""
+    worker's random stream and the prefetching. Fetches that raised an error, which the loop ignored, are repeated as
+    well. If such a fetch gives a batch now, ``report`` warns. ``inner``: the iterator of the new pass. ``restore``:
+    sets the random states. Raises ``PassTooShort``."""
     batch = None
     if position.state.at_first is not None:
         restore(position.state.at_first)

@@ -18,7 +18,7 @@ from lightck.dataloader.wrapped_loader import is_made_by_torch
 
 _CURE = "give the sampler a torch.Generator of its own in its attribute `generator`"
 _WATCHED_BATCHES = 4
-"""If workers fetch, the first fetches of each pass, this many, are watched."""
+"""How many fetches of each pass are watched if workers fetch, beginning with the first."""
 
 
 class SamplerWatch(Protocol):
@@ -32,8 +32,8 @@ class SamplerWatch(Protocol):
 
 
 def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | None:
-    """Return a watch for the pass of ``inner``. ``in_process``: batches are fetched in this process. Return None if so
-    and ``inner`` is not torch's own iterator."""
+    """Return a watch for the pass of ``inner``. ``in_process``: whether batches are fetched in this process. If they
+    are, and ``inner`` is not torch's own iterator, return None."""
     if not in_process:
         return _WorkerFetchWatch(begins_late=not is_made_by_torch(inner))
     drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; only this warning depends on it
@@ -67,9 +67,9 @@ class _WorkerFetchWatch:
         if self._state is None or torch.equal(self._state, torch.get_rng_state()):
             return None
         return (
-            "its sampler draws from torch's global random generator at each next(), for batches that are fetched "
-            f"ahead. A resume fetches the batches of the pass again without the loop's steps between them, so they may "
-            f"differ: {_CURE}"
+            "its sampler draws from torch's global random generator at each next(). A resume fetches the earlier "
+            "batches of the pass again without the loop's draws from this generator in between, so the sampler may "
+            f"draw other numbers: {_CURE}"
         )
 
 
@@ -89,8 +89,8 @@ class _InProcessWatch:
         if self._sampler.has_drawn:
             return (
                 "its sampler draws from torch's global random generator at next(), and the loop draws from it too. "
-                "A resume fetches the batches of the pass again without the loop's steps between them, so they may "
-                f"differ: {_CURE}"
+                "A resume fetches the earlier batches of the pass again without the loop's draws in between, so the "
+                f"sampler may draw other numbers: {_CURE}"
             )
         self._state = None if self._sampler.is_watched else torch.get_rng_state()
         return None

@@ -6,7 +6,7 @@ prefetcher (``loader``), and any object that holds exactly one DataLoader.
 Accelerate's loaders are generators that begin at their first ``next()`` and run one batch ahead. They count the passes
 (``iteration``) and pass the number to samplers. If they wrap torchdata's stateful loader, their state is the state of
 torchdata's loader. This state holds no random states, and it holds the order of a pass only if the sampler is
-torchdata's too. So a resume loads the state that was saved at the beginning of the pass, and replays the pass.
+one of torchdata's. So a resume loads the state that was saved at the beginning of the pass, and replays the pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 _NAMES = ("base_dataloader", "dataloader", "loader")
 """Attributes in which wrappers keep what they wrap."""
 _DEPTH_MAX = 8
-"""At most this many objects of a chain of wrappers are examined, the outermost one included."""
+"""The largest number of objects of a chain of wrappers that are examined, the outermost one included."""
 _SEQUENCE_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
@@ -84,7 +84,7 @@ def fetches_here(loader: object, dataloader: DataLoader[object] | None, batches:
     return not (has_workers and (is_made_by_torch(batches) or is_accelerated(loader)))
 
 
-def keeps_state(loader: object) -> bool:
+def is_accelerated_stateful(loader: object) -> bool:
     """Whether the loader is one of Accelerate's over a stateful loader, which keeps a state of its own between
     passes."""
     return is_accelerated(loader) and hasattr(getattr(loader, "base_dataloader", None), "load_state_dict")

@@ -58,7 +58,7 @@ class Recorder:
         self._of_next = None
 
     def closing(self) -> None:
-        """A checkpoint is about to be closed: stop recording for the checkpoint before, even if closing fails."""
+        """A checkpoint is about to be closed: stop recording for the previous checkpoint, even if closing fails."""
         self._since_closed = None
 
     def batch_given(
@@ -173,7 +173,7 @@ class Comparison:
         self._same_bits = same_bits
         self._parts = parts or UpdateParts(())
         self._recorded = {(each.key, each.kind): each.checksum for each in recorded or ()}
-        """Key of a name, and kind -> checksum; only what was not compared yet."""
+        """(key of a name, kind) -> checksum, for what was not compared yet."""
         self._is_strict = is_strict
         self._seen = FirstInputs(both_forwards=True)
         self._error: DataMismatchError | None = None
@@ -228,11 +228,11 @@ class Comparison:
             raise self._error
 
     def session_ends(self) -> None:
-        """Warn if the session made no update, although one followed the restored checkpoint in the killed run.
+        """Warn if the session made no update, although an update followed the restored checkpoint in the killed run.
 
         If so, the loop ended too early: its last batches were in the memory of the killed process, or the restored pass
-        had no batch left. If a loader's batch was recorded, this warns only if the loop of this run requested a batch
-        too."""
+        had no batch left. If a loader's batch was recorded, the warning comes only if the loop of this run requested a
+        batch as well."""
         kinds = {kind for _, kind in self._recorded}
         has_asked = bool(self._seen.loaders) or self._was_batch_requested
         has_recorded_update = not kinds.isdisjoint(KINDS)

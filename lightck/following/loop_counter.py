@@ -19,10 +19,10 @@ from lightck.errors import listed
 
 log = logging.getLogger("lightck")
 _FRAMES_MAX = 60
-"""At most this many frames of the call stack are searched for the loop's variables."""
+"""The largest number of frames of the call stack that are searched for the loop's variables."""
 _PASSES_MAX = 4
-"""As long as every pass has one update, the second check is put off to the next pass, but not beyond this many
-passes."""
+"""As long as every pass has had one update, the second check is put off to the next pass. After ``_PASSES_MAX`` passes
+it is made in any case."""
 _REFERENCES_TO_COPIES = 3
 """Reference count of the copies of a frame's variables if no other code holds them: one reference from the frame, one
 from a variable of this file, one from the argument of ``getrefcount``."""
@@ -41,13 +41,13 @@ class LoopCounterCheck:
         self._step, self._updates, self._loaders = step, updates, loaders
         self._is_over = may_keep_count or not step
         self._was_step_read = self._has_updated = self._has_ended_pass = False
-        self._ended_passes = 0
+        self._n_ended_passes = 0
         """Number of training passes that have ended since the resume."""
-        self._ended_before = 0
-        """The value of ``_ended_passes`` at the first update. Not 0 if the restored pass had no batch left."""
-        self._counters: set[tuple[CodeType, str]] = set()
-        """Variables of the loop that were equal to ``_ended_before`` at the first update."""
-        self._steps: set[tuple[CodeType, str]] = set()
+        self._n_ended_before = 0
+        """The value of ``_n_ended_passes`` at the first update. Not 0 if the restored pass had no batch left."""
+        self._pass_counters: set[tuple[CodeType, str]] = set()
+        """Variables of the loop that were equal to ``_n_ended_before`` at the first update."""
+        self._update_counters: set[tuple[CodeType, str]] = set()
         """Variables of the loop that were equal to the number of updates at the first update."""
 
     def step_read(self) -> None:
@@ -57,7 +57,7 @@ class LoopCounterCheck:
     def pass_ended(self) -> None:
         """A training pass over a session loader has ended."""
         self._has_ended_pass = self._has_updated
-        self._ended_passes += 1
+        self._n_ended_passes += 1
 
     def before_update(self) -> None:
         """Warn, before the first update after the resume or before the first update of the next pass, if the loop has
@@ -73,7 +73,7 @@ class LoopCounterCheck:
         else:
             self._has_ended_pass = False
             # If each pass had one update, a variable that counts updates has the values of one that counts passes.
-            passes = self._ended_passes - self._ended_before
+            passes = self._n_ended_passes - self._n_ended_before
             self._is_over = self._updates() - self._step != passes or passes == _PASSES_MAX
             if self._is_over:
                 self._before_next_pass(later[0])
@@ -86,9 +86,9 @@ class LoopCounterCheck:
             self._was_step_read = False
             if later:
                 variables, updates = _variables_of_the_loop(sys._getframe(1)), self._updates()
-                self._ended_before = self._ended_passes
-                self._counters = {key for key, value in variables.items() if value == self._ended_before}
-                self._steps = {key for key, value in variables.items() if value == updates}
+                self._n_ended_before = self._n_ended_passes
+                self._pass_counters = {key for key, value in variables.items() if value == self._n_ended_before}
+                self._update_counters = {key for key, value in variables.items() if value == updates}
             return
         self._is_over = True
         where = f" in pass {later[0].restored_epoch + 1} over loader {later[0].name!r}" if later else ""
@@ -105,10 +105,10 @@ class LoopCounterCheck:
         counts passes. A loop that counts updates has a variable that is equal to the number of updates, or it reads the
         step again."""
         variables, updates = _variables_of_the_loop(sys._getframe(1)), self._updates()
-        counting = [name for code, name in self._counters if variables.get((code, name)) == self._ended_passes]
-        counts_updates = any(variables.get(key) == updates for key in self._steps)
+        counting = [name for code, name in self._pass_counters if variables.get((code, name)) == self._n_ended_passes]
+        counts_updates = any(variables.get(key) == updates for key in self._update_counters)
         if counting:
-            fact = f"and {listed(sorted(set(counting)))} was 0 in that pass and is {self._ended_passes} now"
+            fact = f"and {listed(sorted(set(counting)))} was 0 in that pass and is {self._n_ended_passes} now"
         elif self._was_step_read or counts_updates:
             return
         else:

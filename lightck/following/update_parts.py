@@ -25,7 +25,7 @@ KINDS = (GRADIENT, OPTIONS, OPTIMIZER_STATE)
 _WORDS = 32
 """Words of 8 bytes that are read of each tensor."""
 _TENSORS_MAX = 6
-"""Tensors that are read of the optimizer state of one parameter."""
+"""The largest number of tensors that are read of the optimizer state of one parameter."""
 _FLOATS = {
     torch.float32: 4,
     torch.float64: 8,

@@ -29,8 +29,8 @@ class Boundary:
         self._updates: dict[int, int] = {}
         """Index of an optimizer -> number of its updates since the last checkpoint closed."""
         self._flushed = False
-        """Whether ``flush()`` closed a checkpoint at the last event. It has then counted the iteration, so an
-        ``end_step()`` that follows does not count this iteration again."""
+        """Whether ``flush()`` closed a checkpoint at the last event. If so, the iteration was counted there, and an
+        ``end_step()`` that follows does not count it again."""
 
     @property
     def step(self) -> int:

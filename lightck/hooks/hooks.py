@@ -206,8 +206,9 @@ class Hooks:
 
     def _hooks_of_any_step(self) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the hooks that torch calls before and after the ``step`` of every optimizer in the process. They are
-        not ``counted`` methods, because most of their calls do nothing but count the time of one hook call. They have
-        only a weak reference to this object, because torch's registries are global."""
+        not ``counted`` methods: most of their calls have nothing to do, and only add the fixed cost of a hook call
+        (``seconds_per_hook``). They have only a weak reference to this object, because torch's registries are
+        global."""
         ref = weakref.ref(self)
 
         def before(optimizer: Optimizer, *_: object) -> None:

@@ -21,8 +21,8 @@ from lightck.state.signatures import version_counter_of
 _NOT_SHARED = ("step", "_optimizer_")
 """Prefixes of the attributes that are not copied from the user's optimizer to a layer's optimizer. ``step`` is an
 attribute of an instance only if a scheduler has wrapped the method; a copy of this attribute would keep the user's
-optimizer alive. The names of the hook registries begin with ``_optimizer_``. The search for optimizers at attach skips
-an instance without hook registries."""
+optimizer alive. The hook registries, whose names begin with ``_optimizer_``, are left out so that the search for
+optimizers at attach skips a layer's optimizer: it skips every instance without registries."""
 BLOCK = 1 << 20
 """Bytes of a gradient that one checksum covers."""
 Group = dict[str, object]
@@ -143,7 +143,7 @@ def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor
     counters = [p._version for p in params]
     type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]  # without the hooks around it
     silent = [p for p, before in zip(params, counters, strict=True) if p._version == before]
-    if silent:  # a fused kernel moves no version counter, but autograd detects changed saved tensors by the counter
+    if silent:  # a fused kernel moves no version counter, so it is moved here: autograd looks at it in saved tensors
         torch.autograd.graph.increment_version(silent)
 
 

@@ -46,7 +46,7 @@ from lightck.state.ranks import rank_and_world_size
 _NEEDS_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 """Optimizers that cannot be stepped layer by layer."""
 _FULLY_COMPARED = 3
-"""The bytes of every gradient are compared in this many updates, beginning with the first update of a ``Layerwise``."""
+"""In the first ``_FULLY_COMPARED`` updates of a ``Layerwise``, the bytes of every gradient are compared."""
 _CURE = (
     "To accumulate gradients, put every backward() except the last one before step() into "
     "`with layers.accumulate():`, where layers is what lightck.layerwise() returned. After a backward() that failed, "
@@ -271,8 +271,8 @@ class Layerwise:
 
     def _record_used(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
         """Record what the update uses, so that ``step()`` can detect later changes. A write through ``.data`` moves no
-        version counter, so the bytes of some gradients are compared too: in the first ``_FULLY_COMPARED`` updates those
-        of all layers, later those of the first layer and, in turn, of at most one other layer."""
+        version counter, so the bytes of some gradients are compared as well: in the first ``_FULLY_COMPARED`` updates
+        those of all layers, later those of the first layer and, in turn, of at most one other layer."""
         layer.used_options = [options_of(group) for group in layer.groups]
         n_before = len(self._used)  # number of parameters that earlier layers of this update have
         in_turn = self._updates % max(len(self._layer_of), 1)
@@ -286,8 +286,8 @@ class Layerwise:
     # -- between backward() and step() -------------------------------------------------------------------
 
     def _forward_begins(self, *_: object) -> None:
-        """Refuse a forward between ``backward()`` and ``step()``: such a forward would compute with parameters of the
-        next step."""
+        """Refuse a forward between ``backward()`` and ``step()``, because it would compute with parameters of the next
+        step."""
         if self._used and torch.is_grad_enabled() and not own_hooks.is_in_backward():
             raise UnsupportedError(
                 "A forward of the model began between backward() and step(). Layers of the model were updated "
@@ -388,7 +388,8 @@ def _refuse_parallel(model: nn.Module) -> None:
 
 def _refuse_scaled(optimizer: Optimizer) -> None:
     fused = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-    # The call stack is searched too: ``unscale_`` writes to the gradients without moving a version counter.
+    # The call stack is searched as well, because the check for changed gradients would not find a scaler: its
+    # ``unscale_`` moves no version counter.
     if fused or own_hooks.is_called_by(_is_of_scaler):
         raise UnsupportedError(
             "A GradScaler calls step() of this optimizer. The scaler decides whether to skip a step only when all "

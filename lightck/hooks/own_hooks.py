@@ -35,7 +35,8 @@ _HOOK_FLAGS = (
 )
 """Further dicts of a module whose keys are the ids of its hooks."""
 _FRAMES_MAX = 18
-"""How many frames of the call stack ``is_called_by`` examines. The first one is the frame of its caller."""
+"""How many frames of the call stack ``is_called_by`` examines, beginning with the frame of the function that calls
+it."""
 _Reduced = str | tuple[Any, ...]
 _hooked: Counter[type] = Counter()
 """Class -> number of ``HookFreeCopies`` in effect for modules of this class (one module may have several)."""

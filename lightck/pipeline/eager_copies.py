@@ -30,14 +30,13 @@ from lightck.state.blocks import checksums
 from lightck.state.inventory import Live
 
 EAGER_JOBS_MAX = 6
-"""At most this many jobs of the engine make the eager copies of one checkpoint."""
+"""The largest number of the engine's jobs that make the eager copies of one checkpoint."""
 EAGER_JOB_NBYTES_MIN = 4 << 20
-"""A job begins when the updated tensors that wait for a job have at least this many bytes. If the background copies of
-a checkpoint have more than ``EAGER_JOBS_MAX`` times this many bytes, a job begins at every ``EAGER_JOBS_MAX``-th part
-of them."""
+"""A job begins when the updated tensors that wait for a job have at least ``EAGER_JOB_NBYTES_MIN`` bytes and at least
+1 / ``EAGER_JOBS_MAX`` of the bytes of a checkpoint's background copies."""
 CHECKED_COPIES_MIN = 3
-"""The first eager copies of each tensor, this many, are checked with checksums. For later ones the signature is
-compared, and checksums only in turn."""
+"""How many eager copies of each tensor are checked with checksums, beginning with the first. For later copies the
+signature is compared, and checksums only in turn."""
 
 
 class EagerCopies:
@@ -99,9 +98,9 @@ class EagerCopies:
         return np.array([one.number for one in good], np.int64), n_unusable
 
     def _wrong(self, begun: _UpdateCopies, copies: Sequence[_Copy]) -> set[_Copy]:
-        """Return the copies, among those with checksums, whose bytes differ from what their tensors hold now. Such a
-        tensor was written after its update (``written``), or while it was copied. If one tensor was written, the copies
-        without checksums are examined too."""
+        """Return the wrong copies. Two comparisons find them: of the tensor right after its update with the tensor now
+        (a difference: the tensor was ``written``), and of the tensor now with the bytes in the slot. Only copies with
+        checksums are examined, or all copies if one tensor was written."""
         self._turn += 1
         self._n_params = begun.n_params
         now: dict[_Copy, npt.NDArray[np.uint32]] = {}

@@ -1,9 +1,9 @@
 """The write guard: checks that a checkpoint holds what its tensors held at the boundary.
 
 The guard works at four moments. Before the state is read, it checks the tensors that the checkpoint would leave out
-(``check_left_out``). When the copies begin, it remembers the signatures of their sources and reads some of their bytes
-(``watch``). At any hook it can compare the signatures (``changed``). When the copies are done, it compares signatures
-and checksums (``validate``).
+(``check_left_out_tensors``). When the copies begin, it remembers the signatures of their sources and reads some of
+their bytes (``watch``). At any hook it can compare the signatures (``changed``). When the copies are done, it compares
+signatures and checksums (``validate``).
 
 An unannounced write moves no version counter. The guard finds it by reading, perhaps some checkpoints later. The
 checkpoints in between may hold old bytes of the tensor: they are *stale*. They stay readable until a checkpoint that
@@ -85,8 +85,8 @@ class WriteGuard:
         """The newest verified generation: all bytes of its sources in host memory were read at the boundary, and the
         copies held the same bytes."""
         self.stale_after: int | None = None
-        """Checkpoints of a larger generation that were begun before the unannounced write was found are stale. None: no
-        checkpoint is stale."""
+        """Stale are the checkpoints whose generation is larger than this, and that were begun before the unannounced
+        write was found. None: no checkpoint is stale."""
         self._found_at = 0
         """The newest generation when the unannounced write was found."""
 
@@ -102,17 +102,17 @@ class WriteGuard:
 
     # -- before a checkpoint is made
 
-    def check_left_out(self, writer: PoolWriter) -> None:
+    def check_left_out_tensors(self, writer: PoolWriter) -> None:
         """Look for unannounced writes to the tensors that the next checkpoint would leave out."""
         generation, block = writer.generation, writer.superblock.block
         names, self._reread_nbytes = self._unchanged.reread(generation, block, self._budget(self._n_begun))
         if names:
             log.warning(
                 "lightck: %s was written in a way that moves no version counter of torch (.data, numpy, a fused "
-                "kernel or another thread), so lightck took it for unchanged. The next checkpoint writes every "
-                "tensor, and from then on the tensor is copied at the end of each step, before training goes on. "
-                "Older checkpoints that hold its old bytes are struck (made unreadable) when that checkpoint is "
-                "committed.",
+                "kernel or another thread), so lightck took it for unchanged, and the checkpoints since then may hold "
+                "an outdated value of it. The next checkpoint writes every tensor. When it is committed, the "
+                "checkpoints that may be wrong are struck (made unreadable). From then on the tensor is copied at the "
+                "end of each step, before training goes on. You need not do anything.",
                 listed([repr(name) for name in sorted(names)]),
             )
             self._unannounced_write(names, self._unchanged.verified_until, writer)
@@ -225,4 +225,7 @@ def strike(writer: PoolWriter, events: CommitEvents, after: int, before: int) ->
     slots = writer.strike(after, before)
     if slots:
         events.struck(slots)
-        log.info("lightck: %d older checkpoints that hold old bytes were struck", len(slots))
+        log.info(
+            "lightck: %d older checkpoints were struck (made unreadable): they may hold an outdated value of a tensor",
+            len(slots),
+        )

@@ -28,7 +28,7 @@ class InFlightCheckpoint:
     of a device's work. No later write can reach such copies."""
 
     @property
-    def jobs(self) -> int:
+    def n_jobs(self) -> int:
         """Number of the engine's jobs that the checkpoint uses."""
         return 1 + len(self.pending.job.parts)
 
@@ -81,4 +81,4 @@ def job_budget(checkpoints: Sequence[InFlightCheckpoint], uncommitted_max: int) 
     entries = JOBS_MAX - THREADS_MAX - 1
     share = entries // (uncommitted_max + 1) - 1
     to_come = max(uncommitted_max - len(checkpoints), 0)
-    return min(share, entries - 1 - to_come - sum(checkpoint.jobs for checkpoint in checkpoints))
+    return min(share, entries - 1 - to_come - sum(checkpoint.n_jobs for checkpoint in checkpoints))

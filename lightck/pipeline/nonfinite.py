@@ -27,9 +27,9 @@ from lightck.stats import Meter
 log = logging.getLogger("lightck")
 
 WINDOW = 64
-"""For each checkpoint, this many values of each tensor are checked. A tensor with fewer values is checked whole."""
+"""How many values of each tensor are checked for one checkpoint. A tensor with fewer values is checked whole."""
 BLOCK = 1 << 18
-"""For each checkpoint, at most this many more values of one tensor are checked."""
+"""The largest number of further values, all of one tensor, that are checked for one checkpoint."""
 
 
 class NonfiniteCheck(CommitDecision):

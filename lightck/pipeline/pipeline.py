@@ -1,7 +1,7 @@
 """Bring a closed step to its commit record, in four stages.
 
-    plan        decide which tensors are written, and when: at the boundary or in the background (the strategy)
-    submit      take a slot, copy what is copied at the boundary, hand the rest to the engine
+    plan        take a slot, and decide which tensors are written, at the boundary or in the background (the strategy)
+    submit      copy what is copied at the boundary, hand the rest to the engine
     validate    after the copies: check that every source still holds what was copied (the write guard)
     settle      release the checkpoint to commit, or give it up with a warning; report a commit to the listeners
 
@@ -116,10 +116,10 @@ class Pipeline:
 
     # -- a checkpoint begins -----------------------------------------------------------------------------
 
-    def check_left_out(self) -> None:
+    def check_left_out_tensors(self) -> None:
         """Before the state is read: find unannounced writes to tensors that the next checkpoint would leave out."""
         if self.pool.writer is not None:
-            self.guard.check_left_out(self.pool.writer)
+            self.guard.check_left_out_tensors(self.pool.writer)
 
     def begin_checkpoint(self, closed_step: ClosedStep) -> None:
         """Begin to write the checkpoint of a closed step, if the commit decisions allow it. What is copied at the
@@ -173,7 +173,7 @@ class Pipeline:
         try:
             return self._tables.of(closed_step, self.guard.copied_at_boundary)
         except NoExtentError as need:
-            self.finish()  # ``add`` below replaces the slot images, which no copy may be using
+            self.finish()  # ``add`` replaces each ``Slot.image``, and the copies write their checksums into it
             self.eager.drop()
             self._tables.add(need.entries, closed_step.lives)
             return self._tables.of(closed_step, self.guard.copied_at_boundary)
@@ -251,13 +251,13 @@ class Pipeline:
         try:
             self.finish()
             if self.pool.writer is not None:
-                log.info("lightck: the pool %r moves to a new file: %s", self.path, why)
+                log.info("lightck: the pool %r is written anew, under the same path: %s", self.path, why)
             self.eager.drop()
             checkpoint = self.pool.relayout(entries, len(closed_step.state), first)
             self._note_committed(checkpoint)
             self._newest = self._writer, checkpoint.pending.slot, checkpoint.pending.record.generation
         except Interrupted:
-            self.pool.requested_slots = self.pool.n_slots  # the next attempt gives the pool this many slots
+            self.pool.requested_slots = self.pool.n_slots  # the next attempt has to ask for them again
             raise
 
     def ensure_slots(self, needed: int) -> None:
@@ -269,7 +269,11 @@ class Pipeline:
             wanted = max(needed, pool.requested_slots or 0)
             if writer.slots.n_usable < wanted:
                 pool.n_slots = max(wanted, pool.n_slots)
-                log.info("lightck: the pool %r moves to a new file with %d slots, for a pin", self.path, pool.n_slots)
+                log.info(
+                    "lightck: the pool %r is written anew with %d slots, under the same path, for a pin",
+                    self.path,
+                    pool.n_slots,
+                )
                 original_generation = None
                 if self._newest is not None:
                     _, slot, generation = self._newest
@@ -277,7 +281,7 @@ class Pipeline:
                 self.eager.drop()
                 pool.relayout((), 0, lambda _: None)
                 self._newest = _slot_of_original(self._writer, original_generation)
-            pool.requested_slots = None  # a request for more slots is fulfilled; one for fewer is dropped for the pin
+            pool.requested_slots = None  # it is fulfilled now, or it asked for fewer slots than the pin needs
         except BaseException:
             pool.n_slots, pool.requested_slots = before
             raise

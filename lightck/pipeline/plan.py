@@ -30,14 +30,14 @@ class TargetSlot(Protocol):
 
     def generation_of(self, record: TensorRecord) -> int | None:
         """The generation in which this record was last written into the slot, or None if the slot does not hold it. A
-        plan may leave the record out if the strategy itself knows that the tensor is unchanged since."""
+        plan may leave the record out if the strategy itself knows that the tensor has not changed since then."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """How one checkpoint is written. Each tensor of the step is in exactly one of ``tables``, ``at_boundary`` and
-    ``unchanged``."""
+    """How one checkpoint is written. Each tensor of the step is handled in exactly one place: by its table; or, if it
+    is in ``WriteTable.undecided`` or was taken out of its table, by ``at_boundary`` or ``unchanged``."""
 
     closed_step: ClosedStep
     tables: tuple[WriteTable, ...]

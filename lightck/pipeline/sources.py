@@ -19,7 +19,7 @@ import torch
 from lightck.errors import StateChangedError
 from lightck.state.blocks import ALL, NO_BLOCKS, Blocks, Positions, RoundRobin, checksums
 from lightck.state.device_transfers import on_host, transfer_of
-from lightck.state.inventory import Live, in_plain_memory, is_plain, memory_of
+from lightck.state.inventory import Live, in_plain_memory, is_plain, storage_of
 from lightck.state.signatures import (
     MemoryLayout,
     MemoryLayouts,
@@ -32,8 +32,8 @@ from lightck.state.signatures import (
 Signature = tuple[int, MemoryLayout]
 """The version counter and the memory layout of a tensor. Its identity is compared separately."""
 REREAD_BY_COPY_NBYTES = 64 << 10
-"""For each checkpoint, tensors that can be read only through a copy are read again one after the other, until this many
-bytes were read."""
+"""For each checkpoint, tensors that can be read only through a copy are read again one after the other, until
+``REREAD_BY_COPY_NBYTES`` bytes were read."""
 
 
 def signature_of(tensor: torch.Tensor) -> Signature:
@@ -45,8 +45,8 @@ class SourceWatch:
     """The sources of one checkpoint's background copies."""
 
     def __init__(self, lives: Sequence[Live], numbers: Sequence[int], n_on_devices: int = 0) -> None:
-        """``numbers``: record numbers of ``lives``. ``n_on_devices``: the last this many of ``lives`` are on
-        devices."""
+        """``numbers``: record numbers of ``lives``. ``n_on_devices``: how many sources at the end of ``lives``
+        are on devices."""
         self.lives, self.numbers = lives, numbers
         self.forward_seen = False
         """Whether a training forward began after the boundary while the sources were unchanged."""
@@ -170,8 +170,8 @@ class _Rounds:
 
 
 class UnchangedTensors:
-    """Decides which frozen tensors a checkpoint may leave out, and reads tensors that are left out again from time to
-    time. A frozen tensor is one that no optimizer step changes. A frozen tensor counts as unchanged once two successive
+    """Decides which frozen tensors a checkpoint may leave out, and from time to time reads again those that are left
+    out. A frozen tensor is one that no optimizer step changes. A frozen tensor counts as unchanged once two successive
     checkpoints that both wrote it hold equal bytes, and as long as its signature stays the same. A tensor with an
     unannounced write never counts as unchanged again."""
 
@@ -207,13 +207,13 @@ class UnchangedTensors:
         is_equal = before is not None and np.array_equal(before.crcs, crcs)
         is_proved = is_equal and live.name not in self.copied_at_boundary
         self._known[live.name] = _Known(
-            live.tensor, memory_of(live.tensor), signature_of(live.tensor), crcs.copy(), is_proved
+            live.tensor, storage_of(live.tensor), signature_of(live.tensor), crcs.copy(), is_proved
         )
         if is_proved or (before is not None and before.is_proved):
             self._end_round()
 
     def retain(self, lives: Sequence[Live]) -> None:
-        """Forget all tensors except ``lives``: the others are gone, or are no longer frozen."""
+        """Forget all tensors that are not in ``lives``: they are gone, or are no longer frozen."""
         if len(self._known) > len(lives):
             names = {live.name for live in lives}
             self._known = {name: known for name, known in self._known.items() if name in names}
@@ -231,10 +231,10 @@ class UnchangedTensors:
         self._rounds_of_others.group_changed()
 
     def reread(self, generation: int, block: int, budget: int | None) -> tuple[set[str], int]:
-        """Read tensors that are left out again, before the next checkpoint is made. Return the names of the tensors
-        whose bytes differ from those in the checkpoints, and how many bytes in plain host memory were read (0 if a
-        tensor differs). If one tensor differs, all tensors in plain host memory are read, because the same kind of
-        write may have changed others. ``generation``: the newest generation that was begun. ``block``: bytes per
+        """Read again some of the tensors that are left out, before the next checkpoint is made. Return the names of the
+        tensors whose bytes differ from those in the checkpoints, and how many bytes in plain host memory were read (0
+        if a tensor differs). If one tensor differs, all tensors in plain host memory are read, because the same kind of
+        write may have changed more of them. ``generation``: the newest generation that was begun. ``block``: bytes per
         checksum. ``budget``: how many bytes in plain host memory are read (None: all)."""
         if not self._known:
             return set(), 0

@@ -12,7 +12,7 @@ from lightck.pipeline.plan import WritePlan
 from lightck.pipeline.write_table import NO_RECORDS, StagedTensor, TensorRecord
 from lightck.pool.writer import CopyPlan, PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
-from lightck.state.inventory import Live, in_plain_memory, memory_of
+from lightck.state.inventory import Live, in_plain_memory, storage_of
 
 
 class Submission:
@@ -24,7 +24,7 @@ class Submission:
         self.staged = plan.staged
         self.background, self.background_numbers = plan.background, plan.background_numbers
         self.n_from_devices = 0
-        """The last this many of ``background`` are sent by a device."""
+        """How many tensors at the end of ``background`` are sent by a device."""
         self.frozen: list[tuple[Live, int]] = []
         """Frozen tensors that this checkpoint writes, with their record numbers."""
         self._keep_alive: list[object] = []
@@ -41,7 +41,7 @@ class Submission:
             address = source.data_ptr()
         self._numbers.append(record.number)
         self._sources.append(address)
-        self._keep_alive.append(memory_of(source))
+        self._keep_alive.append(storage_of(source))
         if live.is_frozen:
             self.frozen.append((live, record.number))
 

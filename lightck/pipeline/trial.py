@@ -28,7 +28,7 @@ class Trial(Generic[T]):
 
     An alternative is better than another one if each of its median costs is lower by the margin of that cost. The
     caller gives at least one margin whose share is not negative, so that no two alternatives are each better than the
-    other. The winner is the first alternative than which no other one is better. If ``rounds`` is 0, the first
+    other. The winner is the first alternative that no other one beats. If ``rounds`` is 0, the first
     alternative wins at once.
     """
 
@@ -41,7 +41,8 @@ class Trial(Generic[T]):
         self._costs: dict[T, list[tuple[float, ...]]] = {one: [] for one in alternatives}
         """For each alternative the costs of its checkpoints that count."""
         self._turns: list[T] = []
-        """The alternatives that still have a turn in this round, the present one first; the winner at the end."""
+        """The alternatives that still have a turn in this round, the present one first. When the trial is over: only
+        the winner."""
         self._finished = -warm_up
         """How many checkpoints of this turn have finished; negative during the warm-up."""
         self._checkpoints_left = 2 * (warm_up + rounds * len(self.alternatives) * (lead_in + 1))

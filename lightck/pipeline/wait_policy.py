@@ -33,8 +33,8 @@ _INCOMPATIBLE_VARIABLES = ("OMP_STACKSIZE", "GOMP_STACKSIZE", "OMP_DISPLAY_AFFIN
 second OpenMP team, which might then need too much memory, or print at every checkpoint."""
 
 _STARVED_SHARE, _STARVED_NBYTES = 0.1, 16 << 20
-"""A checkpoint was starved (its copy threads had too little processor time) if the waiting thread copied at least this
-share of its bytes, and at least this many bytes."""
+"""A checkpoint was starved (its copy threads had too little processor time) if the waiting thread copied at least the
+share ``_STARVED_SHARE`` of its bytes, and at least ``_STARVED_NBYTES`` bytes."""
 _STARVED_CHECKPOINTS, _STARVED_WINDOW = 3, 5
 """A trial begins when at least ``_STARVED_CHECKPOINTS`` of the last ``_STARVED_WINDOW`` gates had a starved
 checkpoint."""
@@ -74,8 +74,10 @@ class WaitPolicy:
         self._starved: deque[bool] = deque(maxlen=_STARVED_WINDOW)
         """``_was_starved`` at the last gates."""
         self._checkpoints = 0
-        """Number of committed checkpoints. The next trial may begin when it reaches ``_next_trial``."""
+        """Number of committed checkpoints."""
         self._next_trial, self._trial_interval = 0, _CHECKPOINTS_UNTIL_NEXT
+        """The next trial may begin when ``_checkpoints`` reaches ``_next_trial``; the trial after it,
+        ``_trial_interval`` checkpoints later."""
 
     def checkpoint_begins(self, *, eager: bool = False) -> None:
         """The copies of a checkpoint begin now. ``eager``: they are eager copies, before the boundary of the
@@ -149,8 +151,10 @@ def _summary(trial: Trial[bool]) -> str:
     passive, active = ([1e3 * seconds for seconds in trial.medians(one)] for one in (_PASSIVE, _ACTIVE))
     if not passive or not active:
         return "too few checkpoints were saved to compare the two"
-    times = "{:.1f} ms until the next update, {:.1f} ms of it waiting for the copy"
-    return f"passive waiting took {times.format(*passive)}; active waiting {times.format(*active)}"
+    return (
+        "the next update came after {:.1f} ms with passive waiting ({:.1f} ms of these were spent on the wait for the "
+        "copy), and after {:.1f} ms with active waiting ({:.1f} ms)".format(*passive, *active)
+    )
 
 
 def _has_thread_per_processor() -> bool:

@@ -21,17 +21,17 @@ from lightck.pool.format.layout import Entry
 from lightck.pool.writer import PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.device_transfers import DeviceTransfer, transfer_of
-from lightck.state.inventory import Live, entry_of, is_plain, memory_of
+from lightck.state.inventory import Live, entry_of, is_plain, storage_of
 from lightck.state.signatures import ClosedStep, MemoryLayout, memory_layout_of
 
 NO_RECORDS = np.array([], np.int64)
 """An empty array of record numbers."""
 AT_BOUNDARY_NBYTES_MAX = 4096
-"""Tensors of at most this many bytes are copied at the boundary, because starting a background copy would take
+"""The largest size of a tensor that is always copied at the boundary, because to start a background copy would take
 longer."""
 WHOLE_NBYTES_MAX = 0 if os.environ.get("LIGHTCK_TEST_BACKGROUND") == "1" else 512 * 1024
-"""If all tensors together have at most this many bytes, all are copied at the boundary: watching them, and moving their
-memory to the processor of a copy thread and back, would take longer than to copy them."""
+"""If all tensors together have at most ``WHOLE_NBYTES_MAX`` bytes, all are copied at the boundary. To watch them, and
+to move their memory to the processor of a copy thread and back, would take longer than to copy them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +97,18 @@ class WriteTable:
     """How a list of tensors is written. Computed once for a tensor list, and reused until the list changes."""
 
     token: object
-    """The token of the ``TensorList`` (state/signatures.py) that this table was computed for; None if it was computed
-    for other tensors."""
-    n_copied_at_boundary: int
-    """Number of names of tensors that were always copied at the boundary when this table was computed. The set of these
-    names only grows, so another number means that the table is out of date."""
+    """The token of the ``TensorList`` (state/signatures.py) that this table was computed for; None if it was not
+    computed for a ``TensorList``."""
+    n_names_at_boundary: int
+    """Size of the set ``copied_at_boundary`` (see ``write_table``) when this table was computed. The set only grows, so
+    another size means that the table is out of date."""
     written: list[tuple[Live, TensorRecord]]
     """Tensors in plain host memory that each checkpoint writes. The next three arrays are parallel to it."""
     numbers: npt.NDArray[np.int64]
     sources: npt.NDArray[np.uint64]
     """Addresses of the tensors' bytes."""
     at_boundary: npt.NDArray[np.bool_]
-    """Whether the tensor is copied at the boundary; the others are ``background``."""
+    """Whether the tensor is copied at the boundary. If not, it is in ``background``."""
     keep_alive: list[object]
     """Keeps alive the memory of each tensor of ``background``, in the same order."""
     background: list[Live]
@@ -116,9 +116,9 @@ class WriteTable:
     without_bytes: npt.NDArray[np.int64]
     """Record numbers of tensors without bytes of their own: empty or tied."""
     undecided: list[tuple[Live, TensorRecord]]
-    """Tensors that are copied at the boundary unless the plan of a checkpoint leaves them out: frozen ones, on a device
-    too, and ones that lightck cannot copy directly (they are not dense, or on a device without a
-    ``DeviceTransfer``)."""
+    """Tensors that are copied at the boundary unless the plan of a checkpoint leaves them out. These are all frozen
+    tensors, those on a device included, and tensors that lightck cannot copy directly (they are not dense, or on a
+    device without a ``DeviceTransfer``)."""
     staged: list[StagedTensor]
     """Tensors on a device with a ``DeviceTransfer``, without the frozen ones."""
     _background_by_id: dict[int, tuple[Live, int]] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class WriteTable:
         later = [i for i, number in enumerate(self.background_numbers) if number not in left_out]
         return WriteTable(
             None,
-            self.n_copied_at_boundary,
+            self.n_names_at_boundary,
             [self.written[i] for i in np.flatnonzero(stays)],
             self.numbers[stays],
             self.sources[stays],
@@ -173,8 +173,8 @@ def write_table(
 ) -> WriteTable:
     """Return the table that says how these tensors are written. ``records``: the record of each tensor.
     ``copied_at_boundary``: names of tensors that no background copy may read. ``token``: see ``WriteTable``.
-    ``whole_nbytes_max``: if the tensors in plain host memory have at most this many bytes together, all are copied at
-    the boundary."""
+    ``whole_nbytes_max``: if the tensors in plain host memory have at most ``whole_nbytes_max`` bytes together, all are
+    copied at the boundary."""
     written: list[tuple[Live, TensorRecord, bool]] = []
     without_bytes: list[int] = []
     undecided: list[tuple[Live, TensorRecord]] = []
@@ -200,7 +200,7 @@ def write_table(
         np.array([record.number for _, record, _ in written], np.int64),
         np.array([record.address for _, record, _ in written], np.uint64),
         np.array([at_boundary for _, _, at_boundary in written], np.bool_),
-        [memory_of(live.tensor) for live, _ in later],
+        [storage_of(live.tensor) for live, _ in later],
         [live for live, _ in later],
         [number for _, number in later],
         np.array(without_bytes, np.int64),
@@ -232,7 +232,7 @@ class WriteTableCache:
         if (
             known is not None
             and tensor_list is not None
-            and (known.token, known.n_copied_at_boundary) == (tensor_list.token, len(copied_at_boundary))
+            and (known.token, known.n_names_at_boundary) == (tensor_list.token, len(copied_at_boundary))
         ):
             others = lives[n:]
             if not others and len(self._records) <= n:  # and no record of a dropped tensor needs to be forgotten

@@ -94,7 +94,7 @@ def warn_options(found: Sequence[str]) -> None:
         )
 
 
-def set_flags(contents: Contents, model: ModelView) -> None:
+def set_requires_grad(contents: Contents, model: ModelView) -> None:
     """Set ``requires_grad`` of every parameter of the model to its value in the checkpoint, and log the changed
     parameters: as a warning if the script built the value differently than at the start of the training."""
     built = contents.built

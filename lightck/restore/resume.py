@@ -137,7 +137,8 @@ def restored_from(model: nn.Module, path: str, uuid: bytes) -> RestoredFrom | No
     return known if known is not None and (known.path, known.uuid) == (path, uuid) else None
 
 
-def forget(model: nn.Module) -> None:
+def forget_restored_from(model: nn.Module) -> None:
+    """Forget from which checkpoint a model was restored."""
     _restored.pop(model, None)
 
 

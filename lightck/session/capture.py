@@ -30,7 +30,7 @@ from lightck.state.device_transfers import Devices
 from lightck.state.fingerprint import fingerprint
 from lightck.state.inventory import Live, ModelView, OptimizerView, has_memory, in_plain_memory, optimizer_views
 from lightck.state.numbers import ModuleNumbers
-from lightck.state.rng import ForkWatch
+from lightck.state.rng import ForkRngWatch
 from lightck.state.signatures import ClosedStep, TensorList, tensor_list_of
 from lightck.state.small_state import CachedPacker, Packed, StatePacker, join_list
 from lightck.state.storable import class_name_of, is_loader
@@ -79,8 +79,8 @@ class Capture:
         self._compared_list: TensorList | None = None
         """The tensor list whose buffers were last compared with those that the model was built with."""
         self._built_buffers: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
-        """Name -> size and dtype of each buffer when the model was built, or when it was first seen; None for a buffer
-        that was None."""
+        """Name -> size and dtype of each buffer (None for a buffer that was None) when the model was built; for a
+        buffer that did not exist then, when it was first seen."""
         self.expected_state_nbytes = 0
         """Bytes of the packed small state at the last call of ``expected_tensors``."""
         self.optimizers: list[OptimizerView] = []
@@ -95,8 +95,8 @@ class Capture:
         self._n_followed = 0
         """How many optimizers are followed, wrappers included."""
         self._is_shared_checked = False
-        """Whether optimizer state existed once and was checked for shared memory."""
-        self._forked = ForkWatch()
+        """Whether the check for shared memory was made. It is made once, as soon as optimizer state exists."""
+        self._fork_rng_watch = ForkRngWatch()
         self._stepped_outside: set[int] = set()
         """Numbers of followed optimizers of which an inner optimizer was stepped outside the wrapper's ``step``."""
         self._never_had_grad: dict[int, dict[int, torch.Tensor]] = {}
@@ -107,9 +107,9 @@ class Capture:
         self.add_optimizers(optimizers)
 
     def add_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Save these optimizers too."""
+        """Save these optimizers in addition to the present ones."""
         views = optimizer_views(
-            optimizers, self.model.names_by_id(), views=len(self.optimizers), followed=self._n_followed
+            optimizers, self.model.names_by_id(), n_views=len(self.optimizers), n_followed=self._n_followed
         )
         self._n_followed += len(optimizers)
         self._tensor_list = None
@@ -188,13 +188,13 @@ class Capture:
             )
 
     def after_update(self, *, is_due: bool) -> None:
-        """Read provisionally the state that the next forward or ``next()`` changes. ``is_due``: whether the next event
-        may close a checkpoint that will be saved and that needs this state."""
+        """Read provisionally the state that the next forward or ``next()`` changes. ``is_due``: whether the
+        checkpoint of this update will be saved, and perhaps closes only after that change."""
         self.devices.add_update_streams()
         if not is_due:
             self.provisional = None
             return
-        self._forked.updated()
+        self._fork_rng_watch.updated()
         self.provisional = provisional = Provisional(rng.capture())
         if self.model.has_buffers:
             provisional.buffers = self._buffer_copies.take(self.model)
@@ -218,12 +218,13 @@ class Capture:
         stale_after: int | None = None,
     ) -> ClosedStep:
         """Read the state for the checkpoint that this event closes. ``explicit``: whether ``end_step()`` was called.
-        ``copied_at_boundary``: names of tensors that no background copy may read. ``stale_after``: the older
-        checkpoints of a larger generation than this are stale (None: none is)."""
+        ``copied_at_boundary``: names of tensors that no background copy may read. ``stale_after``: of
+        the checkpoints before this one, those whose generation is larger than ``stale_after`` are stale (None: none
+        is)."""
         self.refresh()
         # At a pre-step hook or a forward the next step has begun: it has fetched its batch and drawn random numbers.
         before = self._provisional_of(step) if event in (Event.PRE_STEP, Event.FORWARD) else None
-        # At a pre-step hook the forward of the next step has run too, and has changed the buffers.
+        # At a pre-step hook the next step has already run its forward, which has changed the buffers.
         with_buffers = before if event is Event.PRE_STEP else None
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
@@ -266,7 +267,7 @@ class Capture:
 
     def _written_outside_step(self, lives: list[Live]) -> frozenset[str]:
         """The names of tensors that a wrapper writes in other methods than ``step`` (in its ascent step, SAM writes
-        parameters and the weights that it saves). No gate comes before such a method, so no background copy may read
+        parameters and the weights that it saves). Before these methods there is no gate, so no background copy may read
         these tensors."""
         if not self._stepped_outside:
             return frozenset()
@@ -275,8 +276,8 @@ class Capture:
 
     def _find_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
         """Add to ``resizable`` the buffers whose size or dtype differs from that with which the model was built, and
-        removed buffers. ``provisional``: the buffers that were read after the update; None: compare the present
-        ones."""
+        removed buffers. ``provisional``: the buffers that were read after the update; None: compare the
+        buffers as they are now."""
         now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
         for name, tensor in now.items():
             if self._built_buffers.setdefault(name, _kind(tensor)) != _kind(tensor):
@@ -336,7 +337,7 @@ class Capture:
         now = rng.capture()
         at_start = now if before is None else before.rng  # the random states from which the next step starts
         if before is not None:
-            self._forked.warn_if_forked()
+            self._fork_rng_watch.warn_if_in_fork_rng()
         state = {
             "version": values.STATE_VERSION,
             "event": event.value,
@@ -355,6 +356,7 @@ class Capture:
             "stale_after": stale_after,
             "built": self.built.packed,
             "numbers": self.numbers.now(),
+            # The format's key. In it, "frozen" means requires_grad=False, and not what it means in ``Live.is_frozen``.
             "frozen": self.built.without_grad_if_changed(self._tensor_list, self.model),
             "fingerprint": fingerprint(),
         }
@@ -364,7 +366,7 @@ class Capture:
         """Return the small state of one optimizer, packed, and append its large tensors to ``lives``."""
         view.refuse_nameless()
         path = numbered_name("optimizer", view.index, len(self.optimizers))
-        # The parameters with state that is not a tensor; None: not known.
+        # The parameters with state that is not a tensor; None if they are not known.
         with_values = None if self._tensor_list is None else self._tensor_list.with_values[view.index]
         state, rest, large = view.state_values(with_values), view.rest(), _collector(lives, "optimizer")
         return self._optimizer_states[view.index].pack(

@@ -48,9 +48,9 @@ class CommitParticipants:
             pipeline.events.add(self.keeper)
 
     def pin(self, pipeline: Pipeline) -> Hold:
-        """Hold the newest committed checkpoint, and return the hold. If fewer than two slots would be left that are
-        neither pinned nor reserved for ``keep=``, the pool is relaid out in a new file. Raises ``SessionError`` if
-        nothing is committed yet, or if the pool cannot have enough slots."""
+        """Hold the newest committed checkpoint, and return the hold. At least two slots stay that are neither
+        pinned nor reserved for ``keep=``: if there would be fewer, the pool is relaid out in a new file. Raises
+        ``SessionError`` if nothing is committed yet, or if the pool cannot have enough slots."""
         pipeline.finish()
         writer = pipeline.pool.writer
         if writer is None or pipeline.committed is None:
@@ -68,8 +68,8 @@ class CommitParticipants:
 
 class Commits:
     """Saves and commits the closed checkpoints of one session. ``saved_step``: the step of the last checkpoint that was
-    saved; before that, the step at which the session began. ``failure``: the ``BackgroundError`` to raise at every
-    later step."""
+    saved; as long as none was saved, the step at which the session began. ``failure``: the ``BackgroundError`` to raise
+    at every later step."""
 
     def __init__(
         self,
@@ -97,8 +97,7 @@ class Commits:
         self.n_saved_by_flush = 0
         """Checkpoints that ``flush()``, ``pin()`` or ``close()`` saved."""
         self._decision: tuple[int | None, bool] = None, False
-        """The step for which it was last decided whether its checkpoint is due (None: no decision yet), and whether it
-        is."""
+        """The last decision: a step (None: no decision yet), and whether the checkpoint of that step is due."""
 
     @property
     def is_done(self) -> bool:
@@ -107,17 +106,17 @@ class Commits:
 
     @property
     def is_all_committed(self) -> bool:
-        """Whether the last saved checkpoint is committed (or none was saved), and a forward that begins now would close
-        no checkpoint."""
-        is_saved = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
-        return is_saved and not self._boundary.closes_at(Event.FORWARD)
+        """Whether no saved checkpoint is still to be committed, and a forward that begins now would close no
+        checkpoint."""
+        is_committed = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
+        return is_committed and not self._boundary.closes_at(Event.FORWARD)
 
     # -- a checkpoint closes -----------------------------------------------------------------------------
 
     def updated(self, step: int) -> bool:
-        """Decide right after an update, and return, whether the checkpoint of ``step`` will be saved if one of torch's
-        hooks closes it. ``step``: the number of updates so far. The decision is made here, and not at the boundary,
-        because the state that the next forward changes must be read before that forward."""
+        """Decide right after an update, and return, whether the checkpoint of ``step`` will be saved when it closes. (A
+        flush saves it in any case.) ``step``: the number of updates so far. The decision is made here, and not at the
+        boundary, because the state that the next forward changes must be read before that forward."""
         self._decision = step, self.cadence.is_due(step, self.saved_step)
         return self._decision[1]
 
@@ -141,7 +140,8 @@ class Commits:
         began = time.perf_counter()
         self.saved_step, self._is_done_saved = step, self._capture.is_done
         self.n_saved_by_flush += event is Event.FLUSH
-        self.run(self.pipeline.check_left_out)
+        # Before the state is read: what this finds changes ``copied_at_boundary`` and ``stale_after``.
+        self.run(self.pipeline.check_left_out_tensors)
         closed_step = self._capture.close(
             event,
             step,

@@ -162,9 +162,10 @@ def follow_late(
     if replaced:
         raise LateError(
             f"The parameter {replaced[0]!r} was replaced in the model after attach (as by load_state_dict(..., "
-            f"assign=True)), and a new optimizer ({type(optimizer).__name__}) steps the new one. The session follows "
-            "the optimizer of the replaced parameter, whose state is saved under the same name. Replace parameters and "
-            "build the optimizer before attach, or close the session and attach again."
+            f"assign=True)), and an optimizer that was made since ({type(optimizer).__name__}) steps the new "
+            "parameter. lightck saves the state of the old optimizer under that name, so the state of the other one "
+            "would be lost. Replace parameters and build the optimizer before attach, or close the session and attach "
+            "again."
         )
     log.warning(
         "lightck: %s was made after attach, or had no parameter of this model at attach. It is followed from now "

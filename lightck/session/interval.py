@@ -110,19 +110,19 @@ def _number(value: object) -> float:
 
 # A *pair* is a step after a saved checkpoint, and the next step, which begins without one (see ``Adaptive``).
 _WARM_UP = 3
-"""This many steps after the first boundary are not measured, because they create optimizer state and touch
-memory for the first time."""
+"""How many steps after the first boundary are not measured, because they create optimizer state and touch memory for
+the first time."""
 _STEPS = 15
-"""The step time is the median of this many last steps."""
+"""The step time is the median of the last ``_STEPS`` steps."""
 _UNSAVED = 5
-"""The least stall of this many last steps without a checkpoint is the time that hooks take at every step."""
+"""The time that hooks take at every step is the least stall of the last ``_UNSAVED`` steps without a checkpoint."""
 _AGREE_UP, _AGREE_DOWN = 3, 5
-"""How many measurements in a row must agree before the cost is raised (the first number), or lowered (the second)."""
+"""How many measurements in a row must agree before the cost is raised (``_AGREE_UP``) or lowered (``_AGREE_DOWN``)."""
 _LEFT_MIN = 0.25
 """The share of the budget that is left for checkpoints, whatever the hooks cost."""
 _SKIP_EVERY, _SKIP_SOON = 200, 4
-"""At an interval of 1, one checkpoint is left out after this many saved checkpoints in a row: the second number while
-fewer than ``_AGREE_UP`` pairs are known, otherwise the first."""
+"""At an interval of 1: how many checkpoints in a row are saved before one is left out. ``_SKIP_SOON`` applies while
+fewer than ``_AGREE_UP`` pairs are known, ``_SKIP_EVERY`` afterwards."""
 
 
 @dataclass(slots=True)
@@ -176,11 +176,11 @@ class Adaptive:
     """The last steps that were measured, the newest at the end."""
     _unsaved_stalls: deque[float] = field(default_factory=lambda: deque(maxlen=_UNSAVED))
     """Stalls of the last steps without a checkpoint."""
-    _boundaries: int = 0
+    _n_boundaries: int = 0
     """Number of boundaries so far."""
     _last: tuple[float, float] = (0.0, 0.0)
     """Time and total stall at the last boundary."""
-    _saved: int = 0
+    _n_saved: int = 0
     """Number of saved checkpoints so far."""
     _saved_in_a_row: int = 0
     """Saved checkpoints in a row up to the last boundary."""
@@ -196,15 +196,15 @@ class Adaptive:
 
     def boundary_passed(self, now: float, stall_seconds: float, saved: bool) -> None:
         took, stall = now - self._last[0], stall_seconds - self._last[1]
-        if self._boundaries > _WARM_UP:
+        if self._n_boundaries > _WARM_UP:
             self._measure(_Step(took - stall, stall, self._saved_in_a_row > 0))
-        self._boundaries += 1
+        self._n_boundaries += 1
         self._last = now, stall_seconds
         if not saved and self._saved_in_a_row > _SKIP_SOON:
             # No pair was measured while more than _SKIP_SOON checkpoints in a row were saved, so the pairs are old.
             self._extra.last.clear()
         self._saved_in_a_row = self._saved_in_a_row + 1 if saved else 0
-        self._saved += saved
+        self._n_saved += saved
 
     def _measure(self, step: _Step) -> None:
         """Add a step: the stall after a saved checkpoint, or the extra time of a pair that this step completes."""
@@ -224,9 +224,9 @@ class Adaptive:
         if share > (1 - _LEFT_MIN) * self.auto.budget:
             self._is_warned = True
             log.warning(
-                "lightck: lightck's hooks, which torch calls at every step, take %.1f %% (%.0f us) of a step that "
-                'saves nothing. So interval="auto" exceeds its budget of %g %%, because a quarter of the budget is '
-                "left for checkpoints, whatever the hooks cost. Make steps longer (a larger batch), or pass a larger "
+                "lightck: lightck's hooks alone, which torch calls at every step, take %.1f %% (%.0f us) of a step "
+                "that saves nothing. Checkpoints get at least a quarter of the budget in addition. So the two together "
+                'exceed the budget of interval="auto", %g %%. Make steps longer (a larger batch), or pass a larger '
                 "budget: interval=lightck.Auto(budget=%.2f)",
                 100 * share,
                 1e6 * fixed,
@@ -235,8 +235,8 @@ class Adaptive:
             )
 
     def _fixed(self) -> tuple[float, float]:
-        """What the hooks take in a step without a checkpoint: seconds, and the share of the step's time; (0, 0) while
-        too few steps were measured."""
+        """Return what the hooks take in a step without a checkpoint: seconds, and the share of the step's time. While
+        too few steps were measured, return (0, 0)."""
         if len(self._unsaved_stalls) < _UNSAVED or not self._steps:
             return 0.0, 0.0
         fixed = min(self._unsaved_stalls)
@@ -263,12 +263,12 @@ class Adaptive:
         """Whether the next checkpoint is delayed by one step. At an interval of 1 the delay leaves out one
         checkpoint."""
         if self.interval > 1:
-            return self._saved % 2 == 1
+            return self._n_saved % 2 == 1
         return self._saved_in_a_row >= (_SKIP_SOON if len(self._extra.last) < _AGREE_UP else _SKIP_EVERY)
 
     def _wanted_interval(self, extra: float) -> int:
-        """The smallest interval within the budget, if a checkpoint makes the step after it ``extra`` seconds longer.
-        The present interval if no step was measured yet."""
+        """Return the smallest interval within the budget, if a checkpoint makes the step after it ``extra`` seconds
+        longer. If no step was measured yet, return the present interval."""
         extra = max(extra, 0.0)
         steps = sorted([s.own - extra * s.saved for s in self._steps])
         step = steps[len(steps) // 2] if steps else 0.0

@@ -49,14 +49,14 @@ class LoaderEvents(LoaderHost):
             steps.commits.run(steps.pipeline.poll)
 
     def loader_gave(
-        self, loader: SessionLoader, of: Pass, batch: object, checksum: int | None, read: TensorReads
+        self, loader: SessionLoader, pass_: Pass, batch: object, checksum: int | None, read: TensorReads
     ) -> None:
         """Record a batch that a loader gave. The session's lock is not taken, because the record is safe on any
         thread."""
         if not self._session_lock.is_live or self._steps.commits.paused or (loader.in_eval and not loader.is_training):
             return
         self._steps.flush_moment.batch_given()
-        self._steps.continuation.batch_given(loader.name, of, batch, checksum, read)
+        self._steps.continuation.batch_given(loader.name, pass_, batch, checksum, read)
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:
         """Wait for the copies at the end of a pass, because an evaluation with swapped weights may follow."""
@@ -81,8 +81,9 @@ class LoaderEvents(LoaderHost):
             return None  # an update was made since the restore, without a loader
         state = resumed.take_rng(loader, pass_)
         if state is not None and resumed.closed_by_next:
-            # A next() closed the restored checkpoint, so the saved positions already count the passes that the script
-            # made before that next(). A loader that has repeated such a pass returns to its saved position.
+            # A next() closed the restored checkpoint, so the saved positions include the passes that the script made
+            # before its loop. This run has just made these passes again: each loader that did returns to its saved
+            # position.
             for each in self._steps.capture.loaders:
                 each.put_back()
         return state

@@ -15,7 +15,7 @@ afterwards.)
 first update and the next closing point.
 
 *In a resume in the middle of a pass over a session loader*: whatever changes until the loop continues the pass was
-changed twice, because the interrupted run executed the top of the same epoch too.
+changed twice, because the interrupted run had executed the top of the same epoch already.
 """
 
 from __future__ import annotations
@@ -64,14 +64,16 @@ class LoopTopCheck:
         self._before = self._marks()
         """Marks at attach, after the restore."""
         self._point: Event | None = None
-        """The first closing point that the loop reached; None before, and always None if ``_closed_by`` is set."""
+        """The first closing point that the loop reached. None until then, and always if ``_closed_by`` is set."""
         self._candidates: set[str] = set()
         """Names of what changed before the first closing point."""
         self._after_update: Marks | None = None
-        """Marks of the candidates after the last update."""
+        """Marks of ``_candidates``, made after the last update."""
         self._is_pass_check_on = restored is not None
-        self._states_before = self._optimizer_states() if self._is_pass_check_on and capture.positions.any_live else {}
-        """Marks of the optimizers' state at attach."""
+        self._states_before = (
+            self._optimizer_states() if self._is_pass_check_on and capture.positions.any_in_pass else {}
+        )
+        """Marks of the optimizers' state at attach. Empty if no restored position is in mid-pass."""
         self._checked_pass: Pass | None = None
         """The pass that ``fetches`` checked last."""
 
@@ -88,12 +90,12 @@ class LoopTopCheck:
             self._point = event
             # Many loops compute options from the step number before each update. To compute them twice does no harm.
             options = {options_label(view) for view in self._capture.optimizers}
-            self._candidates = set(self._changed(self._before, event)) - options
+            self._candidates = set(self._changed(self._before, with_buffers=event is Event.FORWARD)) - options
             return bool(self._candidates)
         if self._after_update is None or not boundary.closes_at(event):
             return True
         if event is self._point:
-            self._warn_fresh_run(self._changed(self._after_update, event))
+            self._warn_fresh_run(self._changed(self._after_update, with_buffers=event is Event.FORWARD))
         return False
 
     def fetches(self, loader: SessionLoader) -> None:
@@ -110,7 +112,8 @@ class LoopTopCheck:
             return
         self._checked_pass = pass_
         options = {options_label(view) for view in self._capture.optimizers}
-        names = self._repeatable([name for name in self._changed(self._before, Event.FORWARD) if name not in options])
+        changed = self._changed(self._before, with_buffers=True)
+        names = self._repeatable([name for name in changed if name not in options])
         names += changed_names(self._states_before, self._optimizer_states())
         if names:
             self._is_pass_check_on = False
@@ -134,7 +137,7 @@ class LoopTopCheck:
         Returns as ``reaches``."""
         if event is not self._closed_by:
             return event is Event.FORWARD  # the closing point is the step of the optimizer after this forward
-        names = self._repeatable(self._changed(self._before, event))
+        names = self._repeatable(self._changed(self._before, with_buffers=event is Event.FORWARD))
         if names:
             log.warning(
                 "lightck: %s changed between the restore and %s. The checkpoint of step %d was closed at that "
@@ -152,20 +155,20 @@ class LoopTopCheck:
         if changed:
             assert self._point is not None
             log.warning(
-                "lightck: %s changed before %s, in the first update and again in the next one. A checkpoint closes at "
-                "that point of the loop. If the loop makes this change at its top, the checkpoint holds the change "
-                "already, and a resumed loop makes it once more. (That does no harm if the new value depends on the "
-                "step alone.) %s",
+                "lightck: %s changed before %s, for the first update and again for the second. If the loop makes this "
+                "change at its top, a resume makes it twice, because checkpoints of this loop close after the change. "
+                "(That does no harm if the new value depends on the step alone.) %s",
                 listed(changed),
                 _WHERE[self._point],
                 _CURE,
             )
 
-    def _changed(self, before: Marks, event: Event) -> list[str]:
-        """Names whose marks changed. If the closing point is a step of the optimizer, buffers do not count: the forward
-        has changed them, but the checkpoint holds the buffers that were read right after the update before."""
+    def _changed(self, before: Marks, *, with_buffers: bool) -> list[str]:
+        """Names whose marks changed. ``with_buffers``: whether buffers count. They do not if the closing point is a
+        step of the optimizer: the forward has changed them, but the checkpoint holds the buffers that were read right
+        after the last update."""
         names = changed_names(before, self._marks(set(before)))
-        return names if event is Event.FORWARD else [name for name in names if name not in self._buffers()]
+        return names if with_buffers else [name for name in names if name not in self._buffers()]
 
     def _repeatable(self, names: list[str]) -> list[str]:
         """Return ``names`` without those of objects whose ``state_dict()`` differs at every call, for example because

@@ -14,10 +14,10 @@ from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.lock import PoolLock
-from lightck.restore.changed_options import set_flags
+from lightck.restore.changed_options import set_requires_grad
 from lightck.restore.contents import Contents
 from lightck.restore.recover import erased_log_error, parse, restore_newest
-from lightck.restore.resume import RestoredFrom, Resumed, forget, restored_from, warn_differences
+from lightck.restore.resume import RestoredFrom, Resumed, forget_restored_from, restored_from, warn_differences
 from lightck.session.arguments import Arguments
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
@@ -85,9 +85,9 @@ class PoolFile:
             contents.stale_after,
         )
         self.capture.resizable.update(contents.resizable)
-        set_flags(contents, self.capture.model)
+        set_requires_grad(contents, self.capture.model)
         warn_differences(contents)
-        forget(self.arguments.model)
+        forget_restored_from(self.arguments.model)
         return Resumed.from_contents(contents, recorded)
 
     def _existing(self, *, write: bool = True) -> PoolReader | None:
@@ -99,7 +99,8 @@ class PoolFile:
         except PoolError as err:
             if not self.arguments.overwrite:
                 raise
-            # Only a damaged pool, or a device whose content ``overwrite=True`` may replace, is discarded.
+            # What is no pool is discarded only if it is on a device, and of a kind that overwrite=True may replace
+            # (``discard_helps``). A pool that cannot be opened is discarded if the path is recognised as a pool.
             may_discard = err.discard_helps if isinstance(err, NotAPoolError) else self.backend.recognises(self.path)
             if may_discard:
                 return None
@@ -183,7 +184,8 @@ class PoolFile:
     def _create(self, pipeline: Pipeline) -> None:
         """Create the pool now, so that a full medium is an error at attach. If the tensors of a checkpoint cannot be
         predicted, the pipeline creates the pool later."""
-        forget(self.arguments.model)  # this training does not continue the pool from which the model was restored
+        # This training does not continue the pool from which the model was restored.
+        forget_restored_from(self.arguments.model)
         entries = self._predicted()
         if entries is not None:
             pipeline.pool.create(list(entries.values()), self.capture.expected_state_nbytes)

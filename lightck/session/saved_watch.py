@@ -27,15 +27,14 @@ MANY = 100
 MANY_EXPLICIT = 1000
 """The same if an earlier run called ``end_step()``: a loop may call it only once in an epoch."""
 _FIRST = 8
-"""If no optimizer is followed, the model's tensors are compared at this many first training forwards, or at half as
-many first calls of ``end_step()``."""
+"""If no optimizer is followed, the model's tensors are compared at each of the first ``_FIRST`` training forwards, or
+at each of the first ``_FIRST // 2`` calls of ``end_step()``."""
 _TWIN_STEPS = 10
-"""After this many steps in a row of one optimizer of another model, and at each further step up to twice as many, that
-model is compared with the session's model."""
+"""How many steps one optimizer of another model makes in a row before a warning says that the other model is trained.
+The warning is given only if the parameters of that optimizer have the shapes of the session's model."""
 _FOREIGN = 4
-"""After this many updates by followed optimizers that have no parameter of the session's model, the parameters of the
-model must have changed. (Such optimizers are correct if they update master weights, which the loop then copies into the
-model.)"""
+"""Followed optimizers may have no parameter of the session's model, if they update master weights that the loop copies
+into the model. After ``_FOREIGN`` of their updates the parameters of the model must have changed."""
 _NO_OPTIMIZER = (
     "no optimizer is followed: none was found or passed that has a parameter of this model, so lightck does not know "
     "when an update is made"
@@ -48,7 +47,8 @@ _CURE = (
 
 
 class SavedWatch:
-    """The watch of one session. It warns once; ``problem`` is the message that ``close()`` raises."""
+    """The watch of one session. It gives one warning; only the warning about another model (``_check_twin``) may be
+    given in addition, and again. ``problem`` returns the message that ``close()`` raises."""
 
     def __init__(self, capture: Capture, boundary: Boundary, follow_live: Callable[[], bool]) -> None:
         """``follow_live``: searches live objects for an optimizer of this model, follows it, and returns whether there
@@ -60,17 +60,18 @@ class SavedWatch:
         self._idle_end_steps = 0  # calls of end_step() since the last update
         self._is_alive = False  # a training forward or an update was seen
         self._steps_elsewhere = 0  # steps of optimizers of other models
-        self._last_optimizer_elsewhere: weakref.ref[Optimizer] | None = None  # the last of these optimizers
-        self._steps_in_a_row = 0  # steps of this optimizer since this session's model was last called or updated
-        self._twin_class: str | None = None  # this optimizer's class, if its parameters have the shapes of this model's
-        self._is_twin_trained = False  # whether a warning said that such an optimizer trains another model
+        self._last_optimizer_elsewhere: weakref.ref[Optimizer] | None = None  # of these optimizers, the last one
+        self._steps_in_a_row = 0  # its steps since this session's model was last called or updated
+        self._twin_class: str | None = None  # its class; None if its parameters have other shapes than this model's
+        self._is_twin_trained = False  # whether a warning said that it trains another model
         self._before: Marks = {}  # marks of the parameters at an earlier iteration
         self._at_end_step: Marks = {}  # marks of the model's tensors at the last end_step()
         self._is_reported = False  # whether the warning was given
         self._was_searched = False  # whether live objects were searched for an optimizer that was made after attach
         self._foreign_updates = -1
-        """Updates by followed optimizers without a parameter of this model; -1: not counted, because this model was
-        called before the first update, or because the followed optimizers have parameters of this model."""
+        """Updates so far, if the followed optimizers have no parameter of this model. -1: they are not counted, because
+        the followed optimizers have parameters of this model, or because this model was called before the first
+        update."""
 
     # -- what the session reports ------------------------------------------------------------------------
 
@@ -158,10 +159,10 @@ class SavedWatch:
         self._is_twin_trained = True
         since = f"since update {self._boundary.step}" if self._is_alive else "since attach"
         self._warn(
-            f"{self._twin_class} made {self._steps_in_a_row} updates of a model with parameters of the same shapes, "
-            f"and the model of this session was neither called nor updated {since}. These updates are not saved. If "
-            "the model was built again (a notebook cell that was run again), the new model is not the one that the "
-            "session saves: close this session and attach to the new model"
+            f"{self._twin_class} made {self._steps_in_a_row} updates of another model, whose parameters have the same "
+            f"shapes as those of this session's model. This session's model was neither called nor updated {since}. "
+            "The updates of the other model are not saved. If the model was built again (a notebook cell that was run "
+            "again), the session still saves the old one: close this session and attach to the new model"
         )
 
     def problem(self) -> str | None:
@@ -170,7 +171,7 @@ class SavedWatch:
         if self._is_twin_trained and not self._is_alive and not self._end_steps:
             return (
                 "Nothing was saved: the model of this session was neither called nor updated since attach, while "
-                "another one with parameters of the same shapes was trained. Attach to the model that is trained."
+                "another model was trained, whose parameters have the same shapes. Attach to the model that is trained."
             )
         if self._boundary.n_optimizers or self._end_steps or self._idle_forwards < 2:
             return None

@@ -59,7 +59,7 @@ class Session:
         self.found: Mapping[str, str] = dict(found)
         """What attach found by itself: name -> class name."""
         self._steps, self._pipeline = steps, steps.pipeline
-        self._loaders = LoaderEvents(steps)
+        self._loader_events = LoaderEvents(steps)
         self._traces = Traces(steps.events, steps.pipeline.events, steps.pipeline.engine, steps.meter)
         self._finalizer = weakref.finalize(self, _end, steps.pipeline, lock, steps.hooks.handles)
         self._finalizer.atexit = False
@@ -147,7 +147,14 @@ class Session:
         positions = self._steps.capture.positions
         restored = positions.restored_for(key, anew)
         wrapped = SessionLoader(
-            loader, self._loaders, key, restored, not positions.any_live, anew, self._steps.capture.objects, skips
+            loader,
+            self._loader_events,
+            key,
+            restored,
+            not positions.any_in_pass,
+            anew,
+            self._steps.capture.objects,
+            skips,
         )
         self._steps.capture.loaders.append(wrapped)
         positions.loader_wrapped(wrapped)

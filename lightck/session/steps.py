@@ -1,4 +1,5 @@
-"""What a session does at each step event. ``Steps`` receives each event last; the listeners before it only record it.
+"""What a session does at each step event. ``Steps`` receives each event after all other listeners, which only record
+it. (``StepEvents.add`` puts each new listener before the present ones, and ``Steps`` is added first.)
 
 ``Boundary`` decides which event closes a checkpoint, ``Capture`` reads the state, and ``Commits`` saves the state. The
 checkpoint of step *t* is "the state from which step *t + 1* starts".
@@ -124,7 +125,7 @@ class Steps(StepListener):
     def before_step(self, index: int, bypasses_wrapper: bool, has_gradients: bool, in_backward: bool = False) -> None:
         """``in_backward``: whether the call comes before the first layer of a layer-wise update, inside the backward
         pass."""
-        self.capture.devices.refuse_capture("An optimizer's step")
+        self.capture.devices.refuse_graph_capture("An optimizer's step")
         with self.meter.stall("before the update"):
             self.commits.raise_failure()
             if not in_backward:
@@ -204,7 +205,7 @@ class Steps(StepListener):
     def layers_begin(self, index: int) -> None:
         self.partial_update.call_in_backward(lambda: self.before_step(index, False, False, in_backward=True))
         while not self.partial_update.call_in_backward(self.gate):
-            pass  # the gate raised because it dropped one checkpoint. Others may be in flight, so pass the gate again
+            pass  # the gate raised because it dropped a checkpoint. More may be in flight, so pass the gate again
         # Eager copies of an update that no boundary followed belong to no checkpoint.
         self.commits.run(self.pipeline.eager.drop)
         self.partial_update.begin(index)
@@ -226,7 +227,7 @@ class Steps(StepListener):
     # -- a forward ---------------------------------------------------------------------------------------
 
     def before_forward(self, inputs: tuple[object, ...]) -> None:
-        if self.commits.paused or self.capture.devices.is_captured(lambda: self.commits.is_all_committed):
+        if self.commits.paused or self.capture.devices.is_in_graph_capture(lambda: self.commits.is_all_committed):
             return
         self._is_forward_known = True
         with self.meter.stall("forward begins"):
@@ -250,8 +251,9 @@ class Steps(StepListener):
             self._is_forward_known = True
             log.info(
                 "lightck: the model's forward hook does not fire (the model was compiled before attach, or the loop "
-                "calls only its submodules): checkpoints close at the optimizer's step, which waits for their copies. "
-                "session.loader() or session.end_step() closes them earlier"
+                "calls only its submodules). So a checkpoint closes only when optimizer.step() is called for the next "
+                "update, and that call waits for the copy. To avoid the wait, iterate over session.loader(loader), or "
+                "call session.end_step() at the end of each iteration"
             )
 
     def forward_ended(self) -> None:
@@ -297,7 +299,7 @@ class Steps(StepListener):
             self.boundary.passed_without_update(event, is_skip)
             return
         if event is Event.FORWARD and self.capture.mid_batch.holds_batch(self.boundary.step):
-            return  # the loop has fetched no batch since the update: this forward may be for logging only
+            return  # the loop still has the batch of the last update, so this forward may be for logging only
         self.partial_update.refuse_boundary()
         step = self.boundary.close(event)
         self._scalers.skipped()  # so that the next call reports only what comes after this boundary

@@ -19,9 +19,9 @@ BUDGET_NBYTES = 1 << 20
 """How many bytes are read for one checkpoint to find unannounced writes, in addition to what its copies read. It is
 the size of the largest block."""
 WHOLE_CHECKPOINTS = 3
-"""In this many first checkpoints after attach all bytes are compared, without a budget. That reveals every write that a
-loop makes at each step. The sources of background copies are compared whole in this many first checkpoints that have
-any."""
+"""In the first ``WHOLE_CHECKPOINTS`` checkpoints after attach all bytes are compared, without a budget. That reveals
+every write that a loop makes at each step. The sources of background copies are counted apart: they are compared whole
+in the first ``WHOLE_CHECKPOINTS`` checkpoints that have such sources, whenever these checkpoints come."""
 
 _CANDIDATES_MAX = 4096
 """The largest number of blocks that one checkpoint with a budget reads, even if more blocks fit in the budget (a model
@@ -114,8 +114,8 @@ class RoundRobin:
     def next_blocks(self, blocks: Blocks, budget: int | None) -> tuple[Positions | slice, bool]:
         """Return the indices of the blocks to read, and whether the last one of ``blocks`` is among them.
 
-        budget: the chosen blocks have at most this many bytes, but at least one block is chosen; None: choose all
-        blocks. The first result is `ALL` if all blocks are chosen.
+        budget: the largest number of bytes that the chosen blocks may have together, although at least one block is
+        chosen in any case; None: choose all blocks. The first result is `ALL` if all blocks are chosen.
         """
         if budget is None or blocks.total <= budget:
             self._next = 0

@@ -36,6 +36,7 @@ class BuildRecord:
 
     def pack(self) -> bytes:
         """Return the record as bytes. Raises ``StateValueError`` for a value that cannot be stored."""
+        # The format's key "frozen" stands for requires_grad=False, and not for what ``Live.is_frozen`` means.
         value = {"groups": self.groups, "states": self.states, "schedulers": self.schedulers}
         return values.pack(value | {"frozen": self.without_grad}, path="options at attach")
 
@@ -71,7 +72,7 @@ class CurrentBuild:
         """What `without_grad_if_changed` returned for the list that was examined last."""
         try:
             self.packed: bytes | None = built.pack()
-        except StateValueError:  # the first checkpoint raises this error too, with the path of the value
+        except StateValueError:  # the first checkpoint will raise the same error, with the path of the value
             self.packed = None
 
     def add(self, views: Sequence[OptimizerView]) -> None:

@@ -32,11 +32,12 @@ class DeviceTransfer(Protocol):
     """Copies from one device."""
 
     def mark(self) -> Arrival:
-        """Return a point that the device passes when all work that is enqueued for the computation now is done."""
+        """Return a point in the stream of the computation. The device passes it when all work that was enqueued there
+        before this call is done."""
 
     def send(self, pairs: Sequence[Pair], after: Arrival) -> Arrival:
         """Enqueue copies that run in parallel with the computation, after the device has passed ``after``. Return the
-        point at which the copies have arrived. The tensors must not change before the device has passed it."""
+        point at which the copies have arrived. The tensors must not change before the device has passed this point."""
 
     def send_in_order(self, pairs: Sequence[Pair]) -> Arrival:
         """Enqueue copies in the order of the computation, and return the point at which the copies have arrived. Work
@@ -305,7 +306,7 @@ class Devices:
         for transfer in self._transfers:
             transfer.join_updates()
 
-    def refuse_capture(self, what: str) -> None:
+    def refuse_graph_capture(self, what: str) -> None:
         """Raise ``SessionError`` if the current call is captured for a CUDA graph instead of executed. ``what``: the
         call, for the message."""
         if self._transfers and any(transfer.is_capturing() for transfer in self._transfers):
@@ -315,10 +316,10 @@ class Devices:
                 "leave optimizer.step() outside (torch.cuda.make_graphed_callables does so)."
             )
 
-    def is_captured(self, is_idle: Callable[[], bool]) -> bool:
-        """Whether the current forward is captured for a CUDA graph; a captured forward is no boundary. Raises
-        ``SessionError`` if a checkpoint is due or in flight, because waiting for the checkpoint would end the capture.
-        ``is_idle``: returns whether no checkpoint is due or in flight."""
+    def is_in_graph_capture(self, is_idle: Callable[[], bool]) -> bool:
+        """Whether the current forward is captured for a CUDA graph, and is therefore no boundary. Raises
+        ``SessionError`` if it is captured while a checkpoint is due or in flight, because to wait for the checkpoint
+        would end the capture. ``is_idle``: returns whether no checkpoint is due or in flight."""
         if not self._transfers or not any(transfer.is_capturing() for transfer in self._transfers):
             return False
         if not is_idle():

@@ -123,15 +123,15 @@ class ModelView:
         and the number of its module."""
         self._buffer_homes: list[tuple[dict[str, Any], str, str, str, int]] = []
         """The items of ``_homes`` for buffers."""
-        self._children_seen: list[tuple[nn.Module, tuple[object, ...]]] = []
-        """Each module, and what ``_children`` returned for it."""
+        self._structures_seen: list[tuple[nn.Module, tuple[object, ...]]] = []
+        """Each module, and what ``_structure_of`` returned for it."""
         self.extra: list[tuple[str, nn.Module]] = []
         """Name and module of each extra state."""
         layers: dict[int, int] = {}
         for prefix, module in clean_prefixes(self.model):
             refuse_script(prefix, module)
             layer = layers.setdefault(id(module), len(layers))
-            self._children_seen.append((module, _children(module)))
+            self._structures_seen.append((module, _structure_of(module)))
             for key in module._parameters:
                 self._homes.append((module._parameters, key, f"model/{prefix}{key}", "param", layer))
             for key in module._buffers:
@@ -143,8 +143,8 @@ class ModelView:
 
     def refresh(self) -> bool:
         """Find all places again if a module, parameter name or buffer name was added, removed or replaced since they
-        were last found. Return whether that was so."""
-        has_changed = any(_children(module) != seen for module, seen in self._children_seen)
+        were last found. Return whether there was such a change."""
+        has_changed = any(_structure_of(module) != seen for module, seen in self._structures_seen)
         if has_changed:
             self._build()
         return has_changed
@@ -238,13 +238,13 @@ def _unfreeze_shared(lives: list[Live]) -> None:
     """Clear ``is_frozen`` of each parameter in the same storage as a tensor that is not frozen, because an update may
     write to that storage."""
     if any(live.is_frozen for live in lives):
-        written = {storage_of(live.tensor) for live in lives if not live.is_frozen} - {0}
+        written = {storage_address_of(live.tensor) for live in lives if not live.is_frozen} - {0}
         for live in lives:
-            if live.is_frozen and storage_of(live.tensor) in written:
+            if live.is_frozen and storage_address_of(live.tensor) in written:
                 live.is_frozen = False
 
 
-def storage_of(tensor: torch.Tensor) -> int:
+def storage_address_of(tensor: torch.Tensor) -> int:
     """Return the address of the tensor's storage, or 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
@@ -252,14 +252,14 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def memory_of(tensor: torch.Tensor) -> object:
+def storage_of(tensor: torch.Tensor) -> object:
     """Return the tensor's storage. A reference to the storage keeps the tensor's present memory alive. A reference to
     the tensor does not, because ``p.data = ...`` gives the tensor another storage."""
     return tensor.untyped_storage()
 
 
-def _children(module: nn.Module) -> tuple[object, ...]:
-    """Return what changes if a child, or the name of a parameter or buffer, is added, removed or replaced."""
+def _structure_of(module: nn.Module) -> tuple[object, ...]:
+    """Return the ids of a module's children, and the names of its parameters and buffers, to compare later."""
     return (*map(id, module._modules.values()), *module._parameters, *module._buffers)
 
 
@@ -289,8 +289,8 @@ class OptimizerView:
         return type(self.optimizer).__name__
 
     def refresh(self, names: dict[int, str]) -> None:
-        """Read the parameters of all groups, and name them again. ``names``: as in the constructor; a parameter of no
-        name there is named ``outside/...``."""
+        """Read the parameters of all groups, and name them again. ``names``: as in the constructor; a parameter that
+        has no name in it is named ``outside/...``."""
         self.names: list[list[str]] = []
         """For each group, the names of its parameters."""
         self.params: list[tuple[str, torch.Tensor]] = []
@@ -320,7 +320,8 @@ class OptimizerView:
 
     def state_tensors(self) -> Iterator[Live]:
         """Yield the tensors that lie directly in ``optimizer.state[p]``. A tensor that several parameters share is
-        yielded for each of them, after the first one as an alias. Yield nothing for a wrapper."""
+        yielded for each of them: for the first one as itself, for the later ones as an alias. Yield nothing for a
+        wrapper."""
         if self.wraps:
             return
         state = self.optimizer.state
@@ -375,14 +376,14 @@ class OptimizerView:
 
 
 def optimizer_views(
-    optimizers: Sequence[Any], names: dict[int, str], *, views: int = 0, followed: int = 0
+    optimizers: Sequence[Any], names: dict[int, str], *, n_views: int = 0, n_followed: int = 0
 ) -> list[OptimizerView]:
-    """Return a view of each optimizer that has state of its own. ``views``, ``followed``: how many views and followed
-    optimizers exist already; the new ones are numbered after them."""
+    """Return a view of each optimizer that has state of its own. ``n_views``, ``n_followed``: how many
+    views and followed optimizers exist already; the new ones are numbered after them."""
     found: list[OptimizerView] = []
     for optimizer, role in zip(optimizers, wrapper_roles(optimizers), strict=True):
         if not inner_of(optimizer) or has_own_state(optimizer):
-            found.append(OptimizerView(views + len(found), optimizer, names, role, followed + role.root))
+            found.append(OptimizerView(n_views + len(found), optimizer, names, role, n_followed + role.root))
     return found
 
 

@@ -5,7 +5,7 @@ built. A *sample*, which is a walk through all modules, finds the numbers that c
 taken at the first checkpoints and then more and more rarely. The values of the numbers that change are part of each
 checkpoint. A resume compares these values with the live ones when the model's first training forward begins. A loop
 that sets such numbers itself has set them before that forward. Numbers that change only now and then (the longest input
-so far) are left out. Floats, such as a temperature, are left out too: a float that matters changes the gradients of the
+so far) are left out. So are floats, such as a temperature: a float that matters changes the gradients of the
 first update.
 """
 
@@ -21,8 +21,8 @@ from lightck.errors import listed
 
 log = logging.getLogger("lightck")
 _FIRST_CHECKPOINTS = 3
-"""A sample is taken at this many first checkpoints of a session, and later at each checkpoint whose number, counted
-from 1, is a power of two."""
+"""A sample is taken at each of the first ``_FIRST_CHECKPOINTS`` checkpoints of a session, and later at each checkpoint
+whose number, counted from 1, is a power of two."""
 _INT64_LIMIT = 2**63
 
 
@@ -34,12 +34,11 @@ class ModuleNumbers:
         self._model = model
         self._n_checkpoints = 0
         self._n_samples = 0
-        """How many samples were taken, counted from the first one at which any number differed from the sample before;
-        that sample is included."""
+        """How many samples were taken, beginning with the first one in which a number had changed."""
         self._last = {name: home[key] for name, home, key in _numbers(model)}
-        """Name -> value at the last sample. The constructor takes the first one."""
+        """Name -> value at the last sample. The constructor takes the first sample."""
         self._changes: dict[str, int] = {}
-        """Name -> at how many samples the number differed from the sample before."""
+        """Name -> how many samples found the number changed since the sample before."""
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         """Name -> the dict and the key of each number in ``_changes``."""
 

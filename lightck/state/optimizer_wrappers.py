@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from lightck.errors import UnsupportedError
 
 _DEPTH = 4
-"""An object without hooks is unwrapped through its ``.optimizer`` only if it is inside fewer wrappers than this. And in
-an attribute, tensors are searched through this many levels of containers, the outermost included."""
+"""The limit of two searches. An object without hooks is unwrapped through its ``.optimizer`` only if it is inside fewer
+than ``_DEPTH`` wrappers. Tensors in an attribute are searched through ``_DEPTH`` levels of containers, the outermost
+included."""
 
 
 def followed(optimizers: Iterable[object]) -> tuple[Any, ...]:
@@ -88,8 +89,8 @@ def has_hooks(optimizer: object) -> bool:
 
 
 def _steps_with_hooks(optimizer: object) -> bool:
-    """Whether torch has wrapped the ``step`` of the optimizer's class so that it calls the step hooks. It has not for a
-    subclass that never calls ``super().__init__``."""
+    """Whether the ``step`` of the optimizer's class calls the step hooks. torch wraps ``step`` for that purpose in
+    ``Optimizer.__init__``, so a subclass that never calls ``super().__init__`` has a ``step`` without hooks."""
     return has_hooks(optimizer) and bool(getattr(getattr(type(optimizer), "step", None), "hooked", False))
 
 
@@ -126,8 +127,8 @@ class WrapperRole:
     """Whether it contains another followed optimizer."""
     is_wrapped: bool
     makes_updates: bool
-    """Whether a step of this optimizer is an update. It is not if the root is another optimizer, or if this is a
-    wrapper without hooks."""
+    """Whether a step of this optimizer is an update: its root is the optimizer itself, and it is no wrapper without
+    hooks."""
 
 
 def wrapper_roles(optimizers: Sequence[object]) -> list[WrapperRole]:

@@ -316,7 +316,7 @@ def _references() -> int:
     return sum(map(sys.getrefcount, _shared_by_blocks))
 
 
-class ForkWatch:
+class ForkRngWatch:
     """Detects updates inside ``torch.random.fork_rng()``, which discards the random state at its end.
 
     When a forward closes a checkpoint, the loop has already drawn for the next batch. So the checkpoint holds the
@@ -325,22 +325,22 @@ class ForkWatch:
     generator function ``fork_rng``, and refers to the function and its code. So the reference counts of the function
     and its code, which are cheap to read, show whether a block is open.
 
-    Create it at attach: a block that is open then surrounds the whole training, and is harmless.
+    Create it at attach: a block that is open at attach surrounds the whole training, and is harmless.
     """
 
     def __init__(self) -> None:
         self._at_attach = _references()
-        self._is_inside_fork = False
+        self._was_in_fork_rng = False
         self._is_reported = False
 
     def updated(self) -> None:
         """Record whether the update that has just ended was inside a ``fork_rng`` block."""
-        self._is_inside_fork = _references() > self._at_attach
+        self._was_in_fork_rng = _references() > self._at_attach
 
-    def warn_if_forked(self) -> None:
+    def warn_if_in_fork_rng(self) -> None:
         """Warn once if the last update was made inside a ``fork_rng`` block. To be called when a forward or the next
-        update closes the checkpoint of that update. Such a checkpoint holds the random state right after the update."""
-        if self._is_inside_fork and not self._is_reported:
+        update closes the checkpoint of the last update, which then holds the random state right after that update."""
+        if self._was_in_fork_rng and not self._is_reported:
             self._is_reported = True
             log.warning(
                 "lightck: an update was made within torch.random.fork_rng(), and the next forward closes its "

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lightck.state.inventory import Live, OptimizerView, is_direct, storage_of
+from lightck.state.inventory import Live, OptimizerView, is_direct, storage_address_of
 
 _shape, _dtype, _version = attrgetter("shape"), attrgetter("dtype"), attrgetter("_version")
 
@@ -97,7 +97,9 @@ class VersionCounters:
         self._counter_of: Callable[[torch.Tensor], int] = _version
         try:
             self.counters = list(map(self._counter_of, tensors))
-        except RuntimeError:  # an inference tensor has no counter; to check each tensor for it takes time at every step
+        except RuntimeError:
+            # An inference tensor has no counter. Only if there is one is ``version_counter_of`` called, because it
+            # tests each tensor at every step.
             self._counter_of = version_counter_of
             self.counters = list(map(self._counter_of, tensors))
 
@@ -144,9 +146,11 @@ class TensorList:
         self._layouts = MemoryLayouts([live.tensor for live in lives])
         self._params = [live.tensor for live in lives if live.role == "param"]
         self._requires_grad_flags = list(map(_requires_grad, self._params))
-        self._storages = list(map(storage_of, self._layouts.tensors)) if any(live.is_frozen for live in lives) else None
-        """The address of each tensor's storage; None if no tensor is frozen. Whether a tensor is frozen depends on the
-        storages of the other tensors too: see ``inventory._unfreeze_shared``."""
+        self._storages = (
+            list(map(storage_address_of, self._layouts.tensors)) if any(live.is_frozen for live in lives) else None
+        )
+        """The address of each tensor's storage; None if no tensor is frozen. Whether a tensor is frozen depends also
+        on the storages of the other tensors: see ``inventory._unfreeze_shared``."""
         self._states = [_StateSignature(view) for view in views]
         self.with_values = {signature.view.index: signature.with_values for signature in self._states}
         """Index of the optimizer view -> name and tensor of each parameter whose state is not only tensors. Such state
@@ -160,7 +164,9 @@ class TensorList:
                 and not any(home.get(key) is not None for home, key in self._vacant)
                 and self._layouts.are_unchanged()
                 and all_same(map(_requires_grad, self._params), self._requires_grad_flags)
-                and (self._storages is None or all_equal(map(storage_of, self._layouts.tensors), self._storages))
+                and (
+                    self._storages is None or all_equal(map(storage_address_of, self._layouts.tensors), self._storages)
+                )
                 and all(signature.is_unchanged() for signature in self._states)
             )
         except _UNREADABLE:

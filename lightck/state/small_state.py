@@ -52,7 +52,8 @@ class _Part:
         self._path, self._is_never_mutated = path, is_never_mutated
         self._cache = CachedPacker()
         self._value: object = self
-        """The value whose packed form is ``_data``; this ``_Part`` itself, which is never packed, if there is none."""
+        """The value whose packed form is ``_data``. If there is none: this ``_Part``, which is never a value of the
+        dict."""
         self._data = b""
 
     def pack(self, value: object) -> bytes:

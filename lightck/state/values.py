@@ -2,7 +2,7 @@
 
 ``unpack`` returns a packed value with its exact types, order and float bits. ``pack`` refuses a value for which this is
 impossible, and its error names the path of the value. ``unpack`` does not trust its input: damage raises
-``CorruptPoolError``, and no size is trusted before that many bytes are present. No code and no class is ever stored or
+``CorruptPoolError``, and a size is trusted only when as many bytes are present. No code and no class is ever stored or
 looked up. Large tensors are stored elsewhere, and only their names are part of these bytes.
 """
 
@@ -50,7 +50,7 @@ _LEAF = MAX_DEPTH + 1
 """The depth that is passed to read a value that must not be a container. At this depth lists and extensions are
 refused."""
 _MANY = 16
-"""A list of this many items or more is first tested for being all text, which saves time."""
+"""A list of ``_MANY`` or more items is first tested for being all text, which saves time."""
 
 
 # --------------------------------------------------------------------------------------------------- packing

@@ -17,13 +17,13 @@ from lightck.state.device_transfers import Arrival, DeviceTransfer
 log = logging.getLogger("lightck")
 
 GROUPS_MAX = 6
-"""At most this many groups of one checkpoint, each with one job, are sent while the device computes."""
+"""The largest number of groups of one checkpoint that are sent while the device computes. Each group has one job."""
 GROUP_NBYTES_MIN = 16 << 20
-"""Every group except the last one has at least this many bytes."""
+"""The smallest size of a group in bytes. Only the last group may be smaller."""
 SEGMENTS = 2
 """Number of segments of host memory in a ring: while the engine copies from one segment, the device fills the other."""
 ALIGN = 256
-"""The offset of each tensor in a segment is a multiple of this many bytes."""
+"""The offset of each tensor in a segment is a multiple of ``ALIGN`` bytes."""
 _POLL_SECONDS = 0.0005
 
 
@@ -51,8 +51,8 @@ class Segment:
 
 
 class PinnedRing:
-    """Segments that are used in turn. A segment that is too small is replaced. The job that reads the old segment keeps
-    its memory."""
+    """Segments that are used in turn. A segment that is too small is replaced. The job that reads the old segment
+    keeps the memory of that segment alive."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []

@@ -42,8 +42,8 @@ class TransferMethod(Protocol):
         self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
     ) -> Group | None:
         """Make a group and its job, and return the group; None if the engine has no free job. ``nbytes_max``: bytes of
-        the largest group of this checkpoint with the same ``in_order``; this many bytes of host memory are allocated
-        for each of these groups. ``in_order``: the group is sent in the order of the computation."""
+        the largest group of this checkpoint with the same ``in_order``; each of these groups gets as many bytes of
+        host memory. ``in_order``: the group is sent in the order of the computation."""
 
     def forget(self) -> None:
         """Release all memory. Call only while no transfer is under way."""
@@ -82,7 +82,9 @@ class DirectMethod:
 
     kind: Kind = Direct()
     reads_during_step = True
-    ends_before_next = True  # a checkpoint that was given up may still be sent into its slot, which is free then
+    ends_before_next = True
+    """Otherwise the device could still write a checkpoint that was given up into its slot when the next checkpoint has
+    taken that slot."""
 
     def __init__(self, wait_idle: Callable[[], None]) -> None:
         self._wait_idle = wait_idle
@@ -125,8 +127,8 @@ class DeviceMethod:
     ends_before_next = True  # there is memory for one copy only
 
     def __init__(self, free_factor: int = 1) -> None:
-        """``free_factor``: the copy is allocated only if this many times its bytes are free on the device. 1: free
-        memory is not checked."""
+        """``free_factor``: the copy is allocated only if ``free_factor`` times its bytes are free on the device. 1:
+        free memory is not checked."""
         self._free_factor = free_factor
         self._ring = PinnedRing()
         self._memory: dict[DeviceTransfer, torch.Tensor] = {}

@@ -25,11 +25,11 @@ from lightck.stats import Meter
 log = logging.getLogger("lightck")
 
 _FREE_FACTOR = 2
-"""A trial makes a copy on the device only if this many times the bytes of the copy are free there."""
+"""A trial makes a copy on the device only if ``_FREE_FACTOR`` times the bytes of the copy are free there."""
 _ROUNDS, _WARM_UP, _LEAD_IN = 3, 2, 1
-"""Of a ``Trial``. The warm-up leaves out the first steps of a training, which are slower than the others. The lead-in
-leaves out the first checkpoint after a change of the method: it waits for transfers by the old method, and pins or
-registers memory."""
+"""Arguments of ``Trial``. The warm-up leaves out the first steps of a training, which are slower than later ones. The
+lead-in leaves out the first checkpoint after a change of the method, because that checkpoint waits for transfers by the
+old method, and pins or registers memory."""
 _LESS_STALL = Margin(0.1, 0.0002)
 """A method that needs more resources must stall the training less: by a tenth plus 0.2 ms."""
 
@@ -202,7 +202,8 @@ class Staging:
 def _groups(
     method: TransferMethod, reservation: Reservation, staged: Sequence[StagedTensor], jobs_max: int
 ) -> tuple[list[Group], list[StagedTensor]]:
-    """Return groups whose jobs are submitted and held, and the tensors for which no job was free."""
+    """Return groups whose jobs are submitted and wait until they are started, and the tensors for which no job was
+    free."""
     in_order = [one for one in staged if one.in_order and method.reads_during_step]
     later = [one for one in staged if not (one.in_order and method.reads_during_step)]
     parts = split_into_groups(later, min(jobs_max - bool(in_order), GROUPS_MAX))

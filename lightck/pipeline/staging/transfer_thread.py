@@ -16,7 +16,7 @@ from lightck.state.device_transfers import Arrival, DeviceTransfer
 from lightck.stats import Meter
 
 _POLL_SECONDS = 0.1
-"""``wait_idle`` calls ``pause`` once in this time."""
+"""Seconds from one call of ``pause`` in ``wait_idle`` to the next."""
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ def test_model_that_is_built_again(pool, caplog, keeps_optimizer):
     train(model, optimizer, 30)
     (said,) = warnings(caplog)
     assert re.search(r"AdamW made 10 updates.*built again.*attach to the new model", said)
-    with pytest.raises(NothingSavedError, match="another one"):
+    with pytest.raises(NothingSavedError, match="another model"):
         session.close()
 
 
@@ -290,7 +290,7 @@ def test_first_run_names_what_the_loop_moves_at_its_top(pool, caplog):
         asked = counter.asked
         (said,) = warnings(caplog)
         assert re.search(
-            r"state\['n'\] changed before .*forward, in the first update and again in the next one\. .*end_step\(\)",
+            r"state\['n'\] changed before .*forward, for the first update and again for the second\. .*end_step\(\)",
             said,
         )
         at_top(model, optimizer, counter, 5)
@@ -566,8 +566,11 @@ def test_a_model_built_again_after_saved_updates_is_reported(n_updates: int, poo
     train(rebuilt, adam(rebuilt), n_updates)
     session.close(done=True)
     assert session.committed == 2
-    assert f"AdamW made {n_updates} updates of a model with parameters of the same shapes" in warnings(caplog)[-1]
-    assert "since update 2. These updates are not saved" in warnings(caplog)[-1]
+    assert (
+        f"AdamW made {n_updates} updates of another model, whose parameters have the same shapes"
+        in warnings(caplog)[-1]
+    )
+    assert "since update 2. The updates of the other model are not saved" in warnings(caplog)[-1]
 
 
 def test_models_of_the_same_shapes_that_are_trained_in_turn_are_not_reported(pool: Path, caplog: Any) -> None:
