@@ -21,6 +21,7 @@ from lightck.cli.text import Facts, columns, count, print_json, print_line, prin
 from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.format.structures import (
     COMMIT_RECORD_NBYTES,
+    SLOT_HEADER_NBYTES,
     SLOTS_MAX,
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
@@ -165,7 +166,7 @@ def _is_valid_with(generation: int, data: bytes, uuid: bytes) -> bool:
 
 
 def _header_reason(reader: PoolReader, slot: int) -> Reason:
-    never_written = reader.read(reader.superblock.slots[slot][0], COMMIT_RECORD_NBYTES) == bytes(COMMIT_RECORD_NBYTES)
+    never_written = reader.read(reader.superblock.slots[slot][0], SLOT_HEADER_NBYTES) == bytes(SLOT_HEADER_NBYTES)
     newest = stored_checkpoints.newest_generations(reader.commit_log()).get(slot, 0)
     generation = reader.slot_generation(slot)
     if generation is not None and generation < newest:

@@ -122,7 +122,7 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """Whether an entry may have this name: at most ``NAME_NBYTES_MAX`` bytes, and no NUL."""
+    """Whether this is a valid name of an entry: at most ``NAME_NBYTES_MAX`` bytes, and no NUL."""
     fits = len(text) <= NAME_NBYTES_MAX // 4 or len(text.encode("utf-8", "replace")) <= NAME_NBYTES_MAX
     return fits and "\0" not in text
 
@@ -164,8 +164,9 @@ def check_ties(present: Mapping[str, Entry]) -> None:
     """Check the aliases of one checkpoint: ``check_aliases``, and raise ``DamagedError`` also if tied entries differ in
     dtype or shape.
 
-    If they differed, a restore would write bytes of one shape into a tensor of another. (In the layout table two tied
-    entries may differ, because a checkpoint may hold an extra entry in place of one of the two.)"""
+    If they differed, a restore would write bytes of one shape into a tensor of another. (The layout table is not
+    checked for this: there tied entries may differ, because a checkpoint may hold an extra entry in place of one of
+    them.)"""
     check_aliases(present)
     for entry in present.values():
         if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
