@@ -113,8 +113,8 @@ enum {
 };
 
 /* Allocate huge pages for a range of a new file in which nothing is allocated yet. `off` is a multiple of 2 MiB.
- * `threads`: maximum number of threads, this one included; at most 8 are used. The file is extended to the end of the
- * range. Returns the number of bytes in huge pages: 0 if the file is not on tmpfs or the kernel grants no huge page. */
+ * `threads`: maximum number of threads, the calling one included; at most 8 are used. The file is extended to the end
+ * of the range. Returns the number of bytes in huge pages: 0 if the file is not on tmpfs or the kernel grants no huge page. */
 uint64_t lck_huge(int32_t fd, uint64_t off, uint64_t nbytes, uint32_t threads);
 /* Write zeros over the first nbytes of a new file whose space is allocated. Used on persistent memory before the file
  * is mapped, because otherwise the first store to each page would convert an extent of the file system and wait for its
@@ -410,9 +410,10 @@ typedef struct lck_read {
     uint64_t tensor, generation; /* of the record, for the checksum seed */
 } lck_read;
 
-/* Execute n_reads verified reads on up to `threads` threads, this one included (at most 17). The dst of two reads must
- * not overlap. On failure, *bad_read and *bad_block (numbers from 0) identify the first bad block in the order of the
- * reads. Then all blocks before it have been read, and no dst contains a block that did not match its checksum. */
+/* Execute n_reads verified reads on up to `threads` threads (at most 17), the calling one included. The dst of two
+ * reads must not overlap. On failure, *bad_read and *bad_block (numbers from 0) identify the first bad block in the
+ * order of the reads. Then all blocks before it have been read, and no dst contains a block that did not match its
+ * checksum. */
 int32_t lck_read_many(int32_t fd, const lck_extent *extents, uint64_t count, const lck_read *reads, uint64_t n_reads,
                       uint64_t block, uint64_t uuid_lo, uint64_t uuid_hi, uint32_t threads, uint64_t *bad_read,
                       uint64_t *bad_block);

@@ -235,7 +235,7 @@ enum verdict { VERDICT_OPEN, VERDICT_RELEASED, VERDICT_DROPPED };
  * 0. All these accesses are sequentially consistent, so at least one of the two threads sees what the other wrote. */
 struct job {
     _Atomic uint64_t word; /* ticket << 4 | phase; 0: free */
-    _Atomic uint32_t users;
+    _Atomic uint32_t users;    /* number of threads that have entered the entry (job_enter) and not left it yet */
     _Atomic uint32_t waiters;  /* number of waiting threads that will seal this job and all earlier ones */
     _Atomic uint32_t verdict;  /* enum verdict */
     _Atomic bool held;         /* the sources are not complete: no block may be claimed yet */
