@@ -299,7 +299,8 @@ class PoolWriter:
 
     def strike(self, after: int, before: int) -> list[int]:
         """Make the checkpoints whose generations lie between ``after`` and ``before`` (both excluded) unreadable,
-        durably, because they hold old bytes. None of them may be in flight. Returns the indexes of their slots.
+        durably, because they hold old bytes. No checkpoint in this range may be in flight. Returns the indexes of the
+        slots of these checkpoints.
 
         A strike writes a slot header with a new generation, as is done before a slot is reused (docs/format.md,
         "Slot")."""

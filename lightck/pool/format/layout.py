@@ -146,8 +146,8 @@ def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
 def decode_extras(data: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
     """Parse the extra entries, which were added after the pool was created. Raises ``DamagedError``.
 
-    A name may occur more than once, because a tensor may have changed its dtype or size. An alias may name an entry of
-    the table. ``check_ties`` checks the entries that are present in one checkpoint."""
+    A name may occur more than once: a tensor whose dtype or size changed can have an old entry beside its present one.
+    An alias may name an entry of the table. ``check_ties`` checks the entries that are present in one checkpoint."""
     return _checked(_items(data, is_table=False), low, high) if data else ()
 
 
@@ -249,7 +249,7 @@ def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
         return None
     numel = math.prod(shape)
-    # The product of the sizes other than 0 is limited too, so that an empty tensor has no huge sizes.
+    # For an empty tensor, the product of the sizes other than 0 is limited, so that it has no huge sizes.
     if (numel or math.prod(filter(None, shape))) >= INT_MAX or not is_dense(shape, stride):
         return None
     return numel

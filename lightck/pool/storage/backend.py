@@ -2,7 +2,7 @@
 
 Order of calls: ``create`` returns a container that is allocated, zeroed and not yet visible at its path. The caller
 writes the pool into the container. ``publish`` then makes the container durable and visible, atomically, and replaces
-what was at the path. ``open`` returns a container of an existing pool. ``close`` may be called twice. The methods'
+what was at the path. ``open`` returns a container of an existing pool. A second ``close`` does nothing. The methods'
 docstrings define the edge cases, and ``tests/pool/storage/test_backend_conformance.py`` checks every backend against
 these docstrings.
 """

@@ -170,7 +170,7 @@ def _disk(name: str, *evidence: str) -> Durability:
 
 
 def _weaker(promised: Durability, other: Durability) -> Durability:
-    """Return ``promised``, reduced to what ``other`` survives too, with the evidence of both."""
+    """Return ``promised``, reduced to what both survive, with the evidence of both."""
     return replace(
         promised,
         os=promised.os and other.os,

@@ -45,8 +45,8 @@ from lightck.pool.storage.failures import TRANSIENT_ERRNOS, as_io_error, io_erro
 log = logging.getLogger("lightck")
 _held: dict[tuple[int, int], str] = {}
 """(device, inode) of each file that this process has locked -> path of the pool."""
-# Guards ``_held`` and ``_descriptors``. Re-entrant: a garbage collection on the thread that holds it may end a session,
-# which then releases its ``PoolLock``.
+# Guards ``_held`` and ``_descriptors``. Re-entrant: a garbage collection on the thread that holds this guard may end a
+# session, which then releases its ``PoolLock``.
 _guard = threading.RLock()
 _descriptors: set[int] = set()
 """Descriptors of the locks that this process holds. A forked child closes them."""
@@ -387,7 +387,7 @@ def lock_file(path: str) -> int:
     """Lock a temporary file. Returns a descriptor that holds the lock until ``unlock_file`` or the end of the process.
     Raises ``OSError``.
 
-    If the file system has no OFD locks, the file stays unlocked; the pool's own lock protects the file too."""
+    If the file system has no OFD locks, the file stays unlocked, and only the pool's own lock protects it."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     _descriptors.add(fd)
     with contextlib.suppress(OSError):
@@ -413,8 +413,8 @@ def _close(fd: int) -> None:
 
 
 def _lock_both(fd: int) -> None:
-    """Take the record lock and the OFD lock. Raises ``OSError`` (EAGAIN if another holder has one of them), and then
-    holds neither."""
+    """Take the record lock and the OFD lock. Raises ``OSError`` (EAGAIN if another holder has one of the two locks).
+    After an error, this descriptor holds neither lock."""
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     try:
         _take_ofd_lock(fd, 1, 1)
