@@ -102,15 +102,15 @@ def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor])
 def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
     """Return the groups of two or more tensors whose memory ranges overlap. Tensors on the CPU and on all CUDA devices
     are compared by address alone, because no address belongs to two of these."""
-    held = [one for one in tensors if (one[1].is_cpu or one[1].is_cuda) and one[1].nbytes]
-    lows = np.array([tensor.data_ptr() for _, tensor in held], "u8")
-    highs = lows + np.array([t.nbytes if t.is_contiguous() else _reach(t) for _, t in held], "u8")
+    compared = [one for one in tensors if (one[1].is_cpu or one[1].is_cuda) and one[1].nbytes]
+    lows = np.array([tensor.data_ptr() for _, tensor in compared], "u8")
+    highs = lows + np.array([t.nbytes if t.is_contiguous() else _reach(t) for _, t in compared], "u8")
     order = lows.argsort()
     begins_group = lows[order][1:] >= np.maximum.accumulate(highs[order])[:-1]
     if begins_group.all():
         return []
     groups = np.split(order, np.flatnonzero(begins_group) + 1)
-    return [[held[k] for k in sorted(group.tolist())] for group in groups if len(group) > 1]
+    return [[compared[k] for k in sorted(group.tolist())] for group in groups if len(group) > 1]
 
 
 def sharing_memory(tensors: Sequence[Named]) -> set[int]:
@@ -133,7 +133,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class _Scratch:
-    """Scratch memory with the same places as the memory of a group of tensors, which it replaces."""
+    """Scratch memory that stands for the memory of a group of tensors: each live address has one byte here."""
 
     def __init__(self, group: Sequence[Named]) -> None:
         ranges = [_range(tensor) for _, tensor in group]
@@ -155,8 +155,8 @@ class _Scratch:
 
 
 def _physical(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the elements that the memory of ``tensor`` must hold so that ``tensor`` has the values ``values``. They
-    are ``values`` themselves, unless ``tensor`` is a lazily conjugated or negated view."""
+    """Return the elements that the memory of ``tensor`` must hold so that ``tensor`` has the values ``values``. These
+    elements are ``values`` themselves, unless ``tensor`` is a lazily conjugated or negated view."""
     if tensor.is_conj():
         values = values.conj().resolve_conj()
     return -values if tensor.is_neg() else values
