@@ -137,8 +137,8 @@ def for_torch(value: object) -> object:
 
 
 class _NoBytes:
-    """Stands for empty bytes in a pickle. Without it, pickle writes ``b""`` as a call of a function that
-    ``torch.load(..., weights_only=True)`` refuses; this form loads as ``b""``."""
+    """Stands for empty bytes in a pickle, and loads as ``b""``. Pickle would write ``b""`` itself as a call of a
+    function that ``torch.load(..., weights_only=True)`` refuses."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return codecs.encode, ("", "latin1")
