@@ -195,7 +195,7 @@ class NothingSavedError(LightckError, RuntimeError):
 
 class StateChangedError(LightckError, RuntimeError):
     """A tensor was written, without a change of its version counter, while a checkpoint still needed its bytes. Raised
-    with ``LIGHTCK_CHECK=1`` only; otherwise such a checkpoint is dropped with a warning."""
+    with ``LIGHTCK_CHECK=1`` only. Without it, the checkpoint is dropped with a warning."""
 
 
 class ExportError(_SystemError):
