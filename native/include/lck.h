@@ -114,7 +114,8 @@ enum {
 
 /* Allocate huge pages for a range of a new file in which nothing is allocated yet. `off` is a multiple of 2 MiB.
  * `threads`: maximum number of threads, the calling one included; at most 8 are used. The file is extended to the end
- * of the range. Returns the number of bytes in huge pages: 0 if the file is not on tmpfs or the kernel grants no huge page. */
+ * of the range. Returns the number of bytes in huge pages: 0 if the file is not on tmpfs or the kernel grants no huge
+ * page. */
 uint64_t lck_huge(int32_t fd, uint64_t off, uint64_t nbytes, uint32_t threads);
 /* Write zeros over the first nbytes of a new file whose space is allocated. Used on persistent memory before the file
  * is mapped, because otherwise the first store to each page would convert an extent of the file system and wait for its
