@@ -190,7 +190,7 @@ class SessionError(LightckError, RuntimeError):
 
 class NothingSavedError(LightckError, RuntimeError):
     """A session ends, and nothing of the training was saved, because lightck saw no update of the session's model. The
-    message says whether the session's model was trained, or another model with parameters of the same shapes."""
+    message says whether another model, with parameters of the same shapes, was trained instead of it."""
 
 
 class StateChangedError(LightckError, RuntimeError):

@@ -23,8 +23,8 @@ from typing import TypeVar
 T = TypeVar("T")
 _NAMES = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "VTALRM", "TERM", "CHLD", "CONT", "TSTP", "XCPU", "PWR")
 _SIGNALS = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}"))
-"""Numbers of the signals that are deferred: those that programs handle. (CHLD is one of them, because torch's handler
-for CHLD raises when a DataLoader worker has died.)"""
+"""Numbers of the signals that are deferred: signals that programs handle. (Torch handles CHLD: its handler raises when
+a DataLoader worker has died.)"""
 _signal_module = import_module("_signal")
 _handler_of: Callable[[int], object] = _signal_module.getsignal
 _set_handler: Callable[[int, Callable[..., object]], object] = _signal_module.signal

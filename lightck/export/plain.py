@@ -116,7 +116,7 @@ def everything(checkpoint: Checkpoint) -> dict[str, object]:
 
 def for_torch(value: object) -> object:
     """Return a nested value in which each value of a type that ``torch.load(..., weights_only=True)`` refuses is
-    converted. Tensors are the same objects."""
+    converted. Tensors are not copied."""
     if isinstance(value, np.ndarray):
         return _as_tensor(value)
     if isinstance(value, np.generic):

@@ -29,7 +29,7 @@ T = TypeVar("T")
 COPIED, ENDED = 2, 3
 """What ``Job.wait`` waits for. ``COPIED``: all bytes are copied. ``ENDED``: the job is committed, failed or dropped."""
 JOBS_MAX = 32
-"""Maximum number of jobs of an engine. A job counts until ``Job.forget``, also after it has ended."""
+"""Maximum number of jobs of an engine. A job counts until ``Job.forget``, even when it has ended."""
 THREADS_DEFAULT = 2
 """Default number of copy threads on a machine with more than four processors; on others the default is one."""
 _SLICE_MS = 100
@@ -113,7 +113,7 @@ class JobInfo:
 
 def find_openmp(library: str) -> bool:
     """Find the GNU OpenMP that ``library`` (a file name) uses, for ``Engine.set_passive_waiting``. Returns False if the
-    library uses none, or one older than OpenMP 5.0.
+    library uses no GNU OpenMP, or one that is older than OpenMP 5.0.
 
     The library must be loaded already. The first GNU OpenMP that is found is used for the whole process: after that,
     every call returns True."""

@@ -82,7 +82,8 @@ class Slot:
     in_flight: bool = False
     """Whether the slot belongs to a checkpoint in flight or to a reservation."""
     original_generation: int | None = None
-    """If relayouts of this session carried the checkpoint over: its generation before the first of them. Else None."""
+    """The generation of the checkpoint before the first relayout of this session that carried it over; None if no
+    relayout carried it over."""
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ class Recording:
         self._update_since = 0
         """Time at which the running update began; 0 if none runs."""
         self._start = self._step_since = time.monotonic_ns()
-        """Time at which the recording began, and at which the current step began."""
+        """Time at which the recording began; time at which the current step began."""
         self.is_on = False
         self._engine_spans = EngineSpans(engine)
         self._layers = Layers(model, self.add, self._guarded)

@@ -95,8 +95,8 @@ class Resumed:
 
     def take_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         """Return the random states to restore when a pass continues or begins, so that random numbers that the script
-        drew since attach have no effect. Returns None if an earlier pass took the states. (A preview, a
-        pass that only looks at some batches, does not use them up: the next pass gets them again.)"""
+        drew since attach have no effect. Returns None if an earlier pass took the states. (A preview, a pass that only
+        looks at some batches, does not use them up: the next pass gets them again.)"""
         return self._rng_for_pass.take(loader, pass_)
 
     def forward_begins(self, numbers: ModuleNumbers) -> None:

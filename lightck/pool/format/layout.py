@@ -72,8 +72,8 @@ class Entry(NamedTuple):
 
 
 def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
-    """Assign offsets to the entries, in order, from ``start`` on. Returns the placed entries and the first free offset
-    after them, a multiple of ``LARGE_EXTENT_ALIGN``."""
+    """Assign offsets to the entries, in order, from ``start`` on. Returns the placed entries, and the offset after the
+    last of them, rounded up to a multiple of ``LARGE_EXTENT_ALIGN``."""
     placed, at = [], start
     for entry in entries:
         at = align_up(at, LARGE_EXTENT_ALIGN if entry.nbytes >= LARGE_EXTENT else EXTENT_ALIGN)

@@ -49,7 +49,7 @@ TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR = 0, 1, 2, 3
 """What the choke point does to make stores durable: ``LCK_TIER_*`` in native/include/lck.h."""
 _FLUSH = "power: as far as the disk honours a flush"
 _LOOPS_MAX = 4
-"""Maximum number of overlays and loop devices, one below the other, through which a medium is looked for."""
+"""How many overlays and loop devices, one below the other, are followed at most to find the medium."""
 
 
 @dataclass(frozen=True, slots=True)

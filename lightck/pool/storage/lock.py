@@ -133,8 +133,8 @@ def _holder(fd: int) -> Holder | None:
 
 
 def _ofd_holder(st: os.stat_result) -> int | None:
-    """Return the pid of the holder of an OFD lock, for which the kernel reports no pid. It is looked for in the part of
-    procfs that this process may read; None if it is not found."""
+    """Return the pid of the holder of an OFD lock, for which the kernel reports no pid. The holder is looked for in the
+    part of procfs that this process can read; None if it is not found there."""
     file = f"{os.major(st.st_dev):02x}:{os.minor(st.st_dev):02x}:{st.st_ino} "
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
