@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightck._lck_ffi import Commit as Commit
 
 _STRUCTS = ("lck_copy", "lck_commit", "lck_job_info", "lck_event", "lck_extent", "lck_read", "lck_span")
-"""Names of structs. The index of a name is the number that ``lck_sizeof`` takes for this struct."""
+"""Names of structs. ``lck_sizeof`` takes the index of a name here as the number of the struct."""
 _REBUILD = (
     "Run `pip install .` in the source folder, or reinstall the wheel, to replace lightck's native library and its "
     "Python bindings together."
@@ -125,7 +125,8 @@ _REASONS = {
     lib.LCK_ECHECKSUM: "a block does not match its checksum",
     lib.LCK_ESHORT: "the file ends early",
     lib.LCK_EDROPPED: "the checkpoint was dropped before its commit",
-    lib.LCK_ESTATE: "not possible in this state, or the job is unknown",
+    lib.LCK_ESTATE: "a part of the checkpoint was given up, or lightck called its native library in a wrong order "
+    "(if you find no other error, please report this one)",
 }
 
 

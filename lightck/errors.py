@@ -190,12 +190,12 @@ class SessionError(LightckError, RuntimeError):
 
 class NothingSavedError(LightckError, RuntimeError):
     """A session ends, and nothing of the training was saved, because lightck saw no update of the session's model. The
-    message says whether the session's model was trained, or another model with parameters of the same shapes."""
+    message says whether another model, with parameters of the same shapes, was trained instead of it."""
 
 
 class StateChangedError(LightckError, RuntimeError):
     """A tensor was written, without a change of its version counter, while a checkpoint still needed its bytes. Raised
-    with ``LIGHTCK_CHECK=1`` only; otherwise such a checkpoint is dropped with a warning."""
+    with ``LIGHTCK_CHECK=1`` only. Without it, the checkpoint is dropped with a warning."""
 
 
 class ExportError(_SystemError):

@@ -83,7 +83,7 @@ class StepListener:
         """The ``step`` of a followed optimizer made an update and returned."""
 
     def after_step_hooks(self) -> None:
-        """All post-step hooks of the optimizer have returned, those of the user too."""
+        """All post-step hooks of the optimizer have returned, also the user's."""
 
     def skipped_step(self, index: int) -> None:
         """A fused optimizer under GradScaler found an infinity: its ``step`` changed nothing."""

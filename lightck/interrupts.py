@@ -23,13 +23,13 @@ from typing import TypeVar
 T = TypeVar("T")
 _NAMES = ("HUP", "INT", "QUIT", "USR1", "USR2", "ALRM", "VTALRM", "TERM", "CHLD", "CONT", "TSTP", "XCPU", "PWR")
 _SIGNALS = tuple(int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}"))
-"""Numbers of the signals that are deferred: those that programs handle. (CHLD is one of them, because torch's handler
-for CHLD raises when a DataLoader worker has died.)"""
+"""Numbers of the signals that are deferred: signals that programs handle. (Torch handles CHLD: its handler raises when
+a DataLoader worker has died.)"""
 _signal_module = import_module("_signal")
 _handler_of: Callable[[int], object] = _signal_module.getsignal
 _set_handler: Callable[[int, Callable[..., object]], object] = _signal_module.signal
-"""The C functions behind ``signal.getsignal`` and ``signal.signal``. The Python functions convert to enums, which takes
-0.1 ms per training step. ``_handler_of`` returns an int for a signal that has no Python handler."""
+"""The C functions behind ``signal.getsignal`` and ``signal.signal``, which convert to enums and so take 0.1 ms per
+training step. ``_handler_of`` returns an int for a signal that has no Python handler."""
 _user_handlers: dict[int, Callable[..., object]] = {}
 """Signal number -> the user's handler, for each signal for which ``_defer`` is installed now."""
 _pending: list[tuple[Callable[..., object], int, FrameType | None]] = []
@@ -46,8 +46,8 @@ class Interrupted(BaseException):
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Defer the handlers of signals to the end of this block, or to the next wait inside the block that
-    ``retry_interrupted`` calls."""
+    """Defer the handlers of signals to the end of this block. A wait inside the block that is called through
+    ``retry_interrupted`` runs them earlier."""
     is_outermost = begin_deferral()
     try:
         yield
@@ -107,8 +107,8 @@ def _code_of(handler: object) -> CodeType | None:
 
 
 def retry_interrupted(work: Callable[[], T]) -> T:
-    """Return the result of ``work``. Each time ``work`` raises ``Interrupted``, run the queued handlers and call it
-    again. Raises what a handler raises."""
+    """Return the result of ``work``. Each time ``work`` raises ``Interrupted``, run the queued handlers and call
+    ``work`` again. Raises what a handler raises."""
     while True:
         try:
             return work()

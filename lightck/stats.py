@@ -67,7 +67,7 @@ class Stats:
 
 class Observer(Protocol):
     """Receives each stall when it ends, for a trace. ``begin`` and ``end`` are values of ``time.perf_counter``, in
-    seconds. ``is_state``: whether small state was read in this time, which then lies inside another stall."""
+    seconds. ``is_state``: whether small state was read in this time. If so, the time lies inside another stall."""
 
     def stalled(self, what: str, begin: float, end: float, is_state: bool = False) -> None: ...
 
@@ -107,8 +107,8 @@ class Stall:
 
 
 class Meter:
-    """The running counters of a session, from which ``snapshot`` makes ``Stats``. A counter with the name of a field of
-    ``Stats`` is this field."""
+    """The running counters of a session, from which ``snapshot`` makes ``Stats``. A counter that has the name of a
+    field of ``Stats`` gives this field its value."""
 
     def __init__(self) -> None:
         self.observer: Observer | None = None
@@ -157,7 +157,7 @@ class Meter:
         finally:
             now = time.perf_counter()
             self.wait_seconds += now - start
-            if self.stall_in_progress is not None:  # that block counts all its time as CPU time: correct this here
+            if self.stall_in_progress is not None:  # the stall counts all its time as CPU time: subtract the wait here
                 self.hook_cpu_seconds += time.thread_time() - cpu - (now - start)
             if self.observer is not None:
                 self.observer.stalled("wait", start, now)
@@ -165,8 +165,7 @@ class Meter:
     def snapshot(
         self, *, engine_cpu_seconds: float, committed: int | None, interval: int, emulated: str | None = None
     ) -> Stats:
-        """Return the present values of all counters. The arguments are the figures that the session knows and the meter
-        does not."""
+        """Return the present values of all counters. The arguments are figures that only the session knows."""
         own = {f.name: getattr(self, f.name) for f in fields(Stats) if hasattr(self, f.name)}
         cpu_seconds = self.hook_cpu_seconds + self.keep_cpu_seconds + self.staging_cpu_seconds + engine_cpu_seconds
         return Stats(**own, cpu_seconds=cpu_seconds, committed=committed, interval=interval, emulated=emulated)

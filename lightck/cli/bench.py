@@ -32,8 +32,8 @@ _EXPENSIVE = 0.05
 
 
 class _Bench(Command):
-    """The command that measures this machine. Parses its arguments with the bench command of a checkout instead, if a
-    checkout is to be run."""
+    """The command that measures this machine. If the bench of a checkout is to be run, the bench command of this
+    checkout parses the arguments instead."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -90,9 +90,9 @@ def command(words: tuple[str, ...], pool_dir: Path | None, threads: int | None, 
     others = [word for word in words if word != MACHINE]
     if others:
         usage_error(
-            f"{others[0]!r} is unknown to this command, which only measures this machine. Omit {others[0]!r}. If you "
-            "mean a measurement of the project's whole bench, which is not installed with lightck, run `lightck bench "
-            f"{others[0]}` in a checkout of lightck {lightck.__version__}, or name the checkout with --checkout DIR."
+            f"{others[0]!r} belongs to the project's whole bench, or is misspelt. The whole bench is not installed "
+            f"with lightck: run this command in a checkout of lightck {lightck.__version__}, or add --checkout DIR. To "
+            f"measure only this machine, omit {others[0]!r}."
         )
     with ended_by_signals():
         found = _measured(pool_dir, threads)
@@ -190,7 +190,8 @@ def verdict_on(found: Speed) -> str:
 
 def _checkout(named: str | None) -> Path | None:
     """Return the root of the checkout to run: ``named``, or the working directory. Returns None if ``named`` is None
-    and the working directory is no checkout of this version. Raises ``BenchError`` if ``named`` is none."""
+    and the working directory is no checkout of this version. Raises ``BenchError`` if ``named`` is another folder than
+    such a checkout."""
     root, own = Path(named or "."), lightck.__version__
     version = _version_in(root)
     if version == own:

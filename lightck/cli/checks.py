@@ -62,7 +62,8 @@ def software(_: Machine) -> Iterator[Finding]:
 
 
 def refused(topic: str, message: str) -> Finding:
-    """Return a problem with the text of an error message of lightck. The last sentence of the message is the cure."""
+    """Return a finding of level *problem*, whose text and cure are those of an error message of lightck. The last
+    sentence of the message is the cure."""
     fact, end, cure = message.rpartition(". ")
     return Finding(topic, PROBLEM, fact + end.rstrip(), cure) if end else Finding(topic, PROBLEM, message)
 
@@ -133,9 +134,9 @@ def workers(_: Machine) -> Iterator[Finding]:
 
 
 def media(machine: Machine, asked: str | None = None) -> Iterator[Finding]:
-    """Yield a finding for each folder or device in which a pool could lie. An unusable one is a problem if it is
-    ``asked``, the path that the user named, else a note. If ``asked`` is None and no folder is usable, one more
-    finding, the problem "media", says so."""
+    """Yield a finding for each folder or device in which a pool could lie. ``asked``: the path that the user named, if
+    any. An unusable folder or device is a problem if it is ``asked``, else a note. If ``asked`` is None and no folder
+    is usable, one more finding, the problem "media", says so."""
     folders = [SHARED, machine.env.get("XDG_RUNTIME_DIR", ""), "/tmp", os.getcwd()]
     folders += [mount.point for mount in machine.mounts() if is_dax(mount.options + mount.own_options)]
     lines = [_medium(machine, folder) for folder in dict.fromkeys(filter(None, folders))]
@@ -168,12 +169,12 @@ def _device(machine: Machine, path: str) -> Finding | None:
         return Finding(path, PROBLEM, str(error), "Choose another place for the pool.")
     if found is None:
         return None
-    nbytes, medium = found
-    survived = ", ".join(words for name, words in SURVIVED.items() if getattr(medium, name))
-    said = f"{medium.medium}, {size(nbytes)}; survives {survived}"
-    if medium.os:
+    nbytes, durability = found
+    survived = ", ".join(words for name, words in SURVIVED.items() if getattr(durability, name))
+    said = f"{durability.medium}, {size(nbytes)}; survives {survived}"
+    if durability.os:
         return Finding(path, OK, said)
-    return Finding(path, NOTE, said, f"No more is guaranteed, because {medium.evidence[-1]}.")
+    return Finding(path, NOTE, said, f"No more is guaranteed, because {durability.evidence[-1]}.")
 
 
 def _asked_medium(machine: Machine, path: str) -> Finding:
@@ -201,17 +202,17 @@ def _medium(machine: Machine, folder: str) -> Finding:
     if why_not is not None:
         return refused(folder, why_not)
     try:
-        medium = machine.medium(folder)
+        durability = machine.durability(folder)
     except (LightckError, OSError) as error:
         return Finding(folder, PROBLEM, str(error), _ELSEWHERE)
-    survived = [words for name, words in SURVIVED.items() if getattr(medium, name)]
+    survived = [words for name, words in SURVIVED.items() if getattr(durability, name)]
     room = f"{size(space.free)} free of {size(space.total)}"
-    said = f"{medium.medium}, {room}; survives {', '.join(survived) or 'nothing'}"
+    said = f"{durability.medium}, {room}; survives {', '.join(survived) or 'nothing'}"
     if space.free < POOL_NBYTES_SMALL:
         return Finding(folder, PROBLEM, said, "There is no room for a pool: free some space, or choose another folder.")
     if folder == SHARED and space.total <= DOCKER_SHARED_NBYTES:
         return Finding(folder, NOTE, said, _MORE_SHARED)
-    if medium.medium.startswith("unknown"):
+    if durability.medium.startswith("unknown"):
         cure = "On an unknown medium, a pool surely survives only a killed process: prefer a local disk."
         return Finding(folder, NOTE, said, cure)
     return Finding(folder, OK, said)
@@ -278,7 +279,7 @@ def surroundings(machine: Machine) -> Iterator[Finding]:
 
 def slurm(machine: Machine) -> Iterator[Finding]:
     """Yield a note in a Slurm job. The job may have a private /tmp and /dev/shm (job_container/tmpfs), which are
-    deleted when the job ends. If the job is requeued, a pool in one of them is gone."""
+    deleted when the job ends. So after a requeue of the job, a pool in one of them is gone."""
     job = machine.env.get("SLURM_JOB_ID")
     if job is None:
         return

@@ -32,7 +32,8 @@ class Distance:
 
     elements: number of elements of each tensor. differing: number of elements whose bits differ. max_abs: largest
     |a - b|. max_rel: largest |a - b| / max(|a|, |b|). nan_a, nan_b: number of NaN elements in a and b, which are left
-    out of ``max_abs`` and ``max_rel``. The last four are None for a dtype that torch cannot convert to numbers.
+    out of ``max_abs`` and ``max_rel``. ``max_abs`` to ``nan_b`` are None for a dtype that torch cannot convert to
+    numbers.
     """
 
     elements: int
@@ -54,8 +55,8 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> Distance:
 
 
 def _widest(dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype in which distances are computed; None for a dtype that torch cannot convert to it (float4,
-    bits8)."""
+    """Return the dtype in which distances between tensors of ``dtype`` are computed. None if torch cannot convert
+    ``dtype`` to it (float4, bits8)."""
     wide = torch.complex128 if dtype.is_complex else torch.float64
     try:
         torch.empty(1, dtype=dtype).to(wide)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightck.restore.contents import Source
 
 ROWS_MAX = 20
-"""The most differing tensors that the text names without ``--all``, and the most differing values."""
+"""Without ``--all``, the text names at most so many differing tensors, and at most so many differing values."""
 
 IN_MEMORY_NBYTES_MAX = 1 << 30
 """The size of the largest checkpoint that is read into memory before it is compared, if the pool is in use."""
@@ -60,8 +60,8 @@ def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bo
 
 
 def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> Facts:
-    """Return the object that ``--json`` prints; docs/json.md lists its keys. ``steps``: for each pool the step to
-    compare; None is the newest one."""
+    """Return the object that ``--json`` prints; docs/json.md lists its keys. ``steps``: for each pool the step of the
+    checkpoint to compare; None stands for the newest checkpoint."""
     with ExitStack() as stack:
         readers = [stack.enter_context(stored_checkpoints.open_reader(path)) for path in (a, b)]
         for _ in range(stored_checkpoints.ATTEMPTS):
@@ -187,7 +187,8 @@ def _show_tensors(tensors: list[Facts], most: int | None) -> None:
     """Print the tensors in three groups: tensors that exist on one side only or differ in dtype, shape, tied name or
     strides; tensors with another number of NaN elements; all others.
 
-    Within a group the model's tensors come first. Within these and the others, the largest distance comes first.
+    Within a group the model's tensors come first. Among the model's tensors, and among the other ones, the largest
+    distance comes first.
     """
     ordered = sorted(tensors, key=_rank)
     rows = [("tensor", "differing", "max abs", "max rel", "")]

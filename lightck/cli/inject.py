@@ -46,8 +46,9 @@ class Damage:
     bit: int | None = None
     """The flipped bit, 0 to 7."""
     tensor: str | None = None
-    """The tensor that is damaged; None if the damage is elsewhere. ``step``: its checkpoint."""
+    """The tensor that is damaged; None if the damage is elsewhere."""
     step: int | None = None
+    """The step of the checkpoint that is damaged; None if the damage is elsewhere."""
 
 
 @click.command("inject", cls=Command, short_help="Damage a copy of a pool, to see what is found and what is recovered.")

@@ -28,7 +28,7 @@ from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import holder_of
 
 ROWS_MAX = 40
-"""The most rows of the table of modules; if there are more modules, ``folded`` sums them up."""
+"""The most rows of the table of modules. If there are more modules, a row stands for a group of them (``folded``)."""
 
 
 @click.command(
@@ -63,13 +63,13 @@ def pool_facts(path: str, step: int | None, tensors: bool) -> Facts:
         newest = stored_checkpoints.first_usable(found, None)
         checkpoints = [_checkpoint(each, each is newest) for each in found]
         backend = backend_for(reader.path)
-        medium = backend.probe(reader.path)
+        durability = backend.probe(reader.path)
         holder = holder_of(reader.path)
         return {
             "pool": _geometry(reader, backend.name),
             "holder": None if holder is None else asdict(holder),
-            "durability": {name: getattr(medium, name) for name in ("process", "os", "power", "media", "medium")}
-            | {"evidence": list(medium.evidence)},
+            "durability": {name: getattr(durability, name) for name in ("process", "os", "power", "media", "medium")}
+            | {"evidence": list(durability.evidence)},
             "checkpoints": checkpoints,
             "versions": checkpoints,  # the old name of the key
             "unfinished": [{"slot": slot, "generation": gen} for slot, gen in stored_checkpoints.unfinished(reader)],
@@ -203,15 +203,15 @@ def _show(facts: Facts, step: int | None) -> None:
 
 
 def _head(facts: Facts) -> Iterator[tuple[str, str]]:
-    pool, holder, medium = facts["pool"], facts["holder"], facts["durability"]
+    pool, holder, durability = facts["pool"], facts["holder"], facts["durability"]
     yield "pool", pool["path"]
     slots = f"{pool['slots']} slots of {size(pool['slot_nbytes'])}"
     yield "kind", f"{pool['backend']}, format {pool['format']}, {size(pool['file_nbytes'])}: {slots}"
     if not pool["writable"]:
         yield "", "written by a newer lightck: this lightck can read the pool, but attach cannot resume from it"
     yield "open in", _who(holder)
-    yield "medium", f"{medium['medium']}; survives {survives(medium)}"
-    yield "", f"({'; '.join(medium['evidence'])})"
+    yield "medium", f"{durability['medium']}; survives {survives(durability)}"
+    yield "", f"({'; '.join(durability['evidence'])})"
 
 
 def _who(holder: Facts | None) -> str:
@@ -311,8 +311,8 @@ def _show_layers(layers: list[Facts]) -> None:
 
 
 def folded(layers: list[Facts], rows_max: int = ROWS_MAX) -> list[Facts]:
-    """Return the sums over groups of modules, whose names begin with the same parts. The number of parts is the largest
-    that gives at most ``rows_max`` rows; with one part there may be more rows."""
+    """Return the sums over groups of modules. The names in a group begin with the same parts. The number of these parts
+    is the largest that gives at most ``rows_max`` rows. It is 1 if even one part gives more rows."""
     paths = [layer["module"].split(".") for layer in layers]
 
     def names(depth: int) -> list[str]:

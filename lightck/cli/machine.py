@@ -1,4 +1,4 @@
-"""The facts about a machine that ``lightck doctor`` reads, behind one class whose parts tests replace.
+"""The facts about a machine that ``lightck doctor`` reads, behind one class. Tests replace parts of this class.
 
 Files in /proc, /sys and /etc are read below the folder ``root``. Limits, free space and media are read by functions
 that are fields of the class. Modules that need the native library are imported inside functions, because the library
@@ -42,7 +42,7 @@ def space_of(folder: str) -> Space | None:
     return Space(st.f_bavail * st.f_frsize, st.f_blocks * st.f_frsize)
 
 
-def medium_of(folder: str) -> Durability:
+def durability_of(folder: str) -> Durability:
     """Return the durability of a pool in this folder."""
     from lightck.pool.storage import durability
 
@@ -102,7 +102,7 @@ class Machine:
     uid: int = field(default_factory=os.getuid)
     space: Callable[[str], Space | None] = space_of
     limit: Callable[[str], int | None] = limit_of
-    medium: Callable[[str], Durability] = medium_of
+    durability: Callable[[str], Durability] = durability_of
     device: Callable[[str], tuple[int, Durability] | None] = device_at
     writable: Callable[[str], bool] = is_writable
     refusal: Callable[[str], str | None] = refusal_of

@@ -1,5 +1,5 @@
-"""Standard output and standard error of a command, and a progress bar on stderr. An output may be closed, on a full
-disk, a broken pipe, or a stream whose encoding lacks characters."""
+"""Standard output and standard error of a command, and a progress bar on stderr. An output may be closed, a file on a
+full disk, a broken pipe, or a stream whose encoding lacks characters."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ ATTEMPTS = 20
 class FoundCheckpoint:
     """A checkpoint that a commit record names and that was not overwritten.
 
-    state: ``committed``: recovery may return the checkpoint. ``dead``: the training was later resumed from an older
+    state: ``committed``: recovery can return the checkpoint. ``dead``: the training was later resumed from an older
     step, and recovery returns the checkpoint only if its step is requested. ``rejected``: the checkpoint is damaged,
     and recovery skips it.
     """
@@ -37,7 +37,7 @@ class FoundCheckpoint:
     record: CommitRecord
     state: str
     reason: str | None
-    """Why a checkpoint is rejected; None if it is not. Then ``stored`` and ``contents`` are not None."""
+    """Why the checkpoint is rejected; None if it is not rejected. ``stored`` and ``contents`` are None if it is."""
     stored: StoredCheckpoint | None
     contents: Contents | None
 
@@ -77,7 +77,7 @@ def find_checkpoints(reader: PoolReader, step: int | None = None) -> tuple[Found
     """
     for _ in range(ATTEMPTS):
         commit_log = reader.commit_log()
-        found = tuple(_readable(reader, commit_log))
+        found = tuple(_not_overwritten(reader, commit_log))
         if any(each.stored for each in found) or reader.commit_log() == commit_log:
             return found if step is None else _of_step(reader, found, step)
     raise overwritten_error(reader)
@@ -103,7 +103,7 @@ def _of_step(reader: PoolReader, found: tuple[FoundCheckpoint, ...], step: int) 
     )
 
 
-def _readable(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckpoint]:
+def _not_overwritten(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckpoint]:
     from lightck.restore.recover import StaleCheckpoints  # imports torch
 
     live = candidates(commit_log)
@@ -120,7 +120,9 @@ def _readable(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckp
         for record in records:
             is_superseded = record.payload_generation < newest[record.slot]
             if is_superseded and reader.slot_generation(record.slot) != record.payload_generation:
-                continue  # a newer record names the slot, whose header (intact or damaged) names another checkpoint
+                # A newer record names this slot, and the header does not show that the slot still holds this
+                # checkpoint: the header names another one, or is damaged.
+                continue
             each = _parsed(reader, record, state)
             if each is not None and not stale.includes(each.generation):  # a stale checkpoint counts as struck
                 yield each

@@ -21,6 +21,7 @@ from lightck.cli.text import Facts, columns, count, print_json, print_line, prin
 from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.format.structures import (
     COMMIT_RECORD_NBYTES,
+    SLOT_HEADER_NBYTES,
     SLOTS_MAX,
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
@@ -37,8 +38,8 @@ _GENERATIONS_TRIED = 1000
 """The commit record of an adoption has a larger generation than its checkpoint. This is the largest difference that is
 tried."""
 _READS, _PAUSE_SECONDS = 5, 0.02
-"""How many times a structure is read, at most, until its check succeeds, and the pause between two reads. A structure
-that fails its check may be half written."""
+"""The most reads of a structure until its check succeeds, and the pause between two reads. A structure that fails its
+check may be half written, and succeed at the next read."""
 
 
 @click.command("verify", cls=Command, short_help="Check a pool against its checksums.")
@@ -143,10 +144,10 @@ def _record_reason(reader: PoolReader, position: int) -> Reason:
 def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
     """Whether a commit record is complete except for its first 8 bytes, the generation, which are stored last.
 
-    If so, these bytes still hold the generation of the older record that was overwritten. The missing generation equals
-    the generation of the payload, or is larger, for an adoption. All possible generations are tried until the checksum
-    of the record matches. Two records never have the same generation. So if another record has the generation in these
-    bytes, they are not a remainder: a bit was flipped.
+    If so, these 8 bytes still hold the generation of the older record that was overwritten. The missing generation
+    equals that of the payload or, for an adoption, is larger. All possible generations are tried until the checksum of
+    the record matches. Two records never have the same generation. So if another record has the generation in the 8
+    bytes, they are no remainder of an older record: a bit was flipped.
     """
     (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
     commit_log = reader.commit_log()
@@ -165,7 +166,7 @@ def _is_valid_with(generation: int, data: bytes, uuid: bytes) -> bool:
 
 
 def _header_reason(reader: PoolReader, slot: int) -> Reason:
-    never_written = reader.read(reader.superblock.slots[slot][0], COMMIT_RECORD_NBYTES) == bytes(COMMIT_RECORD_NBYTES)
+    never_written = reader.read(reader.superblock.slots[slot][0], SLOT_HEADER_NBYTES) == bytes(SLOT_HEADER_NBYTES)
     newest = stored_checkpoints.newest_generations(reader.commit_log()).get(slot, 0)
     generation = reader.slot_generation(slot)
     if generation is not None and generation < newest:

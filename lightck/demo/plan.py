@@ -53,8 +53,8 @@ def draw(kills: int, steps: int, seed: int) -> tuple[Planned, ...]:
 
 
 def _updates(kills: int, steps: int, rng: random.Random) -> list[int]:
-    """Return random updates that are at least ``GAP`` apart: they are drawn from a range that is shorter by all gaps,
-    and then the gaps are added."""
+    """Return ``kills`` random updates that are at least ``GAP`` apart: numbers are drawn from a range that is shorter
+    by all gaps, and then the gaps are added to these numbers."""
     room = steps - TAIL - GAP * kills
     drawn = sorted(rng.randint(1, room) for _ in range(kills))
     return [after + GAP * index for index, after in enumerate(drawn)]

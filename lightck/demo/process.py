@@ -79,7 +79,7 @@ class Child:
         """Return the next message; None if the child is dead and all its messages were read. Raises ``TimeoutError`` at
         ``deadline``, a value of ``time.monotonic()``.
 
-        If the kill cut off the last line, this line is dropped: its update counts as not reported.
+        If the kill cut off the last line, this line is dropped, and the update in it counts as not reported.
         """
         while not self._lines:
             is_dead = self._is_dead()  # read before the pipe: if the child is dead, the pipe holds all that it wrote

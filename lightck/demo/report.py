@@ -54,7 +54,7 @@ class Lines(Watch):
             f"two runs of {options.total} updates{rounded}, one of them with {options.kills} kills; seed {options.seed}"
         )
 
-    def referenced(self, seconds: float) -> None:
+    def reference_ended(self, seconds: float) -> None:
         self.say(f"reference run, without lightck: {seconds:.1f} s")
 
     def recovered(self, number: int, kill: Kill) -> None:

@@ -30,7 +30,7 @@ from lightck.errors import LightckError
 
 EPOCHS = 3
 SILENCE_SECONDS_MAX = 180.0  # a child that reports nothing for this time is considered to hang
-SITE_GRACE = 2  # the updates after the planned one, after which a timed kill replaces a kill site that was not reached
+SITE_GRACE = 2  # a timed kill replaces a kill site that is not reached within so many updates after the planned update
 LOG_TAIL_BYTES = 2000  # how much of a child's output an error message quotes
 
 
@@ -138,7 +138,7 @@ class Watch:
     def updated(self, run: str, step: int) -> None:
         """The run with the name ``run`` ("reference" or "killed") has finished update ``step``."""
 
-    def referenced(self, seconds: float) -> None:
+    def reference_ended(self, seconds: float) -> None:
         """The reference run is over; it took ``seconds``."""
 
     def recovered(self, number: int, kill: Kill) -> None:
@@ -186,7 +186,7 @@ def _result(options: Options, place: Place, reference: _Reference, survivor: _Su
 
 
 class _Run:
-    """The part that both runs have in common: reads the messages of a child into a record."""
+    """The base class of both runs: reads the messages of a child into a record."""
 
     name = ""
 
@@ -243,7 +243,7 @@ class _Reference(_Run):
                     self.arrivals.append(time.monotonic())
             if child.status() != 0 or not self.done:
                 raise self.failed(f"the training process ended with status {child.status()}")
-        self.watch.referenced(time.monotonic() - began)
+        self.watch.reference_ended(time.monotonic() - began)
 
     def step_seconds(self) -> float:
         """Return the median of the times between two reports."""
@@ -314,7 +314,7 @@ class _Survivor(_Run):
         return time.monotonic() + planned.delay * self.step_seconds if self.position >= planned.after else math.inf
 
     def _child_ended(self, status: int, how: str) -> None:
-        """Store a kill; the number of lost updates is known when the next child starts. Raises ``DemoError`` if the
+        """Store a kill. How many updates it lost is known only when the next child starts. Raises ``DemoError`` if the
         child ended in another way. ``how``: a description of the kill; "" if there was none."""
         killed = status == -signal.SIGKILL and how != ""
         if killed and not self.done:

@@ -1,8 +1,8 @@
 """Write a file that appears under its name complete and durable, or not at all.
 
 The file is written under a temporary name in the same folder, synced and renamed. Its mode follows the umask. The new
-file may replace a regular file that is no pool, and nothing else. The kind of the existing file is checked before,
-because a rename would replace even ``/dev/null``.
+file may replace a regular file that is no pool, and nothing else. The kind of the existing file is checked before the
+rename, which would replace even ``/dev/null``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def file_path(path: str | os.PathLike[str]) -> str:
 
 @contextmanager
 def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> Iterator[IO[bytes]]:
-    """Open a temporary file for writing. If the block ends without an exception, the file is renamed to ``path``; else
-    it is removed.
+    """Open a temporary file for writing. If the block ends without an exception, the file is renamed to ``path``. If
+    the block raises, the file is removed.
 
     ``temporary``: path of the temporary file, in the folder of ``path``; a random name by default. Raises
     ``ExportError``, and ``PoolIOError`` if it cannot be determined whether ``path`` is a pool.
@@ -115,7 +115,7 @@ def _kind(mode: int) -> str:
 def _give_name(temporary: str, path: str, overwrite: bool) -> None:
     if not overwrite:
         try:
-            os.link(temporary, path)  # fails if ``path`` was made meanwhile; a rename would replace it
+            os.link(temporary, path)  # fails if ``path`` was made meanwhile, which a rename would replace
             return
         except FileExistsError as err:
             raise _exists(path) from err

@@ -58,8 +58,9 @@ def check_what(what: str) -> None:
 
 
 def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor], cure: str = AS_TORCH) -> Chosen:
-    """Return the content of an export of a checkpoint. ``what``: as in ``export_checkpoint``. ``read`` returns a tensor
-    by its name in the pool; it is called when the file is written. Raises as ``Chosen.add`` does."""
+    """Return the content of an export of a checkpoint. ``what``: as in ``export_checkpoint``. ``read``: returns a
+    tensor by its name in the pool; called when the file is written. ``cure``: see ``Chosen``. Raises as ``Chosen.add``
+    does."""
     check_what(what)
     chosen = Chosen(cure=cure)
     _model(chosen, contents, read)

@@ -116,7 +116,7 @@ def everything(checkpoint: Checkpoint) -> dict[str, object]:
 
 def for_torch(value: object) -> object:
     """Return a nested value in which each value of a type that ``torch.load(..., weights_only=True)`` refuses is
-    converted. Tensors are the same objects."""
+    converted. Tensors are not copied."""
     if isinstance(value, np.ndarray):
         return _as_tensor(value)
     if isinstance(value, np.generic):
@@ -137,8 +137,8 @@ def for_torch(value: object) -> object:
 
 
 class _NoBytes:
-    """Stands for empty bytes in a pickle. Without it, pickle writes ``b""`` as a call of a function that
-    ``torch.load(..., weights_only=True)`` refuses; this form loads as ``b""``."""
+    """Stands for empty bytes in a pickle, and loads as ``b""``. Pickle would write ``b""`` itself as a call of a
+    function that ``torch.load(..., weights_only=True)`` refuses."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return codecs.encode, ("", "latin1")

@@ -10,7 +10,7 @@ from functools import partial
 
 from lightck.interrupts import raise_if_interrupted
 from lightck.pipeline.sources import SourceWatch
-from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_MAX
+from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_DEFAULT
 from lightck.pool.writer import Pending, PoolWriter
 
 log = logging.getLogger("lightck")
@@ -78,7 +78,7 @@ def job_budget(checkpoints: Sequence[InFlightCheckpoint], uncommitted_max: int) 
     entry that was freed, so one entry stays unused for each of these threads. The checkpoints that can be in flight at
     once share the other entries equally. Of the entries that are free now, one is kept for the job that commits the
     next checkpoint, and one for each checkpoint that may begin later."""
-    entries = JOBS_MAX - THREADS_MAX - 1
+    entries = JOBS_MAX - THREADS_DEFAULT - 1
     share = entries // (uncommitted_max + 1) - 1
     to_come = max(uncommitted_max - len(checkpoints), 0)
     return min(share, entries - 1 - to_come - sum(checkpoint.n_jobs for checkpoint in checkpoints))

@@ -94,10 +94,10 @@ def next_position(commit_log: CommitLog, contents: Mapping[int, int | None], rin
     """Return the position for the next record: the first position after ``after``, in the order of the ring, whose
     record is not needed.
 
-    For each slot, the newest record of the checkpoint in the slot is needed. ``contents`` maps slot -> generation of
-    that checkpoint. If the generation is None (unknown), the newest record of the slot is needed.
+    For each slot, the newest record of the checkpoint in the slot is needed. ``contents``: slot -> generation of the
+    checkpoint in it. If this generation is unknown (None), the newest record of the slot is needed.
     """
-    needed: dict[int, tuple[int, int]] = {}
+    needed: dict[int, tuple[int, int]] = {}  # slot -> (generation, position) of the record that is needed
     for position, record in commit_log.records.items():
         content = contents.get(record.slot)
         if content is not None and content != record.payload_generation:

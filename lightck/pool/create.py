@@ -31,7 +31,8 @@ from lightck.pool.storage.backend import Backend, Container
 from lightck.pool.storage.failures import undo_on_error
 
 RESERVE_MIN, RESERVE_SHARE = 256 * KIB, 32
-"""The reserve of a slot has ``RESERVE_MIN`` bytes, or 1/``RESERVE_SHARE`` of the payload if that is more."""
+"""The reserve of a slot is the space for extra entries: tensors that appear or grow after the pool is created. It has
+``RESERVE_MIN`` bytes, or 1/``RESERVE_SHARE`` of the payload if that is more."""
 STATE_MIN, STATE_FACTOR = 256 * KIB, 4
 """A manifest has room for ``STATE_MIN`` bytes of small state, or for ``STATE_FACTOR`` times its expected length if that
 is more."""
@@ -51,9 +52,9 @@ def create(
     """Allocate a pool for these entries and write its static part. Returns the pool's container, which ``publish()``
     makes visible, and its superblock. Raises the errors of ``Backend.create``.
 
-    ``slots``: number of slots. ``state_nbytes``: expected length of the small state. The reserve of each slot has room
-    for ``extras``, and for ``spare_nbytes`` bytes besides. ``may_discard``: what is at this path is empty or no longer
-    wanted, and may be removed if the new pool has no room beside it.
+    ``slots``: number of slots. ``state_nbytes``: expected length of the small state. ``extras``: extra entries of an
+    old pool, for which the reserve of each slot gets room. ``spare_nbytes``: further bytes of the reserve.
+    ``may_discard``: what is at this path is empty or no longer wanted; remove it if the new pool has no room beside it.
     """
     sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes, extras)
     container = _allocated(backend, path, sb.nbytes, may_discard)
@@ -70,7 +71,8 @@ def create(
 
 
 def _allocated(backend: Backend, path: str, nbytes: int, may_discard: bool) -> Container:
-    """Create the container. If only what is at the path prevents that and ``may_discard`` is true, discard it first."""
+    """Create the container. If there is no room for it beside what is at the path, and ``may_discard`` is true, discard
+    what is at the path first."""
     try:
         return backend.create(path, nbytes)
     except (NoSpaceError, NotAPoolError) as err:
@@ -98,10 +100,10 @@ def _geometry(
     slot_nbytes = align_up(reserve_offset + reserve, SLOT_ALIGN)
     table = layout.encode(placed)
     table_space = align_up(len(table), PAGE)
-    first = align_up(TABLE_OFFSET + 2 * table_space, SLOT_ALIGN)
+    first_slot = align_up(TABLE_OFFSET + 2 * table_space, SLOT_ALIGN)
     sb = Superblock(
         uuid=os.urandom(16),
-        nbytes=first + slots * slot_nbytes,
+        nbytes=first_slot + slots * slot_nbytes,
         table_offsets=(TABLE_OFFSET, TABLE_OFFSET + table_space),
         table_nbytes=len(table),
         table_hash=layout_hash(table),
@@ -110,7 +112,7 @@ def _geometry(
         manifest_nbytes=manifest,
         payload_offset=payload_offset,
         reserve_offset=reserve_offset,
-        slots=tuple((first + i * slot_nbytes, slot_nbytes) for i in range(slots)),
+        slots=tuple((first_slot + i * slot_nbytes, slot_nbytes) for i in range(slots)),
         compat=COMPAT_NEXT,
     )
     return sb, table

@@ -29,9 +29,9 @@ T = TypeVar("T")
 COPIED, ENDED = 2, 3
 """What ``Job.wait`` waits for. ``COPIED``: all bytes are copied. ``ENDED``: the job is committed, failed or dropped."""
 JOBS_MAX = 32
-"""Maximum number of jobs of an engine. A job counts until ``Job.forget``, also after it has ended."""
-THREADS_MAX = 2
-"""Copy threads of an engine on a machine with more than four processors; on others an engine has one."""
+"""Maximum number of jobs of an engine. A job counts until ``Job.forget``, even when it has ended."""
+THREADS_DEFAULT = 2
+"""Default number of copy threads on a machine with more than four processors; on others the default is one."""
 _SLICE_MS = 100
 """Maximum milliseconds of one native call that waits."""
 _ZEROS_NBYTES = 1 << 20
@@ -113,7 +113,7 @@ class JobInfo:
 
 def find_openmp(library: str) -> bool:
     """Find the GNU OpenMP that ``library`` (a file name) uses, for ``Engine.set_passive_waiting``. Returns False if the
-    library uses none, or one older than OpenMP 5.0.
+    library uses no GNU OpenMP, or one that is older than OpenMP 5.0.
 
     The library must be loaded already. The first GNU OpenMP that is found is used for the whole process: after that,
     every call returns True."""
@@ -124,9 +124,9 @@ class Engine:
     """Copy threads at idle priority, shared by all pools of a session."""
 
     def __init__(self, threads: int | None = None) -> None:
-        """``threads``: number of copy threads; None: see ``THREADS_MAX``. Raises ``PoolIOError``."""
+        """``threads``: number of copy threads; None: see ``THREADS_DEFAULT``. Raises ``PoolIOError``."""
         out = ffi.new("lck_engine **")
-        n = threads or (1 if (os.cpu_count() or 1) <= 4 else THREADS_MAX)
+        n = threads or (1 if (os.cpu_count() or 1) <= 4 else THREADS_DEFAULT)
         self.threads = n
         self._processors: frozenset[int] = frozenset()
         """Argument of the last ``run_on`` that succeeded."""
@@ -175,8 +175,8 @@ class Engine:
         check(lib.lck_engine_populate(self.handle, medium.handle), "populating the pool")
 
     def quiesce(self, medium: Medium) -> bool:
-        """Stop populating this mapping, and wait until no copy thread accesses it. Returns True then, and also if the
-        engine or the mapping is closed. Returns False at once if a job on the mapping has not ended."""
+        """Stop populating this mapping, and wait until no copy thread accesses it. Returns True when no thread does, or
+        if the engine or the mapping is closed. Returns False at once if a job on the mapping has not ended."""
         if self.handle is None or medium.handle is None:
             return True
         return lib.lck_engine_quiesce(self.handle, medium.handle) != lib.LCK_ESTATE
@@ -232,8 +232,9 @@ class Job:
         self._info_struct = ffi.new("lck_job_info *")
 
     def start(self) -> bool:
-        """Let the copies of a held job (``LCK_HELD``) begin: its sources are complete. Returns False if the job was
-        dropped or forgotten. Raises ``BackgroundError``."""
+        """Let the copies of a *held* job begin: one that was submitted before its sources were complete (``LCK_HELD``).
+        Call it when they are complete. Returns False if the job was dropped or forgotten. Raises
+        ``BackgroundError``."""
         status = lib.lck_job_start(self._engine.handle, self._ticket, lib.LCK_OK)
         if status in (lib.LCK_EDROPPED, lib.LCK_ESTATE):  # LCK_ESTATE: the job was forgotten
             return False
@@ -298,8 +299,8 @@ class Job:
         """Wait until all bytes are copied (``COPIED``) or the job has ended (``ENDED``), and copy on this thread
         meanwhile.
 
-        Returns True then, and False if ``timeout`` seconds passed before. ``pause`` is called after every ``_SLICE_MS``
-        of waiting. An exception that ``pause`` raises ends the wait and leaves the job unchanged. Raises
+        Returns False if ``timeout`` seconds passed before that, else True. ``pause`` is called after every
+        ``_SLICE_MS`` of waiting. An exception that ``pause`` raises ends the wait and leaves the job unchanged. Raises
         ``BackgroundError`` if the job failed or was dropped.
         """
         deadline = None if timeout is None else time.monotonic() + timeout

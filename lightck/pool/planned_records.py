@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 
 class PlannedRecords:
-    """Computed for one plan and one slot. Valid for every plan with the same arrays, until the pool's entries or the
-    content of the slot change otherwise (``SlotImage.forget``)."""
+    """Computed for one plan and one slot. Valid for every plan with the same arrays, until the pool's entries change or
+    ``SlotImage.forget`` is called."""
 
     def __init__(self, plan: CopyPlan, template: npt.NDArray[np.void], slot_offset: int) -> None:
         """``template``: the copy array of all entries of the pool, with offsets in the slot. ``slot_offset``: offset of
         the slot in the pool."""
         self._arrays, self._template = _arrays_of(plan), template
         self._written = np.concatenate([plan.records, plan.not_copied])
+        """Record numbers of the tensors whose records get the generation and step of the checkpoint."""
         listed = np.zeros(len(template), np.bool_)
         listed[self._written] = listed[plan.unchanged] = True
         self._not_listed = ~listed
@@ -39,13 +40,15 @@ class PlannedRecords:
         self.copies["flags"] = np.where(plan.at_boundary, lib.LCK_NOW, 0)
         self.c_copies: CData = ffi.from_buffer("lck_copy[]", self.copies)
         self._columns: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
+        """The generations and steps of all records of the image; None unless the plan writes every record."""
 
     def are_of(self, plan: CopyPlan, template: npt.NDArray[np.void]) -> bool:
         """Whether these records were computed for the arrays of this plan and for this template."""
         return template is self._template and all(map(is_, self._arrays, _arrays_of(plan)))
 
     def write(self, image: SlotImage) -> None:
-        """Write into the image what stays the same, and mark the records that the plan writes as present."""
+        """Write into the image what stays the same, and mark the bytes of the records that the plan writes as being in
+        the slot (``SlotImage.in_slot``)."""
         records, written = image.records, self._written
         records["offset"][written] = self._template["dst"][written]
         records["crc"][written] = self._template["crc_index"][written]

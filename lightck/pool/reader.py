@@ -24,12 +24,12 @@ from lightck.pool.commit_log import CommitLog, candidates, read_commit_log
 from lightck.pool.format import layout
 from lightck.pool.format.layout import Entry, blocks_of
 from lightck.pool.format.structures import (
-    COMMIT_RECORD_NBYTES,
     MANIFEST_HEADER_NBYTES,
     NEXT_NBYTES,
     NEXT_OFFSET,
     NUMBER_MAX,
     RO_COMPAT_KNOWN,
+    SLOT_HEADER_NBYTES,
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
     CommitRecord,
@@ -79,8 +79,8 @@ class PoolReader:
     def __init__(self, container: Container, path: str) -> None:
         self.container = container
         self.path = path
-        fd, places = container.source
-        self.source = fd, native(places), len(places)
+        fd, places = container.reads_from
+        self.read_arguments = fd, native(places), len(places)
         """The first three arguments of the native functions that read: descriptor, extents, number of extents."""
         self._unreadable: OSError | None = None
         """The last medium error of ``read``."""
@@ -165,8 +165,8 @@ class PoolReader:
         )
 
     def _matching_superblock(self, first: Superblock, last: Superblock) -> Superblock:
-        """Return the superblock of this pool, of two valid ones. If the two differ, one of them belongs to another pool
-        and was written here by mistake: with the other pool's uuid no commit record passes its check."""
+        """Return the one of two valid superblocks that belongs to this pool. If the two differ, one was written here by
+        mistake and belongs to another pool: with the other pool's uuid no commit record passes its check."""
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first
@@ -202,8 +202,8 @@ class PoolReader:
 
     def slot_generation(self, slot: int) -> int | None:
         """Return the generation that the slot's header names; None if the header fails its check."""
-        data = self.read(self.superblock.slots[slot][0], COMMIT_RECORD_NBYTES)
-        if len(data) < COMMIT_RECORD_NBYTES:
+        data = self.read(self.superblock.slots[slot][0], SLOT_HEADER_NBYTES)
+        if len(data) < SLOT_HEADER_NBYTES:
             return None
         return unpack_slot_header(data, slot, self.superblock.uuid)
 
@@ -254,8 +254,8 @@ class PoolReader:
         return (self.slot_generation(record.slot) or 0) > record.payload_generation
 
     def _is_struck(self, slot: int) -> bool:
-        data = self.read(self.superblock.slots[slot][0], COMMIT_RECORD_NBYTES)
-        return len(data) == COMMIT_RECORD_NBYTES and is_struck_header(data)
+        data = self.read(self.superblock.slots[slot][0], SLOT_HEADER_NBYTES)
+        return len(data) == SLOT_HEADER_NBYTES and is_struck_header(data)
 
     def newest_struck_generation(self) -> int:
         """Return the largest generation in the headers of slots whose checkpoint was struck; -1 if there are none."""
@@ -263,8 +263,8 @@ class PoolReader:
         return max((self.slot_generation(i) or 0 for i in struck), default=-1)
 
     def checkpoints(self, step: int | None = None) -> Iterator[StoredCheckpoint | RejectedCheckpoint]:
-        """Yield the checkpoints from newest to oldest; ``step``: only those of this step. Manifests are checked, and
-        the payload is not. A checkpoint that fails a check is yielded as a ``RejectedCheckpoint``."""
+        """Yield the checkpoints from newest to oldest; ``step``: only those of this step. The manifests are checked,
+        but not the payload. A checkpoint that fails a check is yielded as a ``RejectedCheckpoint``."""
         for record in candidates(self.commit_log(), step):
             try:
                 yield self.checkpoint(record)
@@ -300,7 +300,7 @@ class PoolReader:
 
     def close(self) -> None:
         """Close the container. Later reads of a ``StoredCheckpoint`` fail, also if the container is a mapping."""
-        self.source = -1, *self.source[1:]
+        self.read_arguments = -1, *self.read_arguments[1:]
         self.container.close()
 
 
@@ -325,14 +325,14 @@ class StoredCheckpoint:
         self.record = record
         self.header = header
         sb = reader.superblock
-        if header.n_table != len(reader.entries):
+        if header.n_table_entries != len(reader.entries):
             raise DamagedError("its manifest expects another layout table")
         extras = layout.decode_extras(
             manifest[header.extras_offset : header.extras_offset + header.extras_nbytes],
             low=sb.reserve_offset,
             high=sb.slot_nbytes,
         )
-        if header.n_records != header.n_table + len(extras):
+        if header.n_records != header.n_table_entries + len(extras):
             raise DamagedError("its manifest has a wrong number of records")
         # Tensor records: first one for each entry of the layout table, then one for each extra entry.
         self.records = np.frombuffer(manifest, TENSOR_RECORD_DTYPE, header.n_records, offset=MANIFEST_HEADER_NBYTES)
@@ -340,6 +340,7 @@ class StoredCheckpoint:
         self.state = manifest[header.state_offset : header.state_offset + header.state_nbytes]
         self.extras = extras
         self._all = reader.entries + extras
+        """The entry of each record, also of a record whose tensor is not in this checkpoint."""
         self._index = self._present()
         self.entries: dict[str, Entry] = {name: self._all[number] for name, number in self._index.items()}
         """The tensors of this checkpoint by name."""
@@ -378,7 +379,7 @@ class StoredCheckpoint:
         bad = ffi.new("uint64_t *")
         first_crc = self.crcs.ctypes.data + 4 * int(record["crc"])
         status = lib.lck_read_verified(
-            *self.reader.source,
+            *self.reader.read_arguments,
             self._base + entry.offset,
             ffi.cast("void *", address),
             entry.nbytes,
@@ -392,8 +393,8 @@ class StoredCheckpoint:
         self._refuse_bad(status, name, bad[0])
 
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
-        """Read many tensors on several threads. ``places``: (name, address as for ``read_into``) of each tensor; their
-        memory must not overlap.
+        """Read many tensors on several threads. ``places``: (name, address as for ``read_into``) of each tensor. The
+        memory of two tensors must not overlap.
 
         Raises ``DamagedError`` for the first bad block in the order of ``places``, and ``PoolIOError``."""
         if not places:
@@ -411,7 +412,7 @@ class StoredCheckpoint:
         reads["generation"] = records["generation"]
         bad = ffi.new("uint64_t[2]")
         status = lib.lck_read_many(
-            *self.reader.source,
+            *self.reader.read_arguments,
             ffi.cast("lck_read *", reads.ctypes.data),
             len(reads),
             self.reader.superblock.block,
@@ -456,8 +457,8 @@ def read_threads() -> int:
 
 
 def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolReader:
-    """Open an existing pool. ``backend``: as for ``backend_for``. With ``write``, the container can be written too, and
-    ``refuse_unwritable`` is called first. Raises ``PoolError``."""
+    """Open an existing pool. ``backend``: ``name`` of ``backend_for``. ``write``: call ``refuse_unwritable``, then open
+    the container for reading and writing. Raises ``PoolError``."""
     from lightck.pool.storage.backends import backend_for
 
     emulation.active_profile()  # the first call reads LIGHTCK_EMULATE, which also slows reads down

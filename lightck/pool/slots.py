@@ -37,10 +37,10 @@ class SlotImage:
         self.raw = np.zeros(n_crcs, np.uint32)
         self.buffer_address, self.raw_address = self.buffer.ctypes.data, self.raw.ctypes.data
         self.in_slot = np.zeros(n_records, np.bool_)
-        """Which records describe bytes that are known to be in the slot. Other code makes records False by
-        ``forget``."""
+        """Whether the bytes that a record describes are known to be in the slot. ``PlannedRecords.write`` sets these
+        values; other code may only call ``forget``."""
         self.planned: PlannedRecords | None = None
-        """What the last checkpoint has in common with the next one; None if ``in_slot`` was changed since."""
+        """What the last checkpoint in the slot has in common with the next one; None if ``forget`` was called since."""
 
     def forget(self, records: npt.NDArray[np.int64] | int | None = None) -> None:
         """Mark the bytes of these records (None: of all) as not in the slot."""
@@ -82,7 +82,8 @@ class Slot:
     in_flight: bool = False
     """Whether the slot belongs to a checkpoint in flight or to a reservation."""
     original_generation: int | None = None
-    """If relayouts of this session carried the checkpoint over: its generation before the first of them. Else None."""
+    """The generation of the checkpoint before the first relayout of this session that carried it over; None if no
+    relayout carried it over."""
 
 
 @dataclass(slots=True)
@@ -93,8 +94,8 @@ class Slots:
     protected: int | None = None
     """Index of the slot with the newest committed checkpoint, which must not be written."""
     dead: tuple[int, int] = (0, 0)
-    """Payload generations strictly between these two are dead. The first belongs to the adopted checkpoint, the second
-    to its adoption record."""
+    """The generations of the adopted checkpoint and of its adoption record. Checkpoints with generations strictly
+    between these two are dead."""
 
     @property
     def n_usable(self) -> int:

@@ -57,8 +57,8 @@ class RelayoutNeededError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """The copies of one checkpoint, as record numbers and addresses without tensors. ``records``, ``sources`` and
-    ``at_boundary`` are parallel arrays. ``PoolWriter.numbers`` maps names to record numbers."""
+    """The copies of one checkpoint, given by record numbers and addresses. The plan refers to no tensors. ``records``,
+    ``sources`` and ``at_boundary`` are parallel arrays. ``PoolWriter.numbers`` maps names to record numbers."""
 
     step: int
     iteration: int
@@ -112,8 +112,9 @@ class PoolWriter:
         self.commit_log = reader.commit_log()
         self.entries: list[Entry] = list(reader.entries)
         self.numbers = {e.name: i for i, e in enumerate(self.entries)}
-        self._n_table = len(self.entries)
-        """Number of table entries. The *extra* entries after them in ``entries`` have their extents in the reserve."""
+        self._n_table_entries = len(self.entries)
+        """Number of table entries. They come first in ``entries``. After them come the *extra* entries, whose extents
+        lie in the reserve."""
         self._reserve_at = sb.reserve_offset
         """Offset in a slot of the first byte of the reserve that no extent uses."""
         self._capacities = [e.nbytes for e in self.entries]
@@ -181,7 +182,7 @@ class PoolWriter:
         self._template["nbytes"] = [e.nbytes for e in self.entries]
         self._template["tensor"] = np.arange(len(self.entries))
         self._template["crc_index"] = starts
-        self._extras = layout.encode_extras(self.entries[self._n_table :])
+        self._extras = layout.encode_extras(self.entries[self._n_table_entries :])
 
     # -- layout ------------------------------------------------------------------------------------------
 
@@ -194,9 +195,9 @@ class PoolWriter:
     def add(self, entries: Sequence[Entry], present: set[str]) -> None:
         """Find extents in the reserve for new or changed tensors. Raises ``RelayoutNeededError`` if there is no room.
 
-        ``present``: names of all tensors in the next checkpoint. If the reserve is full, extents of other names are
-        reused. No checkpoint may be in flight, because the engine writes into the slot images, which are replaced
-        here."""
+        ``present``: names of all tensors in the next checkpoint. If the reserve is full, the extents of tensors that
+        are not in ``present`` are reused. No checkpoint may be in flight: the engine writes into the slot images, and
+        this method replaces them."""
         assert not any(slot.in_flight for slot in self.slots.slots), "images in use"
         self.resized.update(entry.name for entry in entries if entry.name in self.numbers)
         try:
@@ -218,7 +219,7 @@ class PoolWriter:
     def _number_for(self, entry: Entry) -> int | None:
         """Return the record number of an extra entry for this tensor; None if the reserve has no room."""
         own = self.numbers.get(entry.name, -1)
-        if own >= self._n_table:
+        if own >= self._n_table_entries:
             if self._capacities[own] >= entry.nbytes:
                 return self._reuse(own, entry)
             self._free_extras([entry.name])
@@ -256,7 +257,7 @@ class PoolWriter:
     def _free_extras(self, names: Iterable[str]) -> None:
         """Free the extra entries of these names, so that other tensors can use them."""
         for name in names:
-            if self.numbers[name] >= self._n_table:
+            if self.numbers[name] >= self._n_table_entries:
                 self._free_numbers.append(self.numbers.pop(name))
 
     def raw_crcs(self, slot: Slot, number: int) -> npt.NDArray[np.uint32]:
@@ -298,9 +299,11 @@ class PoolWriter:
 
     def strike(self, after: int, before: int) -> list[int]:
         """Make the checkpoints whose generations lie between ``after`` and ``before`` (both excluded) unreadable,
-        durably, because they hold old bytes. None of them may be in flight. Returns the indexes of their slots.
+        durably, because they hold old bytes. No checkpoint in this range may be in flight. Returns the indexes of the
+        slots of these checkpoints.
 
-        A strike writes a slot header with a new generation, as before a slot is reused (docs/format.md, "Slot")."""
+        A strike writes a slot header with a new generation, as is done before a slot is reused (docs/format.md,
+        "Slot")."""
         self._refuse_lost_lock()
         written = [slot for slot in self.slots.slots if slot.generation is not None]
         struck = [slot for slot in written if after < (slot.original_generation or slot.generation or 0) < before]
@@ -332,8 +335,8 @@ class PoolWriter:
         copies have been started; their records are in ``plan.not_copied``.
 
         Raises before anything is written: ``RelayoutNeededError`` if the small state has no room, ``SessionError`` if
-        the plan is incomplete or leaves out a tensor that the slot does not hold, ``BackgroundError`` if the lock is
-        lost. Raises ``BackgroundError`` also if a copy at the boundary fails; the slot is then bad."""
+        the plan is incomplete or leaves out a tensor whose present bytes are not in the slot, ``BackgroundError`` if
+        the lock is lost. Raises ``BackgroundError`` if a copy at the boundary fails, and marks the slot as bad."""
         if reservation is None:
             self._refuse_lost_lock()
         generation = self.generation + 1 if reservation is None else reservation.generation
@@ -387,7 +390,7 @@ class PoolWriter:
         if status != lib.LCK_OK:
             slot.is_bad = True
             raise _submit_error(status)
-        # The slot no longer holds the old bytes of these tensors. ``begin`` marks the new bytes as present.
+        # The slot no longer holds the old bytes of these tensors. ``begin`` marks the new bytes as being in the slot.
         slot.image.forget(records)
         return Job(self._engine, ticket, (keep, copies))
 
@@ -410,7 +413,10 @@ class PoolWriter:
         image = slot.image
         extras = self._extras
         if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:
-            raise RelayoutNeededError("the state beside large tensors (small state) has outgrown its space")
+            raise RelayoutNeededError(
+                "the options, counters, random states and small values no longer fit into the space that the pool has "
+                "for them"
+            )
         self._refuse_incomplete(plan, image, planned.n_listed)
         if planned is not image.planned:
             planned.write(image)
@@ -424,7 +430,7 @@ class PoolWriter:
             self.superblock.table_hash,
             self.superblock.uuid,
             len(self.entries),
-            self._n_table,
+            self._n_table_entries,
             image.crcs_offset,
             self._n_crcs,
             image.tail_offset,
@@ -440,8 +446,9 @@ class PoolWriter:
         missing = plan.unchanged[~image.in_slot[plan.unchanged]]
         if len(missing):
             raise SessionError(
-                f"The strategy left out {self.entries[missing[0]].name!r}, whose bytes are not in the slot of this "
-                "checkpoint. Nothing is committed. Leave out only what the slot holds (TargetSlot, pipeline/plan.py)."
+                f"The strategy did not copy {self.entries[missing[0]].name!r}, but the slot that it writes to does not "
+                "hold the tensor's present bytes. Nothing is committed. A strategy may leave out only tensors whose "
+                "present bytes an earlier checkpoint has left in that slot (TargetSlot, pipeline/plan.py)."
             )
         if n_listed != plan.n_tensors:
             raise SessionError(
@@ -468,11 +475,11 @@ class PoolWriter:
         return commit
 
     def store_next_batch(self, slot: Slot, generation: int, entries: Sequence[NextBatch]) -> bool:
-        """Store the next-batch record of a checkpoint, which need not be committed. Returns False, without a store, if
-        the slot no longer holds this generation or is bad, or if the pool has no next-batch records.
+        """Store the next-batch record of a checkpoint, before or after the checkpoint's commit. Returns False, and
+        stores nothing, if the slot no longer holds this generation or is bad, or if the pool has no next-batch records.
 
-        The record becomes durable with the next sync. A checkpoint without the record is complete. Raises
-        ``BackgroundError`` if another training may be using the pool."""
+        The next sync makes the record durable. A checkpoint is complete without the record. Raises ``BackgroundError``
+        if another training may be using the pool."""
         if slot.generation != generation or slot.is_bad or not self.superblock.has_next_batch:
             return False
         self._refuse_lost_lock(by_file=True)

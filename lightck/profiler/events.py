@@ -17,8 +17,8 @@ from typing import IO, Any, NoReturn
 
 from lightck.errors import TraceFormatError
 
-# Names of rows. HELPED: what the training thread copies itself, at the boundary or while it waits.
-STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, HELPED, COMMIT = (
+# Names of rows. TRAINER_COPY: what the training thread copies itself, at the boundary or while it waits.
+STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, TRAINER_COPY, COMMIT = (
     "step",
     "forward",
     "backward",
@@ -31,7 +31,7 @@ STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, HELPED, COMMIT = (
 )
 COPY = "copy: thread "
 """The name of a copy thread's row is this text, followed by the number of the thread, counted from 1."""
-_ORDER = (STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, COPY, HELPED, COMMIT)
+_ORDER = (STEP, FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, STATE, COPY, TRAINER_COPY, COMMIT)
 FORMAT = 1
 """The number of the file format that this module writes and reads."""
 FILE_NBYTES_MAX = 1 << 30

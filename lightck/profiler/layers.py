@@ -87,15 +87,15 @@ class Layers:
             begun = self._open.get(id(module))
             if not begun or not self._in_pass():
                 return
-            begin, source = begun.pop()
+            begin, input_node = begun.pop()
             recomputed = {"recomputed": True} if self._backward_since else {}
             args = {"module": name, "layer": number, **recomputed}
             self._add(FORWARD, name, begin, time.monotonic_ns(), args)
             node = _node(output)
-            if node is not None and node is not source:
-                self._hook_backward(node, source, name, number)
+            if node is not None and node is not input_node:
+                self._hook_backward(node, input_node, name, number)
 
-        self._handles.append(HookFreeCopies(module))
+        self._handles.append(HookFreeCopies(module))  # deep and pickled copies of the module get none of these hooks
         self._handles.append(module.register_forward_pre_hook(self._guarded(before)))
         self._handles.append(module.register_forward_hook(self._guarded(after)))
         for parameter in module._parameters.values():
@@ -110,12 +110,13 @@ class Layers:
         """Whether a forward or backward pass of the training runs."""
         return self.is_on and bool(self._forward_since or self._backward_since)
 
-    def _hook_backward(self, node: Node, source: Node | None, name: str, number: int) -> None:
-        """Add hooks to the autograd nodes of one call of a module: those from ``node``, which computed its output, to
-        ``source``, which computed its input. ``source`` itself is left out; it is None if the input has no node."""
+    def _hook_backward(self, node: Node, input_node: Node | None, name: str, number: int) -> None:
+        """Add hooks to the autograd nodes of one call of a module: from ``node``, which computed the module's output,
+        to ``input_node``, which computed its input and gets no hook. ``input_node`` is None if the input has no
+        node."""
         node.register_prehook(self._guarded(lambda _grads: self._backward_begins(name, number)))
         ran = self._guarded(lambda _inputs, _outputs: self._node_ran(name))
-        todo, seen = [node], {id(node), id(source)}
+        todo, seen = [node], {id(node), id(input_node)}
         for each in itertools.islice(todo, _NODES_MAX):
             each.register_hook(ran)
             for below, _ in each.next_functions:

@@ -25,7 +25,7 @@ from lightck.pool.listener import CommitEvents, CommitListener
 from lightck.profiler import events
 from lightck.profiler.events import COMMUNICATION, STALL, STATE, STEP, UPDATE, Args, Event, Trace
 from lightck.profiler.layers import Layers
-from lightck.profiler.spans import Spans
+from lightck.profiler.spans import EngineSpans
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
@@ -63,20 +63,20 @@ class Recording:
         self._dropped = 0
         """The number of events that were not recorded, because a limit was reached."""
         self._span_rows: set[str] = set()
-        """Names of the rows that ``span`` has added."""
+        """Names of the rows that the user's calls of ``span`` have added."""
         self._failure: LightckError | None = None
         """The first failure, until ``close`` raises it."""
         self._step_events, self._commits, self._meter = step_events, commits, meter
         self._update_since = 0
         """Time at which the running update began; 0 if none runs."""
         self._start = self._step_since = time.monotonic_ns()
-        """Time at which the recording began, and at which the current step began."""
+        """Time at which the recording began; time at which the current step began."""
         self.is_on = False
-        self._spans = Spans(engine)
+        self._engine_spans = EngineSpans(engine)
         self._layers = Layers(model, self.add, self._guarded)
         try:
             self._layers.install()
-            self._spans.start()
+            self._engine_spans.start()
         except Exception as err:
             self._layers.remove()
             raise _error(self.path, err) from err
@@ -151,7 +151,7 @@ class Recording:
         self.add(STATE if is_state else STALL, what, round(begin * 1e9), round(end * 1e9), {})
 
     def checkpoint(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
-        self._spans.checkpoint(generation, step, entries)
+        self._engine_spans.checkpoint(generation, step, entries)
 
     def forward_begins(self) -> None:
         self._layers.forward_begins()
@@ -164,7 +164,7 @@ class Recording:
 
     def update_begins(self) -> None:
         """An update begins; its gate is over."""
-        self._spans.take()
+        self._engine_spans.take()
         self._update_since = time.monotonic_ns()
 
     def update_ended(self, index: int) -> None:
@@ -182,7 +182,7 @@ class Recording:
         self._step_since = now
         if self._left is not None:
             self._left -= 1
-        self._spans.take()
+        self._engine_spans.take()
 
     @property
     def is_full(self) -> bool:
@@ -215,19 +215,19 @@ class Recording:
         self._commits.remove(self._checkpoint_recorder)
         try:
             self._layers.remove()
-            self._spans.stop()
+            self._engine_spans.stop()
         finally:
             self.is_on = False
 
     def _write(self) -> None:
-        spans = list(self._spans.events(self._start))
+        spans = list(self._engine_spans.events(self._start))
         kept = [
             Event(row, name, begin - self._start, end - self._start, args)
             for row, name, begin, end, args in self._events
             if begin >= self._start
         ]
         self._events.clear()
-        dropped = self._dropped + self._spans.dropped
+        dropped = self._dropped + self._engine_spans.dropped
         if dropped:
             log.warning("lightck: the trace %r lacks %d events, because a buffer was full", self.path, dropped)
         about = {**self._about, "dropped": dropped, "compiled": self._layers.compiled[:100]}

@@ -18,7 +18,7 @@ from lightck._native import check, ffi, lib
 from lightck.pool.engine import Engine
 from lightck.pool.format.layout import Entry
 from lightck.profiler import events
-from lightck.profiler.events import COMMIT, COPY, HELPED, STALL, Event
+from lightck.profiler.events import COMMIT, COPY, STALL, TRAINER_COPY, Event
 
 SPAN_DTYPE = np.dtype(  # as ``lck_span`` in lck.h; times are in nanoseconds of CLOCK_MONOTONIC
     [
@@ -35,8 +35,8 @@ SPAN_DTYPE = np.dtype(  # as ``lck_span`` in lck.h; times are in nanoseconds of 
     ]
 )
 _PAUSE_NS = 200_000
-"""If the pause between two blocks is longer, they become two events: the thread did something else in between, or had
-no processor."""
+"""Two blocks with a longer pause between them become two events: the thread did something else in between, or had no
+processor."""
 _CELLS = 1 << 16
 """Entries of the engine's queue, of 72 bytes each. The queue has space for the blocks of 4 GB between two calls of
 ``take``."""
@@ -54,7 +54,7 @@ class _Checkpoint:
     """The tensors of the checkpoint, by record number."""
 
 
-class Spans:
+class EngineSpans:
     """The engine's spans during one recording. Created on the training thread."""
 
     def __init__(self, engine: Engine) -> None:
@@ -117,7 +117,7 @@ class Spans:
         copy_threads = sorted({int(t) for t in spans["thread"]} - {self._trainer})
         rows = {thread: f"{COPY}{number}" for number, thread in enumerate(copy_threads, 1)}
         for span in spans:
-            event = self._event(span, rows.get(int(span["thread"]), HELPED), start)
+            event = self._event(span, rows.get(int(span["thread"]), TRAINER_COPY), start)
             if event is not None:
                 yield event
 
@@ -134,8 +134,8 @@ class Spans:
             return Event(COMMIT, _COMMIT_EVENTS[kind], begin, end, args)
         if kind == lib.LCK_SPAN_HEADER:
             return Event(STALL, "slot header", begin, end, args)
-        if kind == lib.LCK_SPAN_NOW:  # all copies at the boundary; docs/trace.md shows the name
-            return Event(HELPED, "at once", begin, end, args) if nbytes else None
+        if kind == lib.LCK_SPAN_NOW:  # all copies at the boundary, as one event; docs/trace.md documents its name
+            return Event(TRAINER_COPY, "at once", begin, end, args) if nbytes else None
         number = int(span["tensor"])
         name = checkpoint.entries[number].name if number < len(checkpoint.entries) else f"tensor {number}"
         return Event(row, name, begin, end, {**args, "module": module_of(name), "helped": bool(span["helped"])})

@@ -8,7 +8,18 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lightck.profiler.events import BACKWARD, COMMIT, COMMUNICATION, COPY, FORWARD, HELPED, STALL, UPDATE, Event, Trace
+from lightck.profiler.events import (
+    BACKWARD,
+    COMMIT,
+    COMMUNICATION,
+    COPY,
+    FORWARD,
+    STALL,
+    TRAINER_COPY,
+    UPDATE,
+    Event,
+    Trace,
+)
 
 Intervals = list[tuple[int, int]]
 """(begin, end) in nanoseconds."""
@@ -83,9 +94,9 @@ def _facts(inside: Sequence[Event], number: int, step: Event) -> StepFacts:
         return united((max(e.begin, step.begin), min(e.end, step.end)) for e in inside if e.row in rows)
 
     threads = sorted({event.row for event in inside if event.row.startswith(COPY)})
-    copying = union(HELPED, *threads)
+    copying = union(TRAINER_COPY, *threads)
     compute = union(FORWARD, BACKWARD, COMMUNICATION, UPDATE)
-    by_threads, by_trainer = _nbytes(inside, step, *threads), _nbytes(inside, step, HELPED)
+    by_threads, by_trainer = _nbytes(inside, step, *threads), _nbytes(inside, step, TRAINER_COPY)
     overlapped = sum(_share(e, compute) * e.args.get("bytes", 0) for e in _ended(inside, step, *threads))
     copied = by_threads + by_trainer
     return StepFacts(
@@ -129,8 +140,8 @@ def _share(event: Event, others: Intervals) -> float:
 
 
 def is_part(event: Event) -> bool:
-    """Whether the event is a single copy at the boundary: another event stands for all copies at this boundary."""
-    return event.row == HELPED and event.args.get("helped") is False
+    """Whether the event is a single copy at the boundary, and so a part of the event of all copies at this boundary."""
+    return event.row == TRAINER_COPY and event.args.get("helped") is False
 
 
 def united(intervals: Iterable[tuple[int, int]]) -> Intervals:

@@ -2,8 +2,8 @@
 
 The colour of a bar shows the activity. The shade of the colour shows the layer, from light (the first layer) to dark
 (the last layer); forward, backward and copies of one layer have the same shade. The bar of a copy is pale if the
-copying thread had no processor for most of the time. Bars thinner than half a pixel are joined with their neighbours,
-so that the size of the picture is bounded. All text of the trace is escaped.
+copying thread mostly waited: for a processor, or for the emulated memory of LIGHTCK_EMULATE. Bars thinner than half a
+pixel are joined with their neighbours, so that the size of the picture is bounded. All text of the trace is escaped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 
 from lightck.profiler import events
-from lightck.profiler.events import COMMIT, COPY, HELPED, STATE, STEP, Event, Trace
+from lightck.profiler.events import COMMIT, COPY, STATE, STEP, TRAINER_COPY, Event, Trace
 from lightck.profiler.summary import is_part, length, united
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 1240, 178, 128, 58, 30, 9
@@ -22,7 +22,7 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _GAP = 1240, 178, 128, 58, 30, 9
 _PLOT = _WIDTH - _LEFT - _RIGHT
 """The width of the time axis, in pixels."""
 _TINY = 0.5
-"""Bars thinner than this many pixels are joined with their neighbours."""
+"""The width in pixels below which bars are joined with their neighbours."""
 _JOINED_MAX = 3.0
 """The greatest width of joined bars, in pixels."""
 _LETTER = 6.0
@@ -40,7 +40,7 @@ _COLOURS = {
     events.STALL: ("#e8837e", "#b3201a"),
     STATE: ("#8a8a8a", "#8a8a8a"),
     COPY: ("#bfe5c0", "#1d7a33"),
-    HELPED: ("#bfe5c0", "#1d7a33"),
+    TRAINER_COPY: ("#bfe5c0", "#1d7a33"),
     COMMIT: ("#333333", "#333333"),
 }
 _OTHER = ("#c9b458", "#c9b458")
@@ -223,7 +223,7 @@ def _joined(bars: Iterable[_Bar]) -> list[_Bar]:
 def _legend(rows: Sequence[str], y: int) -> Iterator[str]:
     x = 14.0
     for row, (first, last) in _COLOURS.items():
-        if not any(r.startswith(row) for r in rows) or row == HELPED:
+        if not any(r.startswith(row) for r in rows) or row == TRAINER_COPY:
             continue
         label = {COPY: "copy", events.STALL: "training thread waits for lightck"}.get(row, row)
         shades = [_mixed(first, last, i / 3) for i in range(4)] if first != last and row != events.STALL else [first]
@@ -232,10 +232,11 @@ def _legend(rows: Sequence[str], y: int) -> Iterator[str]:
             x += 10
         yield f'<text x="{x + 5:.0f}" y="{y}" fill="#444" font-size="11">{_text(label, 40)}</text>'
         x += 5 + 5.6 * len(label) + 16
-    shades_mean = (
-        "light to dark: first to last layer; pale: a copy that mostly waited, for a processor or emulated memory"
+    explanation = (
+        "light to dark: first to last layer; pale: a copy that mostly waited for a processor (or for the memory that "
+        "LIGHTCK_EMULATE emulates)"
     )
-    yield f'<text x="14" y="{y + 18}" fill="#777" font-size="11">{shades_mean}</text>'
+    yield f'<text x="14" y="{y + 18}" fill="#777" font-size="11">{explanation}</text>'
 
 
 # -- text, numbers and colours ---------------------------------------------------------------------------------------
@@ -262,7 +263,8 @@ def _group(event: Event) -> str:
 
 
 def _is_pale(event: Event) -> bool:
-    """Whether an event lasted longer than 0.05 ms, and its thread ran for less than half of this time."""
+    """Whether the thread of an event mostly waited: the event lasted longer than 0.05 ms, and the thread ran for less
+    than half of this time."""
     cpu = event.args.get("cpu_ms")
     lasted = (event.end - event.begin) / 1e6
     return isinstance(cpu, (int, float)) and lasted > 0.05 and cpu < lasted / 2

@@ -35,7 +35,7 @@ def options(
     found: list[str] = []
     for saved, live in pairs:
         index = next(i for i, one in enumerate(contents.optimizers) if one is saved)
-        if index >= len(built.groups) or len(live.optimizer.state) != built.states[index]:
+        if index >= len(built.groups) or len(live.optimizer.state) != built.state_counts[index]:
             continue  # the live optimizer was stepped: its options may differ from those that it was built with
         for g, (then, now, kept) in enumerate(zip(built.groups[index], live.groups(), saved.groups, strict=False)):
             where = f" of group {g}" if len(saved.groups) > 1 else ""
@@ -47,7 +47,7 @@ def options(
             kept = values.unpack(contents.state[name], tensor=lambda name: torch.empty(0))
             if _is_equal(_step_counts(now), _step_counts(then)) and isinstance(kept, Mapping):
                 edited = _edited(then, now, kept)
-                public = [one for one in edited if not one[0].startswith("_")]  # private ones may be derived from these
+                public = [one for one in edited if not one[0].startswith("_")]  # private values can derive from these
                 found += [f"{type(obj).__name__}'s {key} {text}" for key, text in public or edited]
     return found
 

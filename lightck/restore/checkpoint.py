@@ -21,7 +21,7 @@ from lightck.restore.resume import RestoredFrom, mark_poisoned, remember
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.sessions import has_open_session
 from lightck.state import values
-from lightck.state.optimizer_wrappers import followed
+from lightck.state.optimizer_wrappers import optimizers_to_follow
 from lightck.state.rng import RngState
 
 
@@ -40,20 +40,20 @@ class Checkpoint:
     def __init__(
         self,
         contents: Contents,
-        source: Callable[[], MemorySource],
+        read_source: Callable[[], MemorySource],
         record: CommitRecord,
         path: str,
         uuid: bytes,
         rejected: Sequence[RejectedCheckpoint],
     ) -> None:
-        """``source`` returns the tensors; it is called once, when a tensor is first used. After a restore in place,
-        ``source`` reads the pool again, because the live tensors change as soon as the training continues."""
+        """``read_source`` reads the tensors; it is called once, when a tensor is first used. After a restore in place,
+        it reads them from the pool again, because the live tensors change as soon as the training continues."""
         self.step = contents.step
         self.iteration = contents.iteration
         self.rejected: tuple[RejectedCheckpoint, ...] = tuple(rejected)
         self.drift = _restore.Drift()
         self.contents = contents
-        self._read_source = source
+        self._read_source = read_source
         self._loaded_source: MemorySource | None = None
         self.record = record
         self._path = path
@@ -76,8 +76,8 @@ class Checkpoint:
     @property
     def optimizer(self) -> dict[str, Any] | list[dict[str, Any]] | None:
         """The optimizer's state_dict, with torch's parameter numbers. Several saved optimizers give a list, in which a
-        wrapper stands before the optimizer that it wraps; without a saved optimizer the value is None. The tensors are
-        copies: an optimizer that loads the state_dict may change them.
+        wrapper stands before the optimizer that it wraps. Without a saved optimizer the value is None. The tensors are
+        copies, because an optimizer that loads the state_dict may change its tensors.
 
         ``Optimizer.load_state_dict`` casts a state tensor to the dtype of its parameter; ``restore`` does not cast."""
         dicts = [self._optimizer_dict(o) for o in self.contents.optimizers]
@@ -150,12 +150,12 @@ class Checkpoint:
                 copies[name] = self.tensor(name).clone()
             return copies[name]
 
-        rest = unpack_dict(saved.values, tensor=copy_of)
+        non_tensors = unpack_dict(saved.values, tensor=copy_of)
         state: dict[object, object] = {}
         for name, number in numbers.items():
             found: dict[object, object] = {key: copy_of(e.alias or e.name) for key, e in keys.get(name, {}).items()}
-            if found or name in rest:
-                state[number] = joined(found, rest, name)
+            if found or name in non_tensors:
+                state[number] = joined(found, non_tensors, name)
         state |= unpack_dict(saved.rest, tensor=copy_of)
         groups = [
             {**deepcopy(options), "params": [numbers[n] for n in names]}
@@ -195,7 +195,8 @@ def plan_restore(
     the object means that the saved state of this name is not restored. ``strict``, ``complete``: as in
     ``restore.check``.
 
-    Raises ``DriftError`` if they do not fit, ``SessionError`` for a model with an open session, and ``TypeError``."""
+    Raises ``DriftError`` if the checkpoint does not fit the objects, ``SessionError`` for a model with an open session,
+    and ``TypeError``."""
     refuse_other_than_module(model)
     refuse_other_than_mapping(state)
     refuse_other_than_bool(strict=strict)
@@ -205,7 +206,9 @@ def plan_restore(
             "what is being saved. Close the session first (session.close()), then restore and attach again."
         )
     many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
-    return _restore.check(contents, model, list(followed(many)), state or {}, strict=strict, complete=complete)
+    return _restore.check(
+        contents, model, list(optimizers_to_follow(many)), state or {}, strict=strict, complete=complete
+    )
 
 
 def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Module) -> None:

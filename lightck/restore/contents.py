@@ -72,7 +72,7 @@ class OptimizerContents:
     values: bytes
     """Packed: parameter name -> the part of its optimizer state that is not stored as tensors of the pool."""
     rest: bytes
-    """Packed: the optimizer state under keys that are no parameters."""
+    """Packed: the state under keys of ``optimizer.state`` that are no parameters."""
     wraps: bool = False
     """Whether this optimizer wraps another one. Then the pool's state tensors of its parameters belong to the wrapped
     optimizer."""

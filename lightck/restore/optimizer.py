@@ -30,13 +30,13 @@ def read_state(
     writes: TensorWrites,
 ) -> dict[str, Any]:
     """Return parameter name -> restored state. Its tensors are the live ones if they fit, else new ones. The caller
-    must call ``writes.run()``, which writes the saved values into them.
+    must call ``writes.run()``, which writes the saved values into these tensors.
 
     ``unfit``: names of parameters of another shape or dtype, whose state is not restored. ``restored``: entry name ->
     tensor; this function adds the tensors of the state.
     """
     keys = keys_by_param(contents, saved)
-    rest = unpack_dict(saved.values, tensor=tensor_reader(writes.source, restored))
+    non_tensors = unpack_dict(saved.values, tensor=tensor_reader(writes.source, restored))
     params = dict(live.params)
     used: set[int] = set()
     counted = counted_on_device(saved)
@@ -52,15 +52,15 @@ def read_state(
             is_cpu_count = key == "step" and name not in counted
             where = partial(device_of, entry, contents, name, p, is_cpu_count)
             new[key] = _state_tensor(now, entry, where, restored, writes, used)
-        if new or name in rest:
-            state[name] = joined(new, rest, name)
+        if new or name in non_tensors:
+            state[name] = joined(new, non_tensors, name)
     return state
 
 
-def joined(tensors: dict[object, object], rest: Mapping[str, object], name: str) -> object:
-    """Return the state of the parameter ``name``: a dict of its tensors and other values. A saved state that is no
-    dict lies in ``rest`` as a whole, and is returned as it is."""
-    other = rest.get(name, {})
+def joined(tensors: dict[object, object], non_tensors: Mapping[str, object], name: str) -> object:
+    """Return the state of the parameter ``name``: a dict of its tensors and other values. ``non_tensors``: unpacked
+    ``OptimizerContents.values``. A saved state that is no dict lies there as a whole, and is returned as it is."""
+    other = non_tensors.get(name, {})
     return tensors | other if isinstance(other, dict) else other
 
 
@@ -93,8 +93,9 @@ def _state_tensor(
     """Return the tensor into which ``writes.run()`` will write the saved values of ``entry``: the live tensor
     ``present`` if it fits and no other entry uses it, else a new one on ``device()``.
 
-    ``used``: ids of the tensors that other entries use. So a state tensor that several parameters share now is used for
-    one of them, and the others get new tensors, unless they shared it when it was saved (``entry.alias``)."""
+    ``used``: ids of the tensors that other entries use. So if several parameters share a state tensor now, one of them
+    keeps it, and the other parameters get new tensors. If they shared it when it was saved, they share it again
+    (``entry.alias``)."""
     if entry.alias is not None:
         known = restored.get(entry.alias)
         if known is not None:
@@ -132,7 +133,7 @@ def keys_by_param(contents: Contents, saved: OptimizerContents) -> dict[str, dic
 
 def set_state(saved: OptimizerContents, live: OptimizerView, state: dict[str, dict[object, object]]) -> None:
     """Set the state and the options of the live optimizer. ``state``: parameter name -> its state, as ``read_state``
-    returns it; the live state of a parameter that is missing there is removed."""
+    returns it. The live state of a parameter that ``state`` lacks is removed."""
     optimizer, params = live.optimizer, dict(live.params)
     taken: dict[int, torch.Tensor] = {}
     for name, p in params.items():

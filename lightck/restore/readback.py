@@ -36,8 +36,8 @@ _Sketch = tuple[bytes, tuple[bytes, ...]]
 
 
 class ObjectCheck:
-    """Compares one object in ``state`` before and after its ``load_state_dict``: construct it before, then call
-    ``after``."""
+    """Compares one object in ``state`` before and after its ``load_state_dict``: construct the check before
+    ``load_state_dict`` is called, and call ``after`` when it has returned."""
 
     def __init__(self, name: str, obj: object) -> None:
         self._name = name
@@ -45,8 +45,8 @@ class ObjectCheck:
         self._before = None if is_loader(obj) else _sketch(_state_of(obj))
 
     def after(self, saved: object) -> None:
-        """Compare the object with ``saved``, a copy of the saved state that ``load_state_dict`` has not received, and
-        warn of differences.
+        """Compare the object with the saved state, and warn of differences. ``saved``: a copy of the saved state, other
+        than the one that ``load_state_dict`` received and may have changed.
 
         Raises ``DriftError`` if the object differs and ``load_state_dict`` did not change it."""
         if is_loader(self._obj):
@@ -92,10 +92,10 @@ def check_optimizer(
 
     ``state``: parameter name -> its state. ``rest``: state under keys that are no parameters. ``groups``: the options
     of each group. Raises ``DriftError`` if the optimizer holds nothing of ``state`` and ``rest``."""
-    held = live.optimizer.state
+    live_state = live.optimizer.state
     put: dict[str, tuple[object, object]] = {f"the state of {name}": (p, state.get(name)) for name, p in live.params}
     put |= {f"state[{key!r}]": (key, value) for key, value in rest.items()}
-    differ = [what for what, (key, wanted) in put.items() if not _holds(held, key, wanted)]
+    differ = [what for what, (key, wanted) in put.items() if not _holds(live_state, key, wanted)]
     if differ and {what for what, (_, wanted) in put.items() if not _is_empty(wanted)} <= set(differ):
         raise DriftError(
             f"{live.class_name} keeps nothing of the state that is put into it: {listed(differ)} is not what was "
@@ -107,7 +107,9 @@ def check_optimizer(
         differ += [f"{key} of group {g}" for key in not_set]
     if differ:
         log.warning(
-            "lightck: %s does not hold what was restored into it: %s. The training does not continue bit-identically",
+            "lightck: %s changed or dropped part of what was restored into it: %s. So the training does not continue "
+            "bit-identically. If the class is your own, let its `state` and `param_groups` keep the values that are "
+            "put into them; otherwise use another optimizer",
             live.class_name,
             listed(differ),
         )
@@ -117,9 +119,10 @@ def _is_empty(state: object) -> bool:
     return state is None or (isinstance(state, Mapping) and not state)
 
 
-def _holds(held: Any, key: object, wanted: object) -> bool:
-    """Whether ``held``, an optimizer's ``state``, has the value ``wanted`` under ``key``, without additional keys."""
-    now = held.get(key)
+def _holds(live_state: Any, key: object, wanted: object) -> bool:
+    """Whether an optimizer's ``state`` has the value ``wanted`` under ``key``, without additional keys in this
+    value."""
+    now = live_state.get(key)
     if now is wanted or (_is_empty(now) and _is_empty(wanted)):
         return True
     return not _differ(wanted, now, exactly=True)

@@ -120,9 +120,9 @@ def _check_arguments(model: object, optimizer: object, state: object, step: obje
 def newest(
     reader: PoolReader, step: int | None, take: Callable[[StoredCheckpoint, Contents, list[RejectedCheckpoint]], T]
 ) -> T:
-    """Call ``take`` for one checkpoint after the other, from newest to oldest, until it does not raise ``DamagedError``
-    for a checkpoint, and return its result. ``step``: try the checkpoints of this step only. ``take`` gets the
-    checkpoint, its contents and the checkpoints that were rejected before.
+    """Call ``take`` for one checkpoint after the other, from newest to oldest, until a call raises no ``DamagedError``,
+    and return the result of that call. ``step``: try the checkpoints of this step only. ``take`` gets the checkpoint,
+    its contents and the checkpoints that were rejected before.
 
     A training may reuse a slot while the slot is read. Therefore all checkpoints are tried again, at most ``_ATTEMPTS``
     times, if new commit records have appeared. Raises ``NoCheckpointError``, ``CorruptPoolError``, or
@@ -135,7 +135,7 @@ def newest(
             if isinstance(stored, RejectedCheckpoint):
                 rejected.append(stored)
                 continue
-            generation = stored.record.payload_generation
+            generation = stored.record.payload_generation  # an adoption's record has a larger one of its own
             if stale.includes(generation):
                 rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, STALE_REASON))
                 continue
@@ -172,10 +172,9 @@ class StaleCheckpoints:
     def of_pool(cls, reader: PoolReader) -> StaleCheckpoints:
         """Return the stale checkpoints that were not struck yet, according to the readable checkpoints of a pool.
 
-        A ``stale_after`` counts only until its stale checkpoints are struck. After the strike, a checkpoint whose
-        generation lies in the same range is right: it is a pinned checkpoint, which got a new generation when a
-        relayout carried it over. Either of two facts shows that the strike is done: a struck slot with a newer
-        generation, or a newer checkpoint without ``stale_after``."""
+        A ``stale_after`` is ignored once its stale checkpoints are struck: a checkpoint in its range is then a pinned
+        one, which got a new generation when a relayout carried it over, and is not stale. Two facts show that the
+        strike is done: a struck slot with a newer generation, or a newer checkpoint without ``stale_after``."""
         stale, struck_generation = cls(), reader.newest_struck_generation()
         for stored in reader.checkpoints():
             if isinstance(stored, StoredCheckpoint):
@@ -215,10 +214,10 @@ def _nothing_left(
             "If that training has ended, start it afresh: attach(..., resume=True) does so on a pool without "
             "checkpoints."
         )
-    held = {record.step for record in commit_log.records.values() if not reader.is_reused(record)}
-    if step is not None and step not in held:
+    steps = {record.step for record in commit_log.records.values() if not reader.is_reused(record)}
+    if step is not None and step not in steps:
         return NoCheckpointError(
-            f"The pool {reader.path!r} does not hold step {step}. It holds {', '.join(map(str, sorted(held)))}: older "
+            f"The pool {reader.path!r} does not hold step {step}. It holds {', '.join(map(str, sorted(steps)))}: older "
             "steps were overwritten, because a pool keeps only the newest ones. Ask for a step that the pool holds, or "
             "leave step= out."
         )
@@ -294,8 +293,8 @@ def restore_newest(
 
     def take(stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
         plan = plan_restore(contents, model, optimizer, state, strict=strict, complete=complete)
-        # ``touched``: the restore of a newer checkpoint failed halfway. So this checkpoint is read and verified as a
-        # whole before live tensors are written again.
+        # If ``touched`` is not empty, the restore of a newer checkpoint failed halfway. So this checkpoint is read and
+        # verified as a whole before live tensors are written again.
         source = in_memory(stored, "cpu") if in_use or touched else stored
         if source is not stored and not stored.is_intact():
             raise DamagedError("its slot was reused while it was read")

@@ -103,7 +103,8 @@ def check(
     and ``strict`` is True.
 
     ``objects``: name in ``state`` -> object; None as the object means that what was saved under this name is not
-    restored. ``complete``: if True, a saved optimizer or a saved name in ``state`` without a live object is drift too.
+    restored. ``complete``: whether a saved optimizer, or a saved name in ``state``, without a live object counts as
+    drift.
     """
     view = ModelView(model)
     names = view.names_by_id()
@@ -156,13 +157,13 @@ def _match_tensors(
 ) -> tuple[_Names, _Names, _Names, _Names]:
     """Match tensors by name and add them to the plan. Returns ``missing``, ``extra``, ``reshaped`` and ``retyped`` of
     ``Drift``; ``notes`` gets sentences for ``Drift.other``."""
-    held = {n: e for n, e in contents.entries.items() if n.startswith(("model/", "outside/"))}
+    unmatched = {n: e for n, e in contents.entries.items() if n.startswith(("model/", "outside/"))}
     for _, live in plan.resizable:
-        held.pop(live.name, None)
+        unmatched.pop(live.name, None)
     tensors = {live.name: live.tensor for live in lives}
     missing, reshaped, retyped = [], [], []
     for live in lives:
-        entry = held.pop(live.name, None)
+        entry = unmatched.pop(live.name, None)
         if entry is None:
             missing.append(live.name)
             continue
@@ -177,7 +178,7 @@ def _match_tensors(
                 notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
             else:  # includes tensors that share memory without being tied: ``apply`` first checks for contradictions
                 plan.tensors.append((entry.alias or live.name, live.tensor))
-    return tuple(missing), tuple(held), tuple(reshaped), tuple(retyped)
+    return tuple(missing), tuple(unmatched), tuple(reshaped), tuple(retyped)
 
 
 def _were_tied(contents: Contents, name: str, other: str) -> bool:
@@ -216,7 +217,7 @@ def _pairs(
     saved optimizer; the second item of the pair is None if no live optimizer is left for it.
 
     A wrapper has the same parameters as the optimizer that it wraps. Therefore optimizers of equal class are matched
-    first, and the rest after them."""
+    first, and all others after them."""
     left = list(views)
     pairs: list[_Pair] = []
     for same_class in (True, False):

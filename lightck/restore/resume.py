@@ -43,7 +43,8 @@ class Resumed:
     persistent_started: bool
     done: bool
     recorded: Sequence[NextBatch] | None
-    """Records of the batch, and of the parts of the update, that followed this checkpoint; None if none are stored."""
+    """What followed this checkpoint: each ``NextBatch`` is the record of the next batch, or of a part of the next
+    update (its ``kind`` says which). None if none are stored."""
     same_conditions: bool
     """Whether the fingerprint (machine, threads, torch) is unchanged: then the same operations give the same bits."""
     _rng: RngState
@@ -94,7 +95,8 @@ class Resumed:
 
     def take_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         """Return the random states to restore when a pass continues or begins, so that random numbers that the script
-        drew since attach have no effect. Returns None if an earlier pass, which was no preview, took the states."""
+        drew since attach have no effect. Returns None if an earlier pass took the states. (A preview, a pass that only
+        looks at some batches, does not use them up: the next pass gets them again.)"""
         return self._rng_for_pass.take(loader, pass_)
 
     def forward_begins(self, numbers: ModuleNumbers) -> None:
@@ -164,10 +166,10 @@ def warn_differences(contents: Contents) -> None:
         )
     if contents.event == Event.FORWARD.value:
         log.info(
-            "lightck: this checkpoint was closed when the model's next forward began, so no session loader recorded "
-            "the position in the data. Whether the loop continues with the right batch is checked at the first update; "
-            "a DataLoader outside session.loader() does not resume in mid-epoch. To resume in mid-epoch, iterate over "
-            "session.loader(loader)"
+            "lightck: this checkpoint was closed by the model's next forward, because no session.loader() fetched a "
+            "batch before it. Without session.loader() a checkpoint holds no position in the data, so your loop must "
+            "find the right batch itself; lightck checks that at the first update. To resume in mid-epoch, iterate "
+            "over session.loader(loader)"
         )
 
 

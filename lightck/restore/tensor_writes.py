@@ -1,8 +1,8 @@
 """Write values into live tensors. Two tensors, or two elements of an expanded tensor, may share memory.
 
 ``TensorWrites`` reads the verified bytes of a checkpoint into live tensors, in place. Invariant: after the write, every
-tensor has the values that were written to it. If tensors share memory and were saved with different values for it,
-``contradiction`` finds this before the first live byte changes.
+tensor has the values that were written to it. If tensors share memory and were saved with different values for the
+shared memory, ``contradiction`` finds this before the first live byte changes.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _write_each_place_once(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor]) -> tuple[str, str] | None:
-    """Return the names of two live tensors that share memory and were saved with different values for it; None if there
-    are no such tensors.
+    """Return the names of two live tensors that share memory and were saved with different values for the shared
+    memory; None if no tensors do.
 
     ``load`` returns the saved values of the tensor with a name. No live tensor changes: the values are written to
     scratch memory, and compared there.
@@ -101,16 +101,16 @@ def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor])
 
 def _sharing(tensors: Sequence[Named]) -> list[list[Named]]:
     """Return the groups of two or more tensors whose memory ranges overlap. Tensors on the CPU and on all CUDA devices
-    are compared by address alone, because no address belongs to two of these."""
-    held = [one for one in tensors if (one[1].is_cpu or one[1].is_cuda) and one[1].nbytes]
-    lows = np.array([tensor.data_ptr() for _, tensor in held], "u8")
-    highs = lows + np.array([t.nbytes if t.is_contiguous() else _reach(t) for _, t in held], "u8")
+    are compared by address alone, because no address belongs to two devices."""
+    compared = [one for one in tensors if (one[1].is_cpu or one[1].is_cuda) and one[1].nbytes]
+    lows = np.array([tensor.data_ptr() for _, tensor in compared], "u8")
+    highs = lows + np.array([t.nbytes if t.is_contiguous() else _reach(t) for _, t in compared], "u8")
     order = lows.argsort()
     begins_group = lows[order][1:] >= np.maximum.accumulate(highs[order])[:-1]
     if begins_group.all():
         return []
     groups = np.split(order, np.flatnonzero(begins_group) + 1)
-    return [[held[k] for k in sorted(group.tolist())] for group in groups if len(group) > 1]
+    return [[compared[k] for k in sorted(group.tolist())] for group in groups if len(group) > 1]
 
 
 def sharing_memory(tensors: Sequence[Named]) -> set[int]:
@@ -133,7 +133,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class _Scratch:
-    """Scratch memory with the same places as the memory of a group of tensors, which it replaces."""
+    """Scratch memory that stands for the memory of a group of tensors: each live address has one byte here."""
 
     def __init__(self, group: Sequence[Named]) -> None:
         ranges = [_range(tensor) for _, tensor in group]
@@ -155,8 +155,8 @@ class _Scratch:
 
 
 def _physical(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the elements that the memory of ``tensor`` must hold so that ``tensor`` has the values ``values``. They
-    are ``values`` themselves, unless ``tensor`` is a lazily conjugated or negated view."""
+    """Return the elements that the memory of ``tensor`` must hold so that ``tensor`` has the values ``values``. These
+    elements are ``values`` themselves, unless ``tensor`` is a lazily conjugated or negated view."""
     if tensor.is_conj():
         values = values.conj().resolve_conj()
     return -values if tensor.is_neg() else values

@@ -23,7 +23,14 @@ from torch.utils.data import DataLoader
 from lightck.dataloader.persistent import draws_once
 from lightck.errors import AmbiguousError, LateError, UnsupportedError
 from lightck.state.inventory import OptimizerView
-from lightck.state.optimizer_wrappers import followed, has_hooks, inner_of, unsaved_tensors, wrapped_ids, wrapper_roles
+from lightck.state.optimizer_wrappers import (
+    has_hooks,
+    inner_of,
+    optimizers_to_follow,
+    unsaved_tensors,
+    wrapped_ids,
+    wrapper_roles,
+)
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
@@ -55,7 +62,7 @@ def unwrap(optimizer: object) -> Optimizer:
     """Return the innermost optimizer in ``optimizer``. A scheduler may refer to a wrapper or to the optimizer inside
     the wrapper, and ``unwrap`` returns the same optimizer for the two. Raises ``TypeError`` and
     ``UnsupportedError``."""
-    innermost: Optimizer = followed([optimizer])[-1]
+    innermost: Optimizer = optimizers_to_follow([optimizer])[-1]
     return innermost
 
 
@@ -76,7 +83,7 @@ def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | 
     if optimizer is None:
         optimizers = _find_optimizers(live, params)
     else:
-        optimizers = followed(optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
+        optimizers = optimizers_to_follow(optimizer if isinstance(optimizer, (list, tuple)) else [optimizer])
         _refuse_shared(optimizers)
     found = _names(optimizers) if optimizer is None else {}
     for one in optimizers:
@@ -148,7 +155,7 @@ def follow_late(
     ``LateError`` if the new optimizer steps parameters of an earlier one, or parameters that replaced them in the
     model: optimizer state is saved by parameter name, so the two would be saved under the same names.
     """
-    new = followed([optimizer])
+    new = optimizers_to_follow([optimizer])
     params = [p for one in new for g in one.param_groups for p in g["params"]]
     known = {id(p) for view in views for _, p in view.params}
     if any(id(p) in known for p in params):
@@ -180,7 +187,7 @@ def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Opti
     driving = live.matching(Optimizer, lambda o: drives(o, params) and (has_hooks(o) or bool(inner_of(o))))
     # The order of live objects is arbitrary. The order of the model's parameters is the same in the next process.
     driving.sort(key=lambda o: min(params.get(id(p), len(params)) for g in o.param_groups for p in g["params"]))
-    optimizers = followed(driving)
+    optimizers = optimizers_to_follow(driving)
     _refuse_shared(optimizers)
     return optimizers
 

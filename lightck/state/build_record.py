@@ -24,20 +24,20 @@ from lightck.state.values import typed
 class BuildRecord:
     """What one script had built when it attached.
 
-    groups: for each optimizer, the options of its groups. states: for each optimizer, the number of keys that its
+    groups: for each optimizer, the options of its groups. state_counts: for each optimizer, the number of keys that its
     ``state`` already had. schedulers: name -> ``state_dict()``. without_grad: names of the model's parameters with
     requires_grad=False, whether or not an optimizer has them.
     """
 
     groups: list[list[dict[str, object]]] = field(default_factory=list)
-    states: list[int] = field(default_factory=list)
+    state_counts: list[int] = field(default_factory=list)
     schedulers: dict[str, dict[Any, object]] = field(default_factory=dict)
     without_grad: list[str] = field(default_factory=list)
 
     def pack(self) -> bytes:
         """Return the record as bytes. Raises ``StateValueError`` for a value that cannot be stored."""
         # The format's key "frozen" stands for requires_grad=False, and not for what ``Live.is_frozen`` means.
-        value = {"groups": self.groups, "states": self.states, "schedulers": self.schedulers}
+        value = {"groups": self.groups, "states": self.state_counts, "schedulers": self.schedulers}
         return values.pack(value | {"frozen": self.without_grad}, path="options at attach")
 
     @classmethod
@@ -80,7 +80,7 @@ class CurrentBuild:
         if self.packed is not None:
             built = BuildRecord.parse(self.packed)
             built.groups += [view.groups() for view in views]
-            built.states += [len(view.optimizer.state) for view in views]
+            built.state_counts += [len(view.optimizer.state) for view in views]
             self._set(built)
 
     def use_record(self, built: BuildRecord | None) -> None:

@@ -23,7 +23,7 @@ than ``_DEPTH`` wrappers. Tensors in an attribute are searched through ``_DEPTH`
 included."""
 
 
-def followed(optimizers: Iterable[object]) -> tuple[Any, ...]:
+def optimizers_to_follow(optimizers: Iterable[object]) -> tuple[Any, ...]:
     """Return every optimizer to follow, a wrapper before the optimizers that it contains. Raises ``TypeError`` for an
     object that is no optimizer with step hooks, and ``UnsupportedError`` for an optimizer that is not supported."""
     given = {id(o): o for o in optimizers}

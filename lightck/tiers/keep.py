@@ -72,8 +72,8 @@ class Keep:
 
 
 def refuse_unexportable(keep: Keep, entries: Iterable[Entry]) -> None:
-    """Raise ``StateValueError`` if ``entries`` contains a tensor that ``keep`` would export and safetensors lacks its
-    dtype. Called before the training, so that no export fails for this reason later."""
+    """Raise ``StateValueError`` if ``entries`` contains a tensor that ``keep`` would export and whose dtype safetensors
+    lacks. Called before the training, so that no export fails for this reason later."""
     for entry in entries:
         if keep.what == "all" or entry.name.startswith("model/"):
             check_dtype(entry.name, entry.dtype, _CURE)
@@ -92,12 +92,12 @@ class Retention(CommitListener):
         self._temporary = self._folder / f".lightck-{self._mark}.tmp"
         self._meter, self._holds = meter, holds
         self._last_begun = self._newest = 0
-        """The step of the last export that was begun (0: none), and the newest committed step."""
+        """The step of the export that was begun last (0: none was begun), and the newest committed step."""
         self._thread: threading.Thread | None = None
         self._hold: Hold | None = None
         """The hold on the checkpoint that is being exported."""
         self._failure: KeepError | None = None
-        """Why the last export failed; None if it succeeded."""
+        """Why the last export failed; None if it succeeded, or if none has ended yet."""
         self._is_reported = False
         """Whether ``raise_failure`` has raised ``_failure``."""
         self._pid = os.getpid()
@@ -141,6 +141,7 @@ class Retention(CommitListener):
             self._start(writer, step)
 
     def stop_reading(self) -> None:
+        """Wait until the running export has ended."""
         if self._thread is not None:
             self._thread.join()
         self._release_ended()

@@ -57,17 +57,17 @@ class Holds(CommitListener):
         self._lock = threading.Lock()
 
     @property
-    def pins(self) -> int:
+    def n_pins(self) -> int:
         """The number of holds that are pins."""
         return sum(hold.is_pin for hold in self._held)
 
     def slots_for_a_pin(self, spare: int) -> int:
-        """Return how many slots the pool needs for one more pin. ``spare``: how many of them are for ``keep=``.
-        Raises ``SessionError`` if no pool can have so many slots."""
-        needed = 2 + self.pins + 1 + spare
+        """Return how many slots the pool needs for one more pin. ``spare``: number of slots for ``keep=``, which are
+        part of the result. Raises ``SessionError`` if no pool can have so many slots."""
+        needed = 2 + self.n_pins + 1 + spare
         if needed > SLOTS_MAX:
             raise SessionError(
-                f"No further checkpoint can be pinned: {self.pins} are pinned, a pool has at most {SLOTS_MAX} slots, "
+                f"No further checkpoint can be pinned: {self.n_pins} are pinned, a pool has at most {SLOTS_MAX} slots, "
                 "and the training needs the other slots. Release a pin, or export a checkpoint: "
                 "lightck.export_checkpoint()."
             )
@@ -154,8 +154,8 @@ class Holds(CommitListener):
 
 def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: frozenset[int]) -> CommitRecord:
     """Read and verify a held checkpoint, and commit it in the new file. Returns its commit record in the new file.
-    ``writer``: the writer of the new file; ``held``: the slots that it must not choose. Raises ``CorruptPoolError`` if
-    the checkpoint is damaged."""
+    ``writer``: the writer of the new file. ``held``: indexes of its held slots. Raises ``CorruptPoolError`` if the
+    checkpoint is damaged."""
     numbers = _numbers(stored, writer)
     try:
         tensors = load_tensors(stored, [name for name, entry in stored.entries.items() if entry.nbytes])
@@ -190,8 +190,8 @@ def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> 
 def _numbers(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
     """Return tensor name -> number of its tensor record in the new file, for the tensors of a held checkpoint.
 
-    ``writer.add`` may change the numbers of the training's tensors and mark these tensors as resized. This function
-    restores the numbers and the marks."""
+    ``writer.add`` can change the numbers of the training's tensors and mark these tensors as resized. So this function
+    restores the training's numbers and marks."""
     own, resized = dict(writer.numbers), set(writer.resized)
     other = [entry for entry in stored.entries.values() if not writer.has_extent_for(entry)]
     if other:
@@ -217,8 +217,8 @@ def _plan(stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, 
 
 def _damaged(hold: Hold, err: DamagedError) -> CorruptPoolError:
     return CorruptPoolError(
-        f"The pool must move to a new file, and the pinned checkpoint of step {hold.step} cannot be copied to it: "
-        f"{err}. The newest checkpoint is intact. Release the pin, and check the health of the pool's medium.",
+        f"The pool must be written anew, and the pinned checkpoint of step {hold.step} cannot be copied to the new "
+        f"file: {err}. The newest checkpoint is intact. Release the pin, and check the health of the pool's medium.",
         (str(err),),
     )
 

@@ -57,8 +57,8 @@ const char *lck_isa_name(void);
 int32_t lck_isa_set(const char *name);
 /* The instruction that writes cache lines back: "clwb", "clflushopt", "clflush" (on every x86-64), or "none". */
 const char *lck_write_back_name(void);
-/* Choose that instruction by name, or "auto" for the best one. LCK_EINVAL if the name is unknown or this processor does
- * not support the instruction. For tests. */
+/* Choose the instruction that writes cache lines back, by name, or "auto" for the best one. LCK_EINVAL if the name is
+ * unknown or this processor does not support the instruction. For tests. */
 int32_t lck_write_back_set(const char *name);
 
 /* ---- checksums --------------------------------------------------------------------------------------- */
@@ -113,8 +113,9 @@ enum {
 };
 
 /* Allocate huge pages for a range of a new file in which nothing is allocated yet. `off` is a multiple of 2 MiB.
- * `threads`: maximum number of threads, this one included; at most 8 are used. The file is extended to the end of the
- * range. Returns the number of bytes in huge pages: 0 if the file is not on tmpfs or the kernel grants no huge page. */
+ * `threads`: maximum number of threads, the calling one included; at most 8 are used. The file is extended to the end
+ * of the range. Returns the number of bytes in huge pages: 0 if the file is not on tmpfs or the kernel grants no huge
+ * page. */
 uint64_t lck_huge(int32_t fd, uint64_t off, uint64_t nbytes, uint32_t threads);
 /* Write zeros over the first nbytes of a new file whose space is allocated. Used on persistent memory before the file
  * is mapped, because otherwise the first store to each page would convert an extent of the file system and wait for its
@@ -133,8 +134,8 @@ int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, u
 int32_t lck_medium_close(lck_medium *medium);
 /* Length in bytes; 0 if the medium is NULL or was opened before a fork. */
 uint64_t lck_medium_size(const lck_medium *medium);
-/* Address of the medium's first byte, for a device that writes into the medium directly (LCK_PLACED); 0 as for
- * lck_medium_size. */
+/* Address of the medium's first byte, for a device that writes into the medium directly (LCK_PLACED). 0 in the cases in
+ * which lck_medium_size returns 0. */
 uint64_t lck_medium_address(const lck_medium *medium);
 
 /* Ordinary store of nbytes at offset off. */
@@ -207,9 +208,9 @@ enum { LCK_EMULATED_FENCE_MAX = 1000000000 }; /* maximum of fence_ns */
 /* Emulate a memory: copies into media that are opened from now on, and all verified reads, take at least as long as on
  * that memory. write_bps, read_bps: bandwidth in bytes per second (0: no limit). fence_ns: nanoseconds of each fence
  * and each sync. unit: bytes of the smallest transfer, a power of two, at most 1 MiB; part of a unit takes as long as a
- * whole unit (0: no units). All threads that write to a medium share its write bandwidth, and each medium has one of
- * its own. All reads of the process share one read bandwidth. The CPU time of stalls is not emulated. Media that are
- * open already are not affected. */
+ * whole unit (0: no units). Each medium has a write bandwidth of its own, which all threads that write to the medium
+ * share. All reads of the process share one read bandwidth. The CPU time of stalls is not emulated. Media that are open
+ * already are not affected. */
 int32_t lck_emulate(uint64_t write_bps, uint64_t read_bps, uint64_t fence_ns, uint64_t unit);
 
 /* ---- engine: background copies and the commit -------------------------------------------------------- */
@@ -218,8 +219,8 @@ typedef struct lck_engine lck_engine;
 
 /* Open an engine with `threads` workers (1 to 64): threads named lightck-copy-0, lightck-copy-1, ... The workers block
  * all signals except SIGBUS. They run at idle priority (SCHED_IDLE, or nice 19 if that fails). While a caller of
- * lck_job_wait, lck_job_commit or lck_job_drop has nothing to copy itself and waits for the workers, they run at normal
- * priority, if the system permits it. */
+ * lck_job_wait, lck_job_commit or lck_job_drop has nothing to copy itself and waits for the workers, the workers run at
+ * normal priority, if the system permits it. */
 int32_t lck_engine_open(uint32_t threads, lck_engine **out);
 /* Finish the jobs that are released, drop the other jobs, join the workers, and free the engine. A job that is held and
  * released fails, because its sources can no longer become complete. */
@@ -240,9 +241,9 @@ int32_t lck_engine_quiesce(lck_engine *engine, lck_medium *medium);
 int32_t lck_openmp_find(const char *library);
 /* Switch passive waiting on (on != 0) or off. While it is on and a job is being copied, waiting OpenMP threads sleep
  * soon instead of spinning, so that the workers get a processor. This needs one more thread, named lightck-openmp, and
- * while a job is being copied one more OpenMP thread. It helps only if OpenMP has a thread per processor. LCK_EMISSING
- * if lck_openmp_find has found no GNU OpenMP. LCK_ESYS if a thread cannot be started now, or could not be started
- * earlier. */
+ * while a job is being copied one more OpenMP thread. Passive waiting helps only if OpenMP has a thread per processor.
+ * LCK_EMISSING if lck_openmp_find has found no GNU OpenMP. LCK_ESYS if one of these threads cannot be started now, or
+ * could not be started earlier. */
 int32_t lck_engine_passive(lck_engine *engine, int32_t on);
 /* CPU time of all threads that the engine started, in nanoseconds. 0 in a forked child. */
 uint64_t lck_engine_cpu_ns(const lck_engine *engine);
@@ -290,7 +291,7 @@ typedef struct lck_commit {
     uint64_t incarnation;
     uint64_t step;
     uint32_t slot;
-    uint32_t manifest_index;    /* 0 or 1 */
+    uint32_t manifest_index;    /* which of the slot's two manifests is written: 0 or 1 */
     uint32_t flags;             /* LCK_PART, LCK_FOLLOWS, LCK_HELD */
     uint32_t zero;
 } lck_commit;
@@ -320,9 +321,9 @@ typedef struct lck_job_info {
  * are in use (lck_job_forget). */
 int32_t lck_job_submit(lck_engine *engine, lck_medium *medium, const lck_copy *copies, uint64_t count,
                        const lck_commit *commit, uint64_t *ticket);
-/* End the hold of a held job. outcome LCK_OK: the sources are complete, and the copies start. Another outcome: the
- * sources will never be complete, and the job fails with that status. Returns LCK_OK also if the copies have begun
- * already, and LCK_EDROPPED if the job was dropped. */
+/* Start or fail a held job (LCK_HELD). outcome LCK_OK: the sources are complete, and the copies start. Another outcome:
+ * the sources will never be complete, and the job fails with the outcome as its status. Returns LCK_OK also if the
+ * copies have begun already, and LCK_EDROPPED if the job was dropped. */
 int32_t lck_job_start(lck_engine *engine, uint64_t ticket, int32_t outcome);
 /* Release the job: allow its commit. A worker or a waiting thread then seals the job (writes manifest and commit
  * record). Returns the failure if the job has failed, LCK_EDROPPED if it was dropped, and LCK_ESTATE if it was released
@@ -335,8 +336,9 @@ int32_t lck_job_commit(lck_engine *engine, uint64_t ticket, uint32_t timeout_ms)
  * was released or dropped before. LCK_OK also for a job that has failed, which stays failed. */
 int32_t lck_job_drop(lck_engine *engine, uint64_t ticket);
 /* Wait, and copy on this thread meanwhile, until all bytes of the job are copied (until = LCK_JOB_COPIED) or the job
- * has ended (until = LCK_JOB_COMMITTED). Returns LCK_OK then; LCK_ETIMEDOUT after timeout_ms; the failure of a job that
- * has failed; LCK_EDROPPED. LCK_ESTATE for until = LCK_JOB_COMMITTED before the release. */
+ * has ended (until = LCK_JOB_COMMITTED). Returns LCK_OK when that is so, LCK_ETIMEDOUT after timeout_ms, the failure if
+ * the job has failed, and LCK_EDROPPED if it was dropped. LCK_ESTATE if until is LCK_JOB_COMMITTED and the job is not
+ * released. */
 int32_t lck_job_wait(lck_engine *engine, uint64_t ticket, uint32_t until, uint32_t timeout_ms);
 int32_t lck_job_info_get(lck_engine *engine, uint64_t ticket, lck_job_info *out);
 /* Free the entry of a job that has ended. At most 32 entries exist. */
@@ -374,7 +376,7 @@ int32_t lck_spans_start(lck_engine *engine, uint64_t cells);
 /* Stop recording; spans that have begun may be added to the queue afterwards. */
 int32_t lck_spans_stop(lck_engine *engine);
 /* Take up to `most` spans out of the queue into out; *count becomes their number. The spans of one thread come in the
- * order of their ends. *dropped becomes the number of spans since the last call that found no free cell. Only one
+ * order of their ends. *dropped becomes the number of spans that found no free cell since the last call. Only one
  * thread at a time may call this function. */
 int32_t lck_spans_take(lck_engine *engine, lck_span *out, uint64_t most, uint64_t *count, uint64_t *dropped);
 
@@ -409,9 +411,10 @@ typedef struct lck_read {
     uint64_t tensor, generation; /* of the record, for the checksum seed */
 } lck_read;
 
-/* Execute n_reads verified reads on up to `threads` threads, this one included (at most 17). The dst of two reads must
- * not overlap. On failure, *bad_read and *bad_block (numbers from 0) identify the first bad block in the order of the
- * reads. Then all blocks before it have been read, and no dst contains a block that did not match its checksum. */
+/* Execute n_reads verified reads on up to `threads` threads (at most 17), the calling one included. The dst of two
+ * reads must not overlap. On failure, *bad_read and *bad_block (numbers from 0) identify the first bad block in the
+ * order of the reads. Then all blocks before it have been read, and no dst contains a block that did not match its
+ * checksum. */
 int32_t lck_read_many(int32_t fd, const lck_extent *extents, uint64_t count, const lck_read *reads, uint64_t n_reads,
                       uint64_t block, uint64_t uuid_lo, uint64_t uuid_hi, uint32_t threads, uint64_t *bad_read,
                       uint64_t *bad_block);

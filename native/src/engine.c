@@ -22,8 +22,8 @@ void engine_pulse(lck_engine *engine)
         unpark_all(&engine->pulse);
 }
 
-/* Two changes by different threads may make work only together. The thread whose change is the later one then finds the
- * work, because each thread looks for work after its own change. */
+/* Sometimes neither of two changes by different threads makes work for a worker, but both together do. The thread whose
+ * change comes last finds that work, because each thread looks for work after its own change. */
 void engine_pulse_job(lck_engine *engine)
 {
     atomic_fetch_add(&engine->pulse, 1);

@@ -81,9 +81,10 @@ static int32_t number_blocks(struct fetch *fetch)
     if (fetch->ends == NULL)
         return LCK_ENOMEM;
     for (uint64_t i = 0; i < fetch->count; i++) {
+        /* The check limits a read to less than 2^63 bytes, so that the offsets of its blocks do not overflow. */
         if (read_check_one(&fetch->reads[i]) != LCK_OK)
             return LCK_EINVAL;
-        fetch->total += blocks_of(fetch->reads[i].nbytes, fetch->from.block); /* read_check_one: less than 2^63 bytes */
+        fetch->total += blocks_of(fetch->reads[i].nbytes, fetch->from.block);
         fetch->ends[i] = fetch->total;
     }
     return LCK_OK;

@@ -131,8 +131,9 @@ struct read_from {
 /* LCK_EINVAL for invalid arguments. */
 int32_t read_check(const struct read_from *from);
 int32_t read_check_one(const lck_read *what);
-/* Read and verify block `index` of a read. `buffer` has at least from->block bytes, or as many as the read if that is
- * less. If the block does not match its checksum, none of its bytes stay in dst. The caller fences afterwards. */
+/* Read and verify block `index` of a read. `buffer` has room for a block of this read: at least
+ * min(from->block, what->nbytes) bytes. If the block does not match its checksum, none of its bytes stay in dst. The
+ * caller fences afterwards. */
 int32_t read_block(const struct read_from *from, const lck_read *what, uint64_t index, unsigned char *buffer);
 
 /* ---- emulate.c --------------------------------------------------------------------------------------- */
@@ -234,7 +235,7 @@ enum verdict { VERDICT_OPEN, VERDICT_RELEASED, VERDICT_DROPPED };
  * 0. All these accesses are sequentially consistent, so at least one of the two threads sees what the other wrote. */
 struct job {
     _Atomic uint64_t word; /* ticket << 4 | phase; 0: free */
-    _Atomic uint32_t users;
+    _Atomic uint32_t users;    /* number of threads that have entered the entry (job_enter) and not left it yet */
     _Atomic uint32_t waiters;  /* number of waiting threads that will seal this job and all earlier ones */
     _Atomic uint32_t verdict;  /* enum verdict */
     _Atomic bool held;         /* the sources are not complete: no block may be claimed yet */
@@ -269,7 +270,7 @@ struct lck_engine {
     _Atomic uint32_t sleepers;
     _Atomic bool stop;
     _Atomic uint32_t urgent_waiters; /* number of threads that wait for blocks that workers have claimed */
-    _Atomic bool cannot_raise_priority; /* the system refused it once: not tried again */
+    _Atomic bool cannot_raise_priority; /* the system once refused to raise it: not tried again */
     _Atomic bool passive; /* OpenMP's threads must wait passively while a job is copied: openmp.c */
     _Atomic bool spans_on;
     _Atomic(struct span_queue *) spans; /* made at the first start; freed with the engine */

@@ -1,7 +1,7 @@
 /* openmp.c: make OpenMP's threads wait passively while checkpoints are copied.
  *
- * A thread of GNU OpenMP that waits for its team spins for some milliseconds before it sleeps. Meanwhile a copy
- * thread of idle priority does not get that processor. libgomp has a rule (do_spin, in its config/linux/wait.h):
+ * A thread of GNU OpenMP that waits for its team spins for some milliseconds before it sleeps. Meanwhile no copy
+ * thread of idle priority gets its processor. libgomp has a rule (do_spin, in its config/linux/wait.h):
  * while it manages more threads than there are processors, a waiting thread spins only a hundred rounds. To trigger
  * this rule, a thread of this file owns an OpenMP team of two threads, which computes nothing, while a job is being
  * copied. The results of the training, and the number of threads that compute them, do not change. (A child that is
@@ -34,8 +34,8 @@ static struct {
     pause_fn *pause; /* ends the team of the calling thread, and no other team */
 } api;
 
-/* Look up a symbol in the GNU OpenMP that `library` uses (a process may contain several). NULL if `library` uses none.
- * */
+/* Look up a symbol in the GNU OpenMP that `library` uses (a process may contain several GNU OpenMPs). NULL if `library`
+ * uses none. */
 static void *symbol(void *library, const char *name)
 {
     Dl_info info;

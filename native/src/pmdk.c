@@ -34,7 +34,7 @@ static struct {
     void (*persist)(void *pool, const void *address, size_t nbytes);
     int (*ctl_set)(void *pool, const char *name, void *value);
     const char *(*errormsg)(void);
-    /* From 2.1 on; else NULL. */
+    /* NULL in releases before 2.1. */
     int (*log_set_function)(log_fn *function);
     int (*log_set_threshold)(int threshold, int level);
 } api;

@@ -42,8 +42,8 @@ static bool copies_fit(const lck_medium *medium, const lck_commit *commit, const
 
 /* ---- the entry --------------------------------------------------------------------------------------- */
 
-/* Take a free entry. False if the entry is not free, or if a worker is accessing it: to wait for a thread of idle
- * priority may take long. */
+/* Take the entry if it is free. False if it is not free, or if a worker is accessing it: waiting for a thread of idle
+ * priority could take long. */
 static bool take(struct job *job, uint64_t ticket)
 {
     if (atomic_load(&job->word) != 0)

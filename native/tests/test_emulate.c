@@ -23,9 +23,9 @@ static void test_a_bucket_is_shared_and_gives_no_credit(void)
 {
     struct bucket bucket = {0};
     CHECK_EQ(bucket_take(&bucket, 1000, 2000, 2 * (uint64_t)GB), 2000);   /* 2000 bytes at 2 bytes per ns */
-    CHECK_EQ(bucket_take(&bucket, 1500, 2000, 2 * (uint64_t)GB), 3000);   /* begins after the transfer before */
+    CHECK_EQ(bucket_take(&bucket, 1500, 2000, 2 * (uint64_t)GB), 3000);   /* begins when the last one ends */
     CHECK_EQ(bucket_take(&bucket, 1500, 0, 2 * (uint64_t)GB), 3000);
-    CHECK_EQ(bucket_take(&bucket, 900000, 2000, 2 * (uint64_t)GB), 901000); /* the pause did not make it faster */
+    CHECK_EQ(bucket_take(&bucket, 900000, 2000, 2 * (uint64_t)GB), 901000); /* the pause made this one no faster */
     CHECK_EQ(bucket_take(&bucket, 900000, (uint64_t)40 * GB, (uint64_t)40 * GB), 1000901000);
 }
 

@@ -425,7 +425,8 @@ static void test_drop(void)
     teardown();
 }
 
-/* A drop skips blocks that no worker has claimed. If workers are fast, they have claimed all: so several attempts. */
+/* A drop skips blocks that no worker has claimed. Fast workers may have claimed all blocks, so there are several
+ * attempts. */
 static void test_drop_skips(void)
 {
     setup(1);
@@ -591,7 +592,7 @@ static void test_parts(uint32_t threads)
     take_trace();
     CHECK_EQ(check_trace_order(), 9);
     for (uint64_t g = 7; g <= 9; g++)
-        CHECK_EQ(headers_written(g), (g - 1) / SLOTS + 1); /* one for each generation in the same slot so far */
+        CHECK_EQ(headers_written(g), (g - 1) / SLOTS + 1); /* one for each generation that this slot has held so far */
     teardown();
 }
 
@@ -800,7 +801,7 @@ static void test_busy_and_close(void)
     CHECK_EQ(lck_engine_quiesce(engine, medium), LCK_ESTATE);
     CHECK_EQ(lck_job_release(engine, v[9]->ticket), LCK_OK);
     CHECK_EQ(lck_job_release(engine, v[14]->ticket), LCK_OK);
-    CHECK_EQ(lck_engine_close(engine), LCK_OK); /* commits the released two, drops the others */
+    CHECK_EQ(lck_engine_close(engine), LCK_OK); /* commits the two released jobs, drops the others */
     engine = NULL;
     for (int i = 0; i < 33; i++) {
         CHECK_EQ(has_commit_record(v[i]), i == 9 || i == 14);
@@ -1004,8 +1005,8 @@ static void test_fork(void)
     teardown();
 }
 
-/* Whether the commit record of a checkpoint is complete if the process is killed at `site`. Call this before a thread
- * is started in this process, because it forks. */
+/* Whether the commit record of a checkpoint is complete if the process is killed at `site`. This function forks, so
+ * call it before a thread is started in this process. */
 static int line_after_kill(const char *site, uint64_t nth)
 {
     int file = open_memory(SIZE);

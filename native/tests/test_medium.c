@@ -1,4 +1,4 @@
-/* The choke point: ranges, tiers, traces, faults and kills; a forked child may not use the medium. */
+/* The choke point: ranges, tiers, traces, faults and kills; a forked child cannot use the medium. */
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>

@@ -1,5 +1,5 @@
-/* Verified reads: blocks that match are stored; the first that does not is reported, and its bytes do not stay in dst.
- * */
+/* Verified reads: a block that matches its checksum is stored. The first block that does not match is reported, and its
+ * bytes do not stay in dst. */
 #include <errno.h>
 
 #include "check.h"
@@ -9,8 +9,8 @@ enum { SIZE = 10000, BLOCK = 1024, BLOCKS = 10, OFF = 512, PARTS = 4 };
 static unsigned char data[SIZE], dst[SIZE];
 static uint32_t crcs[BLOCKS];
 static int fd;
-/* The pool's extents: one after the other in the file, or apart. They end inside a block, at its end, and one byte
- * before the end of the last block. */
+/* The pool's extents: one after the other in the file, or apart. Extents end inside a block, at the end of a block, and
+ * one byte before the end of the last block. */
 static const lck_extent whole[PARTS] = {{0, 600}, {600, 4008}, {4608, 5903}, {10511, 1}};
 static const lck_extent apart[PARTS] = {{7000, 600}, {20000, 4008}, {100, 5903}, {9000, 1}};
 static const lck_extent *parts;

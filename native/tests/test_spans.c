@@ -64,8 +64,8 @@ static uint64_t take(uint64_t *dropped)
     return count;
 }
 
-/* Take `wanted` spans. A thread may publish the span of the last block only after the commit, so this function waits.
- * */
+/* Take `wanted` spans. A thread can publish the span of the last block later than the commit, so this function waits
+ * for the spans. */
 static uint64_t take_all(uint64_t wanted)
 {
     uint64_t got = 0, dropped;

@@ -51,7 +51,7 @@ class Fake:
             self.uid,
             space=lambda folder: self.spaces.get(folder, Space(9 * GB, 10 * GB)),
             limit=lambda name: self.limits.get(name),
-            medium=lambda folder: self.media.get(folder, DISK),
+            durability=lambda folder: self.media.get(folder, DISK),
             device=self.device,
             writable=lambda folder: folder in self.spaces or Path(folder).is_dir(),
             refusal=self.refusals.get,

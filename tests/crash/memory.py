@@ -27,7 +27,7 @@ class MemoryContainer:
         self._is_new = is_new
 
     @property
-    def source(self) -> tuple[int, Extents]:
+    def reads_from(self) -> tuple[int, Extents]:
         return self.fd, self.extents
 
     def read(self, offset: int, nbytes: int) -> bytes:

@@ -26,10 +26,10 @@ from lightck.profiler.events import (
     COMMUNICATION,
     COPY,
     FORWARD,
-    HELPED,
     STALL,
     STATE,
     STEP,
+    TRAINER_COPY,
     UPDATE,
     Trace,
     read,
@@ -179,7 +179,7 @@ def test_a_waiting_training_thread_is_seen_to_copy(pool, out, slow_memory):
                 session.flush()  # closes the step and waits for its commit: most bytes are not copied yet
                 train(model, optimizer, 1)
     trace = read(out)
-    helped = sum(e.args["bytes"] for e in trace.of(HELPED) if e.args.get("helped"))
+    helped = sum(e.args["bytes"] for e in trace.of(TRAINER_COPY) if e.args.get("helped"))
     by_threads = sum(e.args["bytes"] for e in trace.events if e.row.startswith(COPY))
     stats = session.stats()
     assert 0 < helped <= stats.bytes_helped
@@ -397,7 +397,7 @@ def test_a_fault_in_a_hook_is_no_fault_of_the_training(pool, out, monkeypatch):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(layers.Layers, "_accumulated", fail)
-    monkeypatch.setattr(spans.Spans, "checkpoint", fail)
+    monkeypatch.setattr(spans.EngineSpans, "checkpoint", fail)
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
@@ -507,9 +507,9 @@ def test_the_facts_of_a_step_are_those_of_its_events():
             event(STALL, 80, 90),
             event(copies, 20, 50, bytes=300),
             event(copies, 85, 95, bytes=50),
-            event(HELPED, 80, 90, bytes=50, helped=True),
-            event(HELPED, 5, 8, bytes=100),
-            event(HELPED, 6, 7, bytes=90, helped=False),
+            event(TRAINER_COPY, 80, 90, bytes=50, helped=True),
+            event(TRAINER_COPY, 5, 8, bytes=100),
+            event(TRAINER_COPY, 6, 7, bytes=90, helped=False),
             event(COMMIT, 95, 96),
             event(STEP, 100, 160, step=8),
             event(FORWARD, 100, 130),
@@ -526,7 +526,7 @@ def test_the_facts_of_a_step_are_those_of_its_events():
 
 def drawn(rng: random.Random, steps: int, per_step: int) -> Trace:
     """A random trace: steps that follow each other or overlap, and events of any length up to the whole trace."""
-    rows = (FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, HELPED, COMMIT, COPY + "1", COPY + "2")
+    rows = (FORWARD, BACKWARD, COMMUNICATION, UPDATE, STALL, TRAINER_COPY, COMMIT, COPY + "1", COPY + "2")
     total = steps * 100
     found = [
         events.Event(

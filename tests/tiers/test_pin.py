@@ -177,7 +177,7 @@ def test_pinned_checkpoint_that_is_damaged_is_reported_where_the_pool_has_to_mov
     train(model, optimizer, 2, start=1)
     session.flush()
     damage(pool, "model/0.weight", [1])
-    with pytest.raises(CorruptPoolError, match=r"pinned checkpoint of step 1 cannot be copied to it.*Release the pin"):
+    with pytest.raises(CorruptPoolError, match=r"step 1 cannot be copied to the new file.*Release the pin"):
         session.pin()
     pin.release()
     session.pin()

@@ -1,7 +1,7 @@
 """What each byte of a pool belongs to: a structure, or a tensor of a checkpoint. For tools that damage a copy of a pool
 on purpose.
 
-Every run of bytes that a reader may use is a ``Part``. No reader uses the bytes between parts. This module only reads.
+Every run of bytes that a reader can use is a ``Part``. No reader uses the bytes between parts. This module only reads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from lightck.pool.format.structures import (
     COMMIT_RECORD_NBYTES,
     NEXT_NBYTES,
     NEXT_OFFSET,
+    SLOT_HEADER_NBYTES,
     SUPERBLOCK_NBYTES,
     SUPERBLOCK_OFFSETS,
     CommitRecord,
@@ -38,8 +39,8 @@ KINDS = (SUPERBLOCK, TABLE, COMMIT_RECORD, HEADER, NEXT, MANIFEST, TENSOR)
 class Part:
     """A run of bytes with one purpose. ``offset`` counts from the start of the pool.
 
-    The last four fields are None if they do not apply. ``generation`` is the payload generation of the checkpoint that
-    the part belongs to."""
+    ``generation``, ``step``, ``slot`` and ``tensor`` are None if they do not apply. ``generation`` is the generation of
+    the checkpoint that the part belongs to."""
 
     kind: str
     """One of ``KINDS``."""
@@ -91,7 +92,7 @@ def _structures(reader: PoolReader) -> Iterator[Part]:
     for slot, (offset, _) in enumerate(sb.slots):
         generation = reader.slot_generation(slot)
         words = f"header of slot {slot}" + (f" (generation {generation})" if generation is not None else "")
-        yield Part(HEADER, words, offset, COMMIT_RECORD_NBYTES, generation, slot=slot)
+        yield Part(HEADER, words, offset, SLOT_HEADER_NBYTES, generation, slot=slot)
         if sb.has_next_batch:
             yield Part(NEXT, f"next-batch record of slot {slot}", offset + NEXT_OFFSET, NEXT_NBYTES, slot=slot)
 

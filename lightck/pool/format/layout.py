@@ -72,8 +72,8 @@ class Entry(NamedTuple):
 
 
 def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
-    """Assign offsets to the entries, in order, from ``start`` on. Returns the placed entries and the first free offset
-    after them, a multiple of ``LARGE_EXTENT_ALIGN``."""
+    """Assign offsets to the entries, in order, from ``start`` on. Returns the placed entries, and the offset after the
+    last of them, rounded up to a multiple of ``LARGE_EXTENT_ALIGN``."""
     placed, at = [], start
     for entry in entries:
         at = align_up(at, LARGE_EXTENT_ALIGN if entry.nbytes >= LARGE_EXTENT else EXTENT_ALIGN)
@@ -122,7 +122,7 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def is_name(text: str) -> bool:
-    """Whether an entry may have this name: at most ``NAME_NBYTES_MAX`` bytes, and no NUL."""
+    """Whether this is a valid name of an entry: at most ``NAME_NBYTES_MAX`` bytes, and no NUL."""
     fits = len(text) <= NAME_NBYTES_MAX // 4 or len(text.encode("utf-8", "replace")) <= NAME_NBYTES_MAX
     return fits and "\0" not in text
 
@@ -146,8 +146,8 @@ def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
 def decode_extras(data: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
     """Parse the extra entries, which were added after the pool was created. Raises ``DamagedError``.
 
-    A name may occur more than once, because a tensor may have changed its dtype or size. An alias may name an entry of
-    the table. ``check_ties`` checks the entries that are present in one checkpoint."""
+    A name may occur more than once: a tensor whose dtype or size changed can have an old entry beside its present one.
+    An alias may name an entry of the table. ``check_ties`` checks the entries that are present in one checkpoint."""
     return _checked(_items(data, is_table=False), low, high) if data else ()
 
 
@@ -164,8 +164,9 @@ def check_ties(present: Mapping[str, Entry]) -> None:
     """Check the aliases of one checkpoint: ``check_aliases``, and raise ``DamagedError`` also if tied entries differ in
     dtype or shape.
 
-    If they differed, a restore would write bytes of one shape into a tensor of another. (In the layout table two tied
-    entries may differ, because a checkpoint may hold an extra entry in place of one of the two.)"""
+    If they differed, a restore would write bytes of one shape into a tensor of another. (The layout table is not
+    checked for this: there tied entries may differ, because a checkpoint may hold an extra entry in place of one of
+    them.)"""
     check_aliases(present)
     for entry in present.values():
         if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
@@ -248,7 +249,7 @@ def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
         return None
     numel = math.prod(shape)
-    # The product of the sizes other than 0 is limited too, so that an empty tensor has no huge sizes.
+    # For an empty tensor, the product of the sizes other than 0 is limited, so that it has no huge sizes.
     if (numel or math.prod(filter(None, shape))) >= INT_MAX or not is_dense(shape, stride):
         return None
     return numel

@@ -24,7 +24,8 @@ MAJOR, MINOR = 1, 0
 COMPAT_NEXT = 1
 """Feature flag of ``Superblock.compat``: slots may have a next-batch record."""
 RO_COMPAT_KNOWN = INCOMPAT_KNOWN = 0
-"""The feature flags that this lightck knows: those that a writer must know, and those that a reader must know too."""
+"""The feature flags that this lightck knows. ``RO_COMPAT``: flags that only a writer must know. ``INCOMPAT``: flags
+that readers and writers must know."""
 
 KIB, MIB = 1 << 10, 1 << 20
 SUPERBLOCK_NBYTES = 4 * KIB
@@ -43,7 +44,7 @@ BLOCK_MAX = MIB
 SLOTS_MAX = 8
 TABLE_NBYTES_MAX = 256 * MIB
 
-COMMIT_RECORD_NBYTES = 64
+COMMIT_RECORD_NBYTES = SLOT_HEADER_NBYTES = 64
 KIND_CHECKPOINT, KIND_ADOPTION = 1, 2
 SLOT_MAGIC = b"LCKSLOT1"
 SLOT_STRUCK = 1
@@ -55,7 +56,7 @@ NEXT_OFFSET, NEXT_NBYTES = 2 * KIB, 2 * KIB
 REGION_SLOT = 1
 U32_MAX = (1 << 32) - 1
 NUMBER_MAX = 1 << 63
-"""Generations, incarnations, steps and iterations are below this. A structure with a number that is not is damaged."""
+"""Generations, incarnations, steps and iterations are below this. A structure with a larger number is damaged."""
 POOL_NBYTES_MIN = TABLE_OFFSET + 2 * PAGE
 
 
@@ -214,7 +215,7 @@ class Superblock:
             and all(off + self.table_nbytes <= self.slots[0][0] for off in self.table_offsets)
             and 256 <= self.block <= BLOCK_MAX
             and self.block % 256 == 0
-            and self.manifest_offset >= COMMIT_RECORD_NBYTES
+            and self.manifest_offset >= SLOT_HEADER_NBYTES
             and self.manifest_offset % 64 == self.manifest_nbytes % 64 == 0
             and self.manifest_offset + 2 * self.manifest_nbytes <= self.payload_offset
             and self.payload_offset <= self.reserve_offset <= self.slots[0][1]
@@ -303,7 +304,7 @@ def pack_slot_header(generation: int, slot: int, uuid: bytes, *, struck: bool = 
 
 def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
     """Return the generation that a slot header names; None if the header was never written or is damaged."""
-    if len(data) < COMMIT_RECORD_NBYTES:
+    if len(data) < SLOT_HEADER_NBYTES:
         return None
     body, (check,) = data[:56], _U64.unpack(data[56:64])
     if crc64(uuid + body) != check:
@@ -365,8 +366,9 @@ def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, .
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
 _N_BEFORE_RECORDS = 8
-"""Number of fields before the offset of the tensor records and the length of a record. ``ManifestHeader`` lacks these
-two fields, because they are the same in every manifest."""
+"""The bytes of a manifest header have two fields that ``ManifestHeader`` lacks, because they are the same in every
+manifest: the offset of the tensor records and the length of one. So many fields of ``ManifestHeader`` lie before
+them."""
 
 
 class ManifestHeader(NamedTuple):
@@ -381,7 +383,8 @@ class ManifestHeader(NamedTuple):
     origin: bytes
     """The uuid that seeds the block checksums: the pool's, except in a checkpoint that was copied from another pool."""
     n_records: int
-    n_table: int
+    n_table_entries: int
+    """Number of the records that belong to entries of the layout table. The others belong to extra entries."""
     crcs_offset: int
     crcs_count: int
     extras_offset: int
@@ -411,7 +414,7 @@ class ManifestHeader(NamedTuple):
             (found.state_offset, found.state_nbytes),
         )
         nbytes = len(manifest) if nbytes is None else nbytes
-        if any(off + n > nbytes for off, n in parts) or found.n_table > found.n_records:
+        if any(off + n > nbytes for off, n in parts) or found.n_table_entries > found.n_records:
             raise DamagedError("parts of its manifest lie outside of it")
         if (records_offset, record_nbytes) != (MANIFEST_HEADER_NBYTES, TENSOR_RECORD_NBYTES) or found.crcs_offset % 4:
             raise DamagedError("the parts of its manifest have the wrong place or size")

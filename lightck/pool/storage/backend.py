@@ -2,9 +2,9 @@
 
 Order of calls: ``create`` returns a container that is allocated, zeroed and not yet visible at its path. The caller
 writes the pool into the container. ``publish`` then makes the container durable and visible, atomically, and replaces
-what was at the path. ``open`` returns a container of an existing pool. ``close`` may be called twice. The methods'
-docstrings define the edge cases, and
-``tests/pool/storage/test_backend_conformance.py`` checks every backend against them.
+what was at the path. ``open`` returns a container of an existing pool. A second ``close`` does nothing. The methods'
+docstrings define the edge cases, and ``tests/pool/storage/test_backend_conformance.py`` checks every backend against
+these docstrings.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Container(Protocol):
     def nbytes(self) -> int: ...
 
     @property
-    def source(self) -> tuple[int, Extents]:
-        """The arguments for verified reads: ``fd`` and ``extents``, or ``LCK_MEMORY`` and (address, nbytes) pairs for a
-        medium without read()."""
+    def reads_from(self) -> tuple[int, Extents]:
+        """What verified reads read from: ``fd`` and ``extents``. For a medium without read(): ``LCK_MEMORY`` and
+        (address, nbytes) pairs."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Read bytes of the pool. At the end of the file the result is shorter than ``nbytes``. Raises ``OSError``."""
@@ -54,8 +54,8 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     def claims(self, path: str) -> bool:
-        """Whether ``path`` belongs to this backend alone. True if the path holds a pool that this backend recognises.
-        True also for a file that no backend can use, if this backend's errors explain the reason (a PMDK pool of
+        """Whether ``path`` belongs to this backend alone. True if the path holds a pool that this backend recognises,
+        or a file that no backend can use, but for which this backend's errors explain the reason (a PMDK pool of
         another program). False if the user may choose the backend."""
 
     def recognises(self, path: str) -> bool:

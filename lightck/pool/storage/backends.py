@@ -52,7 +52,7 @@ def _named(name: str, setting: str) -> Backend:
 
 def is_pool(path: str) -> bool:
     """Whether the path holds a pool, according to its signature. False if the path cannot be opened. Raises
-    ``PoolIOError`` for errors that leave this open (out of memory, no descriptors)."""
+    ``PoolIOError`` for errors after which the answer is unknown (out of memory, no descriptors)."""
     absolute = os.path.abspath(path)  # devices are recognised by their absolute path
     try:
         mode = os.lstat(absolute).st_mode

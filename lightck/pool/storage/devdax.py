@@ -112,15 +112,15 @@ class _Device:
 
 class DevdaxContainer:
     """The bytes of one pool on a device; see ``Container``. The length of the extent is rounded up to whole units of
-    the device's mapping. If a pool is replaced twice while a reader has it open, the second new pool may lie where the
-    first one was. The reader then gets checksum errors, never wrong bytes.
+    the device's mapping. If a pool is replaced twice while a reader has it open, the second replacement may lie where
+    the reader's pool was. The reader then gets checksum errors, never wrong bytes.
     """
 
     def __init__(self, device: _Device, start: int, nbytes: int, record: Record | None = None) -> None:
         self.nbytes = nbytes
         room = align_up(nbytes, head_of_device.unit(device.facts.align))
         self.extents: Extents = ((start, room),)
-        self.source = lib.LCK_MEMORY, ((device.mapping.address + start, nbytes),)
+        self.reads_from = lib.LCK_MEMORY, ((device.mapping.address + start, nbytes),)
         self._device = device
         self._start = start
         self._record = record

@@ -59,7 +59,8 @@ class Head:
     is_signed: bool
     """Whether a copy has lightck's signature, also if the copy fails its check."""
     is_blank: bool
-    """Whether the head is zero, except perhaps for a record whose first bytes a crash kept from being stored."""
+    """Whether the head is all zeros. A record whose first 8 bytes are missing counts as zeros: a crash came before they
+    were stored."""
 
     @property
     def record(self) -> Record | None:

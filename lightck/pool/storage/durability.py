@@ -34,8 +34,8 @@ _REMOTE = {
     0x5346414F: "afs",
 }
 _REAL = ("ACPI.NFIT", "CXL")
-"""Providers on the NVDIMM bus whose memory is persistent. For a provider that is in none of the next two constants
-either, only a kill of the process is survived."""
+"""Providers on the NVDIMM bus whose memory is persistent. A pool on memory of a provider that is in none of ``_REAL``,
+``_HOSTED`` and ``_PRETENDED`` survives only a kill of the process."""
 _HOSTED = "virtio-pmem"
 """The provider whose memory is a file on the host of a virtual machine."""
 _PRETENDED = ("e820", "nfit_test")
@@ -49,7 +49,7 @@ TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR = 0, 1, 2, 3
 """What the choke point does to make stores durable: ``LCK_TIER_*`` in native/include/lck.h."""
 _FLUSH = "power: as far as the disk honours a flush"
 _LOOPS_MAX = 4
-"""Maximum number of overlays and loop devices, one below the other, through which a medium is looked for."""
+"""How many overlays and loop devices, one below the other, are followed at most to find the medium."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class Durability:
 
 
 def probe(folder: str, file: str | None = None, *, system: System | None = None) -> Durability:
-    """Determine the durability of a pool in an existing folder: of the existing file ``file``, or if that is None, of a
-    new file."""
+    """Determine the durability of a pool in an existing folder: of the existing file ``file``, or of a new file if
+    ``file`` is None."""
     return _labelled(_probe(folder, file, system or System(), _LOOPS_MAX))
 
 
@@ -123,7 +123,7 @@ def probe_device(device: DaxDevice, *, system: System | None = None) -> Durabili
 
 def require(durability: Durability, level: str | None) -> None:
     """Raise ``MediumError`` if a pool survives less than ``level`` (the argument ``require=``), and ``ValueError`` if
-    ``level`` is unknown. None: raise nothing."""
+    ``level`` is unknown. If ``level`` is None, nothing is required."""
     if level is None:
         return
     if level not in ("process", "os", "power"):
@@ -170,7 +170,7 @@ def _disk(name: str, *evidence: str) -> Durability:
 
 
 def _weaker(promised: Durability, other: Durability) -> Durability:
-    """Return ``promised``, reduced to what ``other`` survives too, with the evidence of both."""
+    """Return ``promised``, reduced to what both survive, with the evidence of both."""
     return replace(
         promised,
         os=promised.os and other.os,
@@ -212,7 +212,10 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
         dax = system.dax(folder, file)
     regions = [d.region for d in devices if d.region is not None]
     if dax.map_sync and system.write_back() is not None and all(region.provider in _REAL for region in regions):
-        granted = "the kernel granted a MAP_SYNC mapping: a page's place in the file is durable before it is written"
+        granted = (
+            "the kernel granted a MAP_SYNC mapping: where a page lies is durable in the file system before the first "
+            "write to that page"
+        )
         return _persistent_memory(f"{name}, DAX", (f"{seen}, mounted with DAX", granted), regions, system)
     durable = _disk(name, seen, *_why_not_mapped(dax, regions, system), "each commit waits for two fdatasync", _FLUSH)
     durable = _without_barriers(durable, folder, system)

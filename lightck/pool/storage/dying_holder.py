@@ -18,7 +18,7 @@ import time
 log = logging.getLogger("lightck")
 SECONDS_MAX = 60.0
 _SECONDS_QUIET = 1.0
-"""A wait that is longer than this logs a warning."""
+"""A wait that takes longer than this logs a warning, once."""
 _PAUSE_SECONDS = 0.01
 _PF_EXITING, _PF_DUMPCORE = 0x4, 0x200
 """Flags of a thread in procfs (include/linux/sched.h). The thread is exiting, or writes the core dump of its
@@ -111,8 +111,8 @@ class DyingHolderWait:
         return 0.0 if self._begin is None else time.monotonic() - self._begin
 
     def wait_briefly(self, pid: int) -> bool:
-        """Hasten this dying process, and sleep ``_PAUSE_SECONDS``. Returns True. After ``SECONDS_MAX`` it only returns
-        False."""
+        """Hasten this dying process, sleep ``_PAUSE_SECONDS``, and return True. If the wait has taken more than
+        ``SECONDS_MAX``, only return False."""
         if self._begin is None:
             self._begin = time.monotonic()
         if self.seconds > SECONDS_MAX:

@@ -75,7 +75,7 @@ class FileContainer:
         self._pid = os.getpid()
 
     @property
-    def source(self) -> tuple[int, Extents]:
+    def reads_from(self) -> tuple[int, Extents]:
         return self.fd, self.extents
 
     def read(self, offset: int, nbytes: int) -> bytes:
@@ -281,10 +281,10 @@ def _allocate_huge_pages(fd: int, nbytes: int) -> int:
     """Allocate huge pages for a new file on tmpfs. Returns the number of bytes in huge pages.
 
     The file is allocated in slices of ``_SLICE`` bytes. Between two slices Ctrl-C is handled and ``_HUGE_SECONDS`` is
-    checked: in a virtual machine whose host must find the memory first, a GB can take seconds. After that time the rest
-    of the file gets small pages. ``_allocate`` allocates small pages afterwards, and the kernel zeroes each of them at
-    its first write. A file that does not fit gets no huge pages, because ``_allocate`` refuses it, and its pages would
-    use up the free space before that."""
+    checked: in a virtual machine whose host must find the memory first, a GB can take seconds. What has no huge pages
+    after ``_HUGE_SECONDS`` gets small pages from ``_allocate``. The kernel zeroes each small page at its first write. A
+    file that does not fit gets no huge pages: they would use up the free space before ``_allocate`` refuses the
+    file."""
     try:
         space = os.fstatvfs(fd)
     except OSError:
@@ -303,7 +303,7 @@ def _allocate_huge_pages(fd: int, nbytes: int) -> int:
 
 
 def _free(fd: int) -> str:
-    """Return the end of a sentence that states the free space without this file."""
+    """Return the end of a sentence that states the free space. What this file has allocated counts as free."""
     try:
         space, allocated = os.fstatvfs(fd), os.fstat(fd).st_blocks * 512
     except OSError:

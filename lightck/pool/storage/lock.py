@@ -9,8 +9,8 @@ a forked child closes the descriptor at its start, and a process that finds only
 A killed process keeps its locks until its last thread has ended, which can take long on a busy machine. A new process
 waits for a dying holder (``dying_holder``). A holder that is not dying makes the new process raise at once.
 
-A pool on a device has no lock file: the device is locked, by an OFD lock only. A record lock would be dropped when a
-reader in the same process closes the device, and the folder of the device belongs to another user.
+A pool on a device has no lock file, because the folder of the device belongs to another user. The device itself is
+locked, by an OFD lock only: a record lock would be dropped when a reader in the same process closes the device.
 
 Cleaners of temporary files may delete the lock file, and a lock on a deleted file keeps no process out. Therefore
 ``refuse_if_lost`` checks the file before each checkpoint.
@@ -45,8 +45,8 @@ from lightck.pool.storage.failures import TRANSIENT_ERRNOS, as_io_error, io_erro
 log = logging.getLogger("lightck")
 _held: dict[tuple[int, int], str] = {}
 """(device, inode) of each file that this process has locked -> path of the pool."""
-# Guards ``_held`` and ``_descriptors``. Re-entrant: a garbage collection on the thread that holds it may end a session,
-# which then releases its ``PoolLock``.
+# Guards ``_held`` and ``_descriptors``. Re-entrant: a garbage collection on the thread that holds this guard may end a
+# session, which then releases its ``PoolLock``.
 _guard = threading.RLock()
 _descriptors: set[int] = set()
 """Descriptors of the locks that this process holds. A forked child closes them."""
@@ -57,7 +57,8 @@ worker of a killed training has not closed its descriptor yet."""
 _PAUSE_SECONDS = 0.005
 """Pause between two attempts."""
 _CHECK_LASTS = 0.002
-"""Seconds for which a full check is valid for small writes. Another training takes longer to open a pool."""
+"""Seconds after a full check in which a check ``by_file`` does nothing (``PoolLock.refuse_if_lost``). Another training
+needs more time than this to open a pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def holder_of(pool_path: str) -> Holder | None:
     with _guard:
         try:
             st = os.stat(path, follow_symlinks=False)
-            if (st.st_dev, st.st_ino) in _held:  # to open and close the file would drop the record lock
+            if (st.st_dev, st.st_ino) in _held:  # opening and closing the file would drop the record lock
                 return Holder(os.getpid(), _command_of(os.getpid()))
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
@@ -132,8 +133,8 @@ def _holder(fd: int) -> Holder | None:
 
 
 def _ofd_holder(st: os.stat_result) -> int | None:
-    """Return the pid of the holder of an OFD lock, for which the kernel reports no pid. It is looked for in the part of
-    procfs that this process may read; None if it is not found."""
+    """Return the pid of the holder of an OFD lock, for which the kernel reports no pid. The holder is looked for in the
+    part of procfs that this process can read; None if it is not found there."""
     file = f"{os.major(st.st_dev):02x}:{os.minor(st.st_dev):02x}:{st.st_ino} "
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -221,8 +222,8 @@ class PoolLock:
         try:
             st = os.stat(self.path, follow_symlinks=False)
         except OSError as err:
-            # If this process may hold the lock, it must not open a second descriptor, because its close would drop the
-            # lock.
+            # If this process may hold the lock, it must not open a second descriptor of the file: the close of that
+            # descriptor would drop the lock.
             if err.errno in TRANSIENT_ERRNOS:
                 raise io_error(f"The lock file {self.path!r} cannot be inspected", err.errno, err.strerror) from err
             return False
@@ -326,7 +327,8 @@ class PoolLock:
         """Check the lock before a slot is written. If the lock file was removed, create and lock a new one.
 
         Raises ``BackgroundError`` if another process may have opened the pool meanwhile. ``by_file``: check only that
-        the path still names the locked file, and not even that within ``_CHECK_LASTS`` seconds after a full check."""
+        the path still names the locked file, and check nothing within ``_CHECK_LASTS`` seconds after a full check (one
+        without ``by_file``)."""
         if by_file and time.monotonic() - self._checked_at < _CHECK_LASTS:
             return
         try:
@@ -385,7 +387,7 @@ def lock_file(path: str) -> int:
     """Lock a temporary file. Returns a descriptor that holds the lock until ``unlock_file`` or the end of the process.
     Raises ``OSError``.
 
-    If the file system has no OFD locks, the file stays unlocked; the pool's own lock protects the file too."""
+    If the file system has no OFD locks, the file stays unlocked, and only the pool's own lock protects it."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     _descriptors.add(fd)
     with contextlib.suppress(OSError):
@@ -411,8 +413,8 @@ def _close(fd: int) -> None:
 
 
 def _lock_both(fd: int) -> None:
-    """Take the record lock and the OFD lock. Raises ``OSError`` (EAGAIN if another holder has one of them), and then
-    holds neither."""
+    """Take the record lock and the OFD lock. Raises ``OSError`` (EAGAIN if another holder has one of the two locks).
+    After an error, this descriptor holds neither lock."""
     fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     try:
         _take_ofd_lock(fd, 1, 1)

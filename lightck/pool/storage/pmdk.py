@@ -61,7 +61,8 @@ class PmdkContainer(FileContainer):
 
     def _has_lost_bytes(self) -> bool:
         """Whether the file was truncated. libpmemobj must not close a truncated file, because it would access missing
-        pages. False if the size is unknown, because a pool that is not closed stays locked until the process ends."""
+        pages. False if the size is unknown: the pool is then closed, because an open one would stay locked until the
+        process ends."""
         try:
             return os.fstat(self.fd).st_size < self.file_nbytes
         except OSError:
@@ -78,8 +79,8 @@ class PmdkBackend(FileBackend):
         self._arena_nbytes = arena_nbytes
 
     def claims(self, path: str) -> bool:
-        """Whether the path is a PMDK pool, also one of another program: this backend's errors explain why lightck
-        cannot use that."""
+        """Whether the path is a PMDK pool. True also for one of another program: this backend's errors explain why
+        lightck cannot use such a pool."""
         return ask_file(path, pmdk_file.is_pmdk)
 
     def recognises(self, path: str) -> bool:

@@ -229,7 +229,7 @@ _FIXED = 4 * MIB
 _SMALL_CHUNKS = 8
 """Chunks for the root object and for other small objects of libpmemobj."""
 ARENA_NBYTES_MAX = 8 * 1024 * MIB - 16 * MIB
-"""Two of these fit into a zone of PMDK's heap (16 GiB), and no object spans two zones."""
+"""Two arenas of this length fit into a zone of PMDK's heap (16 GiB). No object can span two zones."""
 
 
 def split(nbytes: int, arena_nbytes: int) -> list[int]:

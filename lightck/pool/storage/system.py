@@ -295,9 +295,9 @@ def processors_near(node: int | None, threads: int) -> frozenset[int]:
     """Return the processors for the copy threads: those of NUMA node ``node`` that the calling thread may use.
     ``threads``: number of copy threads.
 
-    An empty set means all processors. It is returned if the node is unknown, if all processors that the thread may use
-    belong to the node, or if the node has no more of them than there are copy threads. (On so few processors the copy
-    threads would compete with a training that uses all of them.)
+    An empty set means all processors. It is returned in three cases: the node is unknown; all processors that the
+    calling thread may use belong to the node; at most ``threads`` of these processors belong to the node. (In the third
+    case the copy threads would compete with a training that uses all processors of the node.)
 
     Persistent memory belongs to one socket, and stores from another socket are several times slower. So the copy
     threads stay on the socket of the pool's memory. The node of ordinary memory is unknown before its pages are

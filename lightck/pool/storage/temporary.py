@@ -1,7 +1,7 @@
 """The temporary file in which a new pool is made, beside the path to which it is renamed once it is complete.
 
 The name of the temporary file depends only on the pool's name, so that an attach finds the file that a crash left. The
-file is locked while it has this name. A foreign file of this name is not touched, and prevents a new pool.
+file is locked until it is renamed. A foreign file of this name is not touched, and prevents a new pool.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def remove_stale(path: str) -> None:
 
 
 def _is_left(name: str) -> bool:
-    """Whether this is a regular file of this user that no process has locked. A symbolic link is none. Raises
+    """Whether this is a regular file of this user that no process has locked. False for a symbolic link. Raises
     ``PoolIOError``."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
