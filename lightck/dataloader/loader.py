@@ -257,10 +257,10 @@ class SessionLoader:
         if not self.mid_batch_reported:
             self.mid_batch_reported = True
             log.warning(
-                "lightck: loader %r: step %d ended within a batch: its position counts a batch that the next step uses "
-                "again, so a resume from it skips the rest of the batch. If the loop makes several updates on a batch, "
-                "or contains a loop over another session loader, call session.end_step() after the last update on a "
-                "batch. If the pass began in eval mode, lightck took it for an evaluation: call model.train() first",
+                "lightck: loader %r: step %d was saved although the loop still uses its batch. The checkpoint counts "
+                "that batch as used, so a resume skips the rest of it. If the loop makes several updates on a batch, "
+                "or contains a loop over another session loader, call session.end_step() after the last of them. If "
+                "the pass began in eval mode, lightck took it for an evaluation: call model.train() before it",
                 self.name,
                 step,
             )

@@ -158,9 +158,10 @@ class OwnedObjects:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "lightck: loader %r: a resume in mid-pass fetches its batches again, with state[%r] as it was before "
-                "the pass. That state has %d bytes, and at most %d are saved with each checkpoint, so the resume may "
-                "not be exact. Let its state_dict() return what determines its order, such as a seed and the epoch",
+                "lightck: loader %r: a resume in mid-pass needs the state that state[%r] had before the pass. It is "
+                "not saved, because it is too large (%d bytes, and at most %d are saved), so such a resume may not be "
+                "exact. Let the object's state_dict() return only what determines the order of the batches, such as a "
+                "seed and the epoch",
                 self._name,
                 key,
                 nbytes,

@@ -60,7 +60,8 @@ class Positions:
             self.drops_pass = True
             log.warning(
                 "lightck: loader %r begins its pass anew because of anew=True: %d batches of epoch %d are given again. "
-                "So the training does not go on as the interrupted one did, and its first update is not compared",
+                "So this training differs from the interrupted one, and lightck omits its check that the first update "
+                "after a resume is the one that followed the checkpoint",
                 name,
                 position.state.given,
                 position.epoch,

@@ -23,7 +23,7 @@ from lightck.following.update_parts import GRADIENT, KINDS, OPTIMIZER_STATE, OPT
 from lightck.pool.format.structures import NextBatch, next_key
 
 log = logging.getLogger("lightck")
-_PAGE = "`lightck docs loops`"
+_PAGE, _PAGES = "`lightck docs loops`", "`lightck docs loops` and `lightck docs own-state`"
 _PART = {
     GRADIENT: "the gradient of {}",
     OPTIONS: "an option of {} (for example its lr)",
@@ -292,9 +292,9 @@ class Comparison:
             "Torch's random state at the first training forward after the resume is not the one that followed step "
             f"{self._step}: dropout, and all else that draws random numbers, gets other numbers than in a run that was "
             "never killed. Likely causes: numbers are drawn between attach and the loop, or at the loop's top before "
-            "the first next() of a session loader (an evaluation); a DataLoader outside session.loader() begins a "
-            "pass; an evaluation loader has persistent workers. Draw before attach, and pass such loaders to "
-            f"session.loader(). {_PAGE} shows such loops, and how to make each exact"
+            "the first next() of a session loader (an evaluation, a number for the epoch); a DataLoader outside "
+            "session.loader() begins a pass; an evaluation loader has persistent workers. Draw before attach, and pass "
+            f"such loaders to session.loader(). {_PAGE} shows such loops, and how to make each exact"
         )
 
     def _other_data(self, differing: list[FirstInput], verdict: _Verdict) -> str:
@@ -336,20 +336,22 @@ class Comparison:
                 f"{begin} else that the loss depends on is in no checkpoint, or the loop changed it between the "
                 "restore and this update. Likely causes: a counter of the loop that began at 0 again (a loss weight, a "
                 "warm-up, accumulation); a second model (a target network, a teacher); a number or a tensor that a "
-                "module keeps as a plain attribute; a random generator that only the loss uses; weights that the "
+                "module keeps as a plain attribute; a random generator that only the loss uses; a batch that the loop "
+                "fetches ahead, between the model's forward and the update; weights that the "
                 "loop changes at an epoch's top, if the run was killed in mid-epoch; code of the model or the loss "
                 "that was edited between the runs. Count by session.step and loader.start, pass a second model or a "
                 "generator in state=, and make an attribute a buffer"
             )
         if verdict.parts.keys() - {GRADIENT}:
             why.append(
-                "The loop has changed options or state of the optimizer once more, for example at an epoch's top, "
-                "which runs again after a kill in mid-epoch. Change them at the epoch's end, or only where a "
-                "pass begins (if loader.start == 0)"
+                "Likely causes: the loop changed options or state of the optimizer once more, for example at an "
+                "epoch's top, which runs again after a kill in mid-epoch; or it computes an option from a counter that "
+                "began at 0 again. Change them at the epoch's end, or only where a pass begins (if loader.start == 0), "
+                "and count by session.step"
             )
         return (
             f"The first update after the resume is not the one that followed step {self._step}. What differs: "
-            f"{', '.join(what)}. {'. '.join(why)}. {_PAGE} shows such loops, and how to make each exact"
+            f"{', '.join(what)}. {'. '.join(why)}. {_PAGES} show such loops, and how to make each exact"
         )
 
     def _log_result(self, verdict: _Verdict) -> None:
@@ -367,6 +369,8 @@ class Comparison:
         if gradients:  # the gradients of other parameters may differ, so the message names those that were compared
             names = dict.fromkeys(part.name.partition("/")[2] for part in gradients)
             what.append(f"the first update's gradients, only those of {listed([repr(name) for name in names])}")
+        else:
+            what.append("gradients were not compared")
         log.info(
             "lightck: the first batch after the resume is the one that followed step %d, as a checksum of shapes, "
             "dtypes and some of its bytes shows (compared: %s)",

@@ -152,8 +152,11 @@ def _summary(trial: Trial[bool]) -> str:
     if not passive or not active:
         return "too few checkpoints were saved to compare the two"
     return (
-        "the next update came after {:.1f} ms with passive waiting ({:.1f} ms of these were spent on the wait for the "
-        "copy), and after {:.1f} ms with active waiting ({:.1f} ms)".format(*passive, *active)
+        "the median time from a checkpoint to the next update was {:.1f} ms with passive waiting ({:.1f} ms of it "
+        "spent "
+        "on the wait for the copy), and {:.1f} ms with active waiting ({:.1f} ms of it spent on that wait)".format(
+            *passive, *active
+        )
     )
 
 

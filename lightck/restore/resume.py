@@ -166,10 +166,9 @@ def warn_differences(contents: Contents) -> None:
         )
     if contents.event == Event.FORWARD.value:
         log.info(
-            "lightck: this checkpoint was closed by the model's next forward, because no session.loader() fetched a "
-            "batch before it. Without session.loader() a checkpoint holds no position in the data, so your loop must "
-            "find the right batch itself; lightck checks that at the first update. To resume in mid-epoch, iterate "
-            "over session.loader(loader)"
+            "lightck: this checkpoint holds no position in the data, because no session.loader() gave a batch after "
+            "its update. Your loop must find the right batch itself; lightck checks that at the first update. To "
+            "resume in mid-epoch, iterate over session.loader(loader)"
         )
 
 

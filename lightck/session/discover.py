@@ -52,6 +52,16 @@ class Found:
     persistent: tuple[DataLoader[object], ...] = ()
     """Live DataLoaders with persistent workers."""
 
+    @property
+    def passed(self) -> list[Any]:
+        """The objects that the user passed in ``state=``."""
+        return [self.state[name] for name in self.state.keys() - self.classes.keys()]
+
+    @property
+    def passed_own_objects(self) -> bool:
+        """Whether one of ``passed`` is of a class of the user, and not of torch: it may hold anything."""
+        return any(not type(one).__module__.startswith("torch.") for one in self.passed)
+
 
 def count_updating(optimizers: Sequence[Optimizer]) -> int:
     """Return how many of these optimizers make updates (see ``WrapperRole.makes_updates``)."""
@@ -175,9 +185,9 @@ def follow_late(
             "again."
         )
     log.warning(
-        "lightck: %s was made after attach, or had no parameter of this model at attach. It is followed from now "
-        "on, but a restart restores the state of the optimizer at attach, and fails if the optimizer does not exist "
-        "then. Build it before attach, over this model's parameters",
+        "lightck: %s was made after attach, or had no parameter of this model at attach. Its state is saved from now "
+        "on. But after a restart attach() restores that state, and fails if the optimizer does not exist yet. Build it "
+        "before attach, over this model's parameters",
         type(optimizer).__name__,
     )
     return new

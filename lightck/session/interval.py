@@ -224,13 +224,13 @@ class Adaptive:
         if share > (1 - _LEFT_MIN) * self.auto.budget:
             self._is_warned = True
             log.warning(
-                "lightck: lightck's hooks alone, which torch calls at every step, take %.1f %% (%.0f us) of a step "
-                "that saves nothing. Checkpoints get at least a quarter of the budget in addition. So the two together "
-                'exceed the budget of interval="auto", %g %%. Make steps longer (a larger batch), or pass a larger '
-                "budget: interval=lightck.Auto(budget=%.2f)",
+                'lightck: the budget of interval="auto" cannot be kept: it is %g %%, and lightck\'s hooks alone, which '
+                "torch calls at every step, take %.1f %% (%.0f us) of a step that saves nothing. At least a quarter of "
+                "the budget is kept for checkpoints. Make steps longer (a larger batch), or pass a larger budget: "
+                "interval=lightck.Auto(budget=%.2f)",
+                100 * self.auto.budget,
                 100 * share,
                 1e6 * fixed,
-                100 * self.auto.budget,
                 math.ceil(200 * share) / 100,
             )
 

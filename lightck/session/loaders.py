@@ -56,6 +56,7 @@ class LoaderEvents(LoaderHost):
         if not self._session_lock.is_live or self._steps.commits.paused or (loader.in_eval and not loader.is_training):
             return
         self._steps.flush_moment.batch_given()
+        self._steps.fetched_ahead.batch_given(loader)
         self._steps.continuation.batch_given(loader.name, pass_, batch, checksum, read)
 
     def loader_pass_ended(self, loader: SessionLoader) -> None:

@@ -155,8 +155,8 @@ class LoopTopCheck:
         if changed:
             assert self._point is not None
             log.warning(
-                "lightck: %s changed before %s, for the first update and again for the second. If the loop makes this "
-                "change at its top, a resume makes it twice, because checkpoints of this loop close after the change. "
+                "lightck: the loop changed %s before %s, in each of its first two iterations. A checkpoint of this "
+                "loop closes only after that change and holds it already, so a resume makes the change a second time. "
                 "(That does no harm if the new value depends on the step alone.) %s",
                 listed(changed),
                 _WHERE[self._point],

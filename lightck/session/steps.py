@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from lightck.dataloader.fetched_ahead import FetchedAheadCheck
 from lightck.dataloader.positions import Positions
 from lightck.events import Event, SessionLock, StepEvents, StepListener
 from lightck.following.comparison import Comparison, Continuation, Recorder
@@ -83,6 +84,7 @@ class Steps(StepListener):
             capture, None if resumed is None else (resumed.event, resumed.step)
         )
         self._optimizers_were_passed = found.optimizers_were_passed
+        self.fetched_ahead = FetchedAheadCheck(may_keep_batch=found.passed_own_objects)
         self.flush_moment = FlushMoment(capture, is_fresh_start=resumed is None)
         self.step_thread: int | None = None
         """Id of the thread on which the optimizer steps; None before its first step."""
@@ -156,6 +158,7 @@ class Steps(StepListener):
             self.boundary.updated(index)
             self.watch.updated()
             self.flush_moment.updated()
+            self.fetched_ahead.updated()
             if self.loop_top is not None:
                 self.loop_top.updated(self.boundary)
             self._scalers.stepped()
@@ -194,6 +197,7 @@ class Steps(StepListener):
         self.continuation.before_update(None)
         self.boundary.updated(BY_HAND)
         self.flush_moment.updated()
+        self.fetched_ahead.updated()
         self.capture.positions.updated()
         self.capture.devices.add_update_streams()
         self.handle(Event.END_STEP)
@@ -233,6 +237,7 @@ class Steps(StepListener):
         with self.meter.stall("forward begins"):
             self.watch.training_forward()
             self.flush_moment.forward()
+            self.fetched_ahead.forward()
             self._check_loop_top(Event.FORWARD)
             if self.commits.failure is None:
                 # Not FORWARD: with several optimizers no forward closes a checkpoint, but the next pre-step hook does.
@@ -348,6 +353,5 @@ def _continuation_of(
     if resumed is not None:
         step, is_same = resumed.step, resumed.same_conditions
         comparison = Comparison(step, resumed.recorded, is_strict=strict_data, same_bits=is_same, parts=parts)
-    has_own_objects = bool(found.state.keys() - found.classes.keys())  # the user passed objects in state=
-    loop_counter = LoopCounterCheck(step, lambda: boundary.step, capture.loaders, may_keep_count=has_own_objects)
+    loop_counter = LoopCounterCheck(step, lambda: boundary.step, capture.loaders, may_keep_count=bool(found.passed))
     return Continuation(Recorder(pipeline.store_next_batch, parts), comparison, loop_counter)

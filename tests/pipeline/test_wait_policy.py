@@ -93,8 +93,8 @@ def test_three_starved_checkpoints_of_five_begin_a_trial_and_what_is_better_stay
         assert training.checkpoints(31, STARVED) == TRIAL
         assert training.checkpoints(1, STARVED) == PASSIVE
     assert (
-        "wait passively while checkpoints are copied: the next update came after 600.0 ms with passive waiting (1.0"
-        in caplog.text
+        "wait passively while checkpoints are copied: the median time from a checkpoint to the next update was "
+        "600.0 ms with passive waiting (1.0" in caplog.text
     )
     training.turns.clear()
     assert training.checkpoints(500, FED) == PASSIVE

@@ -213,8 +213,8 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
     regions = [d.region for d in devices if d.region is not None]
     if dax.map_sync and system.write_back() is not None and all(region.provider in _REAL for region in regions):
         granted = (
-            "the kernel granted a MAP_SYNC mapping: where a page lies is durable in the file system before the first "
-            "write to that page"
+            "the kernel granted a MAP_SYNC mapping: the file system makes the location of a page durable before the "
+            "first write to that page"
         )
         return _persistent_memory(f"{name}, DAX", (f"{seen}, mounted with DAX", granted), regions, system)
     durable = _disk(name, seen, *_why_not_mapped(dax, regions, system), "each commit waits for two fdatasync", _FLUSH)

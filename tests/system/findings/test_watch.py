@@ -290,7 +290,7 @@ def test_first_run_names_what_the_loop_moves_at_its_top(pool, caplog):
         asked = counter.asked
         (said,) = warnings(caplog)
         assert re.search(
-            r"state\['n'\] changed before .*forward, for the first update and again for the second\. .*end_step\(\)",
+            r"the loop changed state\['n'\] before .*forward, in each of its first two iterations\. .*end_step\(\)",
             said,
         )
         at_top(model, optimizer, counter, 5)
