@@ -45,7 +45,6 @@ ROOMS = {
     "strategy": {"state", "pipeline.plan", "pipeline.write_table"},  # the words in which it says what is written
     "session": LOW | {"dataloader", "following", "hooks", "pipeline", "profiler", "restore", "strategy", "tiers"},
     "": BASE | {"export", "hooks", "pipeline", "pool", "restore", "session", "strategy", "tiers"},
-    "ranks": {"errors"},
     "demo": BASE | {""},
     "cli": LOW | {"", "demo", "export", "profiler", "restore"},
     "__main__": {"cli"},
