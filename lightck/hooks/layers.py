@@ -182,7 +182,7 @@ class PartialUpdate:
                 "that optimizer.)"
             )
 
-    def call_in_backward(self, work: Callable[[], None]) -> bool:
+    def call_and_defer_error(self, work: Callable[[], None]) -> bool:
         """Call ``work`` inside a backward pass, and return whether it succeeded. If ``work`` raises
         ``StateChangedError``, keep the error for ``raise_deferred``, because an error that is raised here would end the
         backward pass before all gradients are computed."""
@@ -194,7 +194,7 @@ class PartialUpdate:
         return True
 
     def raise_deferred(self) -> None:
-        """Raise the error that ``call_in_backward`` kept, if there is one, and forget it."""
+        """Raise the error that ``call_and_defer_error`` kept, if there is one, and forget it."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -127,7 +127,7 @@ class Pipeline:
         returns."""
         self._collect_ended()
         self._newest = None
-        self.guard.copied_at_boundary.update(closed_step.copied_at_boundary)
+        self.guard.copied_at_boundary.update(closed_step.written_outside_step)
         if not self.decisions.may_commit(closed_step):
             self.eager.drop()
             return
