@@ -167,7 +167,8 @@ class SavedWatch:
             f"{self._twin_class} made {self._n_steps_by_last_elsewhere} updates of another model, whose parameters "
             "have the same shapes as those of this session's model. This session's model was neither called nor "
             f"updated {since}. The updates of the other model are not saved. If the model was built again (a notebook "
-            "cell that was run again), the session still saves the old one: close this session and attach to the new model"
+            "cell that was run again), the session still saves the old one: close this session and attach to the new "
+            "model"
         )
 
     def problem(self) -> str | None:
