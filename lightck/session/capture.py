@@ -351,7 +351,7 @@ class Capture:
             "classes": {name: class_name_of(obj) for name, obj in self.objects.items()},
             "extra": self._extra_state(event, before, lives),
             "loaders": self.positions.values(),
-            "persistent_started": self.persistent.have_started(),
+            "persistent_started": self.persistent.have_started_now(),
             "done": self.is_done,
             "at_once": sorted(copied_at_boundary),
             "elastic": sorted(self.resizable),

@@ -70,7 +70,7 @@ class Steps(StepListener):
         done_at = None
         if resumed is not None:
             capture.positions = Positions(capture.loaders, resumed.loaders)
-            capture.persistent.had_started = resumed.persistent_started
+            capture.persistent.had_started_at_checkpoint = resumed.persistent_started
             done_at = resumed.step if resumed.done else None
         start = () if resumed is None else (resumed.step, resumed.iteration, resumed.explicit)
         self.boundary = Boundary(count_updating(found.optimizers), *start)
