@@ -74,8 +74,8 @@ class EagerCopies:
     def _needs_checksums(self, name: str, nth: int | None) -> bool:
         """Whether the eager copy of this tensor is checked with checksums. ``nth``: number of parameters that were
         updated before this one in the same step (None: the tensor is no parameter)."""
-        in_turn = nth is not None and nth in (0, self._turn % max(self._n_params, 1))
-        return self._check or in_turn or self._n_checked.get(name, 0) < CHECKED_COPIES_MIN
+        has_turn = nth is not None and nth in (0, self._turn % max(self._n_params, 1))
+        return self._check or has_turn or self._n_checked.get(name, 0) < CHECKED_COPIES_MIN
 
     @property
     def reservation(self) -> Reservation | None:
