@@ -76,8 +76,8 @@ def checksum_of(batch: object, read: TensorReads | None = None) -> int | None:
 
 
 def differ(was: int, now: int) -> bool:
-    """Whether two checksums show that their batches differ. False if only one of the two checksums covers its whole
-    batch (because the batch was on a device in one of the runs)."""
+    """Whether two checksums show that their batches differ. Always False if one of the two covers its whole batch and
+    the other does not (the batch was on a device in one of the runs)."""
     return was != now and not (was ^ now) & _PARTIAL
 
 
@@ -159,8 +159,8 @@ def _tensor_checksum(item: torch.Tensor, words: int) -> bytes | None:
 
 
 def _thinned(item: torch.Tensor) -> torch.Tensor:
-    """Return single elements of a tensor, some kilobytes together, because a tensor that is not contiguous is never
-    copied whole."""
+    """Return some elements of the tensor, ``_CHECKED_BYTES`` in all, or the tensor itself if it is smaller. (The caller
+    copies the result, and a copy of a large tensor would take too long.)"""
     if item.nbytes <= _CHECKED_BYTES:
         return item
     at = _coordinates(tuple(item.shape), max(_CHECKED_BYTES // item.itemsize, 1))
@@ -178,13 +178,13 @@ def _storage_checksum(item: torch.Tensor, words: int) -> bytes | None:
 
 
 def _spread_crc(data: bytes | npt.NDArray[np.uint8], nbytes: int) -> bytes:
-    """Return the checksum of all bytes if the data have at most ``_CHECKED_BYTES``; otherwise of single words and the
-    last word."""
+    """Return the checksum of all bytes if the data have at most ``_CHECKED_BYTES``. Otherwise return the checksum of
+    single words, followed by the last word itself."""
     return _memory_crc(ffi.from_buffer(data), nbytes, _MANY_WORDS)
 
 
 def _memory_crc(data: CData, nbytes: int, words: int) -> bytes:
-    """As `_spread_crc`, for bytes in memory. ``words``: number of single words that are read of longer data."""
+    """Do what `_spread_crc` does, for bytes in memory. ``words``: how many single words of longer data are read."""
     if nbytes <= _CHECKED_BYTES:
         return lib.lck_crc32c(data, nbytes).to_bytes(4, "little")
     crc = lib.lck_crc32c_words(data, _word_offsets(nbytes // _WORD, words), words)

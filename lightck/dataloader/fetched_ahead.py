@@ -29,7 +29,7 @@ class FetchedAheadCheck:
     """The check of one session. Its methods run at every step."""
 
     def __init__(self, *, may_keep_batch: bool) -> None:
-        """``may_keep_batch``: whether the user passed objects in ``state=``, which may hold the waiting batch. Then
+        """``may_keep_batch``: whether an object that the user passed in ``state=`` might hold the waiting batch. If so,
         nothing is checked."""
         self._is_over = may_keep_batch
         self._has_fetched = False
@@ -37,10 +37,10 @@ class FetchedAheadCheck:
         self._has_forward_before_fetch = False
         """Whether a training forward ran since the last update, before any batch was fetched."""
         self._ahead: SessionLoader | None = None
-        """The loader that gave a batch after that forward; None again after a further forward, which may use the
-        batch."""
+        """The loader that gave a batch after such a forward. It is set to None at the next forward, which perhaps uses
+        the batch."""
         self._n_in_a_row = 0
-        """Number of the last updates, in a row, that came between such a batch and the next forward."""
+        """For how many updates in a row ``_ahead`` was set when the update was made."""
 
     def forward(self) -> None:
         """A training forward of the root module begins."""

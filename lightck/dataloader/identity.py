@@ -106,9 +106,9 @@ def _options_of(loader: DataLoader[object]) -> Identity:
 
 
 TAKEN_BEFORE = "batches taken before the pass"
-"""A property of the identity. It is set if the loop left an iterator that has only one pass, and iterates over the same
-iterator again. Its value is the number of batches that the iterator gave before the present pass. A new process cannot
-continue such a pass, because the iterator in a new process begins at the first batch."""
+"""A property of the identity, set if the loop iterates once more over an iterator that has only one pass. Its value is
+the number of batches that the iterator gave before the present pass. A new process cannot continue this pass, because
+the iterator begins at the first batch there."""
 
 
 def has_one_pass(loader: object) -> bool:
@@ -119,8 +119,8 @@ def has_one_pass(loader: object) -> bool:
 
 
 def drift_of(position: Position, kind: str, n_generators: int, identity: Identity) -> Drift:
-    """Return the properties in which a loader differs from the saved one, except the length, which is compared when the
-    pass is continued. ``kind``: "plain" or "stateful". ``n_generators``: number of random generators that the
+    """Return the properties in which a loader differs from the saved one. The length is left out: it is compared when
+    the pass is continued. ``kind``: "plain" or "stateful". ``n_generators``: number of random generators that the
     loader owns. ``identity``: the result of ``identity_of`` for this loader."""
     then = position.identity
     # Version 1 saved fewer properties of a wrapper: only those that were saved are compared.
@@ -196,8 +196,8 @@ DRAWS_IN_ITEMS = (
     "item, or begins a pass where the last one ended, the batches of a pass cannot be fetched again exactly. Then use "
     "num_workers >= 1, give the dataset a generator of its own, or use torchdata's StatefulDataLoader"
 )
-"""Before the first pass it is unknown whether the dataset does this. So the risk is only logged, and a resume compares
-the batches."""
+"""Why a replay of such a loader may not be exact. Before the first pass it is unknown whether the dataset draws in this
+way. So the risk is only logged, and a resume compares the batches."""
 
 
 def replay_risk(loader: object) -> str | None:

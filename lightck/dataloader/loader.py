@@ -84,7 +84,7 @@ class SessionLoader:
     _has_trained = False
     """Whether a pass that has ended in this process was a pass of the training loop."""
     _taken = 0
-    """Number of batches given in earlier passes, those of the restored pass before the resume included."""
+    """Number of batches given in earlier passes. It includes those that an earlier run got from the restored pass."""
     _end_tick = 0
     """The `tick` at which the last pass ended."""
     _watch: SamplerWatch | None = None
@@ -124,7 +124,7 @@ class SessionLoader:
         self._host = host
         self.name = name
         self._stateful = is_stateful(dl)
-        self._is_accelerated_stateful = is_accelerated_stateful(dl)  # then it is replayed, from its state before a pass
+        self._is_accelerated_stateful = is_accelerated_stateful(dl)  # resume: load its state before the pass, replay
         self._skips = skips
         self._owned = OwnedObjects(dl, name, {} if self._stateful else objects or {}, restored is not None)
         self._generators = OwnGenerators(dl)
@@ -217,10 +217,8 @@ class SessionLoader:
         return self._begin(position)
 
     def position(self) -> dict[str, object]:
-        """Return everything that a checkpoint saves about this loader: plain data for ``values.pack``.
-
-        Pack the result before the next batch is fetched: it may contain objects that a stateful loader changes later.
-        """
+        """Return everything that a checkpoint saves about this loader: plain data for ``values.pack``. Pack the result
+        before the next batch is fetched, because a stateful loader may change objects in it."""
         self._drop_used_position()
         if self._pending is not None:
             return self._pending.to_value()
@@ -311,9 +309,10 @@ class SessionLoader:
             self._ends_at_once = True
 
     def _drop_used_position(self) -> None:
-        """Drop the restored position once the loop has left a pass that is no preview, or has made an update in the
-        present pass. If the saved pass had no updates, any update and any evaluation drop the position as well; and an
-        update before the loop has begun a pass ends the saved pass, because the loop does not continue it."""
+        """Drop the restored position if it is used up: the loop has left a pass that was no preview, or has made an
+        update in the pass it is in. If the saved pass had no updates, less is enough: an update anywhere, or an
+        evaluation over this loader. If such an update comes before any pass over this loader has begun in this
+        process, the position stays, but the saved pass counts as finished: the loop does not continue it."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
@@ -356,7 +355,7 @@ class SessionLoader:
 
     def put_back(self) -> None:
         """Return to the restored position if a pass was left since the restore. Called if a ``next()`` closed the
-        restored checkpoint: its position includes the passes before that ``next()``, which were just made again."""
+        restored checkpoint. Its position counts the passes before that ``next()``, and this run has made them again."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_at_start:
             return
@@ -410,7 +409,7 @@ class SessionLoader:
             with self._generators.preserved():
                 self._load(position.state.inner)
                 if self._dataloader is not None:
-                    # Here torchdata repeats the finished pass, and draws. ``preserved`` undoes these draws.
+                    # This iter() goes through the end of the finished pass again, and draws. ``preserved`` undoes it.
                     iter(self._dataloader)
         elif self._persistent and self._worker_rng is not None and self._dataloader is not None:
             with self._generators.preserved():
@@ -473,7 +472,8 @@ class SessionLoader:
         return iterate_after_skip(self.loader, count, set_last_rng)
 
     def _was_replayed(self) -> bool:
-        """Whether a preview replayed this one-pass iterator. Raises ``DriftError`` if batches were taken from it."""
+        """Whether an earlier preview replayed this one-pass iterator, so that it stands at the restored place. Raises
+        ``DriftError`` if further batches were taken from it since."""
         if self._has_one_pass and self._taken:
             raise DriftError(
                 f"loader {self.name!r} cannot go on in mid-pass: it is an iterator, which has only one pass, and "
@@ -482,7 +482,7 @@ class SessionLoader:
         return self._has_one_pass and self.is_begun
 
     def _start_workers(self, position: Position) -> bool:
-        """Start persistent workers with their first pass's seed. Return whether the restored pass is a later one."""
+        """Start persistent workers with the seed of their first pass. Return whether the restored pass came later."""
         if self._stateful or not self._persistent or position.worker_rng is None:
             return False
         if any(same_rng(position.worker_rng, one) for one in (position.state.at_iter, position.state.at_first)):

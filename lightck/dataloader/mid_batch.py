@@ -6,8 +6,8 @@ batch in eval mode, in which ``next()`` closes nothing. The second sign: no load
 boundaries, so both boundaries lie within one batch. The second sign counts only when it was seen on two batches,
 because a loop may train on batches from elsewhere after the last batch of a loader.
 
-If some loaders fetch between two boundaries and another one does not, the other one may be a loader that gives a batch
-only now and then. Such a loop is correct, unless whole passes of one loader run inside a batch of the other.
+If some loaders fetch between two boundaries and another loader does not, perhaps this loader gives a batch only now and
+then. The loop is then correct, unless whole passes of one loader run inside a batch of another.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class MidBatch:
             each.training_fetch_tick = now
 
     def holds_batch(self, step: int) -> bool:
-        """Whether the loop still holds the batch of the last update. A forward now may be for logging only, so it is no
-        boundary, and the checkpoint closes at the following ``next()``. If another update comes before that ``next()``,
-        the checkpoint closes at the pre-step hook of this update, with a warning. From then on this method returns
-        False, so forwards are boundaries again."""
+        """Whether the loop still holds the batch of the last update. If so, a forward may be for logging only: it is no
+        boundary, and the checkpoint closes at the next ``next()``. If another update comes before that ``next()``, the
+        checkpoint closes at the pre-step hook of that update, with a warning. From then on this method returns False,
+        so forwards are boundaries again."""
         return any(
             _is_mid_batch(loader.current_pass, step) and not loader.mid_batch_reported for loader in self._loaders
         )

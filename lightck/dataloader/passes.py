@@ -91,9 +91,9 @@ class Pass:
         eval mode now.
 
         While the loop keeps the iterator of an evaluation, updates on batches of another loader count as made in that
-        evaluation. So the pass is an evaluation if the model was in eval mode at the pass's last fetch, and some
-        loader fetched in training mode after that fetch (at ``training_fetch_tick``). A pass without a fetch counts as
-        an evaluation unless it was restored."""
+        evaluation. So the pass is an evaluation if its last fetch was in eval mode and before ``training_fetch_tick``,
+        the last fetch of any loader in training mode. A pass without a fetch in this process counts as an evaluation
+        unless it was restored."""
         if self.fetched_tick:
             is_evaluation = self.in_eval and training_fetch_tick > self.fetched_tick
         else:
@@ -152,8 +152,9 @@ class LoaderHost(Protocol):
         checksum."""
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """Return the restored checkpoint's random state for each pass until one of them turns out not to be a preview.
-        Return None for later passes, after an update, and if nothing was restored."""
+        """Return the restored checkpoint's random state. It is for the first pass that is no preview, so it is returned
+        for each pass until such a pass was seen. Return None for later passes, after an update, and if nothing was
+        restored."""
 
     @property
     def updates(self) -> int:

@@ -33,14 +33,14 @@ class PersistentLoaders:
     def __init__(self, loaders: Sequence[SessionLoader], objects: Mapping[str, object]) -> None:
         self._loaders, self._objects = loaders, objects
         self._found: list[weakref.ref[DataLoader[object]]] = []
-        self.had_started = False
-        """Whether workers had started in the earlier run when the restored checkpoint was closed."""
+        self.had_started_at_checkpoint = False
+        """What ``have_started_now`` returned in the earlier run when the restored checkpoint was closed."""
 
     def follow(self, found: Iterable[DataLoader[object]]) -> None:
         """Set the DataLoaders. They are not kept alive."""
         self._found = [weakref.ref(loader) for loader in found]
 
-    def have_started(self) -> bool:
+    def have_started_now(self) -> bool:
         """Whether the workers of a DataLoader that no session loader wraps have started."""
         if not self._found:
             return False
@@ -49,7 +49,7 @@ class PersistentLoaders:
     def before_first_update(self) -> None:
         """Warn, after a resume, about loaders that drew in the earlier run before the checkpoint and will draw
         again."""
-        if not self.had_started:
+        if not self.had_started_at_checkpoint:
             return
         for loader in self._outside():
             log.warning(

@@ -78,7 +78,7 @@ class PassState:
     Random states: ``at_iter``, from which ``iter()`` drew the pass's order and the workers' seeds; ``at_first``, from
     which the first batch was fetched (a loop may draw between ``iter()`` and this fetch); ``last``, before the
     ``next()`` that gave the last batch (None if a worker fetched it); ``before_last``, before the ``next()`` that gave
-    the last batch but one, for a loader that fetches one batch ahead of those that it gives. ``given``: number of
+    the last batch but one (only for a loader that is one batch ahead). ``given``: number of
     batches given. ``checksum``: checksum of the last batch given (saved as "content"; older pools have another checksum
     as "checksum", which is not compared). ``inner``: the own state of a stateful loader; for a loader of Accelerate,
     its state before the pass. ``pass_number``: the number of the pass that Accelerate's loader gives to samplers.
@@ -222,14 +222,15 @@ class Position:
         return self.state.at_first if index == 0 else None
 
     def before_its_pass(self) -> Position:
-        """Return the position at the beginning of the saved pass, which is not counted as finished."""
+        """Return the position at the beginning of the saved pass, so that this pass is not counted as finished."""
         if not self.in_pass:
             return self
         state = replace(self.between_passes().state, inner=None if self.kind == "stateful" else self.state.inner)
         return replace(self.between_passes(), epoch=self.epoch, state=state)
 
     def with_last_only(self) -> Position:
-        """Return a position with only the last batch: the sampler has skipped the batches before it."""
+        """Return a position whose pass has given only the last batch, for a sampler that skipped the batches before
+        it."""
         given, raised = self.state.given, self.state.raised
         after_last = {1: raised[given]} if given in raised else {}
         return replace(

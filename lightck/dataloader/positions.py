@@ -50,7 +50,7 @@ class Positions:
         """Whether no update was made since ``_ended_loader``'s pass ended."""
 
     def restored_for(self, name: str, anew: bool) -> dict[str, object] | None:
-        """Return the restored position for this name, or None. ``anew``: return the position at the
+        """Return the restored position for this name (None: there is none). ``anew``: return the position at the
         beginning of the saved pass instead."""
         value = self._untaken.get(name)
         if value is None or not anew:
@@ -164,9 +164,9 @@ class ReusedBatches:
             self._first = None if tensor is None else weakref.ref(tensor)
 
     def is_held(self, *, certain: bool) -> bool:
-        """Whether the loop still holds the first batch of the last pass. ``certain``: return False in two
-        uncertain cases: the batch cannot be tracked; or it is the only batch of the pass, so that the loop's variable
-        may still hold it without using it again."""
+        """Whether the loop still holds the first batch of the last pass. ``certain``: return False if that is
+        uncertain, which it is in two cases: the batch cannot be tracked; or it is the only batch of the pass, so that
+        the loop's variable perhaps holds it without using it again."""
         if not self._fetched:
             return False
         if self._first is None:

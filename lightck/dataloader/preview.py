@@ -66,7 +66,7 @@ class Previews:
         self.expected, self.in_loop = position.previews, position.previews_in_loop
 
     def with_pass(self, pass_: Pass | None) -> tuple[int, bool]:
-        """Return the values that ``taken`` and ``in_loop`` will have when this pass is over."""
+        """Return what ``taken`` and ``in_loop`` will be when ``pass_`` has been counted (see ``left``)."""
         if pass_ is None or not pass_.was_left_without_update or pass_.evaluates:
             return self.taken, self.in_loop
         is_before = pass_.left_at == self.start
@@ -85,10 +85,9 @@ class Previews:
             return True
         if self.taken >= self.expected:
             return False
-        # A loop that made updates in the saved pass makes another update before it leaves that pass, so a pass that was
-        # left without an update was a preview. If the saved pass had no updates, or no pass was under way, perhaps the
-        # loop itself has left this pass: after an evaluation, or because it looks at a batch in each epoch. Such a pass
-        # belongs to the loop, so it is not counted as a preview here. Any other pass was a preview.
+        # If the saved pass had updates, ``pass_`` was a preview: a loop that continues the saved pass makes another
+        # update before it leaves it. Otherwise the loop itself may have left ``pass_``, if ``pass_`` is an evaluation,
+        # or if the loop looks at a batch in each epoch. Without one of these signs ``pass_`` was a preview.
         return (position.in_pass and position.trained) or not (pass_.evaluates or self.in_loop)
 
 
@@ -100,8 +99,7 @@ class RestoredRng:
         self._taken: tuple[weakref.ref[SessionLoader], Pass] | None = None
 
     def take(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """Return the state for the first pass for which this is called, and for a later pass if all passes before were
-        previews. Return None for any other pass."""
+        """Return the state if all passes for which this was called before were previews. Otherwise return None."""
         if self._taken is not None:
             before = self._taken[0]()
             if before is None or not before.is_preview(self._taken[1]):

@@ -1,10 +1,10 @@
 """Replay of the batches that a pass gave before it was saved: they are fetched again and dropped.
 
 A loader may fetch more batches than it has given. A loader that is one batch ahead (Accelerate's, timm's prefetcher)
-fetches two batches at its first ``next()`` and one at each later ``next()``; the loop draws in between. So the replay
-restores two saved random states, one before each of the last two ``next()``. The first of these two calls fetches
-the last batch that was given, and the second one fetches the batch that waits in the loader. A loader that
-fetches two batches ahead gives another last batch, and the checksum detects it.
+fetches two batches at its first ``next()`` and one at each later ``next()``. The loop draws between these calls, so the
+replay restores the random states that were saved before the last two of them. The last call but one fetches the last
+batch that was given, and the last call fetches the batch that waits in the loader. A loader that fetches two batches
+ahead gives another last batch in the replay, and the checksum detects that.
 
 ``session.loader(dl, replay="skip")`` draws the batches given before from the sampler only, fetches just the last one,
 and compares it. The skipped fetches then draw no random numbers from a dataset's own generator or from a global
@@ -41,8 +41,8 @@ def replay(
     report: ReplayReport,
 ) -> object:
     """Fetch the batches given before, drop all but the last one, and return the last one. This also advances each
-    worker's random stream and the prefetching. Fetches that raised an error, which the loop ignored, are repeated as
-    well. If such a fetch gives a batch now, ``report`` warns. ``inner``: the iterator of the new pass. ``restore``:
+    worker's random stream and the prefetching. A fetch whose error the loop had ignored is repeated as well; if it
+    gives a batch now, ``report`` warns. ``inner``: the iterator of the new pass. ``restore``:
     sets the random states. Raises ``PassTooShort``."""
     batch = None
     if position.state.at_first is not None:

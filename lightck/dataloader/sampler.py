@@ -1,5 +1,5 @@
-"""Whether a sampler draws from torch's global generator at ``next()``. In a replay the loop draws nothing between two
-fetches, so such a sampler may draw other numbers than in the run before.
+"""Whether a sampler draws from torch's global generator at ``next()``. If it does, a replay may give it other numbers
+than the run before, because in a replay the loop draws nothing between two fetches.
 
 At the first ``next()`` of a pass the sampler draws the same numbers, because the random state before this ``next()``
 was saved. At a later ``next()`` it draws the same numbers only if the loop drew nothing in between. If batches are
@@ -18,7 +18,7 @@ from lightck.dataloader.wrapped_loader import is_made_by_torch
 
 _CURE = "give the sampler a torch.Generator of its own in its attribute `generator`"
 _WATCHED_BATCHES = 4
-"""How many fetches of each pass are watched if workers fetch, beginning with the first."""
+"""If workers fetch: how many fetches of each pass are watched, beginning with the first."""
 
 
 class SamplerWatch(Protocol):

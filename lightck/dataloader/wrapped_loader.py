@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 _NAMES = ("base_dataloader", "dataloader", "loader")
 """Attributes in which wrappers keep what they wrap."""
 _DEPTH_MAX = 8
-"""The largest number of objects of a chain of wrappers that are examined, the outermost one included."""
+"""How many objects of a chain of wrappers are examined at most, the outermost one included."""
 _SEQUENCE_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
@@ -33,7 +33,7 @@ def inner_dataloader(loader: object) -> DataLoader[object] | None:
 
 
 def wrapper_chain(loader: object) -> list[object]:
-    """Return the loader, the object that it wraps, and so on; the last one wraps none."""
+    """Return the loader, the object that it wraps, the object that this one wraps, and so on."""
     found = [loader]
     while len(found) < _DEPTH_MAX and not is_loader_of_torch(found[-1]):
         inner = _held_by(found[-1])
@@ -104,9 +104,9 @@ def set_pass_number(loader: Any, count: int | None) -> None:
 
 
 def reset_first_pass(dataloader: Any) -> None:
-    """Give a stateful loader a new iterator for its first pass if its first iterator, which Accelerate creates when it
-    prepares the loader, is used up. (The attribute is private to torchdata. If it no longer means this, the checksum of
-    the last batch detects it.)"""
+    """Give a stateful loader a new iterator for its first pass, if its first iterator (which Accelerate creates when it
+    prepares the loader) is used up. (An attribute that is private to torchdata shows this. Should its meaning change,
+    the checksum of the last batch detects a wrong pass.)"""
     if not getattr(dataloader, "_initial_iter_for_state_dict", True):
         dataloader.load_state_dict({})
         dataloader.state_dict()

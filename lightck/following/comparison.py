@@ -42,8 +42,9 @@ class Recorder:
         self._since_closed: FirstInputs | None = None
         """The first inputs after the last closed checkpoint; None if nothing is recorded for this checkpoint."""
         self._of_next: FirstInputs | None = None
-        """The first inputs after the next checkpoint, or None. If a training forward, or the pre-step hook after it,
-        will close this checkpoint, the inputs of the forward are collected here before the checkpoint is closed."""
+        """The first inputs after the next checkpoint, or None. A forward that will close that checkpoint (itself, or by
+        the pre-step hook after it) belongs to what follows the checkpoint, but begins before the checkpoint is closed.
+        So its inputs wait here."""
 
     def closed(self, event: Event) -> None:
         """A step was closed at this event, and its checkpoint is being saved."""
@@ -167,13 +168,13 @@ class Comparison:
         parts: UpdateParts | None = None,
     ) -> None:
         """``step``: the restored step. ``recorded``: what was recorded beside its checkpoint; None if nothing was.
-        ``is_strict``: a difference is an error, not a warning. ``same_bits``: the same operations give the same bits on
-        this machine and torch as in the interrupted run."""
+        ``is_strict``: a difference is an error, not a warning. ``same_bits``: whether an operation gives the same bits
+        as in the interrupted run, because machine and torch are the same."""
         self._step = step
         self._same_bits = same_bits
         self._parts = parts or UpdateParts(())
         self._recorded = {(each.key, each.kind): each.checksum for each in recorded or ()}
-        """(key of a name, kind) -> checksum, for what was not compared yet."""
+        """(key of a name, kind) -> recorded checksum. What was compared is removed."""
         self._is_strict = is_strict
         self._seen = FirstInputs(both_forwards=True)
         self._error: DataMismatchError | None = None
@@ -182,6 +183,7 @@ class Comparison:
         self._was_batch_requested = False
         """Whether the loop requested a batch when none was left."""
         self._has_other_data = False
+        """Whether a difference in the first inputs was found."""
         self._updated: set[int] = set()
         """Indexes of the optimizers whose first update was compared."""
 
@@ -380,5 +382,5 @@ class Comparison:
 
 
 def _data_of(inputs: Iterable[FirstInput]) -> list[FirstInput]:
-    """Return those inputs that are batches or arguments of a forward."""
+    """Return the inputs that are batches or arguments of a forward."""
     return [first for first in inputs if first.kind not in RANDOM_STATES and first.kind not in KINDS]

@@ -40,19 +40,19 @@ class FirstInputs:
     methods run at every step."""
 
     def __init__(self, *, both_forwards: bool = False) -> None:
-        """``both_forwards``: collect two forwards, the first one and the first one after a loader gave a batch (one
-        forward may be both). False: collect only the first forward, as ``FORWARD_OF_BATCH`` if a loader gave a batch
-        before it, else as ``FORWARD``."""
+        """``both_forwards``: collect the first forward as ``FORWARD``, and the first forward after a loader gave a
+        batch as ``FORWARD_OF_BATCH`` (one forward can be both). False: collect only the first forward: as
+        ``FORWARD_OF_BATCH`` if a loader gave a batch before it, else as ``FORWARD``."""
         self.inputs: list[FirstInput] = []
         self.is_updated = False
         """Whether an update was made after the point."""
         self._both_forwards = both_forwards
         self._saw_forward = self._saw_forward_of_batch = False
         self._batches: dict[str, tuple[Pass | None, int, int | None]] = {}
-        """Name of a loader -> pass, kind and checksum of its first batch. Pass None: the batch is final, and in
-        ``inputs``."""
+        """Name of a loader -> pass, kind and checksum of its first batch. The pass is None when the batch is final and
+        was added to ``inputs``."""
         self._has_new_batch = False
-        """Whether a batch is not final yet: the batch of a later pass may replace it."""
+        """Whether ``_batches`` holds a batch that is not final: the first batch of a later pass may replace it."""
         self._read: TensorReads = {}
         """Checksums of tensors of the batches. They are kept because the forward is often called with the same
         tensors."""

@@ -21,11 +21,12 @@ log = logging.getLogger("lightck")
 _FRAMES_MAX = 60
 """The largest number of frames of the call stack that are searched for the loop's variables."""
 _PASSES_MAX = 4
-"""As long as every pass has had one update, the second check is put off to the next pass. After ``_PASSES_MAX`` passes
-it is made in any case."""
+"""As long as every pass has had exactly one update, the second check is put off to the next pass (passes and updates
+then count alike). After ``_PASSES_MAX`` passes it is made in any case."""
 _REFERENCES_TO_COPIES = 3
-"""Reference count of the copies of a frame's variables if no other code holds them: one reference from the frame, one
-from a variable of this file, one from the argument of ``getrefcount``."""
+"""``frame.f_locals`` of a function is a dict with copies of the function's variables. This is the reference count of
+the dict if no other code holds it: one reference from the frame, one from a variable of this file, one from the
+argument of ``getrefcount``."""
 _Variables = dict[tuple[CodeType, str], int]
 """(function or module, name) -> value."""
 
@@ -126,7 +127,7 @@ class LoopCounterCheck:
 
 
 def _variables_of_the_loop(frame: FrameType | None) -> _Variables:
-    """Return those variables of the script, and of the functions that are running, that hold whole numbers."""
+    """Return the variables that hold whole numbers, of the script and of all functions that are running."""
     found: _Variables = {}
     for _ in range(_FRAMES_MAX):
         if frame is None:

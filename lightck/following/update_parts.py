@@ -34,7 +34,7 @@ _FLOATS = {
     torch.complex64: 4,
     torch.complex128: 8,
 }
-"""dtype -> bytes of one floating-point number, of which a complex element has two."""
+"""dtype -> bytes of one floating-point number. (A complex element consists of two.)"""
 _IMMUTABLE_TYPES = frozenset((int, float, bool, str, type(None)))
 
 
@@ -88,7 +88,8 @@ class UpdateParts:
 
 
 class _Options:
-    """The checksum of an optimizer's options, computed again if an option is mutable or another object than before."""
+    """The checksum of an optimizer's options. It is computed again if an option is another object than before, and at
+    every call if an option is mutable."""
 
     def __init__(self) -> None:
         self._values: list[object] = []

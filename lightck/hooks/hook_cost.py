@@ -31,8 +31,8 @@ class HasMeter(Protocol):
 
 
 def counted(hook: _Hook) -> _Hook:
-    """Decorate a hook that is a method: count the time that the hook runs, and the time that torch takes to call the
-    hook, as stall. The time of a ``Meter.stall`` block inside the hook is counted by that block, and not again here."""
+    """Decorate a hook that is a method: count as stall the time that the hook runs and the time that torch takes to
+    call it. If the hook contains a ``Meter.stall`` block, the block counts its own time, which is left out here."""
 
     @wraps(hook)
     def timed(self: HasMeter, *args: object, **kwargs: object) -> object:

@@ -53,7 +53,7 @@ class Hooks:
         self._stepping: dict[int, FrameType] = {}
         """Optimizer index -> the frame of torch's wrapper function around its running ``step``."""
         self._updated_frame: FrameType | None = None
-        """The frame of the ``step`` whose update was reported, while the user's post-step hooks run; else None."""
+        """While the user's post-step hooks run: the frame of the ``step`` whose update was reported. Otherwise None."""
         before_any, after_any = self._hooks_of_any_step()
         self.handles: list[own_hooks.Handle] = [
             model.register_forward_pre_hook(own_hooks.ModuleHook(self._forward_pre), with_kwargs=True),
@@ -153,9 +153,9 @@ class Hooks:
         return own_hooks.with_closure(args, kwargs, self._wrapped(closure, gate_after_first=is_of_torch))
 
     def _is_inside(self, index: int, frame: FrameType | None) -> bool:
-        """Whether this ``step`` runs inside the ``step`` of the same optimizer (a subclass whose ``step`` calls
-        ``super().step()`` has hooks around both) or of a wrapper around it. If an earlier ``step`` raised, its frame is
-        still in ``_stepping``, but not among the callers of this ``step``."""
+        """Whether this ``step`` runs inside the ``step`` of a wrapper, or inside another ``step`` of the same optimizer
+        (if a subclass calls ``super().step()``, both have hooks). If an earlier ``step`` raised, its frame is still in
+        ``_stepping``, but it is not among the callers of this ``step``."""
         outer = self._stepping.get(index)
         while outer is not None and frame is not None:
             if frame is outer:
@@ -164,8 +164,9 @@ class Hooks:
         return False
 
     def _wrapped(self, closure: own_hooks.Closure, gate_after_first: bool) -> own_hooks.Closure:
-        """Return a function that calls the user's closure. ``gate_after_first``: the gate is passed when the closure
-        has returned for the first time, because an optimizer of torch.optim updates nothing before that moment."""
+        """Return a function that calls the user's closure. ``gate_after_first``: pass the gate when the closure has
+        returned for the first time (an optimizer of torch.optim updates nothing before that). False: the caller has
+        passed the gate."""
         must_pass_gate = gate_after_first
 
         def wrapped(*args: object, **kwargs: object) -> object:

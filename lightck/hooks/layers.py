@@ -33,7 +33,7 @@ StateSnapshot = dict[object, tuple[object, int]]
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """A module's own trained parameters, and the optimizer instance that steps these parameters."""
+    """A module's own trained parameters, and the optimizer instance that steps them inside the backward pass."""
 
     name: str
     optimizer: Optimizer
@@ -41,7 +41,7 @@ class Layer:
     groups: list[Group]
     """The groups of the user's optimizer, in the order of ``optimizer.param_groups``."""
     arrived: set[int] = field(default_factory=set)
-    """ids of the parameters whose gradients are final, until the layer is updated."""
+    """ids of the parameters whose gradients are final. Emptied when the layer is updated."""
     used_options: list[Group] = field(default_factory=list)
     """The options of ``groups`` that the layer's update used; empty before this update."""
 
@@ -112,7 +112,7 @@ def _version_counter_of(value: object) -> int:
 
 def group_structure(optimizer: Optimizer) -> list[object]:
     """Return the identities of an optimizer's groups and parameters, and which parameters require gradients. Layers are
-    built anew when this result changes."""
+    built anew when the result is another one than when they were built."""
     return [(id(group), [(id(p), p.requires_grad) for p in group["params"]]) for group in optimizer.param_groups]
 
 
@@ -143,7 +143,9 @@ def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor
     counters = [p._version for p in params]
     type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]  # without the hooks around it
     silent = [p for p, before in zip(params, counters, strict=True) if p._version == before]
-    if silent:  # a fused kernel moves no version counter, so it is moved here: autograd looks at it in saved tensors
+    if silent:
+        # A fused kernel moves no version counter. By the counter autograd detects that a tensor it saved for a backward
+        # pass was overwritten, so the counter is moved here.
         torch.autograd.graph.increment_version(silent)
 
 
@@ -182,7 +184,7 @@ class PartialUpdate:
                 "that optimizer.)"
             )
 
-    def call_in_backward(self, work: Callable[[], None]) -> bool:
+    def call_and_defer_error(self, work: Callable[[], None]) -> bool:
         """Call ``work`` inside a backward pass, and return whether it succeeded. If ``work`` raises
         ``StateChangedError``, keep the error for ``raise_deferred``, because an error that is raised here would end the
         backward pass before all gradients are computed."""
@@ -194,7 +196,7 @@ class PartialUpdate:
         return True
 
     def raise_deferred(self) -> None:
-        """Raise the error that ``call_in_backward`` kept, if there is one, and forget it."""
+        """Raise the error that ``call_and_defer_error`` kept, if there is one, and forget it."""
         error, self._error = self._error, None
         if error is not None:
             raise error

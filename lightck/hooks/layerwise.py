@@ -152,8 +152,9 @@ class Layerwise:
             self._accumulating -= 1
 
     def forget(self) -> None:
-        """Continue after a ``backward()`` that raised. All layers stay as they are, updated or not, and all gradients
-        are set to None. The unfinished update counts as no step; the pool keeps the checkpoint of the step before."""
+        """Continue after a ``backward()`` that raised. Each layer stays as it is, whether it was updated or not, and
+        all gradients are set to None. The unfinished update is not counted as a step; the pool keeps the checkpoint of
+        the step before."""
         optimizer = self._optimizer()
         for layer in self._layers:
             for param in layer.params:
@@ -198,8 +199,8 @@ class Layerwise:
     # -- layers ------------------------------------------------------------------------------------------
 
     def _build(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Make one layer for each module that has trained parameters of its own in this optimizer. A tied parameter
-        belongs to the first module that has it."""
+        """Make one layer for each module that has trained parameters of its own, if this optimizer has them. A tied
+        parameter belongs to the first of its modules."""
         own_hooks.remove(self._param_handles)
         self._layers.clear()
         self._layer_of.clear()
@@ -253,8 +254,8 @@ class Layerwise:
         if not self._used:
             _refuse_many_ranks()
             _refuse_scaled(optimizer)
-            # Between these two hooks the used gradients are hidden. So the hooks of others must run before the pre hook
-            # and after the post hook.
+            # Between lightck's pre hook and its post hook the used gradients are hidden. So all other hooks must run
+            # before this pre hook or after this post hook.
             own_hooks.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
             self._updates += 1
@@ -272,11 +273,13 @@ class Layerwise:
     def _record_used(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
         """Record what the update uses, so that ``step()`` can detect later changes. A write through ``.data`` moves no
         version counter, so the bytes of some gradients are compared as well: in the first ``_FULLY_COMPARED`` updates
-        those of all layers, later those of the first layer and, in turn, of at most one other layer."""
+        the gradients of all layers, later those of the first layer and of at most one other layer, which takes its
+        turn."""
         layer.used_options = [options_of(group) for group in layer.groups]
         n_before = len(self._used)  # number of parameters that earlier layers of this update have
-        in_turn = self._updates % max(len(self._layer_of), 1)
-        is_compared = self._updates <= _FULLY_COMPARED or n_before in (0, in_turn)
+        # Number of the parameter whose turn it is: the layer that begins with this parameter is compared.
+        turn_param = self._updates % max(len(self._layer_of), 1)
+        is_compared = self._updates <= _FULLY_COMPARED or n_before in (0, turn_param)
         for p in params:
             grad = p.grad
             assert grad is not None

@@ -41,7 +41,7 @@ _Reduced = str | tuple[Any, ...]
 _hooked: Counter[type] = Counter()
 """Class -> number of ``HookFreeCopies`` in effect for modules of this class (one module may have several)."""
 _previous_reducers: dict[type, Callable[[nn.Module], _Reduced]] = {}
-"""Class -> the function that was registered with ``copyreg`` before lightck's ``_reduce``."""
+"""Class -> the function that was registered with ``copyreg`` until lightck registered ``_reduce`` in its place."""
 Closure = Callable[..., object]
 Call = tuple[tuple[object, ...], dict[str, object]]
 """Positional and keyword arguments of an optimizer's ``step``. The first positional argument is the optimizer."""

@@ -65,8 +65,8 @@ class CurrentPool:
         self.writer = writer
 
     def open(self, reader: PoolReader) -> PoolWriter:
-        """Continue in an existing pool. Return its writer, which owns ``reader`` from now on. If this method raises, it
-        has closed ``reader``."""
+        """Continue in an existing pool. Return its writer, which owns ``reader`` from now on. If no writer can be made,
+        close ``reader`` and raise the error."""
         try:
             self.writer = PoolWriter(reader, self._engine, self.durability, lock=self._lock)
         except BaseException:
@@ -76,8 +76,8 @@ class CurrentPool:
         return self.writer
 
     def request_slots(self, slots: int | None) -> None:
-        """Request ``slots`` slots besides the spare ones, at the next boundary if the pool has another number now.
-        None: keep the pool's number of slots, but at least two besides the spare ones."""
+        """If the pool does not have ``slots`` slots besides the spare ones, request a relayout at the next boundary
+        that gives it as many. None: keep the pool's number of slots, but at least two besides the spare ones."""
         wanted = slots + self.spare_slots if slots is not None else max(self.n_slots, 2 + self.spare_slots)
         if wanted != self.n_slots:
             log.info(
@@ -111,7 +111,7 @@ class CurrentPool:
             state_nbytes=state_nbytes,
             spare_nbytes=spare_nbytes,
             extras=extras,
-            may_discard=self.writer is None,
+            may_discard=self.writer is None,  # without a writer nothing at the path is needed any more
         )
         try:
             return PoolWriter(PoolReader(container, self.path), self._engine, self.durability, self.writer, self._lock)

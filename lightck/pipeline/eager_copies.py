@@ -74,18 +74,18 @@ class EagerCopies:
     def _needs_checksums(self, name: str, nth: int | None) -> bool:
         """Whether the eager copy of this tensor is checked with checksums. ``nth``: number of parameters that were
         updated before this one in the same step (None: the tensor is no parameter)."""
-        in_turn = nth is not None and nth in (0, self._turn % max(self._n_params, 1))
-        return self._check or in_turn or self._n_checked.get(name, 0) < CHECKED_COPIES_MIN
+        has_turn = nth is not None and nth in (0, self._turn % max(self._n_params, 1))
+        return self._check or has_turn or self._n_checked.get(name, 0) < CHECKED_COPIES_MIN
 
     @property
     def reservation(self) -> Reservation | None:
         return None if self._begun is None else self._begun.reservation
 
     def reusable(self, background: Sequence[Live], numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
-        """Return the record numbers of the eager copies that the checkpoint can use, and the number of eager copies
-        that it cannot use. If this number is not 0, all eager copies have ended when this returns, so that none of them
-        can overwrite the copy that replaces it. ``background``: the tensors that the checkpoint copies in the
-        background; ``numbers``: their record numbers."""
+        """Return the record numbers of the eager copies that the checkpoint can use, and how many eager copies it
+        cannot use. If it cannot use some, all eager copies have ended when this returns, so that no unusable copy can
+        overwrite the copy that replaces it. ``background``: the tensors that the checkpoint copies in the background;
+        ``numbers``: their record numbers."""
         if self._begun is None:
             return NO_RECORDS, 0
         begun = self._begun
@@ -98,9 +98,9 @@ class EagerCopies:
         return np.array([one.number for one in good], np.int64), n_unusable
 
     def _wrong(self, begun: _UpdateCopies, copies: Sequence[_Copy]) -> set[_Copy]:
-        """Return the wrong copies. Two comparisons find them: of the tensor right after its update with the tensor now
-        (a difference: the tensor was ``written``), and of the tensor now with the bytes in the slot. Only copies with
-        checksums are examined, or all copies if one tensor was written."""
+        """Return the wrong copies. Two comparisons find them: the tensor now is compared with the tensor right after
+        its update (if they differ, it was ``written``), and with the bytes in the slot. Only copies with checksums are
+        examined; but if one tensor was written, the bytes in the slot are compared for all copies."""
         self._turn += 1
         self._n_params = begun.n_params
         now: dict[_Copy, npt.NDArray[np.uint32]] = {}
@@ -171,8 +171,8 @@ class _UpdateCopies:
         return len(self._copies)
 
     def add(self, tensors: Iterable[torch.Tensor], jobs_max: int, not_eager: set[str]) -> None:
-        """Copy tensors that are updated and should not change before the checkpoint is committed or dropped.
-        ``not_eager``: names of tensors that are left out."""
+        """Copy tensors that are updated, if nothing is expected to change them before the checkpoint is committed or
+        dropped. ``not_eager``: names of tensors that are not copied."""
         for tensor in tensors:
             found = self._table.background_of(tensor)
             if found is None or found[0].name in not_eager or not self._tables.describes(*found):

@@ -76,7 +76,7 @@ class WriteGuard:
         self._device_turn = 0
         """Number of validated checkpoints; it chooses the block of a source on a device that is read."""
         self._n_watched = 0
-        """Number of checkpoints that had background copies. The first of them may come late, when a model has grown."""
+        """Number of checkpoints that had background copies. (A model that grows has the first of them late.)"""
         self._reread_nbytes = 0
         """Bytes of left-out tensors that were read for the next checkpoint."""
         self._reading_turn = RoundRobin()
@@ -85,7 +85,7 @@ class WriteGuard:
         """The newest verified generation: all bytes of its sources in host memory were read at the boundary, and the
         copies held the same bytes."""
         self.stale_after: int | None = None
-        """Stale are the checkpoints whose generation is larger than this, and that were begun before the unannounced
+        """The stale checkpoints are those with a larger generation than this that were begun before the unannounced
         write was found. None: no checkpoint is stale."""
         self._found_at = 0
         """The newest generation when the unannounced write was found."""
@@ -118,9 +118,9 @@ class WriteGuard:
             self._unannounced_write(names, self._unchanged.verified_until, writer)
 
     def _budget(self, n_before: int, spent: int = 0) -> int | None:
-        """Return how many bytes to read for the next checkpoint; None: all. ``n_before``: number of earlier checkpoints
-        for which bytes were read. ``spent``: bytes that were read for this checkpoint already. (At least one block is
-        read even if the result is 0.)"""
+        """Return how many bytes to read for the next checkpoint (None: all). ``n_before``: number of earlier
+        checkpoints for which bytes were read. ``spent``: bytes that were read for the next checkpoint already. (Even if
+        the result is 0, one block is read.)"""
         if self._check or n_before < WHOLE_CHECKPOINTS:
             return None
         return max(BUDGET_NBYTES - spent, 0)
@@ -142,7 +142,7 @@ class WriteGuard:
         return watched
 
     def begun(self, submission: Submission, writer: PoolWriter, slot: Slot) -> None:
-        """Note a checkpoint whose copies at the boundary are done and whose background copies run."""
+        """Note that a checkpoint was begun: its copies at the boundary are done, and its background copies run."""
         for live, number in submission.frozen:
             self._unchanged.note_written(live, writer.raw_crcs(slot, number))
         left_out = [live for live, _ in submission.plan.unchanged]

@@ -35,8 +35,8 @@ class InFlightCheckpoint:
     def differing_sources(self, writer: PoolWriter, turn: int, whole: bool) -> list[str]:
         """Return the names of tensors whose copies are wrong (see ``SourceWatch.differing``). Call only when the copies
         of this checkpoint are done."""
-        of_record = partial(writer.raw_crcs, self.pending.slot)
-        return self.watched.differing(self.pending.slot.image.raw, of_record, writer.superblock.block, turn, whole)
+        crcs_of_record = partial(writer.raw_crcs, self.pending.slot)
+        return self.watched.differing(self.pending.slot.image.raw, crcs_of_record, writer.superblock.block, turn, whole)
 
     def drop(self, reason: str, names: Sequence[str]) -> None:
         """Give the checkpoint up with a warning that names the tensors."""
@@ -65,8 +65,8 @@ class InFlightCheckpoint:
 
 
 def seconds_left(deadline: float | None) -> float | None:
-    """Return the seconds until ``deadline``, a time of ``time.monotonic``: 0 if it has passed, None if ``deadline`` is
-    None."""
+    """Return the seconds until ``deadline``, a time of ``time.monotonic``, or 0 if it has passed. Return None if
+    ``deadline`` is None."""
     return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 

@@ -44,8 +44,8 @@ class NonfiniteCheck(CommitDecision):
         self._turn = 0
         """Number of checks; it chooses the window of each tensor."""
         self._next_block: tuple[int, int] = (0, 0)
-        """Where the next block begins: number of the tensor (modulo the number of checked tensors), and of its first
-        value."""
+        """Where the next block begins: the number of a tensor (modulo the number of checked tensors), and the number of
+        a value in it."""
         self._refused: int | None = None
         """The step that was refused last; None if no step was refused."""
         self.reason: str | None = None

@@ -79,7 +79,7 @@ class Pipeline:
         self._in_flight: list[InFlightCheckpoint] = []
         self._tables: WriteTableCache | None = None
         self._writes_all = True
-        """Whether the last plan contained every write table that the strategy was given."""
+        """Whether the last plan used every write table as it was given, without leaving out a tensor of it."""
         self._newest: tuple[PoolWriter, Slot, int] | None = None
         """Where the newest checkpoint lies, committed or not: writer of its pool, slot, generation."""
 
@@ -90,7 +90,7 @@ class Pipeline:
 
     @property
     def on_background_thread(self) -> bool:
-        """Whether the caller runs on a background thread of this pipeline. ``close`` waits for such a thread."""
+        """Whether the caller runs on a background thread of this pipeline, for which ``close`` waits."""
         return self.staging.is_staging_thread or self.events.called_from_own_thread
 
     def adopted(
@@ -127,7 +127,7 @@ class Pipeline:
         returns."""
         self._collect_ended()
         self._newest = None
-        self.guard.copied_at_boundary.update(closed_step.copied_at_boundary)
+        self.guard.copied_at_boundary.update(closed_step.written_outside_step)
         if not self.decisions.may_commit(closed_step):
             self.eager.drop()
             return
@@ -198,8 +198,8 @@ class Pipeline:
         return checkpoint
 
     def _take_slot(self, writer: PoolWriter) -> Slot:
-        """Return the slot of the eager copies if there is one, else a free slot. If no slot is free, wait until older
-        checkpoints have ended. Raises ``LightckError`` if no slot is free after that."""
+        """Return the slot of the eager copies, or, if there are none, a free slot. If no slot is free, wait until older
+        checkpoints have ended. Raises ``LightckError`` if no slot is free even then."""
         if self.eager.reservation is not None:
             return self.eager.reservation.slot
         while True:
@@ -257,7 +257,8 @@ class Pipeline:
             self._note_committed(checkpoint)
             self._newest = self._writer, checkpoint.pending.slot, checkpoint.pending.record.generation
         except Interrupted:
-            self.pool.requested_slots = self.pool.n_slots  # the next attempt has to ask for them again
+            # This attempt has used up the request for ``n_slots`` slots. The next attempt needs it again.
+            self.pool.requested_slots = self.pool.n_slots
             raise
 
     def ensure_slots(self, needed: int) -> None:
@@ -281,7 +282,7 @@ class Pipeline:
                 self.eager.drop()
                 pool.relayout((), 0, lambda _: None)
                 self._newest = _slot_of_original(self._writer, original_generation)
-            pool.requested_slots = None  # it is fulfilled now, or it asked for fewer slots than the pin needs
+            pool.requested_slots = None  # the pool has at least as many slots now
         except BaseException:
             pool.n_slots, pool.requested_slots = before
             raise
@@ -292,7 +293,7 @@ class Pipeline:
         """Give up unvalidated checkpoints whose sources were written between the boundary and this training forward."""
         for checkpoint in self._unvalidated():
             watched = checkpoint.watched
-            if not watched.forward_seen and not self._give_up(checkpoint, self.guard.changed(checkpoint)):
+            if not watched.forward_seen and not self._give_up_if_rejected(checkpoint, self.guard.changed(checkpoint)):
                 watched.forward_seen = True
         self.poll()
 
@@ -343,7 +344,7 @@ class Pipeline:
         return True
 
     def finish_quietly(self) -> None:
-        """As ``finish``, but log an error instead of raising it: there is no caller left to catch it."""
+        """Do what ``finish`` does, but log an error instead of raising it, because no caller is left to catch it."""
         try:
             self.finish()
         except Exception as err:
@@ -355,11 +356,11 @@ class Pipeline:
     def settle(self, checkpoint: InFlightCheckpoint) -> None:
         """Wait for the copies, validate the checkpoint, and release it to commit or give it up."""
         self._wait_or_fail(checkpoint, COPIED)
-        if not self._give_up(checkpoint, self.guard.validate(checkpoint, self._writer)):
+        if not self._give_up_if_rejected(checkpoint, self.guard.validate(checkpoint, self._writer)):
             checkpoint.pending.job.release()
 
-    def _give_up(self, checkpoint: InFlightCheckpoint, rejection: Rejection | None) -> bool:
-        """Drop the checkpoint if there is a rejection. Returns whether there was one."""
+    def _give_up_if_rejected(self, checkpoint: InFlightCheckpoint, rejection: Rejection | None) -> bool:
+        """Drop the checkpoint if there is a rejection. Return whether the checkpoint was dropped."""
         if rejection is None:
             return False
         checkpoint.drop(rejection.reason, rejection.names)
@@ -389,8 +390,8 @@ class Pipeline:
             raise
 
     def _collect_ended(self) -> None:
-        """Report checkpoints as committed, from the oldest one to the first one whose job has not ended (excluded).
-        Raises the error of a job that failed."""
+        """Report checkpoints as committed, beginning with the oldest. Stop before the first checkpoint whose job has
+        not ended. Raises the error of a job that failed."""
         while (
             self._in_flight and self._in_flight[0].pending.job.is_released and self._in_flight[0].pending.job.has_ended
         ):

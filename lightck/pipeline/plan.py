@@ -36,8 +36,9 @@ class TargetSlot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """How one checkpoint is written. Each tensor of the step is handled in exactly one place: by its table; or, if it
-    is in ``WriteTable.undecided`` or was taken out of its table, by ``at_boundary`` or ``unchanged``."""
+    """How one checkpoint is written. Each tensor of the step is handled in exactly one place. A tensor of
+    ``WriteTable.undecided``, or one that was taken out of its table, is in ``at_boundary`` or in ``unchanged``. Every
+    other tensor is handled by its table."""
 
     closed_step: ClosedStep
     tables: tuple[WriteTable, ...]
@@ -46,8 +47,8 @@ class WritePlan:
     at_boundary: tuple[tuple[Live, TensorRecord], ...]
     """Tensors of ``WriteTable.undecided`` that are written: they are copied at the boundary."""
     unchanged: tuple[tuple[Live, TensorRecord], ...]
-    """Tensors that are left out because the slot holds their bytes: of ``WriteTable.undecided``, or taken from a table
-    by ``WriteTable.without``."""
+    """Tensors that are left out because the slot holds their bytes. They are from ``WriteTable.undecided``, or
+    ``WriteTable.without`` took them out of their table."""
 
     @property
     def background(self) -> list[Live]:

@@ -45,8 +45,8 @@ class SourceWatch:
     """The sources of one checkpoint's background copies."""
 
     def __init__(self, lives: Sequence[Live], numbers: Sequence[int], n_on_devices: int = 0) -> None:
-        """``numbers``: record numbers of ``lives``. ``n_on_devices``: how many sources at the end of ``lives``
-        are on devices."""
+        """``numbers``: record numbers of ``lives``. ``n_on_devices``: how many of ``lives`` are on devices; these come
+        last."""
         self.lives, self.numbers = lives, numbers
         self.forward_seen = False
         """Whether a training forward began after the boundary while the sources were unchanged."""
@@ -89,7 +89,7 @@ class SourceWatch:
     def differing(
         self,
         raw: npt.NDArray[np.uint32],
-        of_record: Callable[[int], npt.NDArray[np.uint32]],
+        crcs_of_record: Callable[[int], npt.NDArray[np.uint32]],
         block: int,
         turn: int,
         whole: bool,
@@ -97,8 +97,8 @@ class SourceWatch:
         """Return the names of tensors whose copies are wrong. The copies of blocks that were read at the boundary are
         compared with what was read. One block of one source on a device is read now and compared with its copy. With
         ``whole``, all sources in host memory are also read now and compared. ``raw``: checksums of all copied blocks.
-        ``of_record``: record number -> checksums of its copied blocks. ``block``: bytes per block. ``turn``: a counter
-        of checkpoints, which chooses the block on a device."""
+        ``crcs_of_record``: record number -> checksums of its copied blocks. ``block``: bytes per block. ``turn``: a
+        counter of checkpoints, which chooses the block on a device."""
         places, at_boundary, owners = self._at_boundary
         wrong = set(owners[raw[places] != at_boundary].tolist())
         if whole and len(self._blocks):
@@ -106,7 +106,7 @@ class SourceWatch:
             wrong |= set(self._blocks.owners[raw[self._blocks.checksum_positions] != again].tolist())
         if self._on_devices:
             i = self._on_devices[turn % len(self._on_devices)]
-            copied, index = of_record(self.numbers[i]), turn // len(self._on_devices)
+            copied, index = crcs_of_record(self.numbers[i]), turn // len(self._on_devices)
             if len(copied) and not _block_equal(self.lives[i].tensor, copied, index % len(copied), block):
                 wrong.add(i)
         return [self.lives[i].name for i in sorted(wrong)]
@@ -155,25 +155,25 @@ class _Rounds:
         self._began: int | None = None
         """The newest generation when the present round began; None if the group changed during the round."""
 
-    def read_all(self, generation: int) -> None:
-        """The whole group was read just now. ``generation``: the newest generation that was begun."""
+    def all_read(self, generation: int) -> None:
+        """Note that the whole group was read just now. ``generation``: the newest generation that was begun."""
         self.verified_until = self._began = generation
 
     def ended(self, generation: int) -> None:
-        """The last tensor of the round was read just now. ``generation``: as in ``read_all``."""
+        """Note that the last tensor of the round was read just now. ``generation``: as in ``all_read``."""
         self.verified_until = self._began if self._began is not None else self.verified_until
         self._began = generation
 
     def group_changed(self) -> None:
-        """Other tensors belong to the group from now on, so the end of the present round shows nothing."""
+        """Note that other tensors belong to the group from now on: the end of the present round proves nothing."""
         self._began = None
 
 
 class UnchangedTensors:
     """Decides which frozen tensors a checkpoint may leave out, and from time to time reads again those that are left
-    out. A frozen tensor is one that no optimizer step changes. A frozen tensor counts as unchanged once two successive
-    checkpoints that both wrote it hold equal bytes, and as long as its signature stays the same. A tensor with an
-    unannounced write never counts as unchanged again."""
+    out. A frozen tensor is one that no optimizer step changes. It counts as unchanged when two checkpoints in a row
+    that wrote it hold equal bytes, and as long as its signature then stays the same. After an unannounced write a
+    tensor never counts as unchanged again."""
 
     def __init__(self) -> None:
         self.copied_at_boundary: set[str] = set()
@@ -210,22 +210,22 @@ class UnchangedTensors:
             live.tensor, storage_of(live.tensor), signature_of(live.tensor), crcs.copy(), is_proved
         )
         if is_proved or (before is not None and before.is_proved):
-            self._end_round()
+            self._discard_rounds()
 
     def retain(self, lives: Sequence[Live]) -> None:
         """Forget all tensors that are not in ``lives``: they are gone, or are no longer frozen."""
         if len(self._known) > len(lives):
             names = {live.name for live in lives}
             self._known = {name: known for name, known in self._known.items() if name in names}
-            self._end_round()
+            self._discard_rounds()
 
     def reset(self) -> None:
         """Forget all tensors, so that each must be written twice again before it is left out."""
         self._known.clear()
-        self._end_round()
+        self._discard_rounds()
 
-    def _end_round(self) -> None:
-        """End the round of reading, because the set of tensors to read has changed."""
+    def _discard_rounds(self) -> None:
+        """Discard the present rounds, because the set of tensors to read has changed."""
         self._proved = None
         self._rounds.group_changed()
         self._rounds_of_others.group_changed()
@@ -247,11 +247,11 @@ class UnchangedTensors:
             self.copied_at_boundary |= wrong
             return wrong, 0
         if chosen is ALL:
-            self._rounds.read_all(generation)
+            self._rounds.all_read(generation)
         elif ends_round:
             self._rounds.ended(generation)
         if not proved.others:
-            self._rounds_of_others.read_all(generation)
+            self._rounds_of_others.all_read(generation)
         elif others_end:
             self._rounds_of_others.ended(generation)
         return set(), int(proved.blocks.nbytes[chosen].sum())
@@ -278,8 +278,9 @@ class UnchangedTensors:
         return {name for name in found if self._has_same_signature(name)}
 
     def _other_differing(self, names: Sequence[str], block: int) -> tuple[set[str], bool]:
-        """As ``_differing``, for the next tensors of ``names``, which can be read only through a copy. At most one
-        tensor on a device is read. Also return whether the last tensor of ``names`` was read, which ends the round."""
+        """Do what ``_differing`` does for the next tensors of ``names``, which can be read only through a copy. At most
+        one of these on a device is read. Return also whether the last tensor of ``names`` was read, which ends the
+        round."""
         spent, start = 0, self._others_turn if self._others_turn < len(names) else 0
         for turn, name in enumerate(names[start:], start + 1):
             self._others_turn = turn % len(names)

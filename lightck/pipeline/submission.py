@@ -24,7 +24,7 @@ class Submission:
         self.staged = plan.staged
         self.background, self.background_numbers = plan.background, plan.background_numbers
         self.n_from_devices = 0
-        """How many tensors at the end of ``background`` are sent by a device."""
+        """How many tensors of ``background`` a device sends; these come last."""
         self.frozen: list[tuple[Live, int]] = []
         """Frozen tensors that this checkpoint writes, with their record numbers."""
         self._keep_alive: list[object] = []

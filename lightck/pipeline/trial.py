@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 class Margin(NamedTuple):
-    """How much lower than ``other`` a cost must be: below ``(1 - share) * other - least``. A negative ``share`` allows
-    a higher cost: -0.01 allows up to 1 % more."""
+    """How much lower than another cost c a cost must be: below (1 - ``share``) * c - ``least``. A negative ``share``
+    allows a higher cost: -0.01 allows up to 1 % more."""
 
     share: float
     least: float = 0.0
@@ -27,8 +27,8 @@ class Trial(Generic[T]):
     order, so that a drift of the costs affects all alike.
 
     An alternative is better than another one if each of its median costs is lower by the margin of that cost. The
-    caller gives at least one margin whose share is not negative, so that no two alternatives are each better than the
-    other. The winner is the first alternative that no other one beats. If ``rounds`` is 0, the first
+    caller gives at least one margin whose share is not negative. (Otherwise each of two alternatives could be better
+    than the other.) The winner is the first alternative that no other one is better than. If ``rounds`` is 0, the first
     alternative wins at once.
     """
 
@@ -41,8 +41,8 @@ class Trial(Generic[T]):
         self._costs: dict[T, list[tuple[float, ...]]] = {one: [] for one in alternatives}
         """For each alternative the costs of its checkpoints that count."""
         self._turns: list[T] = []
-        """The alternatives that still have a turn in this round, the present one first. When the trial is over: only
-        the winner."""
+        """The alternatives that still have a turn in this round, the present one first; after the trial, only the
+        winner."""
         self._finished = -warm_up
         """How many checkpoints of this turn have finished; negative during the warm-up."""
         self._checkpoints_left = 2 * (warm_up + rounds * len(self.alternatives) * (lead_in + 1))
@@ -79,8 +79,8 @@ class Trial(Generic[T]):
             self._advance()
 
     def withdraw(self, alternative: T) -> None:
-        """Remove an alternative that is not the only one. If it carried the present checkpoint, the new
-        ``current`` carries that checkpoint instead."""
+        """Remove an alternative. Call only while there is another one. If the removed alternative carried the present
+        checkpoint, the new ``current`` carries it instead."""
         self.alternatives.remove(alternative)
         self._turns = [one for one in self._turns if one != alternative]
         self._finished = min(self._finished, 0)

@@ -1,4 +1,4 @@
-"""How OpenMP's threads wait for each other while a checkpoint is copied: actively, as usual, or passively.
+"""How OpenMP's threads wait for each other while a checkpoint is copied: actively (which is usual) or passively.
 
 A waiting thread of GNU OpenMP spins: it uses its processor although it has nothing to do. Copy threads have idle
 priority, so they do not get this processor. The training thread must then copy at the gate, which stalls the training.
@@ -39,7 +39,7 @@ _STARVED_CHECKPOINTS, _STARVED_WINDOW = 3, 5
 """A trial begins when at least ``_STARVED_CHECKPOINTS`` of the last ``_STARVED_WINDOW`` gates had a starved
 checkpoint."""
 _CHECKPOINTS_UNTIL_NEXT = 1000
-"""Number of checkpoints from the end of the first trial to the second one. The number doubles after each trial, because
+"""Number of checkpoints from the end of the first trial to the second trial. It doubles after each trial, because
 trainings seldom change."""
 
 _ACTIVE, _PASSIVE = False, True
@@ -48,7 +48,8 @@ _NO_SLOWER, _LESS_WAITING = Margin(-0.01), Margin(0.5)
 """Passive waiting stays if the time from boundary to gate is at most 1 % longer, and the wait at the gate less than
 half as long."""
 _ROUNDS = 16
-"""Rounds of a trial. Many are needed, because step times scatter by a few percent, mostly more than the difference."""
+"""Rounds of a trial. Many are needed, because step times scatter by a few percent, which is mostly more than they
+differ between the alternatives."""
 _MUCH_SLOWER, _ROUNDS_MIN = 1.1, 5
 """A trial ends after ``_ROUNDS_MIN`` or more rounds if the time from boundary to gate with passive waiting is more than
 ``_MUCH_SLOWER`` times the time with active waiting."""
@@ -70,14 +71,15 @@ class WaitPolicy:
         self._has_begun_eagerly = False
         """Whether the eager copies of the next checkpoint have begun, so that its boundary is not its beginning."""
         self._was_starved = False
-        """Whether the last checkpoint that was committed since the last gate was starved."""
+        """Of the checkpoints that were committed since the last gate: whether the newest was starved. False if there
+        was none."""
         self._starved: deque[bool] = deque(maxlen=_STARVED_WINDOW)
         """``_was_starved`` at the last gates."""
         self._checkpoints = 0
         """Number of committed checkpoints."""
         self._next_trial, self._trial_interval = 0, _CHECKPOINTS_UNTIL_NEXT
-        """The next trial may begin when ``_checkpoints`` reaches ``_next_trial``; the trial after it,
-        ``_trial_interval`` checkpoints later."""
+        """No trial begins before ``_checkpoints`` is ``_next_trial``. At the end of a trial the next one is put off by
+        ``_trial_interval`` checkpoints."""
 
     def checkpoint_begins(self, *, eager: bool = False) -> None:
         """The copies of a checkpoint begin now. ``eager``: they are eager copies, before the boundary of the

@@ -2,8 +2,9 @@
 tensor is added, dropped, replaced or moved.
 
 These tensors are copied at the boundary: all tensors of a small model, small tensors, buffers, tensors that must first
-be made contiguous, and tensors that something once wrote to after a boundary. Tensors on a device are sent from it. A
-strategy may leave frozen tensors out. All others are copied by the copy threads. This module reads no bytes.
+be made contiguous, and tensors that something once wrote to after a boundary. Tensors on a device are sent from it.
+Frozen tensors are copied at the boundary unless a strategy leaves them out. All other tensors are copied by the copy
+threads. This module reads no bytes.
 """
 
 from __future__ import annotations
@@ -116,9 +117,9 @@ class WriteTable:
     without_bytes: npt.NDArray[np.int64]
     """Record numbers of tensors without bytes of their own: empty or tied."""
     undecided: list[tuple[Live, TensorRecord]]
-    """Tensors that are copied at the boundary unless the plan of a checkpoint leaves them out. These are all frozen
-    tensors, those on a device included, and tensors that lightck cannot copy directly (they are not dense, or on a
-    device without a ``DeviceTransfer``)."""
+    """Tensors that are copied at the boundary unless the plan of a checkpoint leaves them out: all frozen tensors, also
+    on a device, and all tensors that lightck cannot copy directly (not dense, or on a device without a
+    ``DeviceTransfer``)."""
     staged: list[StagedTensor]
     """Tensors on a device with a ``DeviceTransfer``, without the frozen ones."""
     _background_by_id: dict[int, tuple[Live, int]] = field(default_factory=dict)
@@ -268,8 +269,8 @@ class WriteTableCache:
         return record is not None and record.number == number and record.describes(live)
 
     def _records_of(self, lives: Sequence[Live], all_lives: Sequence[Live]) -> list[TensorRecord]:
-        """Return the record of each tensor, whose extent fits the tensor now. Raises ``NoExtentError``. ``all_lives``:
-        all tensors of the step; the records of any others are forgotten."""
+        """Return the record of each of ``lives``. Raises ``NoExtentError`` if a tensor has no extent that fits it now.
+        ``all_lives``: all tensors of the step. The records of all other tensors are forgotten."""
         known, writer = self._records, self.writer
         if len(known) > len(all_lives):  # a record must not keep alive a tensor that the training has dropped
             for name in known.keys() - {live.name for live in all_lives}:

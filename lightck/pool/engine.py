@@ -232,8 +232,8 @@ class Job:
         self._info_struct = ffi.new("lck_job_info *")
 
     def start(self) -> bool:
-        """Let the copies of a *held* job begin: one that was submitted before its sources were complete (``LCK_HELD``).
-        Call it when they are complete. Returns False if the job was dropped or forgotten. Raises
+        """Let the copies of a job begin that was submitted before its sources were complete (``LCK_HELD``). Call it
+        when they are complete. Returns False if the job was dropped or forgotten. Raises
         ``BackgroundError``."""
         status = lib.lck_job_start(self._engine.handle, self._ticket, lib.LCK_OK)
         if status in (lib.LCK_EDROPPED, lib.LCK_ESTATE):  # LCK_ESTATE: the job was forgotten
@@ -242,8 +242,8 @@ class Job:
         return True
 
     def give_up(self, why: BaseException) -> None:
-        """Fail a held job whose sources will never be complete. ``wait`` and ``commit`` then raise ``BackgroundError``
-        with ``why`` as the reason."""
+        """Fail a job that waits for ``start``, because its sources will never be complete. ``wait`` and ``commit`` then
+        raise ``BackgroundError`` with ``why`` as the reason."""
         self._why = why
         lib.lck_job_start(self._engine.handle, self._ticket, lib.LCK_ESTATE)
 

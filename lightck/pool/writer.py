@@ -563,14 +563,17 @@ class Reservation:
         self.parts: list[Job] = []
         self._writer = writer
 
-    def copy(self, records: Sequence[int], sources: Sequence[int] | None, keep: object, *, held: bool = False) -> bool:
+    def copy(
+        self, records: Sequence[int], sources: Sequence[int] | None, keep: object, *, waits_for_start: bool = False
+    ) -> bool:
         """Start background copies of these records as a new job in ``parts``. Returns False if the engine has no free
         entry. Raises ``BackgroundError``.
 
         ``sources``: the address of each record's bytes, which must stay unchanged until ``wait`` returns; None: a
-        device stores the bytes into the slot. ``keep``: an object that keeps the source memory alive. With ``held``,
-        the copies begin only at ``parts[-1].start()``, which the caller calls when the sources are complete."""
-        flags = lib.LCK_PART | (lib.LCK_FOLLOWS if self.parts else 0) | (lib.LCK_HELD if held else 0)
+        device stores the bytes into the slot. ``keep``: an object that keeps the source memory alive.
+        ``waits_for_start``: the copies begin only at ``parts[-1].start()``, which the caller calls when the sources are
+        complete."""
+        flags = lib.LCK_PART | (lib.LCK_FOLLOWS if self.parts else 0) | (lib.LCK_HELD if waits_for_start else 0)
         numbers = np.array(records, np.int64)
         addresses = None if sources is None else np.array(sources, np.uint64)
         job = self._writer.submit_part(self, numbers, addresses, flags, keep)

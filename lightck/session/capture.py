@@ -77,10 +77,10 @@ class Capture:
         self._tensor_list: TensorList | None = None
         """The tensors of the last boundary; None if a tensor was added or removed since."""
         self._compared_list: TensorList | None = None
-        """The tensor list whose buffers were last compared with those that the model was built with."""
+        """The tensor list whose buffers were last compared with ``_built_buffers``."""
         self._built_buffers: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
-        """Name -> size and dtype of each buffer (None for a buffer that was None) when the model was built; for a
-        buffer that did not exist then, when it was first seen."""
+        """Name -> size and dtype that each buffer had when the model was built (None: the buffer was None then). A
+        buffer that was added later has the size and dtype with which it was first seen."""
         self.expected_state_nbytes = 0
         """Bytes of the packed small state at the last call of ``expected_tensors``."""
         self.optimizers: list[OptimizerView] = []
@@ -98,7 +98,8 @@ class Capture:
         """Whether the check for shared memory was made. It is made once, as soon as optimizer state exists."""
         self._fork_rng_watch = ForkRngWatch()
         self._stepped_outside: set[int] = set()
-        """Numbers of followed optimizers of which an inner optimizer was stepped outside the wrapper's ``step``."""
+        """Numbers of the wrappers (``OptimizerView.root``) that had an inner optimizer stepped outside their
+        ``step``."""
         self._never_had_grad: dict[int, dict[int, torch.Tensor]] = {}
         """View index -> (id -> parameter) for each parameter of the view that has had no gradient at any update, so
         that no update has changed the parameter."""
@@ -175,8 +176,8 @@ class Capture:
             self._seen_grad = self._seen_grad | frozenset(ready)
 
     def stepped_outside_wrapper(self, index: int) -> None:
-        """An optimizer inside a wrapper is stepped outside the wrapper's ``step``: by another of its methods, or by the
-        loop."""
+        """An optimizer inside the wrapper ``index`` is stepped outside the wrapper's ``step``: by another method of the
+        wrapper, or by the loop."""
         if index not in self._stepped_outside:
             self._stepped_outside.add(index)
             classes = " around ".join(view.class_name for view in self.optimizers if view.root == index)
@@ -187,11 +188,12 @@ class Capture:
                 classes,
             )
 
-    def after_update(self, *, is_due: bool) -> None:
-        """Read provisionally the state that the next forward or ``next()`` changes. ``is_due``: whether the
-        checkpoint of this update will be saved, and perhaps closes only after that change."""
+    def after_update(self, *, is_needed: bool) -> None:
+        """Read provisionally the state that the next forward or ``next()`` changes. ``is_needed``: whether the
+        checkpoint of this update may need what is read: it will be saved, and may close only after that forward or
+        ``next()``."""
         self.devices.add_update_streams()
-        if not is_due:
+        if not is_needed:
             self.provisional = None
             return
         self._fork_rng_watch.updated()
@@ -218,22 +220,22 @@ class Capture:
         stale_after: int | None = None,
     ) -> ClosedStep:
         """Read the state for the checkpoint that this event closes. ``explicit``: whether ``end_step()`` was called.
-        ``copied_at_boundary``: names of tensors that no background copy may read. ``stale_after``: of
-        the checkpoints before this one, those whose generation is larger than ``stale_after`` are stale (None: none
-        is)."""
+        ``copied_at_boundary``: names of tensors that no background copy may read; they are recorded in the small state.
+        ``stale_after``: earlier checkpoints with a larger generation than this are stale (None: no checkpoint is
+        stale)."""
         self.refresh()
         # At a pre-step hook or a forward the next step has begun: it has fetched its batch and drawn random numbers.
         before = self._provisional_of(step) if event in (Event.PRE_STEP, Event.FORWARD) else None
         # At a pre-step hook the next step has already run its forward, which has changed the buffers.
-        with_buffers = before if event is Event.PRE_STEP else None
+        buffers_from = before if event is Event.PRE_STEP else None
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
             self._compared_list = tensor_list
-            self._find_resizable(None if with_buffers is None else with_buffers.buffers)
+            self._find_resizable(None if buffers_from is None else buffers_from.buffers)
         self._warn_shared_memory(lives)
         small = self._small_state(event, explicit, copied_at_boundary, before, lives, stale_after)
-        if with_buffers is not None and (with_buffers.buffers or self.model.has_buffers):
-            lives, tensor_list = self._with_buffers_of(with_buffers, lives), None
+        if buffers_from is not None and (buffers_from.buffers or self.model.has_buffers):
+            lives, tensor_list = self._with_buffers_of(buffers_from, lives), None
         return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list)
 
     def _provisional_of(self, step: int) -> Provisional:
@@ -246,8 +248,8 @@ class Capture:
         return self.provisional
 
     def _warn_shared_memory(self, lives: list[Live]) -> None:
-        """Warn once, as soon as optimizer state exists, if two tensors of it share memory, because a restore makes
-        separate tensors of them."""
+        """Warn once, as soon as optimizer state exists, if two of its tensors share memory: a restore makes separate
+        tensors of them."""
         if self._is_shared_checked:
             return
         states = [live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)]
@@ -266,8 +268,8 @@ class Capture:
                 return
 
     def _written_outside_step(self, lives: list[Live]) -> frozenset[str]:
-        """The names of tensors that a wrapper writes in other methods than ``step`` (in its ascent step, SAM writes
-        parameters and the weights that it saves). Before these methods there is no gate, so no background copy may read
+        """The names of tensors that a wrapper writes in other methods than ``step`` (in its ascent step, SAM writes the
+        parameters and its own backup of them). Before these methods there is no gate, so no background copy may read
         these tensors."""
         if not self._stepped_outside:
             return frozenset()
@@ -275,9 +277,9 @@ class Capture:
         return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
 
     def _find_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
-        """Add to ``resizable`` the buffers whose size or dtype differs from that with which the model was built, and
-        removed buffers. ``provisional``: the buffers that were read after the update; None: compare the
-        buffers as they are now."""
+        """Add to ``resizable`` the buffers that have another size or dtype than in ``_built_buffers``, and removed
+        buffers. ``provisional``: the buffers that were read after the update (None: compare the buffers as they are
+        now)."""
         now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
         for name, tensor in now.items():
             if self._built_buffers.setdefault(name, _kind(tensor)) != _kind(tensor):
@@ -331,9 +333,9 @@ class Capture:
         lives: list[Live],
         stale_after: int | None = None,
     ) -> bytes:
-        """Return the small state, packed, and append its large tensors to ``lives``. ``before``: if the next step has
-        begun already, the state that was read after the update, to use in place of the present random states, loaders
-        and extra state."""
+        """Return the small state, packed, and append its large tensors to ``lives``. ``before``: what was read right
+        after the update, to use in place of the present random states, loaders and extra state (None: the next step has
+        not begun, so the present state is right)."""
         now = rng.capture()
         at_start = now if before is None else before.rng  # the random states from which the next step starts
         if before is not None:
@@ -349,7 +351,7 @@ class Capture:
             "classes": {name: class_name_of(obj) for name, obj in self.objects.items()},
             "extra": self._extra_state(event, before, lives),
             "loaders": self.positions.values(),
-            "persistent_started": self.persistent.have_started(),
+            "persistent_started": self.persistent.have_started_now(),
             "done": self.is_done,
             "at_once": sorted(copied_at_boundary),
             "elastic": sorted(self.resizable),
@@ -366,7 +368,7 @@ class Capture:
         """Return the small state of one optimizer, packed, and append its large tensors to ``lives``."""
         view.refuse_nameless()
         path = numbered_name("optimizer", view.index, len(self.optimizers))
-        # The parameters with state that is not a tensor; None if they are not known.
+        # The parameters whose state is not only tensors (None: not known, so all are read).
         with_values = None if self._tensor_list is None else self._tensor_list.with_values[view.index]
         state, rest, large = view.state_values(with_values), view.rest(), _collector(lives, "optimizer")
         return self._optimizer_states[view.index].pack(

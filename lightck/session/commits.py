@@ -48,8 +48,8 @@ class CommitParticipants:
             pipeline.events.add(self.keeper)
 
     def pin(self, pipeline: Pipeline) -> Hold:
-        """Hold the newest committed checkpoint, and return the hold. At least two slots stay that are neither
-        pinned nor reserved for ``keep=``: if there would be fewer, the pool is relaid out in a new file. Raises
+        """Hold the newest committed checkpoint, and return the hold. Besides the slots that are pinned or reserved for
+        ``keep=``, at least two slots must stay: if fewer would, the pool is relaid out in a new file. Raises
         ``SessionError`` if nothing is committed yet, or if the pool cannot have enough slots."""
         pipeline.finish()
         writer = pipeline.pool.writer
@@ -68,8 +68,8 @@ class CommitParticipants:
 
 class Commits:
     """Saves and commits the closed checkpoints of one session. ``saved_step``: the step of the last checkpoint that was
-    saved; as long as none was saved, the step at which the session began. ``failure``: the ``BackgroundError`` to raise
-    at every later step."""
+    saved (the step at which the session began, until one is saved). ``failure``: the ``BackgroundError`` to raise at
+    every later step."""
 
     def __init__(
         self,
@@ -105,23 +105,22 @@ class Commits:
         return self._done_at == self._boundary.step
 
     @property
-    def is_all_committed(self) -> bool:
-        """Whether no saved checkpoint is still to be committed, and a forward that begins now would close no
-        checkpoint."""
+    def has_nothing_to_commit(self) -> bool:
+        """Whether every saved checkpoint is committed, and there is no open step that a forward would close now."""
         is_committed = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
         return is_committed and not self._boundary.closes_at(Event.FORWARD)
 
     # -- a checkpoint closes -----------------------------------------------------------------------------
 
     def updated(self, step: int) -> bool:
-        """Decide right after an update, and return, whether the checkpoint of ``step`` will be saved when it closes. (A
-        flush saves it in any case.) ``step``: the number of updates so far. The decision is made here, and not at the
-        boundary, because the state that the next forward changes must be read before that forward."""
+        """Decide right after an update whether the checkpoint of ``step`` will be saved when it closes, and return the
+        decision. (A flush saves it in any case.) ``step``: the number of updates so far. The decision is not left to
+        the boundary, because what the next forward changes must be read before that forward, if it will be saved."""
         self._decision = step, self.cadence.is_due(step, self.saved_step)
         return self._decision[1]
 
     def will_be_saved(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` is due. A decision of ``updated`` for the same step holds."""
+        """Whether the checkpoint of ``step`` is due. If ``updated`` has decided for this step, its decision counts."""
         decided_step, is_due = self._decision
         return is_due if decided_step == step else self.cadence.is_due(step, self.saved_step)
 
@@ -140,7 +139,8 @@ class Commits:
         began = time.perf_counter()
         self.saved_step, self._is_done_saved = step, self._capture.is_done
         self.n_saved_by_flush += event is Event.FLUSH
-        # Before the state is read: what this finds changes ``copied_at_boundary`` and ``stale_after``.
+        # Checked before the state is read, because what the check finds changes ``copied_at_boundary`` and
+        # ``stale_after``.
         self.run(self.pipeline.check_left_out_tensors)
         closed_step = self._capture.close(
             event,

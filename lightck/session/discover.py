@@ -69,9 +69,8 @@ def count_updating(optimizers: Sequence[Optimizer]) -> int:
 
 
 def unwrap(optimizer: object) -> Optimizer:
-    """Return the innermost optimizer in ``optimizer``. A scheduler may refer to a wrapper or to the optimizer inside
-    the wrapper, and ``unwrap`` returns the same optimizer for the two. Raises ``TypeError`` and
-    ``UnsupportedError``."""
+    """Return the innermost optimizer in ``optimizer``. (One scheduler refers to a wrapper, another to the optimizer
+    inside it: ``unwrap`` makes the two comparable.) Raises ``TypeError`` and ``UnsupportedError``."""
     innermost: Optimizer = optimizers_to_follow([optimizer])[-1]
     return innermost
 
@@ -144,8 +143,9 @@ def drives(optimizer: object, params: Mapping[int, int]) -> bool:
 
 def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
     """The live optimizers that have a parameter of this model, without optimizers inside a wrapper. Empty if the search
-    is ambiguous: in that case each optimizer is followed when it first steps."""
-    # A collection of garbage is slow, so it is done only if the quick search finds something, which may be garbage.
+    is ambiguous or fails: each optimizer is then followed when it first steps."""
+    # What the quick search finds may be garbage. A collection of garbage is slow, so it is done, and the search
+    # repeated, only if the quick search finds something.
     for collect in (False, True):
         try:
             found = _find_optimizers(LiveObjects(collect=collect), param_positions(model))

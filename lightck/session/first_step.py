@@ -28,9 +28,9 @@ class FirstStep:
     declined: bool = False
     """Whether ``state={"scheduler": None}`` was passed, so that no scheduler need be saved."""
     chosen: frozenset[int] = frozenset()
-    """Ids of the optimizers for which a scheduler was passed: their other schedulers are not checked."""
+    """Ids of the optimizers for which a scheduler was passed: no scheduler of theirs is checked."""
     _is_rank: bool = field(default_factory=lambda: rank_and_world_size() is not None)
-    """Whether the process was one of several ranks already at attach."""
+    """Whether the process was one of several ranks at attach, where ``check_rank`` was called."""
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
     """Each parameter group that a scheduler has driven, and the restored learning rate of the group."""
     _scheduler_counts_at_attach: list[object] = field(default_factory=list)
@@ -98,7 +98,8 @@ class FirstStep:
         """Raise ``LateError`` for a live scheduler of these optimizers that is not saved."""
         known = {id(o) for o in self.objects.values()}
         watched = [] if self.declined else [o for o in optimizers if id(o) not in self.chosen]
-        for collect in (False, True):  # what the quick search finds may be garbage, which must not stop a training
+        # If the quick search finds one, it may be garbage, which must not stop a training: collect, and search again.
+        for collect in (False, True):
             found = schedulers_of(LiveObjects(collect=collect), watched) if watched else []
             late = [s for s in found if id(s) not in known]
             if not late:

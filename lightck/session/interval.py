@@ -119,10 +119,10 @@ _UNSAVED = 5
 _AGREE_UP, _AGREE_DOWN = 3, 5
 """How many measurements in a row must agree before the cost is raised (``_AGREE_UP``) or lowered (``_AGREE_DOWN``)."""
 _LEFT_MIN = 0.25
-"""The share of the budget that is left for checkpoints, whatever the hooks cost."""
+"""The least share of the budget that is left for checkpoints, however much the hooks cost."""
 _SKIP_EVERY, _SKIP_SOON = 200, 4
-"""At an interval of 1: how many checkpoints in a row are saved before one is left out. ``_SKIP_SOON`` applies while
-fewer than ``_AGREE_UP`` pairs are known, ``_SKIP_EVERY`` afterwards."""
+"""At an interval of 1: how many checkpoints in a row are saved before one is left out, so that a pair can be measured.
+``_SKIP_SOON`` applies while fewer than ``_AGREE_UP`` pairs are known, ``_SKIP_EVERY`` afterwards."""
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class _Cost:
 @dataclass(frozen=True, slots=True)
 class _Step:
     """The time from one boundary to the next. ``own``: seconds outside lightck; ``stall``: seconds inside lightck;
-    ``saved``: whether the checkpoint of the boundary at the beginning was saved."""
+    ``saved``: whether the checkpoint that closed at the first of the two boundaries was saved."""
 
     own: float
     stall: float
@@ -164,8 +164,9 @@ class Adaptive:
     The cost of a checkpoint is the *stall* of the step after it, plus the *extra* time of that step compared with the
     next step, which has no checkpoint. Only neighbouring steps are compared, since the time of steps may drift. At an
     interval of 1 such pairs exist only where a checkpoint is left out. At a larger interval every second checkpoint is
-    delayed by one step. So periodic work of the loop (an evaluation) does not follow three checkpoints in a row, and is
-    not mistaken for the cost of checkpoints.
+    delayed by one step. Otherwise periodic work of the loop (an evaluation) might fall into the step after each of
+    ``_AGREE_UP`` successive checkpoints: these measurements would agree, and the cost of the work would be taken for
+    the cost of checkpoints.
     """
 
     auto: Auto
@@ -207,7 +208,8 @@ class Adaptive:
         self._n_saved += saved
 
     def _measure(self, step: _Step) -> None:
-        """Add a step: the stall after a saved checkpoint, or the extra time of a pair that this step completes."""
+        """Add a step. If it followed a saved checkpoint, its stall is a measurement. If it completes a pair, the pair's
+        extra time is one."""
         if step.saved:
             self._stall.measured(step.stall - min(self._unsaved_stalls, default=0.0))
         else:
@@ -255,7 +257,9 @@ class Adaptive:
         stalls_allow_1 = self._wanted_interval(0.0) == 1
         if (enters_or_leaves_1 or len(pairs) < _AGREE_UP) and stalls_allow_1:
             if enters_or_leaves_1 and (wanted == 1 or self._saved_in_a_row > _SKIP_SOON):
-                pairs.clear()  # pairs of a larger interval do not apply at 1, and pairs of an interval of 1 are old
+                # Entering 1: pairs measured at a larger interval do not apply. Leaving 1: the pairs are old, because
+                # more than _SKIP_SOON checkpoints in a row were saved since.
+                pairs.clear()
             wanted = wanted if len(pairs) >= _AGREE_UP else min(wanted, 2)  # 2: each checkpoint gives a pair
         self.interval = min(wanted, self.auto.most)
 
@@ -268,12 +272,13 @@ class Adaptive:
 
     def _wanted_interval(self, extra: float) -> int:
         """Return the smallest interval within the budget, if a checkpoint makes the step after it ``extra`` seconds
-        longer. If no step was measured yet, return the present interval."""
+        longer. Return the present interval if no step was measured yet, or if ``extra`` is out of date: longer than the
+        steps are now."""
         extra = max(extra, 0.0)
         steps = sorted([s.own - extra * s.saved for s in self._steps])
         step = steps[len(steps) // 2] if steps else 0.0
         if step <= 0:
-            return self.interval  # nothing was measured yet, or ``extra`` is out of date
+            return self.interval
         cost, mtbf, most = max(self._stall.value, 0.0) + extra, self.auto.mtbf, self.auto.most
         left = max(self.auto.budget - self._fixed()[1], _LEFT_MIN * self.auto.budget)
         wanted = math.ceil(min(cost / left / step, most))  # floats: an overflow is infinity and no error

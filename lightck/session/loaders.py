@@ -39,8 +39,8 @@ class LoaderEvents(LoaderHost):
                 "closes a checkpoint, and the training would change the state while lightck reads it. Iterate in the "
                 "training loop, and let the DataLoader fetch ahead (num_workers=, prefetch_factor=)."
             )
-        if loader.in_eval and not loader.is_training:
-            return  # an evaluation: the checkpoint stays open until the training continues
+        if _is_evaluated(loader):
+            return  # the checkpoint stays open until the training continues
         with steps.meter.stall("next"):
             steps.commits.raise_failure()
             if steps.loop_top is not None:
@@ -53,7 +53,7 @@ class LoaderEvents(LoaderHost):
     ) -> None:
         """Record a batch that a loader gave. The session's lock is not taken, because the record is safe on any
         thread."""
-        if not self._session_lock.is_live or self._steps.commits.paused or (loader.in_eval and not loader.is_training):
+        if not self._session_lock.is_live or self._steps.commits.paused or _is_evaluated(loader):
             return
         self._steps.flush_moment.batch_given()
         self._steps.fetched_ahead.batch_given(loader)
@@ -66,6 +66,7 @@ class LoaderEvents(LoaderHost):
     def _pass_ended(self, loader: SessionLoader) -> None:
         steps = self._steps
         steps.capture.positions.pass_ended(loader)
+        # A pass that ends in eval mode is an evaluation, even if this loader feeds the training loop too.
         if loader.is_training and not (loader.in_eval or steps.commits.paused):
             steps.flush_moment.pass_ended()
             steps.continuation.pass_ended()
@@ -83,8 +84,15 @@ class LoaderEvents(LoaderHost):
         state = resumed.take_rng(loader, pass_)
         if state is not None and resumed.closed_by_next:
             # A next() closed the restored checkpoint, so the saved positions include the passes that the script made
-            # before its loop. This run has just made these passes again: each loader that did returns to its saved
-            # position.
+            # before its loop. This run has just made these passes again, which moved the loaders on: each of them
+            # returns to its saved position.
             for each in self._steps.capture.loaders:
                 each.put_back()
         return state
+
+
+def _is_evaluated(loader: SessionLoader) -> bool:
+    """Whether a ``next()`` of this loader belongs to an evaluation: the model is in eval mode, and no pass of this
+    loader so far belongs to the training loop. (A training loop may leave the model in eval mode after an
+    evaluation.)"""
+    return loader.in_eval and not loader.is_training

@@ -51,16 +51,16 @@ _WHERE = {Event.FORWARD: "the model's training forward", Event.PRE_STEP: "the st
 
 
 class LoopTopCheck:
-    """The check of one session. ``reaches`` returns False when nothing is left to check."""
+    """The check of one session. ``check_before`` returns False when nothing is left to check."""
 
     def __init__(self, capture: Capture, restored: tuple[str, int] | None) -> None:
-        """``restored``: the event that closed the restored checkpoint, and the step of that checkpoint; None in a fresh
-        run."""
+        """``restored``: the event that closed the restored checkpoint, and that checkpoint's step (None: a fresh
+        run)."""
         self._capture = capture
         self._step = 0 if restored is None else restored[1]
         self._closed_by = next((event for event in _POINTS if restored and event.value == restored[0]), None)
-        """The closing point at which the restored checkpoint closed; None if another event closed it, and in a fresh
-        run."""
+        """The closing point at which the restored checkpoint closed. None in a fresh run, and if another event closed
+        that checkpoint."""
         self._before = self._marks()
         """Marks at attach, after the restore."""
         self._point: Event | None = None
@@ -69,7 +69,7 @@ class LoopTopCheck:
         """Names of what changed before the first closing point."""
         self._after_update: Marks | None = None
         """Marks of ``_candidates``, made after the last update."""
-        self._is_pass_check_on = restored is not None
+        self._is_pass_check_on = restored is not None  # whether ``fetches`` still checks
         self._states_before = (
             self._optimizer_states() if self._is_pass_check_on and capture.positions.any_in_pass else {}
         )
@@ -77,9 +77,9 @@ class LoopTopCheck:
         self._checked_pass: Pass | None = None
         """The pass that ``fetches`` checked last."""
 
-    def reaches(self, event: Event, boundary: Boundary) -> bool:
-        """Check before a training forward or a step of the optimizer, which may close a checkpoint. Returns False if
-        nothing is left to check at later closing points."""
+    def check_before(self, event: Event, boundary: Boundary) -> bool:
+        """Check before ``event``, a training forward or a step of the optimizer: it may close a checkpoint. Returns
+        whether anything is left to check at later closing points."""
         if self._closed_by is not None:
             return self._after_restore(event)
         if boundary.explicit or self._capture.loaders:
@@ -134,7 +134,7 @@ class LoopTopCheck:
 
     def _after_restore(self, event: Event) -> bool:
         """Warn about what changed between the restore and the closing point at which the restored checkpoint closed.
-        Returns as ``reaches``."""
+        Returns what ``check_before`` returns."""
         if event is not self._closed_by:
             return event is Event.FORWARD  # the closing point is the step of the optimizer after this forward
         names = self._repeatable(self._changed(self._before, with_buffers=event is Event.FORWARD))
@@ -164,9 +164,9 @@ class LoopTopCheck:
             )
 
     def _changed(self, before: Marks, *, with_buffers: bool) -> list[str]:
-        """Names whose marks changed. ``with_buffers``: whether buffers count. They do not if the closing point is a
-        step of the optimizer: the forward has changed them, but the checkpoint holds the buffers that were read right
-        after the last update."""
+        """Names whose marks changed. ``with_buffers``: whether buffers count. They do not count if the closing point is
+        a step of the optimizer: the forward has changed them, but the checkpoint holds them as they were right after
+        the last update."""
         names = changed_names(before, self._marks(set(before)))
         return names if with_buffers else [name for name in names if name not in self._buffers()]
 

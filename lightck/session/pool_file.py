@@ -50,8 +50,8 @@ class PoolFile:
         self.capture.persistent.follow(self.found.persistent)
 
     def lock(self) -> PoolLock:
-        """Take the pool's lock, and return it. If the file is no pool, raise first, so that no lock file is made next
-        to that file."""
+        """Take the pool's lock, and return it. If the file at the path is no pool, raise before that, so that no lock
+        file is made beside it."""
         if os.path.lexists(self.path) and not self.backend.recognises(self.path):
             reader = self._existing(write=False)
             if reader is not None:
@@ -59,8 +59,8 @@ class PoolFile:
         return PoolLock(self.path)
 
     def open(self, pipeline: Pipeline) -> Resumed | None:
-        """Continue from the pool's checkpoint, or create the pool. To continue, restore the checkpoint, unless the
-        model was restored from it already, and adopt the checkpoint. Returns None for a fresh start."""
+        """Continue from the pool's checkpoint, or create the pool. To continue, restore the checkpoint (unless the
+        script has restored it into the model already), and adopt it. Returns None for a fresh start."""
         reader = self._existing()
         if reader is None:
             self._create(pipeline)
@@ -99,8 +99,9 @@ class PoolFile:
         except PoolError as err:
             if not self.arguments.overwrite:
                 raise
-            # What is no pool is discarded only if it is on a device, and of a kind that overwrite=True may replace
-            # (``discard_helps``). A pool that cannot be opened is discarded if the path is recognised as a pool.
+            # If the content is no pool, it is discarded only where the error allows that (``discard_helps``: some
+            # contents of a device, never a file). A pool that cannot be opened is discarded if the backend recognises
+            # it as a pool.
             may_discard = err.discard_helps if isinstance(err, NotAPoolError) else self.backend.recognises(self.path)
             if may_discard:
                 return None
@@ -111,8 +112,8 @@ class PoolFile:
         return reader
 
     def _restored(self, reader: PoolReader) -> tuple[Contents, CommitRecord] | None:
-        """Restore the checkpoint to continue from, unless the model was restored from it already, and return the
-        checkpoint. Returns None if the pool never held a checkpoint."""
+        """Return the checkpoint to continue from, and restore it unless the script has restored it into the model
+        already. Returns None if the pool never held a checkpoint."""
         if reader.commit_log().is_empty:
             lost = erased_log_error(reader)
             if lost is not None:
@@ -193,8 +194,8 @@ class PoolFile:
             self.backend.discard(self.path)  # else a crash before the first checkpoint would leave the old pool
 
     def _predicted(self) -> dict[str, Entry] | None:
-        """Return the entries of all tensors, with the predicted state of the optimizers; None if it cannot be
-        predicted."""
+        """Return the entries of all tensors, including those predicted for the optimizers' state. Returns None if that
+        state cannot be predicted."""
         entries = dict(self.entries)
         if not self.capture.optimizers:
             log.info("lightck: no optimizer exists yet: the pool is created when the first step closes")

@@ -25,13 +25,14 @@ log = logging.getLogger("lightck")
 MANY = 100
 """Iterations without a checkpoint before a check: more than any loop accumulates or skips in a row."""
 MANY_EXPLICIT = 1000
-"""The same if an earlier run called ``end_step()``: a loop may call it only once in an epoch."""
+"""Updates without a checkpoint before a warning, if an earlier run called ``end_step()`` and this one has not yet: some
+loops call it only once in an epoch."""
 _FIRST = 8
 """If no optimizer is followed, the model's tensors are compared at each of the first ``_FIRST`` training forwards, or
 at each of the first ``_FIRST // 2`` calls of ``end_step()``."""
 _TWIN_STEPS = 10
-"""How many steps one optimizer of another model makes in a row before a warning says that the other model is trained.
-The warning is given only if the parameters of that optimizer have the shapes of the session's model."""
+"""How many steps one optimizer of another model makes in a row before the warning of ``_check_twin``, which is given
+only if the parameters of that optimizer have the shapes of the session's model."""
 _FOREIGN = 4
 """Followed optimizers may have no parameter of the session's model, if they update master weights that the loop copies
 into the model. After ``_FOREIGN`` of their updates the parameters of the model must have changed."""
@@ -47,8 +48,9 @@ _CURE = (
 
 
 class SavedWatch:
-    """The watch of one session. It gives one warning; only the warning about another model (``_check_twin``) may be
-    given in addition, and again. ``problem`` returns the message that ``close()`` raises."""
+    """The watch of one session. It gives one warning in all, apart from the warning about another model
+    (``_check_twin``), which can come in addition and repeatedly. ``problem`` returns the message that ``close()``
+    raises."""
 
     def __init__(self, capture: Capture, boundary: Boundary, follow_live: Callable[[], bool]) -> None:
         """``follow_live``: searches live objects for an optimizer of this model, follows it, and returns whether there
@@ -60,10 +62,13 @@ class SavedWatch:
         self._idle_end_steps = 0  # calls of end_step() since the last update
         self._is_alive = False  # a training forward or an update was seen
         self._steps_elsewhere = 0  # steps of optimizers of other models
-        self._last_optimizer_elsewhere: weakref.ref[Optimizer] | None = None  # of these optimizers, the last one
-        self._steps_in_a_row = 0  # its steps since this session's model was last called or updated
-        self._twin_class: str | None = None  # its class; None if its parameters have other shapes than this model's
-        self._is_twin_trained = False  # whether a warning said that it trains another model
+        self._last_optimizer_elsewhere: weakref.ref[Optimizer] | None = None
+        """The optimizer of another model that made the last such step."""
+        self._n_steps_by_last_elsewhere = 0
+        """Steps that ``_last_optimizer_elsewhere`` has made since this session's model was last called or updated."""
+        self._twin_class: str | None = None
+        """Class name of ``_last_optimizer_elsewhere``; None if its parameters have other shapes than this model's."""
+        self._is_twin_trained = False  # whether the warning of ``_check_twin`` was given
         self._before: Marks = {}  # marks of the parameters at an earlier iteration
         self._at_end_step: Marks = {}  # marks of the model's tensors at the last end_step()
         self._is_reported = False  # whether the warning was given
@@ -78,7 +83,7 @@ class SavedWatch:
     def training_forward(self) -> None:
         """A training forward of the root module begins."""
         self._is_alive = True
-        self._steps_in_a_row = 0
+        self._n_steps_by_last_elsewhere = 0
         self._idle_forwards += 1
         if self._boundary.n_optimizers:
             self._idle_iterations(self._idle_forwards)
@@ -90,7 +95,7 @@ class SavedWatch:
         if not self._is_alive and self._have_no_parameter_here():
             self._foreign_updates = 0
         self._is_alive = True
-        self._idle_forwards = self._idle_end_steps = self._steps_in_a_row = 0
+        self._idle_forwards = self._idle_end_steps = self._n_steps_by_last_elsewhere = 0
         if 0 <= self._foreign_updates < _FOREIGN:
             self._compare_updates()
 
@@ -137,15 +142,15 @@ class SavedWatch:
             self._warn_incomplete_round(index, n)
 
     def step_elsewhere(self, optimizer: Optimizer) -> None:
-        """An optimizer steps that has no parameter of this model and is followed by no open session."""
+        """An optimizer makes a step that has no parameter of this model, and that no open session follows."""
         self._steps_elsewhere += 1
         if self._last_optimizer_elsewhere is None or self._last_optimizer_elsewhere() is not optimizer:
-            self._last_optimizer_elsewhere, self._steps_in_a_row = weakref.ref(optimizer), 0
-        if not self._steps_in_a_row:
+            self._last_optimizer_elsewhere, self._n_steps_by_last_elsewhere = weakref.ref(optimizer), 0
+        if not self._n_steps_by_last_elsewhere:
             self._twin_class = type(optimizer).__name__ if self._is_twin(optimizer) else None
-        self._steps_in_a_row += 1
+        self._n_steps_by_last_elsewhere += 1
         # Copies of the model with optimizers of their own, as in federated learning, make few steps each.
-        if self._steps_in_a_row == _TWIN_STEPS:
+        if self._n_steps_by_last_elsewhere == _TWIN_STEPS:
             self._check_twin()
 
     def session_ends(self) -> None:
@@ -154,20 +159,21 @@ class SavedWatch:
             self._check_twin()
 
     def _check_twin(self) -> None:
-        if not self._steps_in_a_row or self._twin_class is None or self._end_steps:
+        if not self._n_steps_by_last_elsewhere or self._twin_class is None or self._end_steps:
             return
         self._is_twin_trained = True
         since = f"since update {self._boundary.step}" if self._is_alive else "since attach"
         self._warn(
-            f"{self._twin_class} made {self._steps_in_a_row} updates of another model, whose parameters have the same "
-            f"shapes as those of this session's model. This session's model was neither called nor updated {since}. "
-            "The updates of the other model are not saved. If the model was built again (a notebook cell that was run "
-            "again), the session still saves the old one: close this session and attach to the new model"
+            f"{self._twin_class} made {self._n_steps_by_last_elsewhere} updates of another model, whose parameters "
+            "have the same shapes as those of this session's model. This session's model was neither called nor "
+            f"updated {since}. The updates of the other model are not saved. If the model was built again (a notebook "
+            "cell that was run again), the session still saves the old one: close this session and attach to the new "
+            "model"
         )
 
     def problem(self) -> str | None:
-        """The message of the error that ``close()`` raises if nothing was saved, although this model, or another one in
-        its place, was trained. Otherwise None."""
+        """If nothing was saved although this model, or another one in its place, was trained: the message of the error
+        that ``close()`` raises. Otherwise None."""
         if self._is_twin_trained and not self._is_alive and not self._end_steps:
             return (
                 "Nothing was saved: the model of this session was neither called nor updated since attach, while "
@@ -253,7 +259,7 @@ class SavedWatch:
         )
 
     def _named(self, root: int) -> str:
-        """The optimizer of this number for a message: its class and its parameters."""
+        """Name the optimizer with this number for a message, with its class and its parameters."""
         views = [view for view in self._capture.optimizers if view.root == root and not view.wraps]
         names = [name for view in views for name, _ in view.params]
         number = len({view.root for view in self._capture.optimizers if view.root < root}) + 1

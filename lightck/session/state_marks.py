@@ -50,8 +50,9 @@ def object_marks(name: str, obj: Any) -> Marks:
 
 
 def _epoch_of(state: object) -> object:
-    """Return the position of a scheduler and of the schedulers in it; a state without a position is returned unchanged.
-    The rest of a scheduler's state changes even if ``step(epoch)`` is called with the same epoch again."""
+    """Return ``last_epoch`` from the state of a scheduler and of the schedulers in it. A state without ``last_epoch``
+    is returned unchanged. Nothing else of the state is marked, because ``step(epoch)`` changes the rest even if it is
+    called with the same epoch again, and such a repetition does no harm."""
     if not isinstance(state, dict) or "last_epoch" not in state:
         return state
     return state["last_epoch"], [_epoch_of(each) for each in state.get("_schedulers") or ()]

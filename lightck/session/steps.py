@@ -70,7 +70,7 @@ class Steps(StepListener):
         done_at = None
         if resumed is not None:
             capture.positions = Positions(capture.loaders, resumed.loaders)
-            capture.persistent.had_started = resumed.persistent_started
+            capture.persistent.had_started_at_checkpoint = resumed.persistent_started
             done_at = resumed.step if resumed.done else None
         start = () if resumed is None else (resumed.step, resumed.iteration, resumed.explicit)
         self.boundary = Boundary(count_updating(found.optimizers), *start)
@@ -125,8 +125,8 @@ class Steps(StepListener):
     # -- an update ---------------------------------------------------------------------------------------
 
     def before_step(self, index: int, bypasses_wrapper: bool, has_gradients: bool, in_backward: bool = False) -> None:
-        """``in_backward``: whether the call comes before the first layer of a layer-wise update, inside the backward
-        pass."""
+        """``in_backward``: whether ``layers_begin`` calls this inside the backward pass, before the first layer of a
+        layer-wise update."""
         self.capture.devices.refuse_graph_capture("An optimizer's step")
         with self.meter.stall("before the update"):
             self.commits.raise_failure()
@@ -169,8 +169,8 @@ class Steps(StepListener):
         self._report_step_ended()
 
     def _report_step_ended(self) -> None:
-        """Report an update to the listeners once, when the update is counted. With several optimizers, an update may be
-        counted only when a checkpoint closes."""
+        """Report an update to the listeners once, when the update is counted. With several optimizers, an update is
+        sometimes not counted until a checkpoint closes."""
         if self.boundary.step != self._reported_step:
             self._reported_step = self.boundary.step
             self.events.step_ended(self._reported_step)
@@ -180,10 +180,10 @@ class Steps(StepListener):
             self._read_provisionally()  # again, because the user's own hooks belong to the update
 
     def _read_provisionally(self) -> None:
-        """Read what may change before the next event, if that event may close a checkpoint that is due. Nothing is read
-        in a loop that calls ``end_step()``, because the call closes the checkpoint before anything changes."""
+        """If the checkpoint of this update is due, read what may change before the event that closes it. Nothing is
+        read in a loop that calls ``end_step()``, because this call closes the checkpoint before anything changes."""
         is_due = self.commits.updated(self.boundary.step)
-        self.capture.after_update(is_due=is_due and not self.boundary.explicit)
+        self.capture.after_update(is_needed=is_due and not self.boundary.explicit)
 
     def skipped_step(self, index: int) -> None:
         self.meter.skipped += 1
@@ -207,9 +207,9 @@ class Steps(StepListener):
     # -- a layer-wise update -----------------------------------------------------------------------------
 
     def layers_begin(self, index: int) -> None:
-        self.partial_update.call_in_backward(lambda: self.before_step(index, False, False, in_backward=True))
-        while not self.partial_update.call_in_backward(self.gate):
-            pass  # the gate raised because it dropped a checkpoint. More may be in flight, so pass the gate again
+        self.partial_update.call_and_defer_error(lambda: self.before_step(index, False, False, in_backward=True))
+        while not self.partial_update.call_and_defer_error(self.gate):
+            pass  # the gate dropped a checkpoint, and raised. More may be in flight, so pass the gate again
         # Eager copies of an update that no boundary followed belong to no checkpoint.
         self.commits.run(self.pipeline.eager.drop)
         self.partial_update.begin(index)
@@ -231,7 +231,7 @@ class Steps(StepListener):
     # -- a forward ---------------------------------------------------------------------------------------
 
     def before_forward(self, inputs: tuple[object, ...]) -> None:
-        if self.commits.paused or self.capture.devices.is_in_graph_capture(lambda: self.commits.is_all_committed):
+        if self.commits.paused or self.capture.devices.is_in_graph_capture(lambda: self.commits.has_nothing_to_commit):
             return
         self._is_forward_known = True
         with self.meter.stall("forward begins"):
@@ -240,7 +240,8 @@ class Steps(StepListener):
             self.fetched_ahead.forward()
             self._check_loop_top(Event.FORWARD)
             if self.commits.failure is None:
-                # Not FORWARD: with several optimizers no forward closes a checkpoint, but the next pre-step hook does.
+                # PRE_STEP is asked for, although this is a forward: with several optimizers it is not the forward that
+                # closes the checkpoint, but the next pre-step hook.
                 will_close = self.boundary.closes_at(Event.PRE_STEP) and self.commits.will_be_saved(self.boundary.step)
                 self.continuation.recorder.forward(inputs, will_close)
                 if not self.pipeline.is_idle:
@@ -265,7 +266,9 @@ class Steps(StepListener):
         if self.pipeline.is_idle or self.commits.failure is not None:
             return
         with self.meter.stall("forward ended"):
-            self.commits.run(self.pipeline.poll)  # release checkpoints whose copies are done before the gate
+            self.commits.run(
+                self.pipeline.poll
+            )  # release checkpoints whose copies are done, without waiting for the gate
 
     # -- optimizers made after attach --------------------------------------------------------------------
 
@@ -329,7 +332,11 @@ class Steps(StepListener):
 
     def _check_loop_top(self, event: Event) -> None:
         """Check, before a checkpoint may close, what the loop changed at its top."""
-        if self.loop_top is not None and not self.commits.paused and not self.loop_top.reaches(event, self.boundary):
+        if (
+            self.loop_top is not None
+            and not self.commits.paused
+            and not self.loop_top.check_before(event, self.boundary)
+        ):
             self.loop_top = None
 
     def _check_first_step(self) -> None:

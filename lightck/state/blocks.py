@@ -20,8 +20,8 @@ BUDGET_NBYTES = 1 << 20
 the size of the largest block."""
 WHOLE_CHECKPOINTS = 3
 """In the first ``WHOLE_CHECKPOINTS`` checkpoints after attach all bytes are compared, without a budget. That reveals
-every write that a loop makes at each step. The sources of background copies are counted apart: they are compared whole
-in the first ``WHOLE_CHECKPOINTS`` checkpoints that have such sources, whenever these checkpoints come."""
+every write that a loop makes at each step. For the sources of background copies, only checkpoints that have such
+sources are counted."""
 
 _CANDIDATES_MAX = 4096
 """The largest number of blocks that one checkpoint with a budget reads, even if more blocks fit in the budget (a model

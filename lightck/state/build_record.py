@@ -85,8 +85,8 @@ class CurrentBuild:
 
     def use_record(self, built: BuildRecord | None) -> None:
         """Use the record of a checkpoint that the script restored before it attached, because the live objects now hold
-        the options of the checkpoint, not those that the script built. ``built``: None if the checkpoint has no record;
-        then nothing changes."""
+        the options of the checkpoint, not those that the script built. ``built``: that record (None: the checkpoint has
+        none, and nothing changes)."""
         if built is not None:
             self._set(built)
 

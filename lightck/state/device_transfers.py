@@ -17,8 +17,8 @@ from lightck.errors import SessionError
 from lightck.pool.format.layout import is_dense
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""(target, source): memory of as many bytes as the source has, and the tensor that is copied into this memory. The
-target is host memory, except in ``copy_on_device``, where the target is memory of the device."""
+"""(target, source): the source is a tensor, and the target is memory of as many bytes: host memory, except in
+``copy_on_device``, where it is memory of the device."""
 
 
 class Arrival(Protocol):
@@ -57,7 +57,8 @@ class DeviceTransfer(Protocol):
         """Allocate memory on the device."""
 
     def free_nbytes(self) -> int:
-        """Return how many bytes of device memory stay free even at the peak of what the training has used so far."""
+        """Return how many bytes of device memory stay free even when the training uses as much as at its peak so
+        far."""
 
     def register(self, memory: torch.Tensor) -> None:
         """Let the device write to this host memory directly. Raises ``RuntimeError`` if it cannot."""
@@ -72,8 +73,8 @@ class DeviceTransfer(Protocol):
         """Remember the current stream as one on which an update was enqueued."""
 
     def join_updates(self) -> None:
-        """Make the current stream wait for everything that is enqueued now on streams with updates: the updates, and
-        the work after them (a GradScaler's scale)."""
+        """Make the current stream wait for all that is enqueued so far on the remembered streams: the updates, and the
+        work after them (a GradScaler's scale)."""
 
     def is_capturing(self) -> bool:
         """Whether work on the current stream is captured in a graph instead of executed."""
@@ -112,8 +113,8 @@ class CudaTransfer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._updated_on: dict[torch.cuda.Stream, None] = {}
-        """The streams on which updates of this step were enqueued, the stream of the last update at the end. (The
-        values are not used.) The streams are kept until the first update of the next step."""
+        """The streams on which updates of this step were enqueued, as keys, the stream of the last update at the end.
+        They are kept until the first update of the next step."""
         self._is_next_update_first = True
         """Whether the next update is the first one of its step."""
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -186,9 +187,9 @@ class CudaTransfer:
             empty()
 
     def _update_stream(self) -> torch.cuda.Stream:
-        """Return the stream of the last update (the current stream if there was none), and make it wait for the current
-        stream. The two streams may differ at a boundary: for example, the next forward may run on a stream of its
-        own."""
+        """Return the stream of the last update (the current stream if there was no update), and make it wait for the
+        current stream. The two streams can differ at a boundary, for example if the next forward runs on a stream of
+        its own."""
         current = torch.cuda.current_stream(self._device)
         last = next(reversed(self._updated_on), current)
         if last != current:
@@ -272,8 +273,8 @@ def transfer_of(tensor: torch.Tensor) -> DeviceTransfer | None:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor whose device has a transfer, in host memory. The bytes are read in parallel with the
-    computation, so nothing may change the tensor during the call. Any other tensor is returned itself."""
+    """If the tensor's device has a transfer, return a copy of its bytes in host memory. Otherwise return the tensor
+    itself. The copy runs in parallel with the computation, so nothing may change the tensor during the call."""
     transfer = transfer_of(tensor)
     return tensor if transfer is None else transfer.read(tensor)
 
@@ -307,8 +308,8 @@ class Devices:
             transfer.join_updates()
 
     def refuse_graph_capture(self, what: str) -> None:
-        """Raise ``SessionError`` if the current call is captured for a CUDA graph instead of executed. ``what``: the
-        call, for the message."""
+        """Raise ``SessionError`` if the work of the current call is captured in a CUDA graph instead of executed.
+        ``what``: the call, for the message."""
         if self._transfers and any(transfer.is_capturing() for transfer in self._transfers):
             raise SessionError(
                 f"{what} is being captured in a CUDA graph. Replays of a graph run no Python, so lightck would "
@@ -317,9 +318,9 @@ class Devices:
             )
 
     def is_in_graph_capture(self, is_idle: Callable[[], bool]) -> bool:
-        """Whether the current forward is captured for a CUDA graph, and is therefore no boundary. Raises
-        ``SessionError`` if it is captured while a checkpoint is due or in flight, because to wait for the checkpoint
-        would end the capture. ``is_idle``: returns whether no checkpoint is due or in flight."""
+        """Whether the current forward is captured in a CUDA graph, and is therefore no boundary. ``is_idle``: returns
+        True if no checkpoint is due or in flight. Raises ``SessionError`` if the forward is captured while a checkpoint
+        is: lightck would have to wait for the checkpoint, which would end the capture."""
         if not self._transfers or not any(transfer.is_capturing() for transfer in self._transfers):
             return False
         if not is_idle():

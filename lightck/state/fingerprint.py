@@ -33,8 +33,8 @@ def _fingerprint(threads: int, is_deterministic: bool, cuda: str | None) -> dict
 
 
 def _vendor() -> str | None:
-    """Return the vendor of the processor, or None if it is unknown. It decides bits: with the same
-    instruction set, torch draws another dropout mask on Intel's processors than on others."""
+    """Return the vendor of the processor, or None if it is unknown. The vendor decides bits: with the same instruction
+    set, torch draws another dropout mask on Intel's processors than on others."""
     with suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             name, _, value = line.partition(":")

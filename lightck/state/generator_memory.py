@@ -1,11 +1,12 @@
 """The states of Python's and numpy's global generators, read from the generators' memory.
 
 ``random.getstate()`` and ``numpy.random.get_state()`` build a Python object for each of 624 words. These two calls take
-8 and 31 us at each update, and an update may take only 500 us. The same words lie in one piece in the memory of the
-generator. Python does not document where its words lie, and numpy does not document where its cached normal number
-lies. ``_python_place`` and ``_numpy_place`` search for these places once, in generators made for that purpose. A place
-is used only if it holds exactly what the public functions return, at several states of the generator. If no place is
-found (another interpreter, another version), and for any other kind of generator, the public functions are called.
+8 and 31 us at each update, which is much if the whole update takes 500 us. The same words lie in one piece in the
+memory of the generator, where they are read here. Python does not document where its words lie, and numpy does not
+document where its cached normal number lies. ``_python_place`` and ``_numpy_place`` search for these places once, in
+generators made for that purpose. A place is used only if it holds exactly what the public functions return, at several
+states of the generator. If no place is found (another interpreter, another version), and for any other kind of
+generator, the public functions are called.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Twister(NamedTuple):
 
 
 class _PythonPlace(NamedTuple):
-    """Where a ``random.Random`` keeps its words and its position, which adjoin each other. ``begin``: the offset, in
-    bytes from the beginning of the object, of whichever lies first."""
+    """Where a ``random.Random`` keeps its words and, right before or after them, its position. ``begin``: the offset of
+    the two together, in bytes from the beginning of the object."""
 
     begin: int
     is_position_first: bool
@@ -147,7 +148,8 @@ def _numpy_place() -> _NumpyPlace | None:
     gauss = memory.find(_GAUSS.pack(_numpy_by_call(generator).gauss))
     if gauss < _GAUSS.size:
         return None
-    place = _NumpyPlace(gauss - _GAUSS.size, gauss)  # the flag is an int, padded to the alignment of the double
+    # The flag lies before the double. It is an int, padded to the alignment of the double.
+    place = _NumpyPlace(gauss - _GAUSS.size, gauss)
     found = _NumpyMemory(generator, bits, place)
     return place if _agree(found.read, lambda: _numpy_by_call(generator), generator.standard_normal) else None
 
@@ -158,8 +160,8 @@ def _numpy_by_call(generator: np.random.RandomState) -> Twister:
 
 
 def _memory_of(generator: object, nbytes: int) -> bytes:
-    """Return the first ``nbytes`` bytes of an object's memory. Return b"" if ``id`` is no address, or if words are not
-    little-endian, as they are in a pool."""
+    """Return the first ``nbytes`` bytes of an object's memory. Return b"" if ``id`` is no address, or if this machine
+    is not little-endian (the words in a pool are)."""
     is_readable = sys.implementation.name == "cpython" and sys.byteorder == "little"
     return ctypes.string_at(id(generator), nbytes) if is_readable else b""
 

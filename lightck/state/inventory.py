@@ -48,8 +48,8 @@ class Live:
     layer: int = -1
     alias: str | None = None
     is_frozen: bool = False
-    """Whether this is a parameter that no optimizer step changes. A strategy may leave such a tensor out of a slot that
-    already holds its bytes."""
+    """Whether this is a parameter that no optimizer step changes. If a slot already holds the tensor's bytes, a
+    strategy need not write them again."""
 
     def is_current(self) -> bool:
         """Whether the tensor's module or optimizer still holds it. Always True if ``home`` is None."""
@@ -142,17 +142,17 @@ class ModelView:
                 self.extra.append((f"{prefix}_extra_state", module))
 
     def refresh(self) -> bool:
-        """Find all places again if a module, parameter name or buffer name was added, removed or replaced since they
-        were last found. Return whether there was such a change."""
+        """Find all places again if a module, parameter name or buffer name was added, removed or replaced since the
+        last search. Return whether one was."""
         has_changed = any(_structure_of(module) != seen for module, seen in self._structures_seen)
         if has_changed:
             self._build()
         return has_changed
 
     def tensors(self, trained: frozenset[int] | set[int] | None) -> list[Live]:
-        """Return every tensor under each of its names. Every name of a tensor after the first one is marked as an
-        alias; so is a tensor in exactly the same memory as an earlier one. ``trained``: ids of the parameters that an
-        optimizer updates, or None if the caller does not need ``is_frozen``."""
+        """Return every tensor under each of its names. An item is an alias if the same tensor was listed before under
+        another name, or another tensor in exactly the same memory. ``trained``: ids of the parameters that an optimizer
+        updates (None: the caller does not need ``is_frozen``)."""
         by_id: dict[int, Live] = {}
         by_address: dict[int, Live] = {}
         lives: list[Live] = []
@@ -253,13 +253,14 @@ def storage_address_of(tensor: torch.Tensor) -> int:
 
 
 def storage_of(tensor: torch.Tensor) -> object:
-    """Return the tensor's storage. A reference to the storage keeps the tensor's present memory alive. A reference to
-    the tensor does not, because ``p.data = ...`` gives the tensor another storage."""
+    """Return the tensor's storage, to keep the tensor's present memory alive. A reference to the tensor would not do
+    that, because ``p.data = ...`` gives the tensor another storage."""
     return tensor.untyped_storage()
 
 
 def _structure_of(module: nn.Module) -> tuple[object, ...]:
-    """Return the ids of a module's children, and the names of its parameters and buffers, to compare later."""
+    """Return what decides the places of a module's tensors, to compare later: the ids of its children, and the names of
+    its parameters and buffers."""
     return (*map(id, module._modules.values()), *module._parameters, *module._buffers)
 
 
@@ -272,8 +273,8 @@ class OptimizerView:
         """Create the view of ``optimizer``.
 
         index: number of the view, from 0. names: id -> name of the model's parameters. role: whether the optimizer
-        wraps another one, or is wrapped by one. The state of a wrapper, its tensors included, is part of the small
-        state. root: index, among the followed optimizers, of the optimizer whose step counts as an update of this one.
+        wraps another one, or another one wraps it. root: index, among the followed optimizers, of the optimizer whose
+        step counts as an update of this one.
         """
         self.index = index
         self.root = root
@@ -320,8 +321,8 @@ class OptimizerView:
 
     def state_tensors(self) -> Iterator[Live]:
         """Yield the tensors that lie directly in ``optimizer.state[p]``. A tensor that several parameters share is
-        yielded for each of them: for the first one as itself, for the later ones as an alias. Yield nothing for a
-        wrapper."""
+        yielded for each of these parameters, as an alias for all but the first. Yield nothing for a wrapper, whose
+        state, its tensors included, is part of the small state."""
         if self.wraps:
             return
         state = self.optimizer.state
@@ -337,10 +338,10 @@ class OptimizerView:
                     yield Live(full, "optimizer", value, home, key, alias=None if one == full else one)
 
     def state_values(self, params: Sequence[tuple[str, torch.Tensor]] | None = None) -> dict[str, object]:
-        """Return what ``state_tensors`` does not yield of each ``optimizer.state[p]`` (numbers, None, lists of
-        tensors): name -> key -> value. A wrapper's state is returned whole, tensors included. A state that is no dict
-        is returned unchanged. ``params``: name and tensor of each parameter that may have such values; None: read all
-        parameters."""
+        """Return the values in each ``optimizer.state[p]`` that ``state_tensors`` does not yield (numbers, None, lists
+        of tensors): name -> key -> value. A wrapper's state is returned whole, tensors included. A state that is no
+        dict is returned unchanged. ``params``: name and tensor of the parameters to read, which must include every one
+        with such values (None: all parameters)."""
         state = self.optimizer.state
         values: dict[str, object] = {}
         for name, p in self.params if params is None or self.wraps else params:
@@ -378,8 +379,8 @@ class OptimizerView:
 def optimizer_views(
     optimizers: Sequence[Any], names: dict[int, str], *, n_views: int = 0, n_followed: int = 0
 ) -> list[OptimizerView]:
-    """Return a view of each optimizer that has state of its own. ``n_views``, ``n_followed``: how many
-    views and followed optimizers exist already; the new ones are numbered after them."""
+    """Return a view of each optimizer that has state of its own. ``n_views``, ``n_followed``: how many views and
+    followed optimizers exist already. The numbers of the new ones follow on."""
     found: list[OptimizerView] = []
     for optimizer, role in zip(optimizers, wrapper_roles(optimizers), strict=True):
         if not inner_of(optimizer) or has_own_state(optimizer):
@@ -438,8 +439,8 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def in_plain_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, detached; if its memory cannot be copied directly, return a copy on the CPU. The copy of a
-    dense tensor keeps the order of dimensions in memory. Any other copy is contiguous."""
+    """Return the tensor, detached, if its memory can be copied directly (``is_plain``). Otherwise return a copy on the
+    CPU: for a dense tensor, with the same order of dimensions in memory; for any other tensor, a contiguous one."""
     tensor = tensor.detach()
     if is_plain(tensor):
         return tensor

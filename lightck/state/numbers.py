@@ -5,8 +5,8 @@ built. A *sample*, which is a walk through all modules, finds the numbers that c
 taken at the first checkpoints and then more and more rarely. The values of the numbers that change are part of each
 checkpoint. A resume compares these values with the live ones when the model's first training forward begins. A loop
 that sets such numbers itself has set them before that forward. Numbers that change only now and then (the longest input
-so far) are left out. So are floats, such as a temperature: a float that matters changes the gradients of the
-first update.
+so far) are left out. Floats, such as a temperature, are left out too: a float that matters changes the gradients of the
+first update, which a resume compares anyway.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _INT64_LIMIT = 2**63
 
 
 class ModuleNumbers:
-    """The numbers of one session's model. Attributes whose names begin with an underscore are left out, because they
-    are private to their module (torchmetrics keeps counters in such attributes)."""
+    """The numbers of one session's model. Attributes whose names begin with an underscore are left out: they are
+    private to their module, as the counters of torchmetrics are."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._n_checkpoints = 0
         self._n_samples = 0
-        """How many samples were taken, beginning with the first one in which a number had changed."""
+        """How many samples were taken since a number was first found changed, that first sample included."""
         self._last = {name: home[key] for name, home, key in _numbers(model)}
         """Name -> value at the last sample. The constructor takes the first sample."""
         self._changes: dict[str, int] = {}

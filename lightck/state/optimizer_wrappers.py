@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from lightck.errors import UnsupportedError
 
 _DEPTH = 4
-"""The limit of two searches. An object without hooks is unwrapped through its ``.optimizer`` only if it is inside fewer
-than ``_DEPTH`` wrappers. Tensors in an attribute are searched through ``_DEPTH`` levels of containers, the outermost
-included."""
+"""The limit of two searches. 1: an object without hooks is unwrapped through its ``.optimizer`` only if fewer than
+``_DEPTH`` wrappers are around it. 2: tensors in an attribute are searched through ``_DEPTH`` levels of containers, the
+outermost included."""
 
 
 def optimizers_to_follow(optimizers: Iterable[object]) -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ class WrapperRole:
     """Whether it contains another followed optimizer."""
     is_wrapped: bool
     makes_updates: bool
-    """Whether a step of this optimizer is an update: its root is the optimizer itself, and it is no wrapper without
+    """Whether a step of this optimizer is an update: the optimizer is its own root, and, if it is a wrapper, has
     hooks."""
 
 
@@ -148,8 +148,8 @@ def wrapper_roles(optimizers: Sequence[object]) -> list[WrapperRole]:
 
 
 def unsaved_tensors(optimizer: object, known: Collection[int]) -> list[str]:
-    """Return the names of the attributes with tensors that nothing saves: tensors that are not in ``state``,
-    ``param_groups`` or ``defaults``, and whose ids are not in ``known``."""
+    """Return the names of the optimizer's attributes that hold tensors which nothing saves. ``known``: ids of tensors
+    that are saved in any case. Tensors in ``state``, ``param_groups`` and ``defaults`` count as saved."""
     saved = {"state", "param_groups", "defaults"}
     own = set(known) | {id(t) for part in saved for t in _tensors_in(getattr(optimizer, part, None), 5)}
     attributes = {k: v for k, v in _attributes(optimizer).items() if k not in saved and not _is_optimizer(v)}
@@ -166,9 +166,9 @@ def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 
 class ScalerWatch:
-    """Detects updates that GradScalers among the objects of ``state`` skip. A scaler that skips an update of an unfused
-    optimizer does not call ``step``: only the state of the scaler changes. The session calls ``skipped`` at each event
-    that may be a boundary."""
+    """Detects updates that GradScalers among the objects of ``state`` skip. If the optimizer is not fused, the scaler
+    does not call its ``step``: only the state of the scaler changes. The session calls ``skipped`` at each event that
+    can be a boundary."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects = objects

@@ -1,8 +1,9 @@
 """Predicts, before an optimizer's first step, which state it will have, so that the pool can be laid out at attach.
 
 A scratch instance of the optimizer's class makes one step on tiny stand-ins. Each kind of parameter (group, number of
-dimensions, dtype, device) has one stand-in, a tensor whose sizes are different primes. So each size of a state tensor
-shows from which size of the parameter it follows. User hooks do not run, and random states are preserved. If anything
+dimensions, dtype, device) has one stand-in, a tensor whose sizes are different primes. So a size of a state tensor that
+equals one of these primes follows from that size of the parameter. User hooks do not run, and random states are
+preserved. If anything
 fails, ``predict`` returns None, and the pool is laid out at the first boundary instead.
 
 Only torch's own optimizers are run in this way. The constructor or the step of another class may do more than create
@@ -70,8 +71,8 @@ def _predict(view: OptimizerView) -> Iterator[Entry]:
 
 
 def _foreign_code(kind: type) -> str | None:
-    """Return the name of the first class or method, among an optimizer's class and its bases, that is not torch's own
-    code; None if all of it is torch's own."""
+    """Search an optimizer's class and its bases for code that is not torch's own. Return the name of the first class or
+    method that is not, or None if there is none."""
     for one in kind.__mro__[:-1]:
         if not _is_torch_module(one.__module__):
             return one.__qualname__
@@ -91,7 +92,7 @@ def _is_torch_module(module: str) -> bool:
 
 
 def _kind(group: int, p: torch.Tensor) -> tuple[object, ...]:
-    """Return what a parameter has in common with its stand-in. ``group``: the index of the parameter's group."""
+    """Return the kind of a parameter: what it has in common with its stand-in. ``group``: the index of its group."""
     return group, p.dim(), p.dtype, p.device
 
 
@@ -130,8 +131,8 @@ def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rules(p: torch.Tensor, state: dict[object, object]) -> dict[object, _StateRule]:
-    """Return key -> rule for each tensor in the state of a stand-in. Raises ``ValueError`` for a container with items,
-    and for a size that does not follow from the shape of the stand-in."""
+    """Return key -> rule for each tensor in the state of the stand-in ``p``. Raises ``ValueError`` if the state
+    contains a list, tuple or dict with items, or a tensor with a size that does not follow from the shape of ``p``."""
     rules = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):

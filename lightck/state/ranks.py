@@ -12,7 +12,7 @@ log = logging.getLogger("lightck")
 
 
 def rank_and_world_size() -> tuple[int, int] | None:
-    """Return the rank of this process and the number of ranks, if that number is at least 2; else None."""
+    """Return the rank of this process and the number of ranks. Return None if there are fewer than two ranks."""
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2:
         return None

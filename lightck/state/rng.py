@@ -33,8 +33,8 @@ _PYTHON_POSITION = struct.Struct("<I")
 _NUMPY_KEY_DTYPE = np.dtype(np.uint32).str
 _MAX_CUDA_BYTES = 4096
 _MAX_CUDA_DEVICES = 1024
-"""Limits of a stored state: bytes for one CUDA device, and number of CUDA devices. A larger state counts as damaged."""
-# Bit generator -> the key of its position and the largest valid position; None for a bit generator without a position.
+"""Limits of a stored state: bytes for one CUDA device, and number of CUDA devices. A state beyond them is damaged."""
+# Bit generator -> the key of its position, and the largest valid position (None: it has no position).
 # numpy's setters do not check a position, and with a wrong one the generator reads beyond its buffer.
 _NUMPY_POSITIONS = {
     "MT19937": ("pos", 624),
@@ -118,7 +118,7 @@ class RngState:
         Raises:
             CorruptPoolError: a device refuses its state.
         """
-        # CUDA is first, because only a CUDA device can still refuse its state. No CPU generator has changed then.
+        # CUDA is first: only a CUDA device can still refuse its state, and if it does, no CPU generator has changed.
         _restore_cuda(self.cuda)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
@@ -194,7 +194,7 @@ def capture() -> RngState:
 
 
 def _python_bytes(state: Twister) -> bytes:
-    """Return the bytes that ``_PYTHON_WORDS`` makes of the words of ``random.getstate()``: the last word is the
+    """Return what ``_PYTHON_WORDS`` packs from the words of ``random.getstate()``, of which the last is the
     position."""
     return state.key + _PYTHON_POSITION.pack(state.position)
 

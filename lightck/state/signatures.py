@@ -1,7 +1,7 @@
 """Signatures of tensors: whether a tensor is the same one, in the same memory, without reading its bytes.
 
-These checks run at every step, so loops over many tensors run in C. Values are compared one at a time and not
-collected in a list first, because a list of so many new objects would trigger the garbage collector.
+These checks run at every step, so loops over many tensors run in C. Values are compared one at a time, and are not
+collected in a list first: a list of as many new objects as there are tensors would trigger the garbage collector.
 
 To find and name all tensors again takes microseconds for each tensor, and usually no tensor appears or disappears for
 thousands of steps. So a ``TensorList`` keeps the tensors that one boundary found, and the next boundary checks whether
@@ -98,8 +98,8 @@ class VersionCounters:
         try:
             self.counters = list(map(self._counter_of, tensors))
         except RuntimeError:
-            # An inference tensor has no counter. Only if there is one is ``version_counter_of`` called, because it
-            # tests each tensor at every step.
+            # An inference tensor has no version counter. ``version_counter_of`` allows for that, but tests each tensor
+            # at every step, so it is used only if there is an inference tensor.
             self._counter_of = version_counter_of
             self.counters = list(map(self._counter_of, tensors))
 
@@ -113,8 +113,8 @@ class VersionCounters:
 
 
 class Registrations:
-    """Which tensor each module or optimizer holds under which key. ``are_unchanged`` raises ``KeyError`` if a key is
-    missing."""
+    """Which tensor each module or optimizer holds under which key. ``are_unchanged`` raises ``KeyError`` if a key has
+    gone."""
 
     def __init__(self, lives: Sequence[Live]) -> None:
         housed = [live for live in lives if live.home is not None]
@@ -149,8 +149,8 @@ class TensorList:
         self._storages = (
             list(map(storage_address_of, self._layouts.tensors)) if any(live.is_frozen for live in lives) else None
         )
-        """The address of each tensor's storage; None if no tensor is frozen. Whether a tensor is frozen depends also
-        on the storages of the other tensors: see ``inventory._unfreeze_shared``."""
+        """The address of each tensor's storage; None if no tensor is frozen. The storages decide, too, which parameters
+        are frozen: see ``inventory._unfreeze_shared``."""
         self._states = [_StateSignature(view) for view in views]
         self.with_values = {signature.view.index: signature.with_values for signature in self._states}
         """Index of the optimizer view -> name and tensor of each parameter whose state is not only tensors. Such state
@@ -229,8 +229,8 @@ class ClosedStep:
     lives: list[Live]
     state: bytes
     """The small state, packed."""
-    copied_at_boundary: frozenset[str] = frozenset()
-    """Names of tensors that must not be left to background copies."""
+    written_outside_step: frozenset[str] = frozenset()
+    """Names of tensors that a wrapper writes outside its ``step``. From now on no background copy may read them."""
     tensor_list: TensorList | None = None
     """The list whose tensors are the first items of ``lives``. If an earlier checkpoint had the same list, these
     tensors are the same and lie in the same memory as at that checkpoint. Their bytes may differ."""

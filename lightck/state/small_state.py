@@ -1,8 +1,9 @@
 """Packs the parts of the small state, and packs again only those that changed since the last checkpoint.
 
 Most parts stay the same from checkpoint to checkpoint: the names of parameters, the options of optimizers, the record
-of what the script built. To see that a part is unchanged takes one call in C. It takes no call if the part is the same
-object as before and of a type whose values never change. The packed bytes are the same as those of ``values.pack``.
+of what the script built. One call in C shows whether a part is unchanged. No call is needed for a part that is the same
+object as before, if its type is one whose values never change. The packed bytes are the same as those of
+``values.pack``.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class _Part:
         self._path, self._is_never_mutated = path, is_never_mutated
         self._cache = CachedPacker()
         self._value: object = self
-        """The value whose packed form is ``_data``. If there is none: this ``_Part``, which is never a value of the
-        dict."""
+        """The value whose packed form is ``_data``. If no value is kept, this ``_Part`` itself, which is no value of
+        any dict."""
         self._data = b""
 
     def pack(self, value: object) -> bytes:
@@ -75,9 +76,9 @@ class CachedPacker:
         together, so that a signal handler never sees the one without the other."""
 
     def pack(self, value: object, *, path: str, large: Callable[[str, torch.Tensor], None] | None = None) -> bytes:
-        """Return the same bytes as ``values.pack``, with one difference: if an equal ``bytearray`` or ``memoryview``
-        has replaced a ``bytes`` value, the value counts as unchanged, although ``values.pack`` raises
-        ``StateValueError`` for these types."""
+        """Return the same bytes as ``values.pack``. One difference: ``values.pack`` raises ``StateValueError`` for a
+        ``bytearray`` or ``memoryview``, but here such a value counts as unchanged if it has replaced an equal ``bytes``
+        value."""
         try:
             # The fast encoding keeps types, order and bits. It refuses types that need an extension, except tuple.
             now = _tuple_packer.pack(value)

@@ -76,7 +76,8 @@ def refuse_script(prefix: str, module: nn.Module) -> None:
 
 
 def unstorable_reason(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """Return reason and cure if a tensor is not simply an array of plain bytes in memory, else None."""
+    """Return why a tensor cannot be stored, and what to do about it; None for a tensor that is an array of plain bytes
+    in memory."""
     if type(tensor) not in _PLAIN_TENSORS and (why := _reason_by_type(tensor)):
         return why
     if tensor.is_nested:
@@ -164,7 +165,7 @@ PLAIN = frozenset((type(None), bool, float, bytes))
 _SCALARS = frozenset((*PLAIN, int, str, *NUMPY_SCALARS))
 _CONTAINERS = frozenset((tuple, frozenset))
 COLLIDING_MAX = 100
-"""The largest number of keys that may have the same hash as an earlier key of the same dict or set."""
+"""How many keys of a dict or set may have the same hash as an earlier key; more are refused."""
 INT_NBYTES_MAX = 1700
 """The largest int that is stored, in bytes. Python converts no int of more than 4300 digits to text, and an error or a
 report may have to print any int that is stored."""
@@ -198,8 +199,8 @@ def class_name_of(obj: object) -> str:
 def is_loader(obj: object) -> bool:
     """Whether an object in ``state`` yields batches, so that its position has to be read right after the update.
 
-    Torch's DataLoaders, samplers and iterable datasets are loaders. So is any other iterable that is an iterator, or
-    that has a dataset, a batch size or a batch sampler. Any other object, such as a history of losses, is no loader.
+    Torch's DataLoaders, samplers and iterable datasets are loaders. Another iterable is a loader if it is an iterator
+    or has a dataset, a batch size or a batch sampler. A history of losses, for example, is no loader.
     """
     if isinstance(obj, (DataLoader, Sampler, IterableDataset)):
         return True

@@ -47,8 +47,7 @@ MAX_DIMS = 64
 _NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in NUMPY_CODES for order in "<>"}
 _SCALAR_DTYPES = {name: np.dtype(name) for name in NUMPY_SCALARS.values()}
 _LEAF = MAX_DEPTH + 1
-"""The depth that is passed to read a value that must not be a container. At this depth lists and extensions are
-refused."""
+"""The depth to pass for a value that must be no container: at this depth lists and extensions are refused."""
 _MANY = 16
 """A list of ``_MANY`` or more items is first tested for being all text, which saves time."""
 

@@ -36,14 +36,14 @@ class Segment:
     arrivals: list[Arrival] = field(default_factory=list)
 
     @property
-    def is_read(self) -> bool:
-        """Whether a job may still read the memory."""
+    def is_being_read(self) -> bool:
+        """Whether a job still reads the memory, or has yet to read it."""
         return self.reader is not None and self.reader.needs_sources
 
     def wait_free(self) -> None:
         """Wait until no job reads the memory and no transfer writes to it, not even a transfer of a checkpoint that was
         given up."""
-        while self.is_read:
+        while self.is_being_read:
             time.sleep(_POLL_SECONDS)
         for arrival in self.arrivals:
             arrival.synchronize()
@@ -108,9 +108,9 @@ class Group:
             self.segment.arrivals.append(transfer.send_in_order(pairs))
 
     def send_and_start(self, marks: dict[DeviceTransfer, Arrival]) -> None:
-        """Send the group, wait for its arrival, and start its job. Nothing is sent if the checkpoint was given up. A
-        group with ``in_order`` was sent at the boundary; this only waits for it and starts its job. ``marks``: for each
-        device, the end of its work at the boundary."""
+        """Send the group (unless its checkpoint was given up), wait for its arrival, and start its job. A group with
+        ``in_order`` was sent at the boundary already, and is not sent here. ``marks``: for each device, the end of its
+        work at the boundary."""
         if not self.in_order:
             self.segment.wait_free()
             if not self.job.needs_sources:

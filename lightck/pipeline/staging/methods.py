@@ -41,9 +41,9 @@ class TransferMethod(Protocol):
     def group(
         self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
     ) -> Group | None:
-        """Make a group and its job, and return the group; None if the engine has no free job. ``nbytes_max``: bytes of
-        the largest group of this checkpoint with the same ``in_order``; each of these groups gets as many bytes of
-        host memory. ``in_order``: the group is sent in the order of the computation."""
+        """Make a group and its job, and return the group; None if the engine has no free job. ``in_order``: the group
+        is sent in the order of the computation. ``nbytes_max``: bytes of host memory that the group gets: as many as
+        the largest group of this checkpoint with the same ``in_order`` needs."""
 
     def forget(self) -> None:
         """Release all memory. Call only while no transfer is under way."""
@@ -83,8 +83,8 @@ class DirectMethod:
     kind: Kind = Direct()
     reads_during_step = True
     ends_before_next = True
-    """Otherwise the device could still write a checkpoint that was given up into its slot when the next checkpoint has
-    taken that slot."""
+    """A checkpoint that was given up frees its slot. If the device were still writing to that slot, it would overwrite
+    the next checkpoint there."""
 
     def __init__(self, wait_idle: Callable[[], None]) -> None:
         self._wait_idle = wait_idle
@@ -109,7 +109,7 @@ class DirectMethod:
         sources = [one.live.tensor.detach() for one in tensors]
         records = [one.record.number for one in tensors]
         places = [self._pool.place(reservation.slot, number) for number in records]
-        if not reservation.copy(records, None, sources, held=True):
+        if not reservation.copy(records, None, sources, waits_for_start=True):
             return None
         return Group(tensors, sources, places, Segment(self._pool.memory), reservation.parts[-1], in_order)
 
@@ -127,8 +127,8 @@ class DeviceMethod:
     ends_before_next = True  # there is memory for one copy only
 
     def __init__(self, free_factor: int = 1) -> None:
-        """``free_factor``: the copy is allocated only if ``free_factor`` times its bytes are free on the device. 1:
-        free memory is not checked."""
+        """``free_factor``: the copy is allocated only if ``free_factor`` times its bytes are free on the device (1: do
+        not check how much is free)."""
         self._free_factor = free_factor
         self._ring = PinnedRing()
         self._memory: dict[DeviceTransfer, torch.Tensor] = {}
@@ -186,6 +186,8 @@ def group_through_host(
     offsets, _ = packed_layout(tensors)
     places = [segment.memory[at : at + one.record.nbytes] for at, one in zip(offsets, tensors, strict=True)]
     records = [one.record.number for one in tensors]
-    if not reservation.copy(records, [place.data_ptr() for place in places], (segment.memory, sources), held=True):
+    if not reservation.copy(
+        records, [place.data_ptr() for place in places], (segment.memory, sources), waits_for_start=True
+    ):
         return None
     return Group(tensors, sources, places, segment, reservation.parts[-1], in_order)

@@ -36,8 +36,8 @@ _LESS_STALL = Margin(0.1, 0.0002)
 
 class Staging:
     """The device transfers of one session. ``is_on=False``: tensors on devices are copied at the boundary.
-    ``commits_after_update``: a checkpoint may commit after the next update, so its transfer may take longer than a
-    step."""
+    ``commits_after_update``: a checkpoint need not be committed before the next update, so its transfer can take longer
+    than a step."""
 
     def __init__(
         self, meter: Meter, kind: Kind | None = None, *, commits_after_update: bool = False, is_on: bool = True
@@ -58,9 +58,9 @@ class Staging:
     ) -> Iterator[tuple[Reservation | None, npt.NDArray[np.int64]]]:
         """Begin to send the tensors of a checkpoint that lie on devices. The caller begins the checkpoint in the
         ``with`` block. ``reservation``: that of the eager copies, or None. Yields the reservation of the checkpoint
-        (None if nothing is sent and there was none), and the record numbers that are being sent. If ``jobs_max`` jobs
-        are too few, the other tensors are copied at the boundary. If the block raises, a reservation that this method
-        made is dropped."""
+        (None if nothing is sent, and ``reservation`` is None), and the record numbers that are being sent. Tensors for
+        which ``jobs_max`` jobs are too few are copied at the boundary. If the block raises, a reservation that this
+        method made is dropped."""
         if self._method is not None and self._method.ends_before_next:
             self._wait_idle(raise_if_interrupted)
         if not self.is_on or not submission.staged or jobs_max < 1:
@@ -101,14 +101,14 @@ class Staging:
         if self._trial is None:
             rounds = _ROUNDS if self._kind is None else 0
             self._trial = Trial(self._methods(), [_LESS_STALL], rounds=rounds, warm_up=_WARM_UP, lead_in=_LEAD_IN)
-        trial, is_result_reported = self._trial, self._trial.is_over
+        trial, was_over = self._trial, self._trial.is_over
         before, self._stall_seconds = self._stall_seconds, self._meter.stall_seconds
         if self._method is not None:
             trial.finish(self._stall_seconds - before)
         method = trial.begin()
         while True:
-            if trial.is_over and not is_result_reported:
-                self._end_trial(trial)  # it releases memory of the other methods, which this checkpoint may need
+            if trial.is_over and not was_over:
+                self._end_trial(trial)  # now, because it releases memory that this checkpoint may need
             try:
                 method.prepare(writer, staged)
             except UnavailableError as why:
@@ -119,7 +119,7 @@ class Staging:
                         "lightck: staging=%s is not possible here (%s). lightck.Host() is used.", method.kind, why
                     )
                 trial.withdraw(method)
-                method, is_result_reported = trial.current, False
+                method, was_over = trial.current, False  # the withdrawal may have decided the trial
                 continue
             self._method, self._meter.staging = method, str(method.kind)
             self._meter.staging_trial = not trial.is_over

@@ -36,7 +36,7 @@ class TransferThread:
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._last: _Task | None = None
-        """The last submitted task; None if all its transfers are known to have ended."""
+        """The task that was submitted last; None if all transfers are known to have ended."""
         # A SimpleQueue's put is reentrant: a finalizer may end the thread in the middle of another put.
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lightck-staging", daemon=True)
