@@ -5,7 +5,7 @@
 #include "internal.h"
 
 struct countdown {
-    _Atomic uint64_t left; /* 1: the next passing triggers; n: the nth from now on; 0: disarmed */
+    _Atomic uint64_t left; /* n: the nth passing from now on triggers; 0: disarmed */
     _Atomic int32_t error; /* the errno of an injected failure */
 };
 
