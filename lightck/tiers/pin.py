@@ -209,7 +209,7 @@ def _plan(stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, 
         sources=np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64),
         at_boundary=np.ones(len(tensors), np.bool_),
         unchanged=np.array([], np.int64),
-        not_copied=np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
+        recorded_only=np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
         n_tensors=len(numbers),
         state=bytes(stored.state),
     )
