@@ -188,7 +188,7 @@ class Engine:
 
     def query(self, call: Callable[[CData], T], closed: T) -> T:
         """Return ``call(handle)``, or ``closed`` if the engine is closed or this process was forked from its owner. Any
-        thread may call this method at any time."""
+        thread can call this method at any time."""
         if self.is_forked:  # another thread of the parent may have held the lock at the fork
             return closed
         with self._handle_lock:

@@ -38,7 +38,7 @@ class SlotImage:
         self.buffer_address, self.raw_address = self.buffer.ctypes.data, self.raw.ctypes.data
         self.in_slot = np.zeros(n_records, np.bool_)
         """Whether the bytes that a record describes are known to be in the slot. ``PlannedRecords.write`` sets these
-        values; other code may only call ``forget``."""
+        values; other code calls ``forget``, and sets none."""
         self.planned: PlannedRecords | None = None
         """Computed for the last checkpoint in the slot; the next one uses it again if its plan has the same arrays.
         None after ``forget``."""

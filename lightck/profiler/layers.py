@@ -185,8 +185,8 @@ class Layers:
 
 
 def _node(value: object, depth: int = 2) -> Node | None:
-    """Return the autograd node of the first tensor with such a node in a module's input or output; None if there is no
-    such tensor. ``depth``: how many levels of dicts, tuples and lists are searched."""
+    """Return the autograd node of the first tensor that has one in a module's input or output; None if no tensor has
+    one. ``depth``: how many levels of dicts, tuples and lists are searched."""
     if isinstance(value, torch.Tensor):
         return value.grad_fn
     if depth == 0:

@@ -1,7 +1,7 @@
 """Restore an optimizer's state and options by parameter name. ``load_state_dict`` is not called, because it casts.
 
-A live state tensor of the saved shape and dtype is written in place, so that other objects that refer to this tensor
-see the restored values too.
+A live state tensor of the saved shape and dtype is written in place. So other objects that refer to this tensor see the
+restored values.
 """
 
 from __future__ import annotations

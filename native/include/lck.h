@@ -128,7 +128,7 @@ int32_t lck_prewrite(int32_t fd, uint64_t nbytes);
  * LCK_EINVAL if an offset, or a length other than the last, is not a multiple of the page size. LCK_ESHORT if the file
  * ends before an extent does. LCK_ESYS with EOPNOTSUPP if the tier needs MAP_SYNC and the kernel does not grant it, and
  * with ENOTSUP if the tier needs write-back of cache lines and the processor cannot do it.
- * On LCK_TIER_DISK the fd is duplicated (O_CLOEXEC) for fdatasync. The caller may close its fd afterwards. */
+ * On LCK_TIER_DISK the fd is duplicated (O_CLOEXEC) for fdatasync, so the caller can close its fd afterwards. */
 int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t tier, lck_medium **out);
 /* Unmap the medium, and free it and its trace. No job may be running on the medium. */
 int32_t lck_medium_close(lck_medium *medium);
@@ -264,7 +264,7 @@ typedef struct lck_copy {
 } lck_copy;
 
 enum {
-    /* A partial job copies some tensors of a checkpoint before the others are known (eager copies, device transfers).
+    /* A partial job copies some tensors of a checkpoint before all are known (eager copies, device transfers).
      * It writes neither manifest nor commit record. It ends as LCK_JOB_COMMITTED when its copies are fenced and it is
      * released. A later job of the same generation commits the checkpoint. The later job fails (LCK_ESTATE) if a
      * partial job of that generation has failed or was dropped and still has an entry (see lck_job_forget). */

@@ -17,7 +17,7 @@ static const char *const site_names[KILL_SITES] = {
     [KILL_BODY] = "body",     [KILL_WORD] = "word",   [KILL_ACK] = "ack",
 };
 
-/* Count one passing; true for the one that triggers, also if several threads pass at once. */
+/* Count one passing. Returns true for the passing that triggers: for one only, also if several threads pass at once. */
 static bool triggers(struct countdown *countdown)
 {
     uint64_t left = atomic_load_explicit(&countdown->left, memory_order_relaxed);

@@ -247,8 +247,8 @@ def _entry(item: object) -> Entry:
 # all others in the cache.
 @lru_cache(maxsize=64)
 def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Return the number of elements of a dense tensor with this shape and stride; None if such a tensor cannot exist.
-    Cached, because many layers have equal shapes."""
+    """Return the number of elements of a dense tensor with this shape and stride; None if no dense tensor can have
+    them. Cached, because many layers have equal shapes."""
     if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
         return None
     numel = math.prod(shape)

@@ -57,9 +57,8 @@ worker of a killed training has not closed its descriptor yet."""
 _PAUSE_SECONDS = 0.005
 """Pause between two attempts."""
 _CHECK_VALID_SECONDS = 0.002
-"""For this many seconds the result of a full check of the lock still counts, and the cheaper check is skipped
-(``PoolLock.refuse_if_lost``, without and with ``by_file``). Another training needs more time than this to open a
-pool."""
+"""Seconds for which a full check of the lock (``PoolLock.refuse_if_lost``) stays valid. During this time the cheaper
+check (``by_file=True``) is skipped. Another training needs more time than this to open a pool."""
 
 
 @dataclass(frozen=True, slots=True)
