@@ -48,7 +48,7 @@ from collections.abc import Sequence
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Return the first ``most`` names, joined by commas, and the number of the others: "a, b, c and 2 more"."""
+    """Return the first ``most`` names, joined by commas, and the number of further names: "a, b, c and 2 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

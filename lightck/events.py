@@ -6,8 +6,8 @@ The session's own listener (``session/steps.py``) receives each event last, beca
 checkpoint, or raise. Listeners that only observe (a trace) receive the event before the session's listener, the newest
 listener first. Each event is one method, with the same name in ``StepEvents`` and in ``StepListener``.
 
-A layer-wise update changes tensors before ``step()`` is called, so the session waits at its gate in ``layers_begin``.
-The other listeners receive ``gate`` at ``step()``, as in any other update.
+A layer-wise update changes tensors before ``step()`` is called. So the session's listener does the work of its gate at
+the event ``layers_begin``. The event ``gate`` still comes at ``step()``, for all other listeners.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StepListener:
         because no closure computes them inside ``step``."""
 
     def gate(self) -> None:
-        """An update is about to change tensors. The update begins after this method of all listeners has returned."""
+        """An update is about to change tensors. The update begins after every listener has returned from ``gate``."""
 
     def update_begins(self) -> None:
         """Every listener has returned from ``gate``; the update begins."""
@@ -120,7 +120,7 @@ class SessionLock:
         self.is_open = True
 
     @property
-    def of_live_session(self) -> threading.RLock:
+    def unchecked_lock(self) -> threading.RLock:
         """The bare lock, without the check for a forked child. For a caller that has just checked ``is_live``."""
         return self._lock
 
@@ -163,7 +163,7 @@ class StepEvents(StepListener):
         self._session_lock = session_lock
         self._listeners: tuple[StepListener, ...] = ()
         self._receivers: dict[str, tuple[Callable[..., None], ...]] = {}
-        """Event -> this method of each listener that overrides it."""
+        """Name of an event -> the methods of this name of the listeners that override it."""
         self._find_receivers()
 
     @property
@@ -192,7 +192,7 @@ class StepEvents(StepListener):
         receivers, lock = self._receivers[event], self._session_lock
         if not receivers or not lock.is_live:
             return
-        with lock.of_live_session:
+        with lock.unchecked_lock:
             if lock.is_open:  # another thread may have closed the session before this one got the lock
                 for receive in receivers:
                     receive(*arguments)

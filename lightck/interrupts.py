@@ -28,8 +28,9 @@ a DataLoader worker has died.)"""
 _signal_module = import_module("_signal")
 _handler_of: Callable[[int], object] = _signal_module.getsignal
 _set_handler: Callable[[int, Callable[..., object]], object] = _signal_module.signal
-"""The C functions behind ``signal.getsignal`` and ``signal.signal``, which convert to enums and so take 0.1 ms per
-training step. ``_handler_of`` returns an int for a signal that has no Python handler."""
+"""The C functions that ``signal.getsignal`` and ``signal.signal`` call. They are called directly, because the two
+Python functions convert to enums, which takes 0.1 ms per training step. ``_handler_of`` returns an int for a signal
+that has no Python handler."""
 _user_handlers: dict[int, Callable[..., object]] = {}
 """Signal number -> the user's handler, for each signal for which ``_defer`` is installed now."""
 _pending: list[tuple[Callable[..., object], int, FrameType | None]] = []

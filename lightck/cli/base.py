@@ -68,8 +68,8 @@ def error_facts(error: Exception) -> Facts:
 
 
 def message_of(error: Exception) -> str:
-    """Return the message of an error: fact, reason and cure. An OSError has only a reason; this function adds the fact
-    and the cure."""
+    """Return the message of an error: fact, reason and cure. An OSError has only a reason, to which this function adds
+    the fact and the cure."""
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, LightckError) or not isinstance(error, OSError):
@@ -210,8 +210,8 @@ def usage_error(message: str) -> NoReturn:
 
 
 def refuse_existing(path: str, *, overwrite: bool) -> None:
-    """Raise ``ExportExistsError`` for an output path that exists, with the name of the command's option. The library
-    checks the path again when it writes."""
+    """Raise ``ExportExistsError`` if the output path exists; its message names the command's option --overwrite. The
+    library checks the path again when it writes."""
     from lightck.export.atomic import refuse_irreplaceable
 
     refuse_irreplaceable(path)

@@ -190,8 +190,8 @@ def verdict_on(found: Speed) -> str:
 
 def _checkout(named: str | None) -> Path | None:
     """Return the root of the checkout to run: ``named``, or the working directory. Returns None if ``named`` is None
-    and the working directory is no checkout of this version. Raises ``BenchError`` if ``named`` is another folder than
-    such a checkout."""
+    and the working directory is no checkout of this version. Raises ``BenchError`` if ``named`` is a folder that is no
+    checkout of this version."""
     root, own = Path(named or "."), lightck.__version__
     version = _version_in(root)
     if version == own:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightck.restore.contents import Source
 
 ROWS_MAX = 20
-"""Without ``--all``, the text names at most so many differing tensors, and at most so many differing values."""
+"""The most differing tensors, and the most differing values, that the text names without ``--all``."""
 
 IN_MEMORY_NBYTES_MAX = 1 << 30
 """The size of the largest checkpoint that is read into memory before it is compared, if the pool is in use."""
@@ -187,7 +187,7 @@ def _show_tensors(tensors: list[Facts], most: int | None) -> None:
     """Print the tensors in three groups: tensors that exist on one side only or differ in dtype, shape, tied name or
     strides; tensors with another number of NaN elements; all others.
 
-    Within a group the model's tensors come first. Among the model's tensors, and among the other ones, the largest
+    Within a group the model's tensors come first. Among the model's tensors, and among all other tensors, the largest
     distance comes first.
     """
     ordered = sorted(tensors, key=_rank)

@@ -311,8 +311,8 @@ def _show_layers(layers: list[Facts]) -> None:
 
 
 def folded(layers: list[Facts], rows_max: int = ROWS_MAX) -> list[Facts]:
-    """Return the sums over groups of modules. The names in a group begin with the same parts. The number of these parts
-    is the largest that gives at most ``rows_max`` rows. It is 1 if even one part gives more rows."""
+    """Return the sums over groups of modules. The modules are grouped by the first parts of their names: by as many
+    parts as give at most ``rows_max`` rows, but by at least one part."""
     paths = [layer["module"].split(".") for layer in layers]
 
     def names(depth: int) -> list[str]:

@@ -39,10 +39,12 @@ ROOM_NBYTES = 192 << 20
 _COPY_NBYTES, _COPY_ROUNDS, _COPY_SECONDS = 64 << 20, 9, 10.0
 """The bytes of one copy, the number of rounds of copies that count, and the seconds after which no round begins."""
 _WARM_UP, _COUNTED = (3, 40, 20.0), (5, 60, 40.0)
-"""The least and the most rounds of trainings, and the seconds after which no further round begins."""
+"""For the warm-up, and for the rounds that count: the least and the most rounds of trainings, and the seconds after
+which no further round begins."""
 _CONTEXT, _WIDTH, _BATCH, _VALUES = 32, 1024, 1024, 256
-"""The bytes that predict the next byte, the width of the layers, the batch size, and the number of values of a byte.
-They are chosen so that the step time per byte of state equals that of GPT-2 with a batch of 8 texts of 128 tokens."""
+"""The number of bytes from which the next byte is predicted, the width of the layers, the batch size, and the number of
+values of a byte. They are chosen so that the step time per byte of state equals that of GPT-2 with a batch of 8 texts
+of 128 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class Speed:
     step_seconds: dict[str, float]
     """Seconds per step, the save included."""
     added: dict[str, Share]
-    """By how much a step of this training takes longer than a step of the training PLAIN, as a share of the latter."""
+    """By how much a step of this training takes longer than a step of the training PLAIN, as a share of a step of
+    PLAIN."""
     held_up_seconds: dict[str, float]
     """Seconds per step that the save takes on the training thread."""
 
@@ -232,8 +235,8 @@ class _Rounds:
             self.held_up[name].append(self._session.stats().stall_seconds - stalled)
 
     def added(self, name: str) -> Share:
-        """Return by how much a step of the training ``name`` takes longer than a step of PLAIN, as a share of the
-        latter. Steps of the same round are compared, so that a slow change of the machine's speed has no effect.
+        """Return by how much a step of the training ``name`` takes longer than a step of PLAIN, as a share of a step of
+        PLAIN. Steps of the same round are compared, so that a slow change of the machine's speed has no effect.
 
         The 95 % confidence interval of the median comes from order statistics: the ranks n/2 - 0.98 sqrt(n) and
         n/2 + 0.98 sqrt(n) of the n shares.

@@ -59,7 +59,7 @@ def discard_rest() -> None:
 
 
 LONG_NBYTES = 64 << 20
-"""The least number of bytes for which a progress bar is shown."""
+"""The least number of bytes for which ``progress_bar`` shows a bar."""
 
 
 @contextmanager

@@ -37,7 +37,8 @@ class FoundCheckpoint:
     record: CommitRecord
     state: str
     reason: str | None
-    """Why the checkpoint is rejected; None if it is not rejected. ``stored`` and ``contents`` are None if it is."""
+    """Why the checkpoint is rejected; None if it is not rejected. ``stored`` and ``contents`` of a rejected checkpoint
+    are None."""
     stored: StoredCheckpoint | None
     contents: Contents | None
 
@@ -155,8 +156,8 @@ def first_usable(checkpoints: tuple[FoundCheckpoint, ...], step: int | None) -> 
 
 
 def unfinished(reader: PoolReader) -> list[tuple[int, int]]:
-    """Return (slot, generation) of each uncommitted checkpoint: one that is being written now, or that was given up, or
-    whose process was killed."""
+    """Return (slot, generation) of each uncommitted checkpoint. It is being written now, or it was given up, or its
+    process was killed."""
     newest = newest_generations(reader.commit_log())
     headers = [(slot, reader.slot_generation(slot)) for slot in range(len(reader.superblock.slots))]
     return [(slot, gen) for slot, gen in headers if gen is not None and gen > newest.get(slot, 0)]

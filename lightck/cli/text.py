@@ -40,8 +40,8 @@ def count(number: int, thing: str) -> str:
 
 
 def listed(items: Iterable[str], most: int = 6) -> str:
-    """Return the items as ``a, b, c``. If there are more than ``most``, return the first ``most`` of them and the
-    number of the others."""
+    """Return the items as ``a, b, c``. If there are more than ``most`` items, return the first ``most`` items and the
+    number of the remaining ones."""
     items = list(items)
     rest = len(items) - most
     return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -35,11 +35,11 @@ from lightck.pool.reader import PoolReader, StoredCheckpoint
 SHOWN_MAX = 10
 """The most damaged tensors of one checkpoint that the text names."""
 _GENERATIONS_TRIED = 1000
-"""The commit record of an adoption has a larger generation than its checkpoint. This is the largest difference that is
-tried."""
+"""The commit record of an adoption has a larger generation than its checkpoint. ``_lacks_last_store`` tries differences
+up to this one, to find the generation of an unfinished record."""
 _READS, _PAUSE_SECONDS = 5, 0.02
-"""The most reads of a structure until its check succeeds, and the pause between two reads. A structure that fails its
-check may be half written, and succeed at the next read."""
+"""The most reads of a structure whose check fails, and the pause between two reads. The structure may be half written,
+so that its check succeeds at the next read."""
 
 
 @click.command("verify", cls=Command, short_help="Check a pool against its checksums.")
@@ -146,8 +146,8 @@ def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
 
     If so, these 8 bytes still hold the generation of the older record that was overwritten. The missing generation
     equals that of the payload or, for an adoption, is larger. All possible generations are tried until the checksum of
-    the record matches. Two records never have the same generation. So if another record has the generation in the 8
-    bytes, they are no remainder of an older record: a bit was flipped.
+    the record matches. Two records never have the same generation. So if another record of the log has the generation
+    that these 8 bytes show, the bytes were not left over from an older record: a bit was flipped.
     """
     (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
     commit_log = reader.commit_log()
@@ -230,7 +230,8 @@ def _row(
 
 
 def _damage(stored: StoredCheckpoint, advance: Callable[[int], None]) -> Iterator[Facts]:
-    """Yield an object for each tensor with a bad block. Stop at the first of them if the checkpoint was overwritten."""
+    """Yield an object for each tensor with a bad block. If the checkpoint was overwritten, stop at the first such
+    tensor."""
     for name, entry in stored.entries.items():
         try:
             stored.read_into(name, 0)  # 0: verify the blocks, and keep no bytes

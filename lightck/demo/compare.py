@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LOST_MAX = 1  # the most finished updates that one kill may lose: lightck's promise at interval 1 with two slots
-NAMED_MAX = 5  # the most differing tensors that are named; the others are counted
+NAMED_MAX = 5  # the most differing tensors that are named; further ones are only counted
 
 
 @dataclass(frozen=True, slots=True)

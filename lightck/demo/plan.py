@@ -61,8 +61,8 @@ def _updates(kills: int, steps: int, rng: random.Random) -> list[int]:
 
 
 def _sites(kills: int, rng: random.Random) -> list[str | None]:
-    """Return the site of each kill; None is a timed kill. Half of the kills, rounded down, have a site. A site occurs a
-    second time only if every site occurs once."""
+    """Return the site of each kill; None stands for a timed kill. Half of the kills, rounded down, have a site. No site
+    occurs a second time before every site has occurred once."""
     named: list[str | None] = []
     while len(named) < kills // 2:
         named += rng.sample(tuple(SITES), len(SITES))

@@ -30,12 +30,12 @@ PACKAGE_ROOT = HERE.parents[1]  # the folder that contains the package lightck
 class Child:
     """A process that runs ``child.py``. At the end of its ``with`` block the process and its workers are killed."""
 
-    def __init__(self, arguments: Sequence[str], log: IO[bytes], kill_site: str | None = None) -> None:
-        """Start the process. ``arguments``: those of ``train_gpt.py``; ``log``: the file for its output; ``kill_site``:
-        the value of LIGHTCK_KILL."""
+    def __init__(self, arguments: Sequence[str], log: IO[bytes], kill_setting: str | None = None) -> None:
+        """Start the process. ``arguments``: those of ``train_gpt.py``; ``log``: the file for the output of the process;
+        ``kill_setting``: the value of LIGHTCK_KILL."""
         environment = {name: value for name, value in os.environ.items() if name != "LIGHTCK_KILL"}
-        if kill_site:
-            environment["LIGHTCK_KILL"] = kill_site
+        if kill_setting:
+            environment["LIGHTCK_KILL"] = kill_setting
         self._pipe, write = os.pipe()
         try:
             self._process = subprocess.Popen(

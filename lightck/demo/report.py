@@ -172,6 +172,6 @@ def _command(*words: str) -> str:
 
 
 def as_json(result: Result) -> str:
-    """Return the result as one JSON object. ``identical`` is the verdict, from which the exit status follows too."""
+    """Return the result as one JSON object. Its ``identical`` is the verdict, which also decides the exit status."""
     kills = [{**asdict(kill), "lost": kill.lost} for kill in result.kills]
     return json.dumps({**asdict(result), "kills": kills, "identical": result.ok}, indent=2)

@@ -30,7 +30,7 @@ from lightck.errors import LightckError
 
 EPOCHS = 3
 SILENCE_SECONDS_MAX = 180.0  # a child that reports nothing for this time is considered to hang
-SITE_GRACE = 2  # a timed kill replaces a kill site that is not reached within so many updates after the planned update
+SITE_GRACE = 2  # the updates after the planned update at which the parent kills a child that missed its kill site
 LOG_TAIL_BYTES = 2000  # how much of a child's output an error message quotes
 
 
@@ -118,7 +118,7 @@ class Result:
     differences: tuple[str, ...]
     seconds: float
     step_seconds: float  # median over the steps of the reference run
-    stall_seconds_per_step: float  # median over the steps of the killed run, without the first one of each child
+    stall_seconds_per_step: float  # median over the steps of the killed run, without the first step of each child
     wait_seconds_per_step: float  # mean over the steps of the killed run
     bytes_per_checkpoint: int
     checkpoints: int
@@ -317,10 +317,11 @@ class _Survivor(_Run):
         """Store a kill. How many updates it lost is known only when the next child starts. Raises ``DemoError`` if the
         child ended in another way. ``how``: a description of the kill; "" if there was none."""
         killed = status == -signal.SIGKILL and how != ""
-        if killed and not self.done:
-            self.deaths.append((how, self.position))
-        elif not self.done or not (killed or status == 0):  # a kill after the last message lost nothing
+        if self.done and (killed or status == 0):
+            return  # the training had ended before the kill, if there was one: nothing was lost
+        if not killed:
             raise self.failed(f"the training process ended with status {status}")
+        self.deaths.append((how, self.position))
 
     def take(self, message: dict[str, Any]) -> None:
         super().take(message)

@@ -73,7 +73,7 @@ def is_dead(record: CommitRecord, commit_log: CommitLog) -> bool:
 
 def candidates(commit_log: CommitLog, step: int | None = None) -> list[CommitRecord]:
     """Return the records that recovery tries, newest first. If several records name the same checkpoint (its own record
-    and those of its adoptions), only the newest of them is returned.
+    and the records of its adoptions), only the newest of these records is returned.
 
     ``step``: return only records of this step, including dead ones. None: return records of all steps, without dead
     ones."""

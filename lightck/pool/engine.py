@@ -31,7 +31,7 @@ COPIED, ENDED = 2, 3
 JOBS_MAX = 32
 """Maximum number of jobs of an engine. A job counts until ``Job.forget``, even when it has ended."""
 THREADS_DEFAULT = 2
-"""Default number of copy threads on a machine with more than four processors; on others the default is one."""
+"""Default number of copy threads on a machine with more than four processors. With fewer, the default is one."""
 _SLICE_MS = 100
 """Maximum milliseconds of one native call that waits."""
 _ZEROS_NBYTES = 1 << 20
@@ -188,7 +188,7 @@ class Engine:
 
     def query(self, call: Callable[[CData], T], closed: T) -> T:
         """Return ``call(handle)``, or ``closed`` if the engine is closed or this process was forked from its owner. Any
-        thread may call this method at any time."""
+        thread can call this method at any time."""
         if self.is_forked:  # another thread of the parent may have held the lock at the fork
             return closed
         with self._handle_lock:
@@ -196,11 +196,11 @@ class Engine:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked from the one that owns the copy threads."""
+        """Whether this process is a forked child of the process that owns the copy threads."""
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """Commit the released jobs, drop the others, and join the threads. In a forked child, which has no copy
+        """Commit the released jobs, drop the other jobs, and join the threads. In a forked child, which has no copy
         threads, only forget the handle."""
         if self.is_forked:
             self.handle = None
@@ -232,9 +232,9 @@ class Job:
         self._info_struct = ffi.new("lck_job_info *")
 
     def start(self) -> bool:
-        """Let the copies of a job begin that was submitted before its sources were complete (``LCK_HELD``). Call it
-        when they are complete. Returns False if the job was dropped or forgotten. Raises
-        ``BackgroundError``."""
+        """Let the copies of a *held* job begin. A held job was submitted before its sources were complete
+        (``LCK_HELD``). Call this method when they are complete. Returns False if the job was dropped or forgotten.
+        Raises ``BackgroundError``."""
         status = lib.lck_job_start(self._engine.handle, self._ticket, lib.LCK_OK)
         if status in (lib.LCK_EDROPPED, lib.LCK_ESTATE):  # LCK_ESTATE: the job was forgotten
             return False

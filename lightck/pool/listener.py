@@ -35,7 +35,7 @@ class CommitListener:
         """The checkpoints in these slots (indexes) held old bytes and were made unreadable."""
 
     def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
-        """Return the checkpoints that a new pool file must contain too, oldest first."""
+        """Return the checkpoints of the old file that a relayout must carry over to the new one, oldest first."""
         return ()
 
     def carry(self, new: PoolWriter) -> None:

@@ -29,7 +29,7 @@ class PlannedRecords:
         """``template``: the copy array of all entries of the pool, with offsets in the slot. ``slot_offset``: offset of
         the slot in the pool."""
         self._arrays, self._template = _arrays_of(plan), template
-        self._written = np.concatenate([plan.records, plan.not_copied])
+        self._written = np.concatenate([plan.records, plan.recorded_only])
         """Record numbers of the tensors whose records get the generation and step of the checkpoint."""
         listed = np.zeros(len(template), np.bool_)
         listed[self._written] = listed[plan.unchanged] = True
@@ -70,7 +70,7 @@ class PlannedRecords:
 
 
 def _arrays_of(plan: CopyPlan) -> tuple[object, ...]:
-    return plan.records, plan.sources, plan.at_boundary, plan.unchanged, plan.not_copied
+    return plan.records, plan.sources, plan.at_boundary, plan.unchanged, plan.recorded_only
 
 
 def copies_of(

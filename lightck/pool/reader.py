@@ -57,7 +57,8 @@ TENSOR_RECORD_DTYPE = np.dtype(
 READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs", "tensor", "generation")])
 """The C struct ``lck_read``."""
 PARALLEL_READ_NBYTES_MIN = 4 << 20
-"""``read_many`` reads fewer bytes than this on one thread, because starting others would cost more than it saves."""
+"""``read_many`` reads fewer bytes than this on one thread, because more threads would cost more time than they
+save."""
 THREADS_MAX = 8
 """Maximum number of threads that read one checkpoint."""
 RESUMABLE_NUMBER_MAX = NUMBER_MAX // 2
@@ -165,8 +166,8 @@ class PoolReader:
         )
 
     def _matching_superblock(self, first: Superblock, last: Superblock) -> Superblock:
-        """Return the one of two valid superblocks that belongs to this pool. If the two differ, one was written here by
-        mistake and belongs to another pool: with the other pool's uuid no commit record passes its check."""
+        """Return the superblock that belongs to this pool, of two valid ones. If the two differ, one of them belongs to
+        another pool and was written here by mistake. With its uuid, no commit record of this pool passes its check."""
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first
@@ -457,8 +458,8 @@ def read_threads() -> int:
 
 
 def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolReader:
-    """Open an existing pool. ``backend``: ``name`` of ``backend_for``. ``write``: call ``refuse_unwritable``, then open
-    the container for reading and writing. Raises ``PoolError``."""
+    """Open an existing pool. ``backend``: as the parameter ``name`` of ``backend_for``. ``write``: call
+    ``refuse_unwritable``, then open the container for reading and writing. Raises ``PoolError``."""
     from lightck.pool.storage.backends import backend_for
 
     emulation.active_profile()  # the first call reads LIGHTCK_EMULATE, which also slows reads down

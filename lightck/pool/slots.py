@@ -38,9 +38,10 @@ class SlotImage:
         self.buffer_address, self.raw_address = self.buffer.ctypes.data, self.raw.ctypes.data
         self.in_slot = np.zeros(n_records, np.bool_)
         """Whether the bytes that a record describes are known to be in the slot. ``PlannedRecords.write`` sets these
-        values; other code may only call ``forget``."""
+        values; other code calls ``forget``, and sets none."""
         self.planned: PlannedRecords | None = None
-        """What the last checkpoint in the slot has in common with the next one; None if ``forget`` was called since."""
+        """Computed for the last checkpoint in the slot; the next one uses it again if its plan has the same arrays.
+        None after ``forget``."""
 
     def forget(self, records: npt.NDArray[np.int64] | int | None = None) -> None:
         """Mark the bytes of these records (None: of all) as not in the slot."""
@@ -48,8 +49,8 @@ class SlotImage:
         self.planned = None
 
     def grown(self, n_records: int, n_crcs: int) -> SlotImage:
-        """Return a copy with room for ``n_records`` records and ``n_crcs`` checksums. The present ones keep their
-        numbers."""
+        """Return a copy with room for ``n_records`` records and ``n_crcs`` checksums. The present records and checksums
+        keep their numbers."""
         new = SlotImage(n_records, n_crcs, self.nbytes_max)
         new.records[: len(self.records)] = self.records
         new.crcs[: len(self.crcs)] = self.crcs
@@ -82,8 +83,8 @@ class Slot:
     in_flight: bool = False
     """Whether the slot belongs to a checkpoint in flight or to a reservation."""
     original_generation: int | None = None
-    """The generation of the checkpoint before the first relayout of this session that carried it over; None if no
-    relayout carried it over."""
+    """If relayouts of this session carried the checkpoint over: the generation that it had before the first of these
+    relayouts. Else None."""
 
 
 @dataclass(slots=True)

@@ -70,11 +70,12 @@ class CopyPlan:
     """Whether the tensor is copied before ``begin`` returns."""
     unchanged: npt.NDArray[np.int64]
     """Record numbers of the tensors whose bytes in the slot are already right."""
-    not_copied: npt.NDArray[np.int64]
-    """Record numbers for which ``begin`` copies nothing: tied or empty tensors, and tensors that a reservation
-    copies."""
+    recorded_only: npt.NDArray[np.int64]
+    """Record numbers of the tensors that get a new tensor record, as those in ``records`` do, but no copy by ``begin``:
+    tied or empty tensors, and tensors that a reservation copies."""
     n_tensors: int
-    """Number of tensors in the checkpoint. Each is in exactly one of ``records``, ``unchanged`` and ``not_copied``."""
+    """Number of tensors in the checkpoint. Each is in exactly one of ``records``, ``unchanged`` and
+    ``recorded_only``."""
     state: bytes
     """The small state."""
 
@@ -243,8 +244,8 @@ class PoolWriter:
         return number
 
     def _append(self, entry: Entry) -> int | None:
-        """Append an extra entry. Returns its record number; None if the reserve has no room. A tensor that changed
-        before gets an extent of twice its size if possible, because it will likely grow again."""
+        """Append an extra entry. Returns its record number; None if the reserve has no room. A tensor in ``resized``
+        gets an extent of twice its size if possible, because it will likely grow again."""
         for nbytes in (2 * entry.nbytes, entry.nbytes) if entry.name in self.resized else (entry.nbytes,):
             (placed,), end = layout.place([entry._replace(nbytes=nbytes)], self._reserve_at)
             if end <= self.superblock.slot_nbytes:
@@ -332,7 +333,7 @@ class PoolWriter:
         """Start a checkpoint: invalidate the slot, make the copies at the boundary, and queue the background copies.
 
         ``keep``: an object that keeps the source memory alive. ``reservation``: the reservation of this slot, whose
-        copies have been started; their records are in ``plan.not_copied``.
+        copies have been started; their records are in ``plan.recorded_only``.
 
         Raises before anything is written: ``RelayoutNeededError`` if the small state has no room, ``SessionError`` if
         the plan is incomplete or leaves out a tensor whose present bytes are not in the slot, ``BackgroundError`` if
@@ -346,7 +347,8 @@ class PoolWriter:
         slot.generation, slot.in_flight, slot.original_generation = generation, True, None
         position = self._next_position()
         parts = [] if reservation is None else reservation.parts
-        commit = self._commit(slot, plan.step, generation, position, image_nbytes, lib.LCK_FOLLOWS if parts else 0)
+        flags = lib.LCK_FOLLOWS if parts else 0
+        commit = self._fill_commit_struct(slot, plan.step, generation, position, image_nbytes, flags)
         status, ticket = self._submit(planned.c_copies, len(planned.copies), commit)
         if status != lib.LCK_OK:
             slot.in_flight, slot.is_bad = False, True
@@ -381,7 +383,7 @@ class PoolWriter:
         ``sources``: addresses of the bytes; None: a device stores the bytes into the slot. ``flags``: ``LCK_PART``,
         ``LCK_FOLLOWS``, ``LCK_HELD``. ``keep``: as for ``begin``."""
         slot = reservation.slot
-        commit = self._commit(slot, 0, reservation.generation, 0, slot.image.tail_offset, flags)
+        commit = self._fill_commit_struct(slot, 0, reservation.generation, 0, slot.image.tail_offset, flags)
         copies = copies_of(self._template, slot.offset, records, 0 if sources is None else sources)
         copies["flags"] = lib.LCK_PLACED if sources is None else 0
         status, ticket = self._submit(ffi.from_buffer("lck_copy[]", copies), len(copies), commit)
@@ -457,7 +459,9 @@ class PoolWriter:
                 "(WritePlan, pipeline/plan.py)."
             )
 
-    def _commit(self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int) -> Commit:
+    def _fill_commit_struct(
+        self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int
+    ) -> Commit:
         """Fill ``_commit_struct`` and return it. ``position``: of the commit record in the log."""
         sb = self.superblock
         lo, hi = uuid_words(sb.uuid)

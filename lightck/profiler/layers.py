@@ -65,18 +65,19 @@ class Layers:
     def _computing(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Yield (name, module) of each module that gets hooks. Modules inside a compiled module get none."""
         in_compiled: set[int] = set()
-        for dot, module in clean_prefixes(model):
+        for prefix, module in clean_prefixes(model):
+            name = prefix.removesuffix(".")
             if id(module) in in_compiled or getattr(module, "_compiled_call_impl", None) is not None:
                 in_compiled.update(map(id, module.children()))
                 if id(module) not in in_compiled:
-                    self.compiled.append(dot[:-1] or self._model)
+                    self.compiled.append(name or self._model)
                 continue
             if type(module).__name__ == "OptimizedModule":
-                self.compiled.append(dot[:-1] or self._model)
+                self.compiled.append(name or self._model)
                 in_compiled.update(map(id, module.children()))
-                yield dot[:-1], module
+                yield name, module
             elif not module._modules or module._parameters:
-                yield dot[:-1], module
+                yield name, module
 
     def _hook(self, module: nn.Module, name: str, number: int) -> None:
         def before(_module: nn.Module, args: object) -> None:
@@ -165,7 +166,7 @@ class Layers:
             self._last_seen = time.monotonic_ns()
 
     def _module_over(self, end: int) -> None:
-        """Add the event of the module whose backward runs, if any; its backward ended at the time ``end``."""
+        """If the backward of a module runs, add its event; this backward ended at the time ``end``."""
         if self._running is not None:
             name, number, begin = self._running
             self._add(BACKWARD, name, begin, max(begin, end), {"module": name, "layer": number})
@@ -184,8 +185,8 @@ class Layers:
 
 
 def _node(value: object, depth: int = 2) -> Node | None:
-    """Return the autograd node of the first tensor with such a node in a module's input or output; None if there is no
-    such tensor. ``depth``: how many levels of dicts, tuples and lists are searched."""
+    """Return the autograd node of the first tensor that has one in a module's input or output; None if no tensor has
+    one. ``depth``: how many levels of dicts, tuples and lists are searched."""
     if isinstance(value, torch.Tensor):
         return value.grad_fn
     if depth == 0:

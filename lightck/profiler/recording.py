@@ -138,7 +138,7 @@ class Recording:
     # -- what is recorded --------------------------------------------------------------------------------
 
     def add(self, row: str, name: str, begin: int, end: int, args: Args) -> None:
-        """Add one event. ``begin`` and ``end`` are nanoseconds of CLOCK_MONOTONIC. Any thread may call this method."""
+        """Add one event. ``begin`` and ``end`` are nanoseconds of CLOCK_MONOTONIC. Any thread can call this method."""
         if not self.is_on:
             return
         if len(self._events) >= events.EVENTS_MAX // 2:

@@ -31,15 +31,15 @@ SPAN_DTYPE = np.dtype(  # as ``lck_span`` in lck.h; times are in nanoseconds of 
         ("kind", "u4"),
         ("thread", "u4"),
         ("helped", "u4"),
-        ("zero", "u4"),
+        ("zero", "u4"),  # padding, always 0
     ]
 )
 _PAUSE_NS = 200_000
 """Two blocks with a longer pause between them become two events: the thread did something else in between, or had no
 processor."""
 _CELLS = 1 << 16
-"""Entries of the engine's queue, of 72 bytes each. The queue has space for the blocks of 4 GB between two calls of
-``take``."""
+"""Entries of the engine's queue, of 72 bytes each. Between two calls of ``take`` there is space for one entry per block
+of up to 64 GiB of copies (a block has at most 1 MiB)."""
 _COMMIT_EVENTS = {
     lib.LCK_SPAN_MANIFEST: "manifest",
     lib.LCK_SPAN_SYNC: "sync",

@@ -78,8 +78,8 @@ def _by_step(trace: Trace) -> Iterator[tuple[int, Event, list[Event]]]:
 
 
 def median_step(steps: Sequence[StepFacts]) -> StepFacts | None:
-    """Return the step whose time is the median of all step times (of two middle ones, the lower); None without
-    steps."""
+    """Return the step whose time is the median of all step times (if there are two middle times, the lower one). None
+    without steps."""
     if not steps:
         return None
     middle = statistics.median_low(step.time_ms for step in steps)
@@ -131,7 +131,8 @@ def _nbytes(events: Iterable[Event], step: Event, *rows: str) -> int:
 
 
 def _share(event: Event, others: Intervals) -> float:
-    """Return the share of an event's time that lies in ``others``, which are ordered and do not overlap each other."""
+    """Return the share of an event's time that lies in the intervals ``others``, which are ordered and do not overlap
+    each other."""
     first = bisect_left(others, event.begin, key=lambda other: other[1])
     if event.end <= event.begin:
         return float(first < len(others) and others[first][0] <= event.begin)
@@ -140,7 +141,10 @@ def _share(event: Event, others: Intervals) -> float:
 
 
 def is_part(event: Event) -> bool:
-    """Whether the event is a single copy at the boundary, and so a part of the event of all copies at this boundary."""
+    """Whether the event is a single copy at the boundary, and so a part of the event of all copies at this boundary.
+
+    The training thread copies at the boundary, and helps the copy threads while it waits (``helped`` is True). So its
+    copies with ``helped`` False are those at the boundary."""
     return event.row == TRAINER_COPY and event.args.get("helped") is False
 
 

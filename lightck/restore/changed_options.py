@@ -101,7 +101,7 @@ def set_requires_grad(contents: Contents, model: ModelView) -> None:
     if built is None:
         return
     lives = model.tensors(None)
-    frozen = set(built.without_grad if contents.frozen is None else contents.frozen)
+    saved_without_grad = set(built.without_grad if contents.without_grad is None else contents.without_grad)
     edited = set(built.without_grad) ^ set(names_without_grad(lives))
     changed = []
     for live in lives:
@@ -109,12 +109,12 @@ def set_requires_grad(contents: Contents, model: ModelView) -> None:
         can_require_grad = tensor.is_floating_point() or tensor.is_complex()
         if (
             live.role == "param"
-            and tensor.requires_grad == (name in frozen)
+            and tensor.requires_grad == (name in saved_without_grad)
             and (tensor.requires_grad or can_require_grad)
         ):
-            tensor.requires_grad_(name not in frozen)
+            tensor.requires_grad_(name not in saved_without_grad)
             changed.append(name)
-    overridden = [f"{name} ({'False' if name in frozen else 'True'})" for name in changed if name in edited]
+    overridden = [f"{name} ({'False' if name in saved_without_grad else 'True'})" for name in changed if name in edited]
     if overridden:
         log.warning(
             "lightck: requires_grad is set as in the checkpoint, and not as this script built it, for %s. To "

@@ -108,7 +108,7 @@ class Checkpoint:
 
         Raises ``DriftError`` if checkpoint and live objects do not fit each other, and ``SessionError`` if the model
         has an open session. Both errors are raised before anything changes. With ``strict=False`` the parts that fit
-        are restored, and ``drift`` lists the others.
+        are restored, and ``drift`` lists what does not fit.
         """
         plan = plan_restore(self.contents, model, optimizer, state, strict=strict)
         source = self._source
@@ -213,7 +213,7 @@ def plan_restore(
 
 def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Module) -> None:
     """Make a model unusable after its restore failed halfway: write NaN into its parameters and into the tensors in
-    ``touched``, and mark the model, so that ``attach`` refuses it. The message of ``error`` gets this fact."""
+    ``touched``, and mark the model, so that ``attach`` refuses it. The message of ``error`` then says so."""
     _restore.write_nan(touched, model)
     mark_poisoned(model)
     if isinstance(error, LightckError) and error.args:

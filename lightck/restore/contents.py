@@ -113,8 +113,8 @@ class Contents:
     built: BuildRecord | None
     """Options, and parameters with ``requires_grad=False``, as the script had built them at attach; None in a pool of
     an older lightck."""
-    frozen: list[str] | None
-    """Names of parameters with ``requires_grad=False``; None if they are those of ``built``."""
+    without_grad: list[str] | None
+    """Names of parameters with ``requires_grad=False``, as in ``BuildRecord``; None if they are those of ``built``."""
     fingerprint: dict[str, object]
     entries: Mapping[str, Entry]
     stale_after: int | None = None
@@ -152,7 +152,7 @@ class Contents:
                 copied_at_boundary=[typed(n, str) for n in typed(raw["at_once"], list)],
                 resizable=frozenset(typed(n, str) for n in typed(raw.get("elastic", []), list)),
                 built=None if raw.get("built") is None else BuildRecord.parse(raw["built"]),
-                frozen=None if raw.get("frozen") is None else [typed(n, str) for n in typed(raw["frozen"], list)],
+                without_grad=None if raw.get("frozen") is None else [typed(n, str) for n in typed(raw["frozen"], list)],
                 fingerprint=typed(raw["fingerprint"], dict),
                 entries=entries,
                 stale_after=None if raw.get("stale_after") is None else typed(raw["stale_after"], int),
@@ -241,8 +241,8 @@ def load_tensors(source: Source, names: Sequence[str], device: torch.device | st
 
 
 def in_memory(source: Source, device: torch.device | str = "cpu") -> MemorySource:
-    """Read and verify all tensors of a checkpoint into new memory. The result needs the pool no longer: a training may
-    overwrite the slot, and the reader may be closed. Raises ``DamagedError`` at a bad block."""
+    """Read and verify all tensors of a checkpoint into new memory. The result does not need the pool: it stays valid if
+    the slot is overwritten or the reader is closed. Raises ``DamagedError`` at a bad block."""
     own = [name for name, entry in source.entries.items() if entry.alias is None]
     return MemorySource(source.entries, load_tensors(source, own, device))
 

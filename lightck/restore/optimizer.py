@@ -1,7 +1,7 @@
 """Restore an optimizer's state and options by parameter name. ``load_state_dict`` is not called, because it casts.
 
-A live state tensor of the saved shape and dtype is written in place, so that other objects that refer to this tensor
-see the restored values too.
+A live state tensor of the saved shape and dtype is written in place. So other objects that refer to this tensor see the
+restored values.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def read_state(
 
 def joined(tensors: dict[object, object], non_tensors: Mapping[str, object], name: str) -> object:
     """Return the state of the parameter ``name``: a dict of its tensors and other values. ``non_tensors``: unpacked
-    ``OptimizerContents.values``. A saved state that is no dict lies there as a whole, and is returned as it is."""
+    ``OptimizerContents.values``. If the saved state is no dict, it is the value in ``non_tensors``, and is returned."""
     other = non_tensors.get(name, {})
     return tensors | other if isinstance(other, dict) else other
 

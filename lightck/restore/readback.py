@@ -45,8 +45,8 @@ class ObjectCheck:
         self._before = None if is_loader(obj) else _sketch(_state_of(obj))
 
     def after(self, saved: object) -> None:
-        """Compare the object with the saved state, and warn of differences. ``saved``: a copy of the saved state, other
-        than the one that ``load_state_dict`` received and may have changed.
+        """Compare the object with the saved state, and warn of differences. ``saved``: a new copy of the saved state,
+        because ``load_state_dict`` may have changed the copy that it received.
 
         Raises ``DriftError`` if the object differs and ``load_state_dict`` did not change it."""
         if is_loader(self._obj):
@@ -93,10 +93,11 @@ def check_optimizer(
     ``state``: parameter name -> its state. ``rest``: state under keys that are no parameters. ``groups``: the options
     of each group. Raises ``DriftError`` if the optimizer holds nothing of ``state`` and ``rest``."""
     live_state = live.optimizer.state
-    put: dict[str, tuple[object, object]] = {f"the state of {name}": (p, state.get(name)) for name, p in live.params}
-    put |= {f"state[{key!r}]": (key, value) for key, value in rest.items()}
-    differ = [what for what, (key, wanted) in put.items() if not _holds(live_state, key, wanted)]
-    if differ and {what for what, (_, wanted) in put.items() if not _is_empty(wanted)} <= set(differ):
+    # Description -> (key in ``optimizer.state``, value that was put under this key).
+    expected: dict[str, tuple[object, object]] = {f"the state of {n}": (p, state.get(n)) for n, p in live.params}
+    expected |= {f"state[{key!r}]": (key, value) for key, value in rest.items()}
+    differ = [what for what, (key, wanted) in expected.items() if not _holds(live_state, key, wanted)]
+    if differ and {what for what, (_, wanted) in expected.items() if not _is_empty(wanted)} <= set(differ):
         raise DriftError(
             f"{live.class_name} keeps nothing of the state that is put into it: {listed(differ)} is not what was "
             "saved. The attribute `state` may be a property that makes a new dict at each access. Keep state in one "

@@ -75,8 +75,8 @@ def recover(
         state: name -> object with ``load_state_dict``, restored from what was saved under the same name.
         step: recover this step instead of the newest.
         device: device of the new tensors; ignored if ``model`` is given.
-        strict: if True, raise if checkpoint and model differ; if False, restore the parts that fit and list the others
-            in ``.drift``.
+        strict: if True, raise if checkpoint and model differ; if False, restore the parts that fit, and list in
+            ``.drift`` what does not fit.
 
     Raises:
         PoolError: there is no pool, or it cannot be read (see :mod:`lightck.errors`).
@@ -135,7 +135,8 @@ def newest(
             if isinstance(stored, RejectedCheckpoint):
                 rejected.append(stored)
                 continue
-            generation = stored.record.payload_generation  # an adoption's record has a larger one of its own
+            # The checkpoint's generation. The record of an adoption has a larger generation, which is not this one.
+            generation = stored.record.payload_generation
             if stale.includes(generation):
                 rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, STALE_REASON))
                 continue
@@ -172,9 +173,10 @@ class StaleCheckpoints:
     def of_pool(cls, reader: PoolReader) -> StaleCheckpoints:
         """Return the stale checkpoints that were not struck yet, according to the readable checkpoints of a pool.
 
-        A ``stale_after`` is ignored once its stale checkpoints are struck: a checkpoint in its range is then a pinned
-        one, which got a new generation when a relayout carried it over, and is not stale. Two facts show that the
-        strike is done: a struck slot with a newer generation, or a newer checkpoint without ``stale_after``."""
+        Once the stale checkpoints are struck, ``stale_after`` no longer counts: a checkpoint for which ``includes``
+        would be true is then a pinned one that got a new generation when a relayout carried it over. It is not stale.
+        The strike is known to be done if a struck slot has a newer generation than the checkpoint with
+        ``stale_after``, or if a newer checkpoint has no ``stale_after``."""
         stale, struck_generation = cls(), reader.newest_struck_generation()
         for stored in reader.checkpoints():
             if isinstance(stored, StoredCheckpoint):
@@ -286,8 +288,9 @@ def restore_newest(
     """Restore the newest checkpoint that verifies into live objects, and return it. If a block does not match its
     checksum, restore the next older checkpoint. Raises as ``recover`` does.
 
-    ``step``, ``strict``: as in ``recover``. ``complete``: as in ``restore.check``. ``in_use``: a training may overwrite
-    the checkpoint while it is read. So the whole checkpoint is read into separate memory before live tensors change.
+    ``step``, ``strict``: as in ``recover``. ``complete``: as in ``restore.check``. ``in_use``: whether a training has
+    the pool open, and may overwrite the checkpoint while it is read. If so, the whole checkpoint is read into separate
+    memory before live tensors change.
     """
     touched: list[torch.Tensor] = []
 

@@ -173,10 +173,13 @@ def _match_tensors(
                 reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
             else:
                 retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
+        # For an alias that was an alias when it was saved, nothing is planned: its owner is written.
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
             if live.alias is not None and tensors.get(live.alias) is live.tensor and live.alias in contents.entries:
                 notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
-            else:  # includes tensors that share memory without being tied: ``apply`` first checks for contradictions
+            else:
+                # Not tied now, or two tensors with the same memory: ``_refuse_contradiction`` compares their saved
+                # values before the first write.
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(unmatched), tuple(reshaped), tuple(retyped)
 

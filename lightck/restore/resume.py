@@ -31,7 +31,7 @@ log = logging.getLogger("lightck")
 
 @dataclass(slots=True)
 class Resumed:
-    """The parts of a checkpoint that a session needs to continue from it. The fields ``step`` to ``done`` are those of
+    """The parts of a checkpoint that a session needs to continue from it. Fields without a docstring are those of
     ``Contents``."""
 
     step: int
@@ -80,7 +80,8 @@ class Resumed:
             rng_for_pass,
             contents.rng_forward,
             contents.event,
-            # At PRE_STEP the next forward had run already, and may have changed the numbers.
+            # PRE_STEP: only the pre-step hook of the next update closed the checkpoint. The next forward had run before
+            # the hook, and may have changed the numbers.
             None if contents.event == Event.PRE_STEP.value else contents.numbers,
         )
 

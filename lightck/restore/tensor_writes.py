@@ -83,10 +83,10 @@ def _write_each_place_once(target: torch.Tensor, values: torch.Tensor) -> None:
 
 def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor]) -> tuple[str, str] | None:
     """Return the names of two live tensors that share memory and were saved with different values for the shared
-    memory; None if no tensors do.
+    memory; None if there are no two such tensors.
 
-    ``load`` returns the saved values of the tensor with a name. No live tensor changes: the values are written to
-    scratch memory, and compared there.
+    ``load(name)`` returns the saved values of the tensor of this name. No live tensor changes: the values are written
+    to scratch memory, and compared there.
     """
     for group in _sharing(tensors):
         scratch = _Scratch(group)
@@ -190,7 +190,7 @@ class TensorWrites:
         torch.autograd.graph.increment_version([tensor for _, tensor in added if not tensor.is_inference()])
 
     def _split(self, added: list[Named]) -> tuple[list[Named], list[Named]]:
-        """Return two lists: the tensors into whose memory the reader can write in parallel, and the others."""
+        """Return two lists: the tensors into whose memory the reader can write in parallel, and all other tensors."""
         shared, entries = sharing_memory(added), self.source.entries
         if not shared and _have_layouts_of([entries[name] for name, _ in added], [tensor for _, tensor in added]):
             return added, []  # the usual case
@@ -211,7 +211,8 @@ def _write_one(source: Source, name: str, tensor: torch.Tensor) -> None:
 
 
 def _has_layout_of(entry: Entry, tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory has the saved shape and the saved, dense order of elements."""
+    """Whether the tensor's memory holds the elements in the same order as the saved bytes, without gaps, so that the
+    bytes can be written by address."""
     if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
         return False
     if tensor.shape != entry.shape or tensor.nbytes != entry.nbytes:

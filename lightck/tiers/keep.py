@@ -53,15 +53,15 @@ class Keep:
     _: KW_ONLY
     every: int
     """The number of updates between exports: for ``every=1000`` an export is due at step 1000, 2000 and so on. An
-    export writes the first checkpoint that is committed at or after this step and after the end of the previous
-    export."""
+    export writes the first checkpoint that is committed at or after the step at which the export is due, and after the
+    end of the previous export."""
     to: str | os.PathLike[str]
     """The folder of the files; it is created if its parent exists."""
     last: int | None = None
     """How many exports of this pool stay in the folder: the newest ones stay, and older ones are removed. None: all
     exports stay."""
     what: str = "model"
-    """What an export contains: ``"model"``, or ``"all"`` (optimizer, state and random states too)."""
+    """What an export contains: ``"model"``, or ``"all"`` (model, optimizer, state and random states)."""
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or self.every < 1:

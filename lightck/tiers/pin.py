@@ -43,7 +43,7 @@ class Hold:
 
 class Holds(CommitListener):
     """All holds of a session. As a ``CommitListener`` this object copies the held checkpoints to the new file of a
-    relayout. As a ``CommitDecision`` (``pipeline/decision.py``) it protects their slots. Any thread may call
+    relayout. As a ``CommitDecision`` (``pipeline/decision.py``) it protects their slots. Any thread can call
     ``release``; all other methods are called on the training thread."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Holds(CommitListener):
         with self._lock:
             for hold, record in self._carried:
                 hold.record = record
-        self.relayout_failed()
+        self.relayout_failed()  # forgets what exists only during a relayout
 
     def relayout_failed(self) -> None:
         with self._lock:
@@ -154,8 +154,8 @@ class Holds(CommitListener):
 
 def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: frozenset[int]) -> CommitRecord:
     """Read and verify a held checkpoint, and commit it in the new file. Returns its commit record in the new file.
-    ``writer``: the writer of the new file. ``held``: indexes of its held slots. Raises ``CorruptPoolError`` if the
-    checkpoint is damaged."""
+    ``writer``: the writer of the new file. ``held``: indexes of the held slots of the new file. Raises
+    ``CorruptPoolError`` if the checkpoint is damaged."""
     numbers = _numbers(stored, writer)
     try:
         tensors = load_tensors(stored, [name for name, entry in stored.entries.items() if entry.nbytes])
@@ -165,7 +165,7 @@ def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: froze
     slot = writer.slots.choose(held)
     assert slot is not None, "a new pool has a slot for each held checkpoint"
     pending = writer.begin(plan, slot, tensors)
-    pending.job.release()
+    pending.job.release()  # this ends no hold: it allows the commit, because ``begin`` has made all copies
     pending.job.wait(ENDED)
     recorded = stored.reader.next_batches(stored.record)
     if recorded is not None:
@@ -209,7 +209,7 @@ def _plan(stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, 
         sources=np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64),
         at_boundary=np.ones(len(tensors), np.bool_),
         unchanged=np.array([], np.int64),
-        not_copied=np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
+        recorded_only=np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
         n_tensors=len(numbers),
         state=bytes(stored.state),
     )
@@ -237,7 +237,7 @@ class Pin:
         return self._hold.step
 
     def release(self) -> None:
-        """Release the hold: the training may overwrite the checkpoint. A second call does nothing."""
+        """Release the hold: from now on the training can overwrite the checkpoint. A second call does nothing."""
         self._release(self._hold)
 
     def __enter__(self) -> Pin:

@@ -6,8 +6,8 @@
  * The C compiler reads this header, and cffi reads what is between the CFFI markers. So the header contains only
  * fixed-width integers, plain structs and opaque handles: no callbacks, no varargs, no macros that cffi cannot parse.
  * A function that returns int32_t returns LCK_OK (0) or a negative LCK_E... status, unless its comment says otherwise.
- * Functions may be called from any thread without the GIL. In a forked child each such function that takes a handle
- * returns LCK_EFORK and accesses no mapping, because the mapping does not exist in the child (MADV_DONTFORK).
+ * Functions can be called from any thread without the GIL. In a forked child, each function that returns a status and
+ * takes a handle returns LCK_EFORK. It accesses no mapping, because the child has none (MADV_DONTFORK).
  */
 #ifndef LCK_H
 #define LCK_H
@@ -72,8 +72,8 @@ uint64_t lck_crc64(uint64_t crc, const void *data, uint64_t nbytes);
 int32_t lck_crc32c_blocks(const void *data, uint64_t nbytes, uint64_t block, uint32_t *out);
 /* lck_crc32c of `count` runs of bytes into out[count]; run i has nbytes[i] bytes at addresses[i]. */
 int32_t lck_crc32c_each(const uint64_t *addresses, const uint64_t *nbytes, uint64_t count, uint32_t *out);
-/* lck_crc32c of `count` 8-byte words one after the other: the words of `data` at the indices numbers[count]. `data`
- * needs no alignment. */
+/* lck_crc32c of `count` 8-byte words, as if they lay one after the other. Word i of them is the word of `data` with
+ * index numbers[i]. `data` needs no alignment. */
 uint32_t lck_crc32c_words(const void *data, const int64_t *numbers, uint64_t count);
 /* lck_crc32c of a sample of the data. The data is divided into `words` equal parts, and the sample has one 8-byte word
  * of each part, always the same word for the same nbytes. If the data has at most `words` whole words, the sample has
@@ -128,7 +128,7 @@ int32_t lck_prewrite(int32_t fd, uint64_t nbytes);
  * LCK_EINVAL if an offset, or a length other than the last, is not a multiple of the page size. LCK_ESHORT if the file
  * ends before an extent does. LCK_ESYS with EOPNOTSUPP if the tier needs MAP_SYNC and the kernel does not grant it, and
  * with ENOTSUP if the tier needs write-back of cache lines and the processor cannot do it.
- * On LCK_TIER_DISK the fd is duplicated (O_CLOEXEC) for fdatasync. The caller may close its fd afterwards. */
+ * On LCK_TIER_DISK the fd is duplicated (O_CLOEXEC) for fdatasync, so the caller can close its fd afterwards. */
 int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, uint32_t tier, lck_medium **out);
 /* Unmap the medium, and free it and its trace. No job may be running on the medium. */
 int32_t lck_medium_close(lck_medium *medium);
@@ -192,8 +192,8 @@ const void *lck_trace_data(const lck_medium *medium, uint64_t *nbytes);
 /* -- faults, process-wide, for tests and campaigns -- */
 
 enum { LCK_OP_COPY = 1, LCK_OP_SYNC = 2 };
-/* Make one later call of this operation (LCK_OP_...) fail with LCK_ESYS and this errno: the nth, counted from 1. nth 0:
- * no call fails. */
+/* Make the nth later call (counted from 1) of the operation `op` (LCK_OP_...) fail with LCK_ESYS and the errno `error`.
+ * nth 0: no call fails. */
 int32_t lck_fault(uint32_t op, uint64_t nth, int32_t error);
 /* Kill this process with SIGKILL at the nth passing of a site from now on, counted from 1 over all threads. nth 0: do
  * not kill. Sites, in the order in which a checkpoint passes them:
@@ -264,7 +264,7 @@ typedef struct lck_copy {
 } lck_copy;
 
 enum {
-    /* A partial job copies some tensors of a checkpoint before the others are known (eager copies, device transfers).
+    /* A partial job copies some tensors of a checkpoint before all are known (eager copies, device transfers).
      * It writes neither manifest nor commit record. It ends as LCK_JOB_COMMITTED when its copies are fenced and it is
      * released. A later job of the same generation commits the checkpoint. The later job fails (LCK_ESTATE) if a
      * partial job of that generation has failed or was dropped and still has an entry (see lck_job_forget). */
@@ -370,8 +370,8 @@ typedef struct lck_span {
 } lck_span;
 
 /* Record spans from now on, in a queue of `cells` spans (a power of two, at most LCK_SPANS_MAX). The queue exists until
- * the engine is closed, and a later start reuses it, with its size. While recording is off, a span costs one load and
- * one branch. */
+ * the engine is closed: a later call uses the same queue, and `cells` has no effect then. While recording is off, a
+ * span costs one load and one branch. */
 int32_t lck_spans_start(lck_engine *engine, uint64_t cells);
 /* Stop recording; spans that have begun may be added to the queue afterwards. */
 int32_t lck_spans_stop(lck_engine *engine);

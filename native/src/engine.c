@@ -22,8 +22,8 @@ void engine_pulse(lck_engine *engine)
         unpark_all(&engine->pulse);
 }
 
-/* Sometimes neither of two changes by different threads makes work for a worker, but both together do. The thread whose
- * change comes last finds that work, because each thread looks for work after its own change. */
+/* A worker can seal a job that is copied and released. Two threads may make these two changes at the same time. Each of
+ * the two looks for work after its own change, so the thread whose change comes last finds the job. */
 void engine_pulse_job(lck_engine *engine)
 {
     atomic_fetch_add(&engine->pulse, 1);
@@ -53,8 +53,8 @@ static void become_idle(void)
 #endif
 }
 
-/* Set the workers' scheduling policy. Returns false, with at least one policy unchanged, without CAP_SYS_NICE or a
- * sufficient RLIMIT_NICE. */
+/* Set the workers' scheduling policy. Returns false if the system refuses it for at least one worker, whose policy then
+ * stays unchanged: raising the priority needs CAP_SYS_NICE or a sufficient RLIMIT_NICE. */
 static bool set_idle(lck_engine *engine, bool idle)
 {
 #if defined(__linux__)

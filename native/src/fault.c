@@ -5,7 +5,7 @@
 #include "internal.h"
 
 struct countdown {
-    _Atomic uint64_t left; /* 1: the next passing triggers; n: the nth from now on; 0: disarmed */
+    _Atomic uint64_t left; /* n: the nth passing from now on triggers; 0: disarmed */
     _Atomic int32_t error; /* the errno of an injected failure */
 };
 
@@ -17,7 +17,7 @@ static const char *const site_names[KILL_SITES] = {
     [KILL_BODY] = "body",     [KILL_WORD] = "word",   [KILL_ACK] = "ack",
 };
 
-/* Count one passing; true for the one that triggers, also if several threads pass at once. */
+/* Count one passing. Returns true for the passing that triggers: for one only, also if several threads pass at once. */
 static bool triggers(struct countdown *countdown)
 {
     uint64_t left = atomic_load_explicit(&countdown->left, memory_order_relaxed);

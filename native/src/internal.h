@@ -29,7 +29,8 @@ int32_t status_sys(int error); /* stores the errno for lck_last_errno; always re
 /* ---- crc.c ------------------------------------------------------------------------------------------- */
 
 void crc_init(void);
-/* The CRC-32C register after these bytes, if it was `state` before: without the initial and the final inversion. */
+/* The CRC-32C register (the checksum without its initial and final inversion) after these bytes. It was `state` before
+ * them. */
 uint32_t crc32c_update(uint32_t state, const void *data, size_t nbytes);
 /* x^n modulo the CRC-32C polynomial, reflected (x^0 is bit 31). */
 uint32_t crc32c_xpow(uint32_t n);
@@ -255,7 +256,7 @@ struct job {
 /* A mapping whose pages are being touched. As for struct job, a thread increments `users` and then checks `medium`. */
 struct populate {
     _Atomic(lck_medium *) medium;
-    _Atomic(lck_medium *) owner; /* the last medium of this entry; never dereferenced */
+    _Atomic(lck_medium *) owner; /* the last value of `medium` other than NULL; only compared, never dereferenced */
     _Atomic uint32_t users;
     _Atomic uint64_t next; /* offset of the first page that is not touched yet */
 };
@@ -293,7 +294,7 @@ static inline int32_t engine_check(const lck_engine *engine)
 
 /* Wake all parked threads after a change. */
 void engine_pulse(lck_engine *engine);
-/* The same after a change of a job, but parked workers are woken only if there is work for a worker. */
+/* As engine_pulse, after a change of a job. Parked workers are woken only if there is work for a worker. */
 void engine_pulse_job(lck_engine *engine);
 void engine_park(lck_engine *engine, uint32_t seen, uint64_t timeout_ns);
 /* Between these two calls the workers run at normal priority, because a thread waits for blocks that workers have

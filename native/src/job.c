@@ -23,7 +23,7 @@ static int32_t find(lck_engine *engine, uint64_t ticket, struct job **job)
 
 /* ---- waiting ----------------------------------------------------------------------------------------- */
 
-/* True if the wait is over; *status then becomes the result of the wait. */
+/* Whether the wait is over. If so, *status is its result. If not, *status has no meaning. */
 static bool reached(struct job *job, uint32_t until, int32_t *status)
 {
     switch (job_phase(job)) {

@@ -61,7 +61,8 @@ class Entry(NamedTuple):
         )
 
     def to_map(self) -> dict[str, object]:
-        """Return the entry as the map that the table contains. The last four keys have fixed values in format 1."""
+        """Return the entry as the map that the table contains. The last four keys carry no information in format 1:
+        they are None, or follow from the shape."""
         plain = self._asdict() | {"shape": list(self.shape), "stride": list(self.stride)}
         return plain | {
             "global_shape": list(self.shape),
@@ -165,8 +166,8 @@ def check_ties(present: Mapping[str, Entry]) -> None:
     dtype or shape.
 
     If they differed, a restore would write bytes of one shape into a tensor of another. (The layout table is not
-    checked for this: there tied entries may differ, because a checkpoint may hold an extra entry in place of one of
-    them.)"""
+    checked for this. A checkpoint can hold an extra entry in place of one of two tied entries of the table, so only
+    the entries that one checkpoint really holds must agree.)"""
     check_aliases(present)
     for entry in present.values():
         if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
@@ -242,10 +243,12 @@ def _entry(item: object) -> Entry:
     return Entry(name, role, dtype, shape, stride, nbytes, device, offset, layer, alias)
 
 
-@lru_cache(maxsize=64)  # small: a hostile table may contain many keys with equal hashes, each compared with all others
+# The cache is small, because a hostile table can contain many shapes with equal hashes. Each of these is compared with
+# all others in the cache.
+@lru_cache(maxsize=64)
 def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Return the number of elements of a dense tensor with this shape and stride; None if such a tensor cannot exist.
-    Cached, because many layers have equal shapes."""
+    """Return the number of elements of a dense tensor with this shape and stride; None if no dense tensor can have
+    them. Cached, because many layers have equal shapes."""
     if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
         return None
     numel = math.prod(shape)

@@ -271,15 +271,16 @@ class CommitRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes, uuid: bytes) -> CommitRecord | None:
-        """Parse one record. Returns None if no record was ever completed in these bytes. Raises ``DamagedError`` if a
-        check fails."""
+        """Parse one record. Returns None if the first 8 bytes are zeros and the rest holds no record that can be used:
+        no record was ever completed here. Raises ``DamagedError`` if a check fails."""
         if len(data) < COMMIT_RECORD_NBYTES:
             raise DamagedError("the commit record is cut short")
         body, (check,) = data[:56], _U64.unpack(data[56:64])
         if body[:8] == bytes(8):
-            # The last store of a record writes its first 8 bytes, the generation. Either that store was interrupted, or
-            # a bit error turned these bytes into zeros. The record of a checkpoint is valid nevertheless: everything
-            # that it names was durable before, and ``payload_generation`` holds the generation a second time.
+            # The last store of a record writes its first 8 bytes, the generation. If they are zeros, that store was
+            # interrupted, or a bit error erased them. A record of kind CHECKPOINT is accepted all the same: what it
+            # names was durable before, and ``payload_generation`` repeats the generation. An adoption record has two
+            # different generations, so its checksum does not match here.
             body = body[24:32] + body[8:]
             if body[:8] == bytes(8) or crc64(uuid + body) != check:
                 return None
@@ -366,9 +367,8 @@ def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, .
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
 _N_BEFORE_RECORDS = 8
-"""The bytes of a manifest header have two fields that ``ManifestHeader`` lacks, because they are the same in every
-manifest: the offset of the tensor records and the length of one. So many fields of ``ManifestHeader`` lie before
-them."""
+"""Number of fields of ``ManifestHeader`` that lie before two fields which it lacks: the offset of the tensor records
+and the length of one tensor record. These two are the same in every manifest."""
 
 
 class ManifestHeader(NamedTuple):
@@ -384,7 +384,7 @@ class ManifestHeader(NamedTuple):
     """The uuid that seeds the block checksums: the pool's, except in a checkpoint that was copied from another pool."""
     n_records: int
     n_table_entries: int
-    """Number of the records that belong to entries of the layout table. The others belong to extra entries."""
+    """Number of the records that belong to entries of the layout table. The other records belong to extra entries."""
     crcs_offset: int
     crcs_count: int
     extras_offset: int

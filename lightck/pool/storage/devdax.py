@@ -164,8 +164,8 @@ class DevdaxBackend:
         self._system = system or System()
 
     def claims(self, path: str) -> bool:
-        """Whether the path is a device-dax device, whatever it contains. A missing path with the name of a device-dax
-        device counts too, so that no file is made there."""
+        """Whether the path is a device-dax device, whatever it contains. True also for a missing path with the name of
+        a device-dax device, so that no file is made there."""
         try:
             return self._system.dax_device(os.stat(path, follow_symlinks=False)) is not None
         except OSError:

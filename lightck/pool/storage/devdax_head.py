@@ -29,7 +29,7 @@ _U64 = struct.Struct("<Q")
 @dataclass(frozen=True, slots=True)
 class Record:
     """One copy of the record. The pool has ``nbytes`` bytes from offset ``start`` of the device on; if ``nbytes`` is 0,
-    there is no pool. Of two valid copies, the one with the higher ``sequence`` is used."""
+    there is no pool. If both copies are valid, the copy with the higher ``sequence`` is used."""
 
     sequence: int
     start: int

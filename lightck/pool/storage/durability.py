@@ -307,8 +307,8 @@ def _persistent_memory(name: str, seen: tuple[str, ...], regions: list[Region], 
 
 
 def _is_power_safe(region: Region) -> bool:
-    """Whether the region survives a power cut: the platform states a persistence domain. Also true for virtio-pmem,
-    whose host makes it durable when fdatasync is called, as for a disk."""
+    """Whether the region survives a power cut. True if the platform states a persistence domain. True for virtio-pmem,
+    because its host makes it durable when fdatasync is called, as a disk does."""
     return region.provider == _HOSTED or (region.provider in _REAL and region.persistence_domain in _DOMAINS)
 
 

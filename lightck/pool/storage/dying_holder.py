@@ -17,6 +17,7 @@ import time
 
 log = logging.getLogger("lightck")
 SECONDS_MAX = 60.0
+"""Maximum seconds of one ``DyingHolderWait``."""
 _SECONDS_QUIET = 1.0
 """A wait that takes longer than this logs a warning, once."""
 _PAUSE_SECONDS = 0.01

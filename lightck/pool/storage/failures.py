@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 from lightck.errors import LightckError, PoolIOError, PoolPathError
 
-_OF_MEDIUM = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
-_MEDIUM = "Check the health of its medium (dmesg), and make a copy of the pool before you try anything else."
+_MEDIUM_ERRNOS = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
+_MEDIUM_CURE = "Check the health of its medium (dmesg), and make a copy of the pool before you try anything else."
 _CURES = {
     errno.ENOMEM: "Free memory, or raise the limit (ulimit -v, the container's), and try again.",
     errno.EAGAIN: "End processes or threads, or raise the limit (ulimit -u), and try again.",
@@ -47,14 +47,14 @@ PATH_ERRNOS = (
 
 def is_medium_error(code: int | None) -> bool:
     """Whether an errno says that the medium cannot deliver these bytes, rather than that the system cannot read now."""
-    return code in _OF_MEDIUM
+    return code in _MEDIUM_ERRNOS
 
 
 def io_error(fact: str, code: int | None, reason: str | None = None) -> PoolIOError:
     """Return a ``PoolIOError``. ``fact``: a sentence without a full stop, such as "The pool '/a' cannot be read".
-    ``code``: the errno. ``reason``: the text for it, if not the system's."""
+    ``code``: the errno. ``reason``: the text for the errno; None: the system's text."""
     why = reason or (os.strerror(code) if code else "unknown reason")
-    return PoolIOError(f"{fact}: {why}. {_CURES.get(code or 0, _MEDIUM)}", code)
+    return PoolIOError(f"{fact}: {why}. {_CURES.get(code or 0, _MEDIUM_CURE)}", code)
 
 
 def too_long(path: str) -> PoolPathError:

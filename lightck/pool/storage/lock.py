@@ -56,9 +56,9 @@ _ATTEMPTS = 100
 worker of a killed training has not closed its descriptor yet."""
 _PAUSE_SECONDS = 0.005
 """Pause between two attempts."""
-_CHECK_LASTS = 0.002
-"""Seconds after a full check in which a check ``by_file`` does nothing (``PoolLock.refuse_if_lost``). Another training
-needs more time than this to open a pool."""
+_CHECK_VALID_SECONDS = 0.002
+"""Seconds for which a full check of the lock (``PoolLock.refuse_if_lost``) stays valid. During this time the cheaper
+check (``by_file=True``) is skipped. Another training needs more time than this to open a pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,9 +327,9 @@ class PoolLock:
         """Check the lock before a slot is written. If the lock file was removed, create and lock a new one.
 
         Raises ``BackgroundError`` if another process may have opened the pool meanwhile. ``by_file``: check only that
-        the path still names the locked file, and check nothing within ``_CHECK_LASTS`` seconds after a full check (one
-        without ``by_file``)."""
-        if by_file and time.monotonic() - self._checked_at < _CHECK_LASTS:
+        the path still names the locked file, and check nothing within ``_CHECK_VALID_SECONDS`` after a full check (a
+        check without ``by_file``)."""
+        if by_file and time.monotonic() - self._checked_at < _CHECK_VALID_SECONDS:
             return
         try:
             st = os.stat(self.path, follow_symlinks=False)

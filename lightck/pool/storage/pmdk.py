@@ -43,9 +43,9 @@ _has_warned = False
 
 
 class PmdkContainer(FileContainer):
-    """An open PMDK pool; see ``Container``. It becomes the owner of the descriptors of ``file``, which must not be
-    closed any more. ``places``: the extents of the lightck pool. ``pool``: libpmemobj's open pool; None if the pool is
-    only read."""
+    """An open PMDK pool; see ``Container``. It becomes the owner of the descriptors of ``file``, so the caller must not
+    close ``file`` any more. ``places``: the extents of the lightck pool. ``pool``: libpmemobj's open pool; None if the
+    pool is only read."""
 
     def __init__(self, file: FileContainer, places: Extents, pool: pmemobj.Pool | None = None) -> None:
         super().__init__(file.path, file.fd, file.file_nbytes, file.lock_fd)

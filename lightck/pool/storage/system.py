@@ -163,8 +163,8 @@ class System:
         return frozenset(cpu for low, _, high in runs for cpu in range(int(low), int(high or low) + 1))
 
     def mount(self, path: str) -> Mount | None:
-        """Return the mount with the longest mount point above ``path``; of several with the same mount point, the one
-        that was mounted last. None if unknown."""
+        """Return the mount with the longest mount point above ``path``. If several mounts have this mount point, return
+        the last of them. None if unknown."""
         path = os.path.realpath(path)
         found = None
         for mount in mounts(self._read(f"{self.proc}/self/mountinfo", 1 << 22)):

@@ -206,7 +206,7 @@ def test_what_was_built_is_untrusted_and_optional(pool):
             )
 
         older = parse({key: value for key, value in raw.items() if key not in ("built", "frozen", "classes")})
-        assert (older.built, older.frozen, older.classes) == (None, None, {})
+        assert (older.built, older.without_grad, older.classes) == (None, None, {})
         assert parse(raw).built is not None
         changed = [{"states": []}, {"groups": [[1]]}, {"frozen": [3]}, {"schedulers": {"a": 1}}, {"other": 1}]
         wrong = [values.pack({**built, **change}, path="") for change in changed]
