@@ -105,7 +105,7 @@ class Hooks:
 
     @counted
     def _forward_pre(self, module: nn.Module, *inputs: object) -> None:
-        if module.training and torch.is_grad_enabled() and not self._in_closure:
+        if module.training and torch.is_grad_enabled() and not self._in_closure and not _is_no_forward_of_loop():
             self._stepping.clear()  # a step that raised has left its frame here, and a frame keeps variables alive
             self._updated_frame = None
             self._events.before_forward(inputs)
@@ -229,6 +229,12 @@ class Hooks:
                 hooks.meter.count_hook(hooks.seconds_per_hook)
 
         return before, after
+
+
+def _is_no_forward_of_loop() -> bool:
+    """Whether a forward is no place where a checkpoint may close: activation checkpointing recomputes it in the
+    backward pass, when the first forward has changed buffers, or it runs with other tensors than the model's own."""
+    return own_hooks.is_in_backward() or own_hooks.is_in_functional_call()
 
 
 def _changed_nothing(optimizer: Optimizer) -> bool:

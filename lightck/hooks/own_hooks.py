@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 from torch.utils.hooks import RemovableHandle
 
 from lightck.errors import UnsupportedError
@@ -37,6 +38,7 @@ _HOOK_FLAGS = (
 _FRAMES_MAX = 18
 """How many frames of the call stack ``is_called_by`` examines, beginning with the frame of the function that calls
 it."""
+_FUNCTIONAL_CALL = stateless._functional_call.__code__
 _Reduced = str | tuple[Any, ...]
 _hooked: Counter[type] = Counter()
 """Class -> number of ``HookFreeCopies`` in effect for modules of this class (one module may have several)."""
@@ -211,6 +213,17 @@ def is_called_by(matches: Callable[[FrameType], bool]) -> bool:
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES_MAX):
         if frame is None or matches(frame):
+            return frame is not None
+        frame = frame.f_back
+    return False
+
+
+def is_in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call`` runs the forward of the module whose hook calls this function, or of a
+    module around it. The module then holds other tensors in place of its own."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_MAX):
+        if frame is None or frame.f_code is _FUNCTIONAL_CALL:
             return frame is not None
         frame = frame.f_back
     return False

@@ -15,7 +15,7 @@ between this commit and the strike, the session that resumes from the new checkp
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -102,8 +102,10 @@ class WriteGuard:
 
     # -- before a checkpoint is made
 
-    def check_left_out_tensors(self, writer: PoolWriter) -> None:
-        """Look for unannounced writes to the tensors that the next checkpoint would leave out."""
+    def check_left_out_tensors(self, writer: PoolWriter, updated: Collection[int]) -> None:
+        """Look for unannounced writes to the tensors that the next checkpoint would leave out. ``updated``: ids of the
+        tensors that an optimizer has updated since the last call. The next checkpoint writes them."""
+        self._unchanged.forget(updated)
         generation, block = writer.generation, writer.superblock.block
         names, self._reread_nbytes = self._unchanged.reread(generation, block, self._budget(self._n_begun))
         if names:

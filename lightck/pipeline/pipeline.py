@@ -14,7 +14,7 @@ while a copy still needs a source.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 
@@ -116,10 +116,11 @@ class Pipeline:
 
     # -- a checkpoint begins -----------------------------------------------------------------------------
 
-    def check_left_out_tensors(self) -> None:
-        """Before the state is read: find unannounced writes to tensors that the next checkpoint would leave out."""
+    def check_left_out_tensors(self, updated: Collection[int]) -> None:
+        """Before the state is read: find unannounced writes to tensors that the next checkpoint would leave out.
+        ``updated``: ids of the tensors that an optimizer has updated since the last call."""
         if self.pool.writer is not None:
-            self.guard.check_left_out_tensors(self.pool.writer)
+            self.guard.check_left_out_tensors(self.pool.writer, updated)
 
     def begin_checkpoint(self, closed_step: ClosedStep) -> None:
         """Begin to write the checkpoint of a closed step, if the commit decisions allow it. What is copied at the

@@ -9,7 +9,7 @@ take turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -218,6 +218,14 @@ class UnchangedTensors:
             names = {live.name for live in lives}
             self._known = {name: known for name, known in self._known.items() if name in names}
             self._discard_rounds()
+
+    def forget(self, ids: Collection[int]) -> None:
+        """Forget these tensors, so that each must be written twice again before it is left out."""
+        if ids:
+            left = {name: known for name, known in self._known.items() if id(known.tensor) not in ids}
+            if len(left) < len(self._known):
+                self._known = left
+                self._discard_rounds()
 
     def reset(self) -> None:
         """Forget all tensors, so that each must be written twice again before it is left out."""

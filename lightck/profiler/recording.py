@@ -174,7 +174,7 @@ class Recording:
 
     def layer_updated(self, name: str, begin: int) -> None:
         """A layer-wise update has updated one layer, inside the backward pass."""
-        self.add(UPDATE, name, begin, time.monotonic_ns(), {"layer": name})
+        self.add(UPDATE, name, begin, time.monotonic_ns(), {"module": name})
 
     def step_ended(self, number: int) -> None:
         now = time.monotonic_ns()

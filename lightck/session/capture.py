@@ -100,6 +100,10 @@ class Capture:
         self._stepped_outside: set[int] = set()
         """Numbers of the wrappers (``OptimizerView.root``) that had an inner optimizer stepped outside their
         ``step``."""
+        self._frozen: frozenset[int] = frozenset()
+        """Ids of the tensors that were frozen when ``tensors`` found them."""
+        self._updated_frozen: set[int] = set()
+        """The result of the next ``take_updated_frozen``."""
         self._never_had_grad: dict[int, dict[int, torch.Tensor]] = {}
         """View index -> (id -> parameter) for each parameter of the view that has had no gradient at any update, so
         that no update has changed the parameter."""
@@ -162,9 +166,19 @@ class Capture:
         """Record which parameters this update can change: torch's optimizers skip parameters without a gradient.
         ``index``: the number of the followed optimizer that makes the update."""
         for view in self.optimizers:
+            if view.root != index:
+                continue
             waiting = self._never_had_grad[view.index]
-            if waiting and view.root == index:
+            if waiting:
                 self._remove_ready(waiting)
+            if self._frozen:
+                self._updated_frozen |= {id(p) for _, p in view.params if id(p) in self._frozen and p.grad is not None}
+
+    def take_updated_frozen(self) -> set[int]:
+        """Return the ids of the frozen tensors that an optimizer has updated since the last call: ``requires_grad`` was
+        True for the update, or another tensor gave the gradient. (A fused kernel moves no version counter.)"""
+        found, self._updated_frozen = self._updated_frozen, set()
+        return found
 
     def _remove_ready(self, waiting: dict[int, torch.Tensor]) -> None:
         """Remove from ``waiting`` the parameters that have a gradient now, because the update may change them."""
@@ -312,6 +326,7 @@ class Capture:
             lives.extend(view.state_tensors())
         self.devices.set_tensors(live.tensor for live in lives)
         self._tensor_list = tensor_list_of(lives, self.model.vacant(), self.optimizers)
+        self._frozen = frozenset(id(live.tensor) for live in lives if live.is_frozen)
         return list(lives)
 
     def expected_tensors(self) -> Iterator[Live]:

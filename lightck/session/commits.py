@@ -141,7 +141,8 @@ class Commits:
         self.n_saved_by_flush += event is Event.FLUSH
         # Checked before the state is read, because what the check finds changes ``copied_at_boundary`` and
         # ``stale_after``.
-        self.run(self.pipeline.check_left_out_tensors)
+        updated = self._capture.take_updated_frozen()
+        self.run(lambda: self.pipeline.check_left_out_tensors(updated))
         closed_step = self._capture.close(
             event,
             step,

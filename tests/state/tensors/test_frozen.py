@@ -105,3 +105,55 @@ def test_tensors_that_were_made_under_inference_mode_are_saved_exactly(pool, wid
             seen = everything(model, optimizer)
             session.flush()
             assert is_step(lightck.recover(pool), seen)
+
+
+class Adversarial(nn.Module):
+    """A generator and a discriminator beside a frozen backbone, which takes the bytes that are read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = nn.Linear(2048, 2048).requires_grad_(False)
+        self.g = nn.Linear(4, 4)
+        self.d = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def test_a_parameter_that_a_fused_optimizer_updated_is_written_although_it_is_frozen_at_the_boundary(pool, caplog):
+    """A fused kernel moves no version counter, and ``requires_grad`` is False again when the checkpoint closes."""
+    model = Adversarial()
+    g = torch.optim.Adam(model.g.parameters(), lr=0.01, fused=True)
+    d = torch.optim.SGD(model.d.parameters(), lr=0.01, fused=True)
+    with lightck.attach(model, pool, optimizer=[g, d]) as session:
+        for number in range(24):
+            z = torch.randn(8, 4)
+            if number % 6 == 5:
+                model.d.requires_grad_(True)
+                d.zero_grad()
+                model.d(model.g(z).detach()).mean().backward()
+                d.step()
+            model.d.requires_grad_(False)
+            g.zero_grad()
+            (-model.d(model.g(z)).mean()).backward()
+            g.step()
+            session.end_step()
+            session.flush()
+            assert same(dict(lightck.recover(pool).model), dict(model.state_dict())), number
+        assert session.stats().left_out > 0
+    assert "was written in a way" not in caplog.text
+
+
+def test_an_update_of_a_layer_that_is_unfrozen_is_no_unannounced_write(pool, caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    model[0].requires_grad_(False)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for number in range(12):
+            model[0].requires_grad_(number >= 6)
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+            session.flush()
+            assert is_step(lightck.recover(pool), everything(model, optimizer))
+    assert "was written in a way" not in caplog.text
