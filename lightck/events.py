@@ -12,6 +12,7 @@ the event ``layers_begin``. The event ``gate`` still comes at ``step()``, for al
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.optimizer import Optimizer
 
+log = logging.getLogger("lightck")
 T = TypeVar("T")
 _process = object()
 """Identifies this process: a forked child has another object. It is compared at each event, which takes less time than
@@ -161,6 +163,7 @@ class StepEvents(StepListener):
 
     def __init__(self, session_lock: SessionLock) -> None:
         self._session_lock = session_lock
+        self._has_warned_in_child = False
         self._listeners: tuple[StepListener, ...] = ()
         self._receivers: dict[str, tuple[Callable[..., None], ...]] = {}
         """Name of an event -> the methods of this name of the listeners that override it."""
@@ -190,12 +193,25 @@ class StepEvents(StepListener):
 
     def _emit(self, event: str, *arguments: object) -> None:
         receivers, lock = self._receivers[event], self._session_lock
-        if not receivers or not lock.is_live:
+        if not receivers:
+            return
+        if not lock.is_live:
+            if event == "before_step" and lock.is_open:
+                self._warn_in_child()
             return
         with lock.unchecked_lock:
             if lock.is_open:  # another thread may have closed the session before this one got the lock
                 for receive in receivers:
                     receive(*arguments)
+
+    def _warn_in_child(self) -> None:
+        """Warn once that this process, a forked child, trains the session's model, and that nothing is saved here."""
+        if not self._has_warned_in_child:
+            self._has_warned_in_child = True
+            log.warning(
+                "lightck: the model of a session is trained in a process that was forked after attach(). Nothing is "
+                "saved of that: the session belongs to the parent process. Call attach() in the process that trains"
+            )
 
     def before_forward(self, inputs: tuple[object, ...]) -> None:
         self._emit("before_forward", inputs)

@@ -33,6 +33,9 @@ at each of the first ``_FIRST // 2`` calls of ``end_step()``."""
 _TWIN_STEPS = 10
 """How many steps one optimizer of another model makes in a row before the warning of ``_check_twin``, which is given
 only if the parameters of that optimizer have the shapes of the session's model."""
+_TWIN_STEPS_OF_LIVE = 100
+"""The same if the session's model was called or updated since attach: clients of federated learning make fewer local
+steps."""
 _FOREIGN = 4
 """Followed optimizers may have no parameter of the session's model, if they update master weights that the loop copies
 into the model. After ``_FOREIGN`` of their updates the parameters of the model must have changed."""
@@ -69,6 +72,11 @@ class SavedWatch:
         self._twin_class: str | None = None
         """Class name of ``_last_optimizer_elsewhere``; None if its parameters have other shapes than this model's."""
         self._is_twin_trained = False  # whether the warning of ``_check_twin`` was given
+        self._at_first_elsewhere: Marks = {}
+        """Marks of this model's parameters at the first of these steps, if ``_twin_class`` is not None."""
+        self._by_hand: tuple[weakref.ref[Optimizer] | None, int] = None, 0
+        """With ``optimizer=[]``: the last optimizer of this model that stepped, and the number of calls of
+        ``end_step()`` before its first step."""
         self._before: Marks = {}  # marks of the parameters at an earlier iteration
         self._at_end_step: Marks = {}  # marks of the model's tensors at the last end_step()
         self._is_reported = False  # whether the warning was given
@@ -148,10 +156,23 @@ class SavedWatch:
             self._last_optimizer_elsewhere, self._n_steps_by_last_elsewhere = weakref.ref(optimizer), 0
         if not self._n_steps_by_last_elsewhere:
             self._twin_class = type(optimizer).__name__ if self._is_twin(optimizer) else None
+            self._at_first_elsewhere = self._params() if self._twin_class is not None else {}
         self._n_steps_by_last_elsewhere += 1
         # Copies of the model with optimizers of their own, as in federated learning, make few steps each.
-        if self._n_steps_by_last_elsewhere == _TWIN_STEPS:
+        if self._n_steps_by_last_elsewhere == (_TWIN_STEPS_OF_LIVE if self._is_alive else _TWIN_STEPS):
             self._check_twin()
+
+    def step_by_hand(self, optimizer: Optimizer) -> None:
+        """An optimizer of this model steps although ``optimizer=[]`` was passed. Warn if it has state, and lives longer
+        than from one ``end_step()`` to the next: an inner optimizer of Reptile or MAML does not."""
+        known, since = self._by_hand
+        if known is None or known() is not optimizer:
+            self._by_hand = weakref.ref(optimizer), self._end_steps
+        elif self._end_steps > since and optimizer.state and not self._is_reported:
+            self._warn(
+                f"optimizer=[] was passed, and {type(optimizer).__name__} steps parameters of this model in several "
+                "iterations. It is not followed, so its state is in no checkpoint. Pass it: attach(..., optimizer=opt)"
+            )
 
     def session_ends(self) -> None:
         """Warn if the last updates that the session saw were updates of another model of the same shapes."""
@@ -161,6 +182,8 @@ class SavedWatch:
     def _check_twin(self) -> None:
         if not self._n_steps_by_last_elsewhere or self._twin_class is None or self._end_steps:
             return
+        if changed_names(self._at_first_elsewhere, self._params()):
+            return  # the loop copies what the other model has learned into this one
         self._is_twin_trained = True
         since = f"since update {self._boundary.step}" if self._is_alive else "since attach"
         self._warn(
@@ -280,6 +303,7 @@ class SavedWatch:
         elif (
             self._foreign_updates == _FOREIGN
             and not self._is_reported
+            and any(p.requires_grad for p in self._capture.model.model.parameters())  # else it trains something else
             and not changed_names(self._before, self._params())
         ):
             classes = ", ".join(view.class_name for view in self._capture.optimizers)

@@ -280,6 +280,9 @@ class Steps(StepListener):
             if not is_followed(optimizer):
                 self.watch.step_elsewhere(optimizer)
             return
+        if self._optimizers_were_passed and not self.capture.optimizers:  # optimizer=[]: the loop updates by hand
+            self.watch.step_by_hand(optimizer)
+            return
         new = follow_late(optimizer, self.capture.optimizers, self.capture.model.names_by_id())
         self.capture.add_optimizers(new)
         self.boundary.n_optimizers += count_updating(new)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from toys import BIG, adam, crashed, everything, forward, is_step, net, same, settled, train, weights
+from toys import BIG, adam, crashed, everything, forward, in_child, is_step, net, same, settled, train, weights
 
 import lightck
 from lightck.errors import LateError, NothingSavedError
@@ -555,7 +555,7 @@ def test_optimizer_made_after_attach_is_reported_in_the_first_run(pool, caplog):
 # -- a model that is built again, or whose parameters are replaced, after some updates --------------------------------
 
 
-@pytest.mark.parametrize("n_updates", [3, 30])
+@pytest.mark.parametrize("n_updates", [3, 130])
 def test_a_model_built_again_after_saved_updates_is_reported(n_updates: int, pool: Path, caplog: Any) -> None:
     """A notebook cell that builds model and optimizer runs again after ``attach`` and some updates."""
     model = net()
@@ -600,3 +600,73 @@ def test_an_optimizer_of_parameters_that_replaced_followed_ones_is_refused(n_upd
         checkpoint = lightck.recover(pool)
         assert checkpoint.step == n_updates
         assert is_step(checkpoint, seen)
+
+
+def test_clients_whose_weights_are_averaged_into_the_model_are_not_reported(pool: Path, caplog: Any) -> None:
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        for number in range(4):
+            train(model, optimizer, 1, start=number)
+            client = copy.deepcopy(model)
+            train(client, adam(client), 20)
+            model.load_state_dict(client.state_dict())
+    assert not [text for text in warnings(caplog) if "another model" in text]
+
+
+def test_inner_optimizers_of_a_loop_that_updates_by_hand_are_not_followed(pool: Path, caplog: Any) -> None:
+    """Reptile, with ``optimizer=[]`` as docs/start.md says."""
+    model = net()
+    with lightck.attach(model, pool, optimizer=[]) as session:
+        for number in range(4):
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            train(model, adam(model), 3, start=number)
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.lerp_(before[name], 0.7)
+            session.end_step()
+            assert session.step == number + 1
+        seen = weights(model)
+    assert not warnings(caplog)
+    assert same(dict(lightck.recover(pool).model), seen)
+
+
+def test_an_optimizer_that_lives_on_beside_optimizer_none_is_reported(pool: Path, caplog: Any) -> None:
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=[]) as session:
+        for number in range(4):
+            train(model, optimizer, 1, start=number)
+            session.end_step()
+    (said,) = warnings(caplog)
+    assert "optimizer=[] was passed, and AdamW steps parameters of this model in several iterations" in said
+
+
+def test_an_optimizer_of_an_input_of_a_frozen_model_is_not_reported(pool: Path, caplog: Any) -> None:
+    model = net().requires_grad_(False)
+    image = nn.Parameter(torch.rand(2, 4))
+    optimizer = torch.optim.Adam([image], lr=0.1)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(image).sum().backward()
+            optimizer.step()
+            session.end_step()
+    assert not warnings(caplog)
+
+
+def test_a_forked_child_that_trains_says_that_nothing_is_saved(pool: Path) -> None:
+    model = net()
+    optimizer = adam(model)
+
+    def trains() -> list[str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lightck").addHandler(handler)
+        train(model, optimizer, 3)
+        return said
+
+    with lightck.attach(model, pool, optimizer=optimizer):
+        (said,) = in_child(trains)
+    assert "trained in a process that was forked after attach(). Nothing is saved of that" in said
