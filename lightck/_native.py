@@ -117,7 +117,7 @@ _honour_isa(lib, os.environ.get("LIGHTCK_ISA"))
 _honour_kill(lib, os.environ.get("LIGHTCK_KILL"))
 
 _REASONS = {
-    lib.LCK_EINVAL: "an argument is out of range",
+    lib.LCK_EINVAL: "lightck passed a wrong argument to its native library (an error in lightck: please report it)",
     lib.LCK_ENOMEM: "out of memory",
     lib.LCK_EFORK: "called in a forked child, which cannot use its parent's pool",
     lib.LCK_ETIMEDOUT: "timed out",

@@ -95,7 +95,7 @@ def _warnings() -> Iterator[list[logging.LogRecord]]:
 
     class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if "exceed the budget" in record.getMessage():
+            if "will cost more than its budget" in record.getMessage():
                 records.append(record)
 
     handler, log = Collector(logging.WARNING), logging.getLogger("lightck")

@@ -31,7 +31,8 @@ from lightck.restore.tensor_writes import ordinary_tensors
 
 T = TypeVar("T")
 STALE_REASON = (
-    "it is stale: a newer checkpoint says that it holds old bytes of a tensor, because a write was not detected"
+    "it is stale: a newer checkpoint records that it holds old bytes of a tensor, because lightck noticed a write to "
+    "the tensor too late"
 )
 _ATTEMPTS = 20
 """How many times all checkpoints are tried, at most, while a training reuses slots of the pool."""

@@ -57,10 +57,7 @@ class FlushMoment:
         read = self._capture.provisional
         before = self._rng_at_attach if read is None else read.rng
         if before is None:
-            return (
-                "random numbers may have been drawn (lightck cannot tell, because this step needed no checkpoint under "
-                "interval=, so the random states after its update were not read)"
-            )
+            return "random numbers may have been drawn (lightck has not read the random states after this update)"
         return "random numbers were drawn" if before.packed() != rng.capture().packed() else None
 
     def saved(self, step: int, change: str | None) -> None:

@@ -226,10 +226,10 @@ class Adaptive:
         if share > (1 - _LEFT_MIN) * self.auto.budget:
             self._is_warned = True
             log.warning(
-                'lightck: the budget of interval="auto" cannot be kept: it is %g %%, and lightck\'s hooks alone, which '
-                "torch calls at every step, take %.1f %% (%.0f us) of a step that saves nothing. At least a quarter of "
-                "the budget is kept for checkpoints. Make steps longer (a larger batch), or pass a larger budget: "
-                "interval=lightck.Auto(budget=%.2f)",
+                'lightck: interval="auto" will cost more than its budget of %g %%: lightck\'s hooks alone, which torch '
+                "calls at every step, take %.1f %% (%.0f us) of a step that saves nothing, and checkpoints get at "
+                "least a quarter of the budget in addition. Make steps longer (a larger batch), or pass a larger "
+                "budget: interval=lightck.Auto(budget=%.2f)",
                 100 * self.auto.budget,
                 100 * share,
                 1e6 * fixed,
