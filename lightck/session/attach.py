@@ -73,7 +73,8 @@ def attach(
         model: the root module. Attach after its optimizer and LR scheduler were built.
         pool_path: the pool's file, created if it does not exist (its folder must exist); or a device-dax device.
         optimizer: an optimizer or a list of optimizers. By default the optimizers of this model are found among live
-            objects.
+            objects. An empty list: none is followed, also none that is made later; the loop updates by hand, and each
+            ``end_step()`` counts as an update.
         state: name -> object with ``state_dict`` and ``load_state_dict``. Schedulers and a GradScaler need not be
             passed: they are found. ``{"scheduler": None}`` saves no scheduler.
         interval: updates between saved checkpoints. ``"auto"`` or ``lightck.Auto(...)`` chooses the interval by the

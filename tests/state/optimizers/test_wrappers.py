@@ -188,7 +188,7 @@ def test_two_independent_optimizers_on_the_same_parameters_are_ambiguous(pool):
 
 def test_wrapper_made_after_attach_is_followed_with_what_it_contains(pool):
     model = Training(sam).model
-    with lightck.attach(model, pool, optimizer=[]) as session:
+    with lightck.attach(model, pool) as session:
         (optimizer,) = sam(model)
         for number in range(3):
             climbing(model, [optimizer], number)
