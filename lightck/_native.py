@@ -39,9 +39,9 @@ class NativeError(OSError):
 
 
 def _bindings() -> ModuleType:
-    """Return the generated module ``_lck_ffi``, from beside this file, or else from the installed package. A script
-    that is run in the source folder imports lightck from the sources, which have no generated module. Raises
-    ``ImportError``."""
+    """Return the generated module ``_lck_ffi``: the one beside this file, or, if there is none, that of the installed
+    package. (A script that is run in the source folder imports lightck from the sources, which have no generated
+    module.) Raises ``ImportError``."""
     for folder in (str(Path(__file__).parent.parent), *sys.path):
         path = Path(folder, "lightck", "_lck_ffi.py")
         spec = importlib.util.spec_from_file_location("lightck._lck_ffi", path) if path.is_file() else None
@@ -125,8 +125,8 @@ _REASONS = {
     lib.LCK_ECHECKSUM: "a block does not match its checksum",
     lib.LCK_ESHORT: "the file ends early",
     lib.LCK_EDROPPED: "the checkpoint was dropped before its commit",
-    lib.LCK_ESTATE: "a part of the checkpoint was given up, or lightck called its native library in a wrong order "
-    "(if you find no other error, please report this one)",
+    lib.LCK_ESTATE: "a part of the checkpoint was not copied. An earlier error says why; if there is none, this is an "
+    "error in lightck: please report it",
 }
 
 

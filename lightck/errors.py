@@ -28,6 +28,7 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     ├── StateValueError               (TypeError)           a value that cannot be stored
     ├── UnsupportedError              (NotImplementedError) something that lightck does not support: see the message
     ├── LateError                     (RuntimeError)        an optimizer or scheduler was created after attach
+    ├── RankError                     (RuntimeError)        ranks disagree, or one of them failed or did not come
     ├── SessionError                  (RuntimeError)        a call that is not allowed now
     ├── NothingSavedError             (RuntimeError)        close(): lightck saw no update, so nothing was saved
     ├── StateChangedError             (RuntimeError)        a tensor was written while a checkpoint still needed it
@@ -182,6 +183,11 @@ class UnsupportedError(LightckError, NotImplementedError):
 
 class LateError(LightckError, RuntimeError):
     """An optimizer or a scheduler was created too late to be restored or saved."""
+
+
+class RankError(LightckError, RuntimeError):
+    """The ranks of a process group disagree, or another rank failed or did not come in time. It is raised on every
+    rank that is left, and names the ranks and their hosts."""
 
 
 class SessionError(LightckError, RuntimeError):

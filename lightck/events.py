@@ -104,8 +104,8 @@ class StepListener:
         """A layer was updated: ``tensors`` have their final values of this step. ``begin``: start of the layer's
         update, in nanoseconds of CLOCK_MONOTONIC."""
 
-    def layers_forgotten(self, index: int) -> None:
-        """The backward pass raised, so no ``step()`` will complete the update whose layers were updated already."""
+    def layers_abandoned(self, index: int) -> None:
+        """The backward pass raised after some layers were updated. No ``step()`` will complete this update."""
 
 
 class SessionLock:
@@ -254,5 +254,5 @@ class StepEvents(StepListener):
     def layer_updated(self, name: str, begin: int, tensors: Sequence[Tensor]) -> None:
         self._emit("layer_updated", name, begin, tensors)
 
-    def layers_forgotten(self, index: int) -> None:
-        self._emit("layers_forgotten", index)
+    def layers_abandoned(self, index: int) -> None:
+        self._emit("layers_abandoned", index)

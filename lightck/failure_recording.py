@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class FailureRecordingFile(io.FileIO):
-    """A file that keeps the last error of ``write`` in ``failure``. Callers need it in two cases: torch.save raises a
-    RuntimeError without the reason, and an error of standard output does not say that it comes from standard output."""
+    """A file that keeps the last error of ``write`` in ``failure``. Callers need the error in two cases: torch.save
+    raises a RuntimeError without the reason, and an error of standard output does not say where it comes from."""
 
     failure: OSError | None = None
     """The error of the last failed ``write``; None if none failed."""

@@ -28,9 +28,9 @@ a DataLoader worker has died.)"""
 _signal_module = import_module("_signal")
 _handler_of: Callable[[int], object] = _signal_module.getsignal
 _set_handler: Callable[[int, Callable[..., object]], object] = _signal_module.signal
-"""The C functions that ``signal.getsignal`` and ``signal.signal`` call. They are called directly, because the two
-Python functions convert to enums, which takes 0.1 ms per training step. ``_handler_of`` returns an int for a signal
-that has no Python handler."""
+"""``_handler_of`` and ``_set_handler`` are the C functions that ``signal.getsignal`` and ``signal.signal`` call. They
+are called directly, because the two Python functions convert to enums, which takes 0.1 ms per training step.
+``_handler_of`` returns an int for a signal that has no Python handler."""
 _user_handlers: dict[int, Callable[..., object]] = {}
 """Signal number -> the user's handler, for each signal for which ``_defer`` is installed now."""
 _pending: list[tuple[Callable[..., object], int, FrameType | None]] = []
@@ -47,8 +47,8 @@ class Interrupted(BaseException):
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Defer the handlers of signals to the end of this block. A wait inside the block that is called through
-    ``retry_interrupted`` runs them earlier."""
+    """Defer the handlers of signals to the end of this block. If a wait inside the block is called through
+    ``retry_interrupted``, that call runs the handlers earlier."""
     is_outermost = begin_deferral()
     try:
         yield
@@ -58,7 +58,7 @@ def deferred() -> Iterator[None]:
 
 
 def begin_deferral() -> bool:
-    """Defer signals from now on, and return True: the caller must then call ``end_deferral``. If signals are deferred
+    """Defer signals from now on, and return True. Then the caller must call ``end_deferral``. If signals are deferred
     already, or if this thread is not the main thread, do nothing and return False."""
     global _is_deferring
     if _is_deferring or threading.get_ident() != _main_thread:
@@ -132,7 +132,7 @@ def _handle_during_deferral() -> None:
 
 def _defer(number: int, frame: FrameType | None) -> None:
     """The handler that is installed while signals are deferred: queue the signal."""
-    if all(number != other for _, other, _ in _pending):  # once for each number, as the system queues signals
+    if all(number != other for _, other, _ in _pending):  # each number once, because the system queues it once
         _pending.append((_user_handlers[number], number, frame))
 
 

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lightck.interrupts import begin_deferral, end_deferral
 
@@ -19,8 +19,15 @@ class Stats:
 
     stall_seconds: float = 0.0
     """Wall time that lightck spent on the training thread."""
+    slowdown_seconds: float = 0.0
+    """An estimate, in addition to ``stall_seconds``: how much longer the loop's own operations took because lightck's
+    code ran between them and displaced theirs from the processor's caches. Measured with a small model at the first
+    attach of the process; 0 on a machine with an accelerator."""
     wait_seconds: float = 0.0
     """The part of ``stall_seconds`` in which the training thread waited for copies and commits, or helped to copy."""
+    rank_wait_seconds: float = 0.0
+    """The part of ``wait_seconds`` in which this rank waited because other ranks had not committed yet what it needed
+    to overwrite an older checkpoint. 0 without a group."""
     cpu_seconds: float = 0.0
     """CPU time of all threads and hooks of lightck."""
     bytes_written: int = 0
@@ -59,10 +66,24 @@ class Stats:
     None without emulation."""
 
     @property
+    def added_seconds(self) -> float:
+        """All time that lightck added to the loop: ``stall_seconds`` and ``slowdown_seconds``."""
+        return self.stall_seconds + self.slowdown_seconds
+
+    @property
     def versions(self) -> int:
         """The old name of ``checkpoints``; it goes away in the next release."""
         warnings.warn("Stats.versions is now Stats.checkpoints.", DeprecationWarning, stacklevel=2)
         return self.checkpoints
+
+
+class Slowdown(NamedTuple):
+    """How much longer the loop's own operations take because of lightck, in seconds per step."""
+
+    unsaved: float = 0.0
+    """In a step that saves no checkpoint."""
+    saved: float = 0.0
+    """In a step that saves a checkpoint."""
 
 
 class Observer(Protocol):
@@ -110,10 +131,13 @@ class Meter:
     """The running counters of a session, from which ``snapshot`` makes ``Stats``. A counter that has the name of a
     field of ``Stats`` gives this field its value."""
 
-    def __init__(self) -> None:
+    def __init__(self, slowdown: Slowdown = Slowdown()) -> None:  # noqa: B008 - a tuple
         self.observer: Observer | None = None
         """The trace that is being recorded, if any."""
-        self.stall_seconds = self.wait_seconds = 0.0
+        self._slowdown = slowdown
+        self.fixed_seconds = 0.0
+        """The part of ``slowdown_seconds`` that the loop would have without a checkpoint."""
+        self.stall_seconds = self.slowdown_seconds = self.wait_seconds = 0.0
         self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = 0.0
         self.kept = 0
         self.staging: str | None = None
@@ -129,6 +153,11 @@ class Meter:
         self.checkpoints += 1
         self.bytes_written += nbytes
         self.bytes_helped += nbytes_helped
+
+    def count_step(self, is_saved: bool) -> None:
+        """Count the slowdown of one closed step. ``is_saved``: whether its checkpoint is saved."""
+        self.fixed_seconds += self._slowdown.unsaved
+        self.slowdown_seconds += self._slowdown.saved if is_saved else self._slowdown.unsaved
 
     def count_hook(self, seconds: float) -> None:
         """Count the seconds that a hook took outside of its ``stall`` blocks."""
@@ -163,9 +192,22 @@ class Meter:
                 self.observer.stalled("wait", start, now)
 
     def snapshot(
-        self, *, engine_cpu_seconds: float, committed: int | None, interval: int, emulated: str | None = None
+        self,
+        *,
+        engine_cpu_seconds: float,
+        committed: int | None,
+        interval: int,
+        rank_wait_seconds: float = 0.0,
+        emulated: str | None = None,
     ) -> Stats:
         """Return the present values of all counters. The arguments are figures that only the session knows."""
         own = {f.name: getattr(self, f.name) for f in fields(Stats) if hasattr(self, f.name)}
         cpu_seconds = self.hook_cpu_seconds + self.keep_cpu_seconds + self.staging_cpu_seconds + engine_cpu_seconds
-        return Stats(**own, cpu_seconds=cpu_seconds, committed=committed, interval=interval, emulated=emulated)
+        return Stats(
+            **own,
+            cpu_seconds=cpu_seconds,
+            committed=committed,
+            interval=interval,
+            rank_wait_seconds=rank_wait_seconds,
+            emulated=emulated,
+        )

@@ -12,9 +12,10 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # Tests' models are small, and a small model is copied whole at the boundary. Most tests are about copies in the
 # background, so the copies are made there, in this process and in all that are started from it. CI runs a part of the
@@ -26,6 +27,7 @@ import slow_transfers
 import torch
 from hypothesis import settings
 
+from lightck.pool.engine import Job
 from lightck.pool.format.structures import MIB
 from lightck.pool.storage import backends, emulation, pmemobj
 from lightck.pool.storage.emulation import Profile
@@ -145,3 +147,19 @@ def slow_memory() -> Iterator[None]:
     emulation.use(Profile("slow", 4_000_000, 1_000_000_000, 0, 64, "made up"))
     yield
     emulation.use(before)
+
+
+@pytest.fixture
+def during_wait(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sends this process signals when the next wait for a checkpoint is some seconds old."""
+    wait = Job.wait
+
+    def send(seconds: float, *numbers: int) -> None:
+        def begins(self: Job, *args: Any, **options: Any) -> bool:
+            monkeypatch.setattr(Job, "wait", wait)
+            threading.Timer(seconds, lambda: [os.kill(os.getpid(), number) for number in numbers]).start()
+            return wait(self, *args, **options)
+
+        monkeypatch.setattr(Job, "wait", begins)
+
+    return send

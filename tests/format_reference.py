@@ -239,6 +239,7 @@ class Pool:
     def __init__(self, data: bytes) -> None:
         self.data = data = contained(data)
         self.superblock, self.slots = self._superblock()
+        self.group: Fields | None = None
         self.entries = self._table()
         self.damaged: list[int] = []
         self.records = self._lines()
@@ -251,7 +252,8 @@ class Pool:
         else:
             raise AssertionError("no superblock")
         sb = fields(SUPERBLOCK, SUPERBLOCK_FIELDS, raw)
-        assert (sb["endian"], sb["major"], sb["incompat"], sb["zero"]) == (0x01020304, 1, 0, 0)
+        assert (sb["endian"], sb["major"], sb["zero"]) == (0x01020304, 1, 0)
+        assert sb["incompat"] in (0, 1)
         assert sb["nbytes"] == len(self.data)
         slots = []
         for i in range(sb["regions"]):
@@ -268,7 +270,8 @@ class Pool:
             table = self.data[at : at + sb["table_nbytes"]]
             if blake2b(table, digest_size=16).digest() == sb["table_hash"]:
                 decoded = MessagePack.decode(table)
-                assert set(decoded) == {"entries"}
+                assert list(decoded) == (["group", "entries"] if sb["incompat"] else ["entries"])
+                self.group = decoded.get("group")
                 return list(decoded["entries"])
         raise AssertionError("no layout table")
 

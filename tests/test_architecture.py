@@ -32,27 +32,29 @@ ROOMS = {
     "stats": {"interrupts"},
     "_lck_ffi": set(),  # made by the build
     "_native": {"_lck_ffi"},
+    "ranks": {"errors", "pool"},  # a group of ranks: what it decides (rule, agreement), and how it learns of others
     "pool": BASE,
     "state": BASE | {"pool.format"},
     "dataloader": BASE | {"state"},
     "hooks": BASE | {"state"},
     "following": LOW | {"dataloader"},
-    "restore": LOW | {"dataloader", "following"},
+    "restore": LOW | {"dataloader", "following", "ranks"},
     "export": LOW | {"restore"},
     "tiers": LOW | {"export", "restore"},
     "profiler": LOW | {"export", "hooks"},
     "pipeline": LOW,
     "strategy": {"state", "pipeline.plan", "pipeline.write_table"},  # the words in which it says what is written
-    "session": LOW | {"dataloader", "following", "hooks", "pipeline", "profiler", "restore", "strategy", "tiers"},
+    "session": LOW
+    | {"dataloader", "following", "hooks", "pipeline", "profiler", "ranks", "restore", "strategy", "tiers"},
     "": BASE | {"export", "hooks", "pipeline", "pool", "restore", "session", "strategy", "tiers"},
     "demo": BASE | {""},
-    "cli": LOW | {"", "demo", "export", "profiler", "restore"},
+    "cli": LOW | {"", "demo", "export", "profiler", "ranks", "restore"},
     "__main__": {"cli"},
-    "crash": LOW | {"", "cli", "pipeline", "restore"},
-    "bench": LOW | {"", "cli", "pipeline"},
+    "crash": LOW | {"", "cli", "pipeline", "restore", "session.slowdown"},
+    "bench": LOW | {"", "cli", "pipeline", "ranks", "session.steps"},
 }
 
-WITHOUT_TORCH = ("pool", "errors", "events", "stats", "_native")
+WITHOUT_TORCH = ("pool", "ranks", "errors", "events", "stats", "_native")
 """Byte-level and plain parts: they never import torch."""
 
 LINES_MAX, FUNCTION_LINES_MAX = 600, 60

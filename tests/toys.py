@@ -23,6 +23,7 @@ from torch import nn
 
 import lightck
 from lightck._native import lib
+from lightck.pool.engine import COPIED
 from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.storage import extents
 from lightck.pool.storage.backends import backend_for
@@ -226,6 +227,15 @@ def settled(session: lightck.Session, step: int, seconds: float = 20.0) -> None:
     while session.committed != step:
         assert time.monotonic() < deadline, f"step {step} was not committed, {session.committed} was"
         time.sleep(0.0005)
+
+
+def copied(session: lightck.Session, seconds: float = 60.0) -> None:
+    """Wait until the copies of the only checkpoint under way are done, without helping."""
+    (checkpoint,) = session._pipeline._in_flight
+    deadline = time.monotonic() + seconds
+    while checkpoint.pending.job.info().state < COPIED:
+        assert time.monotonic() < deadline, f"the copies of step {checkpoint.step} are not done"
+        time.sleep(0.001)
 
 
 # -- damage ----------------------------------------------------------------------------------------------------------

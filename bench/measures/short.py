@@ -76,7 +76,7 @@ def _attached(batch: int, steps: int, pool: str, interval: int | lightck.Auto) -
         step = session.step
     _check(model, pool, step)
     os.unlink(pool)
-    stall = (after.stall_seconds - before.stall_seconds) / steps
+    stall = (after.added_seconds - before.added_seconds) / steps
     return {**found, "stall": stall, "interval": after.interval, "warned": bool(warned)}
 
 

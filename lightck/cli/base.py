@@ -26,7 +26,7 @@ from lightck.errors import CorruptPoolError, ExportExistsError, LightckError, Po
 
 OK, BAD, FAILED, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 _COMPLETED_MAX = 200
-"""The most paths that one shell completion examines."""
+"""The largest number of paths that one shell completion examines."""
 _SYSTEM = (OSError, ImportError)
 """Errors that are no bug in lightck: a path that the system refuses, a library that is not installed."""
 _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())

@@ -134,9 +134,9 @@ def workers(_: Machine) -> Iterator[Finding]:
 
 
 def media(machine: Machine, asked: str | None = None) -> Iterator[Finding]:
-    """Yield a finding for each folder or device in which a pool could lie. ``asked``: the path that the user named, if
-    any. An unusable folder or device is a problem if it is ``asked``, else a note. If ``asked`` is None and no folder
-    is usable, one more finding, the problem "media", says so."""
+    """Yield a finding for each folder or device in which a pool could lie. ``asked``: the path that the user named, or
+    None. An unusable folder or device is a problem if the user named it, otherwise a note. If the user named none and
+    no folder is usable, one more finding, the problem "media", says so."""
     folders = [SHARED, machine.env.get("XDG_RUNTIME_DIR", ""), "/tmp", os.getcwd()]
     folders += [mount.point for mount in machine.mounts() if is_dax(mount.options + mount.own_options)]
     lines = [_medium(machine, folder) for folder in dict.fromkeys(filter(None, folders))]
@@ -338,8 +338,11 @@ def backends(machine: Machine) -> Iterator[Finding]:
         cure = f"Unset {BACKEND_VARIABLE}, or name one of {', '.join(BACKENDS)}."
         yield Finding(BACKEND_VARIABLE, PROBLEM, f"{wanted!r} is no backend: attach cannot create any pool", cure)
     elif wanted == "devdax":
-        cure = f"Unset {BACKEND_VARIABLE} to create pools that are files: devices are recognized without it."
-        yield Finding(BACKEND_VARIABLE, NOTE, f"{wanted!r}: attach creates no pool that is a file", cure)
+        cure = (
+            f"Unset {BACKEND_VARIABLE}: attach then creates pool files, and a path such as /dev/dax0.0 is still a pool "
+            "on that device."
+        )
+        yield Finding(BACKEND_VARIABLE, NOTE, f"{wanted!r}: attach creates pools on DAX devices only", cure)
     for name in BACKENDS:
         if name != "pmdk":
             yield Finding(f"backend {name}", OK, _ABOUT.get(name, "built in"))
@@ -348,7 +351,7 @@ def backends(machine: Machine) -> Iterator[Finding]:
 
 
 def _pmdk(is_wanted: bool) -> Finding:
-    """Return the finding for the PMDK backend. ``is_wanted``: whether LIGHTCK_BACKEND names this backend; then a
+    """Return the finding for the PMDK backend. ``is_wanted``: whether LIGHTCK_BACKEND names this backend, so that a
     missing libpmemobj is a problem."""
     module = importlib.import_module("lightck.pool.storage.pmemobj")
     try:

@@ -55,8 +55,8 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> Distance:
 
 
 def _widest(dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype in which distances between tensors of ``dtype`` are computed. None if torch cannot convert
-    ``dtype`` to it (float4, bits8)."""
+    """Return the dtype in which distances between tensors of ``dtype`` are computed. Return None if torch cannot
+    convert ``dtype`` to numbers (float4, bits8)."""
     wide = torch.complex128 if dtype.is_complex else torch.float64
     try:
         torch.empty(1, dtype=dtype).to(wide)
@@ -118,12 +118,14 @@ def tensors(a: Source, b: Source, advance: Callable[[int], None]) -> Iterator[Fa
 
 
 def _metadata_change(a: Entry, b: Entry) -> str | None:
-    """Return the first difference in dtype, shape, tied name or strides as text; None if there is none."""
-    for what in ("dtype", "shape", "alias", "stride"):
+    """Return the first difference in dtype, shape, tied name, strides or pieces as text; None if there is none."""
+    for what in ("dtype", "shape", "alias", "stride", "logical_shape"):
         one, other = getattr(a, what), getattr(b, what)
         if one != other:
-            label = {"alias": "tied to", "stride": "layout (stride)"}.get(what, what)
+            label = {"alias": "tied to", "stride": "layout (stride)", "logical_shape": "logical shape"}.get(what, what)
             return f"{label} {_shown(one)} -> {_shown(other)}"
+    if a.pieces != b.pieces:
+        return "the two pools hold different parts of this tensor"
     return None
 
 

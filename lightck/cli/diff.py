@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lightck.restore.contents import Source
 
 ROWS_MAX = 20
-"""The most differing tensors, and the most differing values, that the text names without ``--all``."""
+"""Without ``--all``, the text names at most ``ROWS_MAX`` differing tensors, and as many differing values."""
 
 IN_MEMORY_NBYTES_MAX = 1 << 30
 """The size of the largest checkpoint that is read into memory before it is compared, if the pool is in use."""

@@ -29,7 +29,7 @@ from lightck.pool.storage.extents import runs, total
 ANYWHERE = "anywhere"
 """The WHERE of ``--flip`` and ``--zero-page`` without a value: any place of the newest checkpoint."""
 TORN_NBYTES_MAX = 64 << 20
-"""The most bytes that ``--torn-slot`` overwrites."""
+"""The largest number of bytes that ``--torn-slot`` overwrites."""
 _WHERE = f"an offset in the pool (0x2000), {', '.join(anatomy.KINDS)}, or the name of a tensor"
 
 

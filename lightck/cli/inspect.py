@@ -17,7 +17,7 @@ from dataclasses import asdict
 
 import click
 
-from lightck.cli import stored_checkpoints
+from lightck.cli import directories, groups, stored_checkpoints
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
 from lightck.cli.text import Facts, columns, count, listed, print_json, print_line, print_verdict, size, survives
 from lightck.errors import FormatError, NotAPoolError
@@ -28,7 +28,8 @@ from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import holder_of
 
 ROWS_MAX = 40
-"""The most rows of the table of modules. If there are more modules, a row stands for a group of them (``folded``)."""
+"""The largest number of rows in the table of modules. If there are more modules, a row stands for a group of them
+(``folded``)."""
 
 
 @click.command(
@@ -39,10 +40,14 @@ ROWS_MAX = 40
 @click.option("--tensors", is_flag=True, help="List every tensor by name.")
 @json_option
 def command(pool: str, step: int | None, tensors: bool, as_json: bool) -> int:
-    """Show the geometry of POOL, its medium and its checkpoints. Nothing is written, and the pool may be in use.
+    """Show the geometry of POOL, its medium and its checkpoints. Nothing is written, and the pool may be in use. Of the
+    directory of a group of ranks: what each rank has, and what all of them have.
 
     Exit status 1 if checkpoints were committed and none of them can be used.
     """
+    if os.path.isdir(pool):
+        directories.refuse_step(step, tensors)
+        return directories.inspect(pool, as_json)
     facts = pool_facts(pool, step, tensors)
     if as_json:
         print_json(facts)
@@ -67,6 +72,7 @@ def pool_facts(path: str, step: int | None, tensors: bool) -> Facts:
         holder = holder_of(reader.path)
         return {
             "pool": _geometry(reader, backend.name),
+            "group": groups.group_facts(reader.group),
             "holder": None if holder is None else asdict(holder),
             "durability": {name: getattr(durability, name) for name in ("process", "os", "power", "media", "medium")}
             | {"evidence": list(durability.evidence)},
@@ -127,6 +133,7 @@ def _contents(each: stored_checkpoints.FoundCheckpoint, tensors: bool) -> Facts:
         "nbytes": each.nbytes,
         "small_state_nbytes": len(stored.state),
         "tensors": len(entries),
+        "parts": sum(entry.pieces is not None for entry in entries.values()),
         "layers": _layers(each),
         "tied": {name: entry.alias for name, entry in entries.items() if entry.alias is not None},
         "optimizers": _optimizers(each),
@@ -142,7 +149,8 @@ def _contents(each: stored_checkpoints.FoundCheckpoint, tensors: bool) -> Facts:
 
 def _tensor(entry: Entry) -> Facts:
     names = ("name", "role", "dtype", "device", "nbytes", "alias")
-    return {name: getattr(entry, name) for name in names} | {"shape": list(entry.shape)}
+    plain = {name: getattr(entry, name) for name in names} | {"shape": list(entry.shape)}
+    return plain | groups.part_facts(entry)
 
 
 def _layers(each: stored_checkpoints.FoundCheckpoint) -> list[Facts]:
@@ -209,6 +217,9 @@ def _head(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "kind", f"{pool['backend']}, format {pool['format']}, {size(pool['file_nbytes'])}: {slots}"
     if not pool["writable"]:
         yield "", "written by a newer lightck: this lightck can read the pool, but attach cannot resume from it"
+    if facts["group"] is not None:
+        yield "group", groups.group_words(facts["group"])
+        yield "", f"run {facts['group']['run_id']}, world {facts['group']['world_id']}"
     yield "open in", _who(holder)
     yield "medium", f"{durability['medium']}; survives {survives(durability)}"
     yield "", f"({'; '.join(durability['evidence'])})"
@@ -264,9 +275,12 @@ def _parts(shown: Facts) -> Iterator[tuple[str, str]]:
     yield "model", f"{elements:,} elements in {count(len(shown['layers']), 'module')}, {size(model)}"
     if shown["tied"]:
         yield "tied", listed(f"{_short(a)} = {_short(b)}" for a, b in shown["tied"].items())
+    if shown["parts"]:
+        said = "is a part of a logical tensor" if shown["parts"] == 1 else "are parts of logical tensors"
+        yield "parts", f"{count(shown['parts'], 'tensor')} {said}: --tensors shows which"
     for each in shown["optimizers"]:
-        groups = f"{count(each['params'], 'parameter')} in {count(each['groups'], 'group')}"
-        yield "optimizer", f"{each['class']}: {groups}, {count(each['tensors'], 'tensor')}, {size(each['nbytes'])}"
+        params = f"{count(each['params'], 'parameter')} in {count(each['groups'], 'group')}"
+        yield "optimizer", f"{each['class']}: {params}, {count(each['tensors'], 'tensor')}, {size(each['nbytes'])}"
     if not shown["optimizers"]:
         yield "optimizer", "none"
     if shown["state"]:
@@ -286,7 +300,9 @@ def _short(name: str) -> str:
 def _show_tensors(tensors: list[Facts]) -> None:
     rows = [("tensor", "role", "dtype", "shape", "bytes")]
     for t in tensors:
-        shape = "x".join(map(str, t["shape"])) or "scalar"
+        shape = groups.shape_words(t["shape"])
+        if t["pieces"] is not None:
+            shape += f" of {groups.shape_words(t['logical_shape'])}, {count(len(t['pieces']), 'piece')}"
         nbytes = f"= {_short(t['alias'])}" if t["alias"] is not None else f"{t['nbytes']:,}"
         rows.append((t["name"], t["role"], t["dtype"], shape, nbytes))
     for line in columns(rows, right=(4,)):
@@ -311,17 +327,16 @@ def _show_layers(layers: list[Facts]) -> None:
 
 
 def folded(layers: list[Facts], rows_max: int = ROWS_MAX) -> list[Facts]:
-    """Return the sums over groups of modules. The modules are grouped by the first parts of their names: by as many
-    parts as give at most ``rows_max`` rows, but by at least one part."""
+    """Return the sums over groups of modules: those whose names begin with the same n parts become one row. n is the
+    largest number that gives at most ``rows_max`` rows, and at least 1."""
     paths = [layer["module"].split(".") for layer in layers]
 
     def names(depth: int) -> list[str]:
         return [".".join(path[:depth]) for path in paths]
 
     depths = range(1, max(map(len, paths), default=1) + 1)
-    fitting = bisect_right(
-        depths, rows_max, key=lambda depth: len(set(names(depth)))
-    )  # the number of rows grows with the depth
+    # bisect_right: the number of rows grows with the depth.
+    fitting = bisect_right(depths, rows_max, key=lambda depth: len(set(names(depth))))
     rows: dict[str, Facts] = {}
     for name, layer in zip(names(max(fitting, 1)), layers, strict=True):
         row = rows.setdefault(name, dict.fromkeys(layer, 0) | {"module": name})
@@ -333,10 +348,14 @@ def folded(layers: list[Facts], rows_max: int = ROWS_MAX) -> list[Facts]:
 def _show_next(path: str, facts: Facts, step: int | None) -> None:
     shown, name = facts["shown"], shlex.quote(path)
     if not facts["checkpoints"]:
-        print_line("Nothing to recover yet. attach(..., resume=True) starts the training from its beginning.")
+        start = "" if facts["group"] else " attach(..., resume=True) starts the training from its beginning."
+        print_line("Nothing to recover yet." + start)
     elif shown is None:
         which = "No checkpoint" if step is None else f"No checkpoint of step {step}"
         print_verdict(f"{which} can be used. Next: lightck verify --deep {name}", good=False)
+    elif facts["group"] is not None:
+        which = "" if step is None else f"--step {step} "
+        print_line(f"{groups.needs_all_words(facts['group'])} To check every byte: lightck verify {which}{name}")
     elif step is None:
         print_line(
             f"attach(..., resume=True) resumes from step {shown['step']}. To check every byte: lightck verify {name}"

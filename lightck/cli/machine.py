@@ -50,7 +50,7 @@ def durability_of(folder: str) -> Durability:
 
 
 def refusal_of(folder: str) -> str | None:
-    """Return why ``attach`` refuses to create a pool in this folder, as text; None if it does not."""
+    """Return, as text, why ``attach`` refuses to create a pool in this folder; None if it does not refuse."""
     from lightck.pool.storage.file import checked_folder
 
     try:
@@ -61,8 +61,8 @@ def refusal_of(folder: str) -> str | None:
 
 
 def obstacle_at(path: str) -> str | None:
-    """Return why ``attach`` cannot open the file at ``path`` as a pool, as text; None if it can, or if there is no
-    file at ``path``."""
+    """Return, as text, why ``attach`` cannot open the file at ``path`` as a pool. Return None if it can, or if there is
+    no file at ``path``."""
     from lightck.pool.reader import open_pool
     from lightck.pool.storage.backends import pool_path
 

@@ -39,8 +39,8 @@ ROOM_NBYTES = 192 << 20
 _COPY_NBYTES, _COPY_ROUNDS, _COPY_SECONDS = 64 << 20, 9, 10.0
 """The bytes of one copy, the number of rounds of copies that count, and the seconds after which no round begins."""
 _WARM_UP, _COUNTED = (3, 40, 20.0), (5, 60, 40.0)
-"""For the warm-up, and for the rounds that count: the least and the most rounds of trainings, and the seconds after
-which no further round begins."""
+"""For the warm-up, and for the rounds that count: the smallest and the largest number of rounds of trainings, and the
+seconds after which no further round begins."""
 _CONTEXT, _WIDTH, _BATCH, _VALUES = 32, 1024, 1024, 256
 """The number of bytes from which the next byte is predicted, the width of the layers, the batch size, and the number of
 values of a byte. They are chosen so that the step time per byte of state equals that of GPT-2 with a batch of 8 texts
@@ -67,14 +67,14 @@ class Speed:
     state_nbytes: int
     """Bytes of the tensors in a checkpoint of the training."""
     is_synced: bool
-    """Whether torch.save is followed by fsync: True if a pool in this folder survives a crash of the OS, so that both
-    ways to save survive the same."""
+    """Whether torch.save is followed by fsync. It is if a pool in this folder survives a crash of the OS, so that what
+    torch.save writes survives the same."""
     rounds: int
     """The number of rounds of trainings that count."""
     step_seconds: dict[str, float]
     """Seconds per step, the save included."""
     added: dict[str, Share]
-    """By how much a step of this training takes longer than a step of the training PLAIN, as a share of a step of
+    """By how much a step of this training is longer than a step of the training PLAIN, as a share of a step of
     PLAIN."""
     held_up_seconds: dict[str, float]
     """Seconds per step that the save takes on the training thread."""

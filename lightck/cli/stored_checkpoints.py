@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 COMMITTED, REJECTED, DEAD = "committed", "rejected", "dead"
 ATTEMPTS = 20
-"""How many times a pool is read, at most, if a training overwrites all its checkpoints while they are read."""
+"""If a training overwrites all checkpoints of a pool while they are read, the pool is read at most this number of
+times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ def _of_step(reader: PoolReader, found: tuple[FoundCheckpoint, ...], step: int) 
 
 
 def _not_overwritten(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckpoint]:
-    from lightck.restore.recover import StaleCheckpoints  # imports torch
+    from lightck.restore.usable import StaleCheckpoints  # imports torch
 
     live = candidates(commit_log)
     known = {(record.slot, record.payload_generation) for record in live}
@@ -131,7 +132,7 @@ def _not_overwritten(reader: PoolReader, commit_log: CommitLog) -> Iterator[Foun
 
 def _parsed(reader: PoolReader, record: CommitRecord, state: str) -> FoundCheckpoint | None:
     """Return the checkpoint of a commit record; None if its slot held another checkpoint before or after the read."""
-    from lightck.restore.recover import parse  # imports torch
+    from lightck.restore.usable import parse  # imports torch
 
     if not is_in_slot(reader, record):
         return None
@@ -149,8 +150,8 @@ def is_in_slot(reader: PoolReader, record: CommitRecord) -> bool:
 
 
 def first_usable(checkpoints: tuple[FoundCheckpoint, ...], step: int | None) -> FoundCheckpoint | None:
-    """Return the first readable checkpoint in the order of recovery; None if there is none. A dead checkpoint is
-    returned only if ``step`` is not None."""
+    """Return the first readable checkpoint in the order of recovery, or None if there is none. If ``step`` is None,
+    dead checkpoints are passed over."""
     readable = (each for each in checkpoints if each.stored is not None)
     return next((each for each in readable if step is not None or each.state == COMMITTED), None)
 

@@ -7,6 +7,7 @@ that has the pool open, left half written is not reported as damage.
 
 from __future__ import annotations
 
+import os
 import shlex
 import struct
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import click
 
-from lightck.cli import stored_checkpoints
+from lightck.cli import directories, groups, stored_checkpoints
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
 from lightck.cli.output import progress_bar
 from lightck.cli.text import Facts, columns, count, print_json, print_line, print_verdict, size
@@ -33,13 +34,13 @@ from lightck.pool.format.structures import (
 from lightck.pool.reader import PoolReader, StoredCheckpoint
 
 SHOWN_MAX = 10
-"""The most damaged tensors of one checkpoint that the text names."""
+"""The largest number of damaged tensors of one checkpoint that the text names."""
 _GENERATIONS_TRIED = 1000
-"""The commit record of an adoption has a larger generation than its checkpoint. ``_lacks_last_store`` tries differences
-up to this one, to find the generation of an unfinished record."""
+"""A commit record of an adoption has a larger generation than its checkpoint. ``_lacks_last_store`` tries differences
+between these two generations up to this one, to find the missing generation of an unfinished record."""
 _READS, _PAUSE_SECONDS = 5, 0.02
-"""The most reads of a structure whose check fails, and the pause between two reads. The structure may be half written,
-so that its check succeeds at the next read."""
+"""The largest number of reads of a structure whose check fails, and the pause between two reads. (If a training is
+writing the structure, its check succeeds at the next read.)"""
 
 
 @click.command("verify", cls=Command, short_help="Check a pool against its checksums.")
@@ -48,10 +49,14 @@ so that its check succeeds at the next read."""
 @step_option
 @json_option
 def command(pool: str, deep: bool, step: int | None, as_json: bool) -> int:
-    """Check the structures of POOL, its manifests, and every block of the newest checkpoint.
+    """Check the structures of POOL, its manifests, and every block of the newest checkpoint. POOL may be the directory
+    of a group of ranks: then also whether the parts of all ranks make whole tensors.
 
     Nothing is written, and the pool may be in use. Exit status 1 if anything is damaged.
     """
+    if os.path.isdir(pool):
+        directories.refuse_step(step)
+        return directories.verify(pool, as_json, lambda path: pool_facts(path, None, deep))
     facts = pool_facts(pool, step, deep)
     if as_json:
         print_json(facts)
@@ -72,6 +77,7 @@ def pool_facts(path: str, step: int | None, deep: bool) -> Facts:
         damaged = [v for v in checkpoints if v["damage"]]
         return {
             "pool": reader.path,
+            "group": groups.group_facts(reader.group),
             "ok": not damaged and not any(s["damaged"] for s in structures),
             "structures": structures,
             "checkpoints": checkpoints,
@@ -144,10 +150,10 @@ def _record_reason(reader: PoolReader, position: int) -> Reason:
 def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
     """Whether a commit record is complete except for its first 8 bytes, the generation, which are stored last.
 
-    If so, these 8 bytes still hold the generation of the older record that was overwritten. The missing generation
-    equals that of the payload or, for an adoption, is larger. All possible generations are tried until the checksum of
-    the record matches. Two records never have the same generation. So if another record of the log has the generation
-    that these 8 bytes show, the bytes were not left over from an older record: a bit was flipped.
+    If so, these 8 bytes still hold the generation of the older record that was overwritten. That record is no longer in
+    the log, and no two records have the same generation. So, if a record in the log has the generation in these 8
+    bytes, they are not left over from an older record: a bit was flipped. The missing generation equals that of the
+    payload or, for an adoption, is larger. All possible generations are tried until the checksum of the record matches.
     """
     (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
     commit_log = reader.commit_log()
@@ -173,7 +179,11 @@ def _header_reason(reader: PoolReader, slot: int) -> Reason:
         return f"it names generation {generation}, but {newest} was committed: a write of the header was lost", False
     if generation is not None or (never_written and not newest):
         return None, True
-    return "it fails its check; the manifest and the blocks decide whether the slot's checkpoint is intact", False
+    return (
+        "its header is damaged, but a checkpoint can be read without it: the line of the checkpoint says whether it is "
+        "intact",
+        False,
+    )
 
 
 def _checkpoints(reader: PoolReader, step: int | None, deep: bool) -> list[Facts]:
@@ -220,7 +230,7 @@ def _row(
         "damage": [],
     }
     if each.stored is None:
-        return row | {"damage": [{"tensor": None, "reason": each.reason}]}
+        return row | {"damage": [{"tensor": None, "reason": each.reason, "logical_shape": None}]}
     if not read:
         return row
     damage = list(_damage(each.stored, advance))
@@ -236,7 +246,7 @@ def _damage(stored: StoredCheckpoint, advance: Callable[[int], None]) -> Iterato
         try:
             stored.read_into(name, 0)  # 0: verify the blocks, and keep no bytes
         except DamagedError as error:
-            yield {"tensor": name, "reason": str(error)}
+            yield {"tensor": name, "reason": str(error), "logical_shape": groups.logical_shape_of(entry)}
             if not stored.is_intact():
                 return
         advance(entry.nbytes)
@@ -248,7 +258,8 @@ def _damage(stored: StoredCheckpoint, advance: Callable[[int], None]) -> Iterato
 def _show(facts: Facts, path: str) -> None:
     structures = facts["structures"]
     bad = [s for s in structures if s["damaged"]]
-    rows = [("structures", "damaged" if bad else "OK", count(len(structures), "structure") + " checked")]
+    rows = [] if facts["group"] is None else [("group", "", groups.group_words(facts["group"]))]
+    rows += [("structures", "damaged" if bad else "OK", count(len(structures), "structure") + " checked")]
     rows += [("", "", f"{s['name']}: {s['note']}") for s in structures if s["note"]]
     for stored in facts["checkpoints"]:
         rows += _rows(stored)
@@ -260,7 +271,7 @@ def _show(facts: Facts, path: str) -> None:
 
 def _rows(stored: Facts) -> list[tuple[str, str, str]]:
     name = f"step {stored['step']}" + (" (dead)" if stored["state"] == stored_checkpoints.DEAD else "")
-    damage = [each["reason"] for each in stored["damage"]]
+    damage = [_damage_words(each) for each in stored["damage"]]
     if damage:
         rows = [(name if i == 0 else "", "damaged" if i == 0 else "", reason) for i, reason in enumerate(damage)]
         if len(rows) > SHOWN_MAX:
@@ -274,8 +285,17 @@ def _rows(stored: Facts) -> list[tuple[str, str, str]]:
     return [(name, "-" if stored["blocks"] == "overwritten" else "OK", said[stored["blocks"]])]
 
 
+def _damage_words(damage: Facts) -> str:
+    shape = damage["logical_shape"]
+    return str(damage["reason"]) + ("" if shape is None else f" (a part of {groups.shape_words(shape)})")
+
+
 def _show_verdict(facts: Facts, path: str) -> None:
     step = facts["recoverable_step"]
+    if facts["group"] is not None and step is not None:
+        print_verdict(f"{'OK' if facts['ok'] else 'DAMAGED'}: step {step} of this rank is intact.", good=facts["ok"])
+        print_line(groups.needs_all_words(facts["group"]))
+        return
     if facts["ok"]:
         if not facts["checkpoints"]:
             print_verdict("OK, and empty: no checkpoint was committed yet.", good=True)

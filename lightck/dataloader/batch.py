@@ -49,8 +49,8 @@ read)."""
 
 def checksum_of(batch: object, read: TensorReads | None = None) -> int | None:
     """Return a checksum of 32 bits, or None if nothing in the batch can be compared. Compare checksums with `differ`.
-    ``read``: checksums of tensors that were read already. These tensors are not read again; tensors that are read now
-    are added."""
+    ``read``: checksums of tensors that were read already, and are not read again. The checksums of the tensors that are
+    read now are added to it."""
     found: list[bytes] = []
     partial_bit, is_comparable, tensors = 0, False, 0
     todo = [batch]
@@ -76,8 +76,8 @@ def checksum_of(batch: object, read: TensorReads | None = None) -> int | None:
 
 
 def differ(was: int, now: int) -> bool:
-    """Whether two checksums show that their batches differ. Always False if one of the two covers its whole batch and
-    the other does not (the batch was on a device in one of the runs)."""
+    """Whether two checksums show that their batches differ. If one of the two covers its whole batch and the other does
+    not (because the batch was on a device in one of the runs), they show nothing, and the result is False."""
     return was != now and not (was ^ now) & _PARTIAL
 
 
@@ -146,8 +146,8 @@ def _read(item: torch.Tensor, is_thorough: bool, read: TensorReads | None) -> by
 
 
 def _tensor_checksum(item: torch.Tensor, words: int) -> bytes | None:
-    """Return a checksum of some of the tensor's bytes, or None if they cannot be read. Reading from a device would make
-    the training thread wait for it."""
+    """Return a checksum of some of the tensor's bytes. Return None if they cannot be read, or lie on a device, because
+    the training thread would have to wait for the device."""
     if not item.is_cpu or item.layout is not torch.strided or item.is_quantized:
         return None
     try:

@@ -10,7 +10,7 @@ given, so a resume skips it.
         loss.backward()
         optimizer.step()     # an update, although no forward ran since the fetch
 
-One such iteration may have another reason (a batch that is used now and then), so two in a row are needed.
+One such iteration may have another reason (a batch that is used in some iterations only), so two in a row are needed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class FetchedAheadCheck:
         self._has_forward_before_fetch = False
         """Whether a training forward ran since the last update, before any batch was fetched."""
         self._ahead: SessionLoader | None = None
-        """The loader that gave a batch after such a forward. It is set to None at the next forward, which perhaps uses
-        the batch."""
+        """The loader that gave a batch after a forward of ``_has_forward_before_fetch``. It is set to None at the next
+        forward, which perhaps uses that batch."""
         self._n_in_a_row = 0
-        """For how many updates in a row ``_ahead`` was set when the update was made."""
+        """Number of successive updates, the last one included, at which ``_ahead`` was set."""
 
     def forward(self) -> None:
         """A training forward of the root module begins."""

@@ -105,10 +105,10 @@ def _options_of(loader: DataLoader[object]) -> Identity:
     }
 
 
-TAKEN_BEFORE = "batches taken before the pass"
+TAKEN_BEFORE = "the number of batches taken before this pass"
 """A property of the identity, set if the loop iterates once more over an iterator that has only one pass. Its value is
-the number of batches that the iterator gave before the present pass. A new process cannot continue this pass, because
-the iterator begins at the first batch there."""
+the number of batches that the iterator gave before the present pass. A new process cannot continue such a pass, because
+in the new process the iterator begins at its first batch."""
 
 
 def has_one_pass(loader: object) -> bool:
@@ -123,7 +123,7 @@ def drift_of(position: Position, kind: str, n_generators: int, identity: Identit
     the pass is continued. ``kind``: "plain" or "stateful". ``n_generators``: number of random generators that the
     loader owns. ``identity``: the result of ``identity_of`` for this loader."""
     then = position.identity
-    # Version 1 saved fewer properties of a wrapper: only those that were saved are compared.
+    # In version 1, fewer properties of a wrapper were saved, so only those are compared.
     keys = then if position.version < 2 else {**then, **identity}
     drift: Drift = {key: (then.get(key), identity.get(key)) for key in keys if key != "length"}
     drift |= {
@@ -196,8 +196,8 @@ DRAWS_IN_ITEMS = (
     "item, or begins a pass where the last one ended, the batches of a pass cannot be fetched again exactly. Then use "
     "num_workers >= 1, give the dataset a generator of its own, or use torchdata's StatefulDataLoader"
 )
-"""Why a replay of such a loader may not be exact. Before the first pass it is unknown whether the dataset draws in this
-way. So the risk is only logged, and a resume compares the batches."""
+"""Why a replay of a loader with an iterable dataset and no workers may not be exact. Before the first pass it is
+unknown whether the dataset draws in this way. So the risk is only logged, and a resume compares the batches."""
 
 
 def replay_risk(loader: object) -> str | None:

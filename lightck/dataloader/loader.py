@@ -35,7 +35,7 @@ from lightck.dataloader.loader_state import OwnedObjects, OwnGenerators, States
 from lightck.dataloader.passes import LoaderHost, Pass, PassIterator, tick
 from lightck.dataloader.position import PassState, Position, RngSnapshot, corrupt, same_rng
 from lightck.dataloader.positions import ReusedBatches
-from lightck.dataloader.preview import Previews, is_lightning_probe, warn_lightning_counts
+from lightck.dataloader.preview import Previews, StartRead, is_lightning_probe, warn_lightning_counts
 from lightck.dataloader.replay import SKIP_NOTE, PassTooShort, ReplayReport, iterate_after_skip, replay
 from lightck.dataloader.sampler import SamplerWatch, watch_sampler
 from lightck.dataloader.wrapped_loader import (
@@ -62,8 +62,8 @@ class SessionLoader:
             for i, batch in enumerate(loader, loader.start):
                 ...
 
-    One pass at a time: a new ``iter()`` ends the pass before it. The restored position is used up once an update is
-    made in the restored pass, or this pass ends. A batch that the script takes before the loop does not count.
+    A new ``iter()`` ends the pass before it. The restored position is used up once an update is made in the restored
+    pass, or the restored pass ends. A batch that the script takes before the loop does not count.
     """
 
     loader: Any
@@ -84,12 +84,14 @@ class SessionLoader:
     _has_trained = False
     """Whether a pass that has ended in this process was a pass of the training loop."""
     _taken = 0
-    """Number of batches given in earlier passes. It includes those that an earlier run got from the restored pass."""
+    """Number of batches given in earlier passes, including the batches of the restored pass that earlier runs got."""
     _end_tick = 0
     """The `tick` at which the last pass ended."""
     _watch: SamplerWatch | None = None
     _ends_at_once = False
-    """Whether the restored pass has no batch left, and the loader is another one than the saved one."""
+    """Whether the restored pass has no batch left, and the loader differs from the one that was saved."""
+    _start_read: StartRead | None = None
+    """The last reading of ``start``; None before the first one."""
 
     def __init__(
         self,
@@ -124,7 +126,7 @@ class SessionLoader:
         self._host = host
         self.name = name
         self._stateful = is_stateful(dl)
-        self._is_accelerated_stateful = is_accelerated_stateful(dl)  # resume: load its state before the pass, replay
+        self._is_accelerated_stateful = is_accelerated_stateful(dl)  # its resume: see wrapped_loader.py
         self._skips = skips
         self._owned = OwnedObjects(dl, name, {} if self._stateful else objects or {}, restored is not None)
         self._generators = OwnGenerators(dl)
@@ -193,10 +195,13 @@ class SessionLoader:
 
     @property
     def start(self) -> int:
-        """Number of batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass."""
+        """Number of batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass. Until an
+        update is made in the restored pass, the value stays while the loop holds the iterator of that pass."""
         self.position_was_read = True
         self._drop_used_position()
-        return self._pending.state.given if self._pending is not None else 0
+        skipped = self._pending.state.given if self._pending is not None else 0
+        self._start_read = StartRead(skipped, self._pass)
+        return skipped
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -250,19 +255,6 @@ class SessionLoader:
         has_one = (self._stateful or self._is_accelerated_stateful) and self.is_begun
         return self.loader.state_dict() if has_one else None
 
-    def warn_mid_batch(self, step: int) -> None:
-        """Warn once that the position in the checkpoint of ``step`` counts a batch that the next step still uses."""
-        if not self.mid_batch_reported:
-            self.mid_batch_reported = True
-            log.warning(
-                "lightck: loader %r: step %d was saved although the loop still uses its batch. The checkpoint counts "
-                "that batch as used, so a resume skips the rest of it. If the loop makes several updates on a batch, "
-                "or contains a loop over another session loader, call session.end_step() after the last of them. If "
-                "the pass began in eval mode, lightck took it for an evaluation: call model.train() before it",
-                self.name,
-                step,
-            )
-
     def _warn_risk(self, risk: str, level: int = logging.WARNING) -> None:
         self._risk = risk
         text = "lightck: loader %r: a resume in mid-pass may not be exact, or may be refused; %s"
@@ -301,7 +293,7 @@ class SessionLoader:
         return position
 
     def _compare_length(self, position: Position) -> None:
-        """Report another length when the pass is continued. ``set_epoch`` may change the length until then."""
+        """Report a length that is not the saved one. Until the pass is continued, ``set_epoch`` may change it."""
         self._identity = identity_of(self.loader, self._stateful)
         was, now = position.identity.get("length"), self._identity.get("length")
         if was != now and not self._ends_at_once:
@@ -309,10 +301,10 @@ class SessionLoader:
             self._ends_at_once = True
 
     def _drop_used_position(self) -> None:
-        """Drop the restored position if it is used up: the loop has left a pass that was no preview, or has made an
-        update in the pass it is in. If the saved pass had no updates, less is enough: an update anywhere, or an
-        evaluation over this loader. If such an update comes before any pass over this loader has begun in this
-        process, the position stays, but the saved pass counts as finished: the loop does not continue it."""
+        """Drop the restored position if it is used up, that is, if the loop has left a pass that was no preview, or has
+        made an update in the present pass. If the saved pass had no updates, any update, or an evaluation over this
+        loader, uses it up as well. But an update that was made before a pass over this loader began in this process
+        does not: the position then stays, with the saved pass counted as finished."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
@@ -337,6 +329,8 @@ class SessionLoader:
         if self._pass is not None:
             self._pass.leave(self._host.updates)
         self._drop_used_position()
+        if self._pending is None and self._start_read is not None:
+            self._start_read.check_new_pass(self.name, self._pass)
         if self._pending is not None and self._pass is not None:
             self._pass.was_preview = True
             self._taken += self._pass.fetched_here
@@ -354,8 +348,8 @@ class SessionLoader:
             self._dataloader._iterator = None  # its workers' random streams have advanced
 
     def put_back(self) -> None:
-        """Return to the restored position if a pass was left since the restore. Called if a ``next()`` closed the
-        restored checkpoint. Its position counts the passes before that ``next()``, and this run has made them again."""
+        """If a pass was left since the restore, return to the restored position. Called if the killed run closed the
+        checkpoint at a ``next()``: the position counts the passes before it, which this run has made once more."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_at_start:
             return
@@ -409,7 +403,7 @@ class SessionLoader:
             with self._generators.preserved():
                 self._load(position.state.inner)
                 if self._dataloader is not None:
-                    # This iter() goes through the end of the finished pass again, and draws. ``preserved`` undoes it.
+                    # It ends the finished pass once more, and draws random numbers. ``preserved`` undoes the draws.
                     iter(self._dataloader)
         elif self._persistent and self._worker_rng is not None and self._dataloader is not None:
             with self._generators.preserved():
@@ -472,8 +466,8 @@ class SessionLoader:
         return iterate_after_skip(self.loader, count, set_last_rng)
 
     def _was_replayed(self) -> bool:
-        """Whether an earlier preview replayed this one-pass iterator, so that it stands at the restored place. Raises
-        ``DriftError`` if further batches were taken from it since."""
+        """Whether the loader is an iterator with only one pass that an earlier preview has replayed, so that it stands
+        at the restored place already. Raises ``DriftError`` if batches were taken from it since."""
         if self._has_one_pass and self._taken:
             raise DriftError(
                 f"loader {self.name!r} cannot go on in mid-pass: it is an iterator, which has only one pass, and "

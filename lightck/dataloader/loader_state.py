@@ -1,9 +1,9 @@
 """What a session loader owns: random generators, and objects of ``state=`` that are part of it (a dataset or a sampler
 with a state of its own). The generators are captured, restored and preserved together with the global generators.
 
-Fetching changes these objects, and a replay fetches again. So their state before the pass is saved with the pass. A
-resume loads that state, replays, and then restores the checkpoint's state of each object. Workers have copies of the
-objects; a copy is made when the pass begins, so it has the state before the pass.
+Fetching changes these objects, and a replay fetches again. So the state that they had before the pass is saved with the
+pass. A resume loads that state, replays, and then restores the state that the checkpoint holds of each object. Workers
+have copies of the objects, which are made when the pass begins and therefore have the state before the pass.
 """
 
 from __future__ import annotations
@@ -158,10 +158,10 @@ class OwnedObjects:
         if not self._has_warned:
             self._has_warned = True
             log.warning(
-                "lightck: loader %r: a resume in mid-pass needs the state that state[%r] had before the pass. It is "
-                "not saved, because it is too large (%d bytes, and at most %d are saved), so such a resume may not be "
-                "exact. Let the object's state_dict() return only what determines the order of the batches, such as a "
-                "seed and the epoch",
+                "lightck: loader %r: after a kill in mid-pass the resume may not be exact. It needs the state that the "
+                "object in state[%r] had before the pass. This state was not saved, because it has %d bytes and the "
+                "limit is %d. Let the object's state_dict() return only what determines the order of the batches, such "
+                "as a seed and the epoch",
                 self._name,
                 key,
                 nbytes,

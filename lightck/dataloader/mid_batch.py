@@ -6,12 +6,13 @@ batch in eval mode, in which ``next()`` closes nothing. The second sign: no load
 boundaries, so both boundaries lie within one batch. The second sign counts only when it was seen on two batches,
 because a loop may train on batches from elsewhere after the last batch of a loader.
 
-If some loaders fetch between two boundaries and another loader does not, perhaps this loader gives a batch only now and
-then. The loop is then correct, unless whole passes of one loader run inside a batch of another.
+If some loaders fetch between two boundaries and another loader does not, perhaps the loop takes a batch of this other
+loader only in some iterations. Such a loop is correct, unless whole passes of one loader run inside a batch of another.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,21 +22,22 @@ from lightck.events import Event
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader
 
+log = logging.getLogger("lightck")
 _PassAndCount = tuple["Pass | None", int]
 
 
 class MidBatch:
-    """Checks each boundary, whether its checkpoint is saved or not. If a checkpoint closes within a batch, the loader
-    of this batch warns the user."""
+    """Checks each boundary, also if its checkpoint is not saved. If a checkpoint closes within a batch, the loader of
+    this batch warns the user."""
 
     def __init__(self, loaders: Sequence[SessionLoader]) -> None:
         self._loaders = loaders
         self._saved: tuple[int, list[_PassAndCount]] | None = None
-        """The last boundary, if its checkpoint was saved: its step, and for each loader the pass and the number of
-        batches given in it."""
+        """The last boundary (its step, and for each loader its pass and the number of batches given in it), if the
+        checkpoint of that boundary was saved. Otherwise None."""
         self._unchanged_since: dict[str, _PassAndCount] = {}
-        """Name of a loader -> its pass, and the number of batches given in this pass, when the second sign was seen for
-        the first time."""
+        """Name of a loader -> its pass, and the number of batches given in it, at the moment when the second sign was
+        seen for this loader for the first time."""
 
     def fetches(self, loader: SessionLoader, in_eval: bool) -> None:
         """Record a ``next()`` of this loader. ``in_eval``: whether the model is in eval mode."""
@@ -45,10 +47,10 @@ class MidBatch:
             each.training_fetch_tick = now
 
     def holds_batch(self, step: int) -> bool:
-        """Whether the loop still holds the batch of the last update. If so, a forward may be for logging only: it is no
-        boundary, and the checkpoint closes at the next ``next()``. If another update comes before that ``next()``, the
-        checkpoint closes at the pre-step hook of that update, with a warning. From then on this method returns False,
-        so forwards are boundaries again."""
+        """Whether the loop still holds the batch of the last update. Then the next forward is perhaps for logging only.
+        So it is no boundary, and the checkpoint closes at the next ``next()``. If another update comes before that
+        ``next()``, the checkpoint closes at the pre-step hook of that update, with a warning. From then on this method
+        returns False, so forwards are boundaries again."""
         return any(
             _is_mid_batch(loader.current_pass, step) and not loader.mid_batch_reported for loader in self._loaders
         )
@@ -61,14 +63,14 @@ class MidBatch:
         if is_saved and event in (Event.FORWARD, Event.PRE_STEP):
             for loader, (pass_, _) in zip(self._loaders, counts, strict=True):
                 if _is_mid_batch(pass_, step):
-                    loader.warn_mid_batch(step)
+                    _warn(loader, step)
         if self._saved is not None:
             self._compare(counts, *self._saved)
         self._saved = (step, counts) if is_saved else None
 
     def _compare(self, counts: list[_PassAndCount], step: int, before: list[_PassAndCount]) -> None:
-        """Compare the present boundary with the last one, which saved ``step``. ``counts``, ``before``: pass and number
-        of batches given of each loader, now and then."""
+        """Compare the present boundary with the last one, at which ``step`` was saved. ``counts``, ``before``: for each
+        loader, its pass and the number of batches given in it, at the present boundary and at the last one."""
         unchanged = [now[0] is then[0] and now[1] == then[1] for now, then in zip(counts, before, strict=False)]
         has_changed = len(counts) > len(before) or not all(unchanged)
         for loader, (pass_, given), is_unchanged in zip(self._loaders, counts, unchanged, strict=False):
@@ -80,7 +82,7 @@ class MidBatch:
                 first = self._unchanged_since.setdefault(loader.name, (pass_, given))
                 is_mid_batch = first[0] is not pass_ or first[1] != given
             if is_mid_batch:
-                loader.warn_mid_batch(step)
+                _warn(loader, step)
 
 
 def _pass_and_count(pass_: Pass | None) -> _PassAndCount:
@@ -92,10 +94,24 @@ def _is_mid_batch(pass_: Pass | None, step: int) -> bool:
 
 
 def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:
-    """Whether updates are made in the pass ``inner``, and it began right after the last batch of the pass ``outer``:
-    with no update and no end of a pass in between."""
+    """Whether updates are made in the pass ``inner``, and no update and no end of a pass came between the last batch of
+    the pass ``outer`` and the beginning of ``inner``."""
     if inner is None or not inner.has_trained(step):
         return False
     return (
         inner.previous_end_tick < outer.fetched_tick < inner.begun_tick and inner.updates_at_begin == outer.fetched_at
     )
+
+
+def _warn(loader: SessionLoader, step: int) -> None:
+    """Warn once that the position in the checkpoint of ``step`` counts a batch that the next step still uses."""
+    if not loader.mid_batch_reported:
+        loader.mid_batch_reported = True
+        log.warning(
+            "lightck: loader %r: step %d was saved although the loop still uses its batch, so a resume skips the "
+            "rest of that batch. If the loop makes several updates on one batch, or contains a loop over another "
+            "session loader, call session.end_step() when it is done with the batch. If this pass began in eval "
+            "mode, lightck took it for an evaluation: call model.train() before such a pass",
+            loader.name,
+            step,
+        )

@@ -50,7 +50,7 @@ class Pass:
     left_at: int | None = None
     """Number of finished updates when the loop dropped the pass's iterator, or began another pass; None before that."""
     skipped: int = 0
-    """Number of the pass's batches that earlier runs got."""
+    """Number of batches that earlier runs got from the pass."""
     has_ended: bool = False
     """Whether a ``next()`` found no further batch."""
     evaluates: bool = False
@@ -90,10 +90,10 @@ class Pass:
         """Whether updates were made in the pass and its ``next()`` belongs to the training, even if the model is in
         eval mode now.
 
-        While the loop keeps the iterator of an evaluation, updates on batches of another loader count as made in that
-        evaluation. So the pass is an evaluation if its last fetch was in eval mode and before ``training_fetch_tick``,
-        the last fetch of any loader in training mode. A pass without a fetch in this process counts as an evaluation
-        unless it was restored."""
+        Updates in the pass alone do not show that. While the loop keeps the iterator of an evaluation, updates on
+        batches of another loader count as made in that evaluation. So the pass is an evaluation if its last fetch was
+        in eval mode and before ``training_fetch_tick``, the last fetch of any loader in training mode. A pass without a
+        fetch in this process counts as an evaluation unless it was restored."""
         if self.fetched_tick:
             is_evaluation = self.in_eval and training_fetch_tick > self.fetched_tick
         else:
@@ -152,9 +152,9 @@ class LoaderHost(Protocol):
         checksum."""
 
     def take_restored_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """Return the restored checkpoint's random state. It is for the first pass that is no preview, so it is returned
-        for each pass until such a pass was seen. Return None for later passes, after an update, and if nothing was
-        restored."""
+        """Return the restored checkpoint's random state. The first pass that is no preview must begin with it. Whether
+        a pass is a preview is known only afterwards, so the state is returned for each pass up to that one. Return None
+        for later passes, after an update, and if nothing was restored."""
 
     @property
     def updates(self) -> int:

@@ -78,12 +78,12 @@ class PassState:
     Random states: ``at_iter``, from which ``iter()`` drew the pass's order and the workers' seeds; ``at_first``, from
     which the first batch was fetched (a loop may draw between ``iter()`` and this fetch); ``last``, before the
     ``next()`` that gave the last batch (None if a worker fetched it); ``before_last``, before the ``next()`` that gave
-    the last batch but one (only for a loader that is one batch ahead). ``given``: number of
-    batches given. ``checksum``: checksum of the last batch given (saved as "content"; older pools have another checksum
-    as "checksum", which is not compared). ``inner``: the own state of a stateful loader; for a loader of Accelerate,
-    its state before the pass. ``pass_number``: the number of the pass that Accelerate's loader gives to samplers.
-    ``objects``: packed states, before the pass, of objects in ``state=`` that are part of the loader. ``raised``:
-    number of batches given before -> how often ``next()`` raised an error at this place.
+    the last batch but one (only for a loader that is one batch ahead). ``given``: number of batches given.
+    ``checksum``: checksum of the last batch given (saved as "content"; older pools have another checksum as "checksum",
+    which is not compared). ``inner``: the own state of a stateful loader; for a loader of Accelerate, its state before
+    the pass. ``pass_number``: the number of the pass that Accelerate's loader gives to samplers. ``objects``: packed
+    states, before the pass, of objects in ``state=`` that are part of the loader. ``raised``: n -> how often ``next()``
+    raised an error when n batches were given.
     """
 
     at_iter: RngSnapshot | None = None
@@ -105,9 +105,9 @@ class Position:
     ``kind``: "plain" or "stateful". ``epoch``: number of finished passes. ``in_pass``: a pass is under way.
     ``trained``: updates were made in the pass under way. ``worker_rng``: the random state from which persistent
     workers were started (the ``at_iter`` or ``at_first`` of their first pass). ``version``: the `VERSION` of the
-    lightck that saved the position; 1 if it saved no version. ``previews``: how many passes the process left without an
-    update in them, before its first update; ``previews_in_loop``: the process left such passes after its first update
-    as well. ``used_again``: updates were made on batches of the last pass after it ended.
+    lightck that saved the position; 1 if it saved no version. ``previews``: number of passes that the process left,
+    without an update in them, before its first update; ``previews_in_loop``: whether the process left such passes after
+    its first update as well. ``used_again``: whether updates were made on batches of the last pass after it ended.
     """
 
     kind: str
@@ -229,8 +229,8 @@ class Position:
         return replace(self.between_passes(), epoch=self.epoch, state=state)
 
     def with_last_only(self) -> Position:
-        """Return a position whose pass has given only the last batch, for a sampler that skipped the batches before
-        it."""
+        """Return a position whose pass has given only the last batch, because the sampler has skipped the batches
+        before it."""
         given, raised = self.state.given, self.state.raised
         after_last = {1: raised[given]} if given in raised else {}
         return replace(

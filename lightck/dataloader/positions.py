@@ -50,8 +50,8 @@ class Positions:
         """Whether no update was made since ``_ended_loader``'s pass ended."""
 
     def restored_for(self, name: str, anew: bool) -> dict[str, object] | None:
-        """Return the restored position for this name (None: there is none). ``anew``: return the position at the
-        beginning of the saved pass instead."""
+        """Return the restored position for this name (None: there is none). ``anew``: whether to return the position
+        that the loader had at the beginning of the saved pass instead."""
         value = self._untaken.get(name)
         if value is None or not anew:
             return value
@@ -92,12 +92,13 @@ class Positions:
         without = [loader.name for loader in self._without_position]
         if in_pass or without or any(is_numbered_name(name) for name in left):
             log.warning(
-                "lightck: the checkpoint holds the position of %s, but no session.loader() call has this name: "
-                "%s. Give each loader the name= that it had; one without a name= is numbered by the order of the calls",
+                "lightck: the checkpoint holds the position of %s, but no session.loader() call of this run has that "
+                "name, so %s. Give each loader the name= that it had; one without a name= is numbered by the order of "
+                "the calls",
                 _described(left),
-                f"{_loader_names(without)} found no position, and the training begins a new pass there"
+                f"the training begins a new pass over {_loader_names(without)}, for which no position is saved"
                 if without
-                else "the training does not go on from it",
+                else "the training does not go on from that position",
             )
         else:
             log.info(
@@ -120,9 +121,8 @@ class Positions:
             self._ended_loader, self._is_first_update_after_pass = loader, True
 
     def updated(self) -> None:
-        """Check, after an update, whether batches are used again. Perhaps the first update after a pass does
-        nothing but apply gradients of the pass's last batches. So it counts only if the loop certainly holds old
-        batches."""
+        """Check, after an update, whether batches are used again. The first update after a pass perhaps only applies
+        gradients of the pass's last batches. So that update counts only if the loop certainly holds old batches."""
         loader = self._ended_loader
         if loader is None:
             return
@@ -164,9 +164,9 @@ class ReusedBatches:
             self._first = None if tensor is None else weakref.ref(tensor)
 
     def is_held(self, *, certain: bool) -> bool:
-        """Whether the loop still holds the first batch of the last pass. ``certain``: return False if that is
-        uncertain, which it is in two cases: the batch cannot be tracked; or it is the only batch of the pass, so that
-        the loop's variable perhaps holds it without using it again."""
+        """Whether the loop still holds the first batch of the last pass. ``certain``: whether to return False in the
+        two uncertain cases: the batch cannot be tracked; or it is the only batch of the pass, so that the loop's
+        variable perhaps holds it without using it again."""
         if not self._fetched:
             return False
         if self._first is None:
@@ -187,8 +187,8 @@ class ReusedBatches:
 
     def warn_restored(self) -> None:
         log.warning(
-            "lightck: loader %r: the run before used batches of a pass again after the pass had ended, and the "
-            "checkpoint was saved then. %s",
+            "lightck: loader %r: when the checkpoint was saved, the interrupted run was using batches of a pass again "
+            "after the pass had ended. %s",
             self._name,
             _BATCHES_DIFFER,
         )

@@ -4,8 +4,9 @@ A script takes a batch before the loop (``next(iter(loader))``), or a framework 
 can be iterated. The killed run began such passes at its start, and the resumed run begins them again. The loop of the
 resumed run must nevertheless begin at the restored position, with the restored random states. But a pass that was left
 without an update may also be a pass of the loop, which left it by ``break``, or because another loader in ``zip``
-ended. Two facts distinguish them. A pass that is left right after it began is no pass of a loop. And a position holds
-the number of previews that the killed run took before its first update: the resumed run takes as many.
+ended. Two facts distinguish the two kinds. A pass that is left right after it began is no pass of a loop. And a
+position holds the number of previews that the killed run took before its first update; the resumed run takes the same
+number.
 """
 
 from __future__ import annotations
@@ -61,16 +62,20 @@ class Previews:
     """Whether a preview came after an update. If so, the loop takes a preview in each epoch."""
     expected: int = 0
     """Number of previews that the killed run took before its first update."""
+    is_resumed: bool = False
+    """Whether a position was restored. Then this run takes ``expected`` previews and no more: another pass without an
+    update is the end of the restored pass, which the loop has left by ``break``."""
 
     def restored(self, position: Position) -> None:
-        self.expected, self.in_loop = position.previews, position.previews_in_loop
+        self.expected, self.in_loop, self.is_resumed = position.previews, position.previews_in_loop, True
 
     def with_pass(self, pass_: Pass | None) -> tuple[int, bool]:
         """Return what ``taken`` and ``in_loop`` will be when ``pass_`` has been counted (see ``left``)."""
         if pass_ is None or not pass_.was_left_without_update or pass_.evaluates:
             return self.taken, self.in_loop
         is_before = pass_.left_at == self.start
-        return self.taken + is_before, self.in_loop or not is_before
+        taken = self.taken + is_before
+        return min(taken, self.expected) if self.is_resumed else taken, self.in_loop or not is_before
 
     def left(self, pass_: Pass) -> None:
         """Count a pass that is over."""
@@ -85,10 +90,45 @@ class Previews:
             return True
         if self.taken >= self.expected:
             return False
-        # If the saved pass had updates, ``pass_`` was a preview: a loop that continues the saved pass makes another
-        # update before it leaves it. Otherwise the loop itself may have left ``pass_``, if ``pass_`` is an evaluation,
-        # or if the loop looks at a batch in each epoch. Without one of these signs ``pass_`` was a preview.
+        # ``pass_`` was left without an update. If the saved pass had updates, that was a preview, because a loop that
+        # continues the saved pass would have made another update in it. If the saved pass had none, the loop itself may
+        # have left ``pass_``: if it is an evaluation, or if the loop looks at a batch in each epoch. Otherwise it was a
+        # preview.
         return (position.in_pass and position.trained) or not (pass_.evaluates or self.in_loop)
+
+
+class StartRead:
+    """One reading of `SessionLoader.start`, which tells how many batches the next ``iter()`` skips.
+
+    While a variable holds the iterator of the restored pass, the loop may go on with it or begin a new pass. Until an
+    update is made, the value is that of the restored pass, because a loop may fetch a batch before it reads it.
+    """
+
+    def __init__(self, skipped: int, pass_: Pass | None) -> None:
+        """``skipped``: the value that was read. ``pass_``: the newest pass of the loader, or None."""
+        self._skipped = skipped
+        self._pass = pass_
+        self._fetched_tick = pass_.fetched_tick if pass_ is not None else 0
+
+    def check_new_pass(self, name: str, left: Pass | None) -> None:
+        """Warn if the value was read right before a new pass and is not true of it. ``left``: the pass that the loop
+        has left for the new one, which skips no batch."""
+        if (
+            self._skipped
+            and left is not None
+            and left is self._pass
+            and left.fetched_tick == self._fetched_tick > 0
+            and left.was_left_without_update
+        ):
+            log.warning(
+                "lightck: loader %r: .start was %d when the loop read it for the last time, but the pass that begins "
+                "now skips no batch. A variable still held the iterator of the resumed pass, so that pass counted as "
+                "not left. If the loop read .start for the new pass (to count its batches, or to run code at its top), "
+                "0 was the right value, and the training is not exact. Delete that variable before you read .start, or "
+                "loop over the loader without it",
+                name,
+                self._skipped,
+            )
 
 
 class RestoredRng:
@@ -99,7 +139,8 @@ class RestoredRng:
         self._taken: tuple[weakref.ref[SessionLoader], Pass] | None = None
 
     def take(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
-        """Return the state if all passes for which this was called before were previews. Otherwise return None."""
+        """Return the state if the pass of the previous call was a preview, or if there was no call before. Otherwise
+        return None."""
         if self._taken is not None:
             before = self._taken[0]()
             if before is None or not before.is_preview(self._taken[1]):

@@ -41,9 +41,9 @@ def replay(
     report: ReplayReport,
 ) -> object:
     """Fetch the batches given before, drop all but the last one, and return the last one. This also advances each
-    worker's random stream and the prefetching. A fetch whose error the loop had ignored is repeated as well; if it
-    gives a batch now, ``report`` warns. ``inner``: the iterator of the new pass. ``restore``:
-    sets the random states. Raises ``PassTooShort``."""
+    worker's random stream and the prefetching. If a fetch raised an error in the run before, which the loop ignored,
+    the fetch is repeated as well, and ``report`` warns if it gives a batch now. ``inner``: the iterator of the new
+    pass. ``restore``: sets the random states. Raises ``PassTooShort``."""
     batch = None
     if position.state.at_first is not None:
         restore(position.state.at_first)
@@ -70,7 +70,8 @@ def _repeat_failed_fetches(inner: Iterator[object], position: Position, place: i
             raise PassTooShort(place) from None
         except Exception as error:
             log.debug(
-                "lightck: a fetch that failed before the checkpoint is repeated and fails again, as it should: %s: %s",
+                "lightck: in the interrupted run a fetch failed and the loop went on. The resume repeats this fetch, "
+                "and it fails again, as expected: %s: %s",
                 type(error).__name__,
                 error,
             )

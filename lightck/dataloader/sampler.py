@@ -1,10 +1,10 @@
 """Whether a sampler draws from torch's global generator at ``next()``. If it does, a replay may give it other numbers
 than the run before, because in a replay the loop draws nothing between two fetches.
 
-At the first ``next()`` of a pass the sampler draws the same numbers, because the random state before this ``next()``
-was saved. At a later ``next()`` it draws the same numbers only if the loop drew nothing in between. If batches are
-fetched in this process, lightck checks whether the loop drew. Workers fetch ahead of the loop, so with workers each
-draw of the sampler is a risk.
+At the first ``next()`` of a pass the sampler draws the same numbers in a replay, because the random state before this
+``next()`` was saved. At a later ``next()`` it draws the same numbers only if the loop drew nothing between the two
+calls. If batches are fetched in this process, lightck checks whether the loop drew. Workers fetch ahead of the loop, so
+with workers each draw of the sampler is a risk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightck.dataloader.wrapped_loader import is_made_by_torch
 
 _CURE = "give the sampler a torch.Generator of its own in its attribute `generator`"
 _WATCHED_BATCHES = 4
-"""If workers fetch: how many fetches of each pass are watched, beginning with the first."""
+"""If workers fetch, the first ``_WATCHED_BATCHES`` fetches of each pass are watched."""
 
 
 class SamplerWatch(Protocol):
@@ -32,8 +32,8 @@ class SamplerWatch(Protocol):
 
 
 def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | None:
-    """Return a watch for the pass of ``inner``. ``in_process``: whether batches are fetched in this process. If they
-    are, and ``inner`` is not torch's own iterator, return None."""
+    """Return a watch for the pass of ``inner``. ``in_process``: whether batches are fetched in this process. Return
+    None if they are, and ``inner`` is not torch's own iterator."""
     if not in_process:
         return _WorkerFetchWatch(begins_late=not is_made_by_torch(inner))
     drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; only this warning depends on it
@@ -67,9 +67,9 @@ class _WorkerFetchWatch:
         if self._state is None or torch.equal(self._state, torch.get_rng_state()):
             return None
         return (
-            "its sampler draws from torch's global random generator at each next(). A resume fetches the earlier "
-            "batches of the pass again without the loop's draws from this generator in between, so the sampler may "
-            f"draw other numbers: {_CURE}"
+            "its sampler draws from torch's global random generator at each next(), from which the loop may draw too. "
+            "A resume fetches the earlier batches of the pass again, but does not run the loop for them. So the loop's "
+            f"draws are missing then, and the sampler may draw other numbers: {_CURE}"
         )
 
 

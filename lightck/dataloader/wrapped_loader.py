@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 _NAMES = ("base_dataloader", "dataloader", "loader")
 """Attributes in which wrappers keep what they wrap."""
 _DEPTH_MAX = 8
-"""How many objects of a chain of wrappers are examined at most, the outermost one included."""
+"""The largest number of objects in a chain of wrappers that are examined, the outermost one included."""
 _SEQUENCE_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
@@ -105,8 +105,8 @@ def set_pass_number(loader: Any, count: int | None) -> None:
 
 def reset_first_pass(dataloader: Any) -> None:
     """Give a stateful loader a new iterator for its first pass, if its first iterator (which Accelerate creates when it
-    prepares the loader) is used up. (An attribute that is private to torchdata shows this. Should its meaning change,
-    the checksum of the last batch detects a wrong pass.)"""
+    prepares the loader) is used up. (An attribute that is private to torchdata shows that it is. If the meaning of this
+    attribute changes one day, the checksum of the last batch detects the wrong pass.)"""
     if not getattr(dataloader, "_initial_iter_for_state_dict", True):
         dataloader.load_state_dict({})
         dataloader.state_dict()

@@ -55,8 +55,8 @@ def temporary_parent(pool_nbytes: int) -> tuple[Path, str]:
 @contextlib.contextmanager
 def open_place(pool_nbytes: int, keep: Path | None, pool_dir: Path | None) -> Iterator[Place]:
     """Create the folder for one demo; the block receives its ``Place``. If ``keep`` is not None, the folder is
-    ``keep``. Else a new folder is made in ``pool_dir``, or in the folder that ``temporary_parent`` chooses, and is
-    removed at the end of the block."""
+    ``keep``, and it stays. Otherwise a new folder is made, in ``pool_dir`` or in the folder that ``temporary_parent``
+    chooses, and is removed at the end of the block."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         yield Place(keep.resolve(), "kept, requested by --keep")

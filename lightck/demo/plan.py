@@ -29,8 +29,8 @@ DELAY_STEPS_MAX = 2.0  # the longest delay of a timed kill after the report, in 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One kill after update ``after``: at the kill site ``site``, or, if ``site`` is None, ``delay`` steps after this
-    update was reported."""
+    """One kill after update ``after``: at the kill site ``site``; or, if ``site`` is None, ``delay`` steps after the
+    report of this update."""
 
     after: int
     site: str | None

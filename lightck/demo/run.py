@@ -281,23 +281,23 @@ class _Survivor(_Run):
         """Run one child until it is killed or the training ends. ``planned``: the kill; None: do not kill the child."""
         setting = planned and kill_setting(planned, self.position, self.options.size.blocks, self.options.seed)
         self.counters.append({})
-        due, timed = math.inf, ""
+        due, sent_kill = math.inf, ""
         with Child(self.arguments, self.log, setting or None) as child:
             while True:
                 try:
                     message = self.read(child, due)
                 except TimeoutError:
                     child.kill()
-                    due, timed = math.inf, self._timed(planned)
+                    due, sent_kill = math.inf, self._describe_sent_kill(planned)
                     continue
                 if message is None:
                     break
                 self.take(message)
-                if due == math.inf and not timed and "update" in message:
+                if due == math.inf and not sent_kill and "update" in message:
                     due = self._due(planned)
-            self._child_ended(child.status(), timed or _at_site(setting or None))
+            self._child_ended(child.status(), sent_kill or _at_site(setting or None))
 
-    def _timed(self, planned: Planned | None) -> str:
+    def _describe_sent_kill(self, planned: Planned | None) -> str:
         """Return a description of a kill that the parent has sent, for ``Kill.how``."""
         assert planned is not None
         if planned.site is None:
@@ -314,11 +314,12 @@ class _Survivor(_Run):
         return time.monotonic() + planned.delay * self.step_seconds if self.position >= planned.after else math.inf
 
     def _child_ended(self, status: int, how: str) -> None:
-        """Store a kill. How many updates it lost is known only when the next child starts. Raises ``DemoError`` if the
-        child ended in another way. ``how``: a description of the kill; "" if there was none."""
+        """Store the kill that ended a child. How many updates the kill lost is known only when the next child starts.
+        Raises ``DemoError`` if the child ended in another way. ``how``: a description of the kill; "" if there was
+        none."""
         killed = status == -signal.SIGKILL and how != ""
         if self.done and (killed or status == 0):
-            return  # the training had ended before the kill, if there was one: nothing was lost
+            return  # the training had ended before a kill could lose anything
         if not killed:
             raise self.failed(f"the training process ended with status {status}")
         self.deaths.append((how, self.position))

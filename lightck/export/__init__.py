@@ -60,8 +60,8 @@ def export_checkpoint(
 
     Raises:
         StateValueError: the format lacks a tensor's dtype, or two values would have the same name in the file.
-        ExportExistsError: the file exists and ``overwrite`` is False, or the path is a pool or no regular file: these
-            are never replaced.
+        ExportExistsError: the file exists and ``overwrite`` is False; or the path is a pool, or is no regular file
+            (such a path is never replaced).
         ExportError: the file cannot be written.
         PoolError: the tensors cannot be read from the pool.
     """

@@ -72,8 +72,9 @@ def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> 
 
 
 def refuse_existing(path: str, *, overwrite: bool) -> None:
-    """Raise ``ExportExistsError`` for a path that must not be replaced: a pool, anything else that is no regular file,
-    and, without ``overwrite``, any existing file. Raises ``ExportError`` if the path cannot be examined."""
+    """Raise ``ExportExistsError`` for a path that must not be replaced: without ``overwrite``, anything that exists;
+    with it, a pool, and anything else that is no regular file. Raises ``ExportError`` if the path cannot be
+    examined."""
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r} is a {type(overwrite).__name__}. Pass True or False.")
     refuse_irreplaceable(path)

@@ -41,7 +41,7 @@ DTYPES = {
 }
 """torch's name of a dtype -> its name in safetensors."""
 _CHUNK_NBYTES = 16 << 20
-"""The most bytes in one call of ``write``."""
+"""The largest number of bytes in one call of ``write``."""
 
 
 @dataclass(frozen=True, slots=True)

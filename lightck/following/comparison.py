@@ -42,9 +42,9 @@ class Recorder:
         self._since_closed: FirstInputs | None = None
         """The first inputs after the last closed checkpoint; None if nothing is recorded for this checkpoint."""
         self._of_next: FirstInputs | None = None
-        """The first inputs after the next checkpoint, or None. A forward that will close that checkpoint (itself, or by
-        the pre-step hook after it) belongs to what follows the checkpoint, but begins before the checkpoint is closed.
-        So its inputs wait here."""
+        """The first inputs after the next checkpoint, or None. If that checkpoint closes at a forward, or at the
+        pre-step hook after a forward, this forward follows the checkpoint, but begins before the checkpoint is closed.
+        So the forward's inputs wait here."""
 
     def closed(self, event: Event) -> None:
         """A step was closed at this event, and its checkpoint is being saved."""
@@ -153,9 +153,8 @@ class _Verdict:
 
 
 class Comparison:
-    """Whether the first batches and the first update after a resume are those that followed the restored checkpoint.
-
-    The result is decided at the first update, so a batch that is only inspected before the loop does not count.
+    """Checks whether the first batches and the first update after a resume are those that followed the restored
+    checkpoint. It decides at the first update, so a batch that is only inspected before the loop does not count.
     """
 
     def __init__(
@@ -167,9 +166,9 @@ class Comparison:
         same_bits: bool = True,
         parts: UpdateParts | None = None,
     ) -> None:
-        """``step``: the restored step. ``recorded``: what was recorded beside its checkpoint; None if nothing was.
-        ``is_strict``: a difference is an error, not a warning. ``same_bits``: whether an operation gives the same bits
-        as in the interrupted run, because machine and torch are the same."""
+        """``step``: the restored step. ``recorded``: what was recorded beside its checkpoint (None: nothing).
+        ``is_strict``: whether a difference is an error instead of a warning. ``same_bits``: whether machine and torch
+        are the same as in the interrupted run, so that an operation gives the same bits."""
         self._step = step
         self._same_bits = same_bits
         self._parts = parts or UpdateParts(())
@@ -232,9 +231,9 @@ class Comparison:
     def session_ends(self) -> None:
         """Warn if the session made no update, although an update followed the restored checkpoint in the killed run.
 
-        If so, the loop ended too early: its last batches were in the memory of the killed process, or the restored pass
-        had no batch left. If a loader's batch was recorded, the warning comes only if the loop of this run requested a
-        batch as well."""
+        Then the loop has ended too early: its last batches were in the memory of the killed process, or the restored
+        pass had no batch left. If a loader's batch was recorded, warn only if the loop of this run has requested a
+        batch, too."""
         kinds = {kind for _, kind in self._recorded}
         has_asked = bool(self._seen.loaders) or self._was_batch_requested
         has_recorded_update = not kinds.isdisjoint(KINDS)
@@ -293,10 +292,10 @@ class Comparison:
         return (
             "Torch's random state at the first training forward after the resume is not the one that followed step "
             f"{self._step}: dropout, and all else that draws random numbers, gets other numbers than in a run that was "
-            "never killed. Likely causes: numbers are drawn between attach and the loop, or at the loop's top before "
-            "the first next() of a session loader (an evaluation, a number for the epoch); a DataLoader outside "
-            "session.loader() begins a pass; an evaluation loader has persistent workers. Draw before attach, and pass "
-            f"such loaders to session.loader(). {_PAGE} shows such loops, and how to make each exact"
+            "never killed. Likely causes: the script draws random numbers between attach and the loop (draw them "
+            "before attach); each epoch draws some before its first batch, for example in an evaluation (do that at "
+            "the epoch's end); a DataLoader begins a pass outside session.loader(), or an evaluation loader has "
+            f"persistent workers (pass it to session.loader()). {_PAGE} shows such loops, and how to make each exact"
         )
 
     def _other_data(self, differing: list[FirstInput], verdict: _Verdict) -> str:
@@ -307,10 +306,11 @@ class Comparison:
             what.append("what the model's forward is called with")
         if is_only_forward:
             why = (
-                "The batches of its loaders are the same. Likely causes: a hidden state, or other data that one "
-                "iteration leaves to the next, is not saved; the loop changes the batch with random numbers from a "
-                "generator of its own, or with a counter that started over. Pass what one iteration leaves to the next "
-                "in state=, and count by session.step"
+                "The batches of its loaders are the same. Likely causes: the loop fetches a batch ahead, so that the "
+                "batch that waited was lost with the process; a hidden state, or other data that one iteration leaves "
+                "to the next, is not saved; the loop changes the batch with random numbers that it draws at the "
+                "epoch's top or from a generator of its own, or with a counter that started over. Fetch each batch "
+                "where it is used, pass what one iteration leaves to the next in state=, and count by session.step"
             )
         else:
             why = (
@@ -336,13 +336,13 @@ class Comparison:
             begin = "Its batch is the same, so something" if _data_of(verdict.equal) else "Something"
             why.append(
                 f"{begin} else that the loss depends on is in no checkpoint, or the loop changed it between the "
-                "restore and this update. Likely causes: a counter of the loop that began at 0 again (a loss weight, a "
-                "warm-up, accumulation); a second model (a target network, a teacher); a number or a tensor that a "
-                "module keeps as a plain attribute; a random generator that only the loss uses; a batch that the loop "
-                "fetches ahead, between the model's forward and the update; weights that the "
-                "loop changes at an epoch's top, if the run was killed in mid-epoch; code of the model or the loss "
-                "that was edited between the runs. Count by session.step and loader.start, pass a second model or a "
-                "generator in state=, and make an attribute a buffer"
+                "restore and this update. Likely causes: a counter of the loop that began at 0 again, for a loss "
+                "weight, a warm-up, or accumulation (count by session.step and loader.start); a second model or a "
+                "random generator that only the loss uses (pass it in state=); a number or a tensor that a module "
+                "keeps as a plain attribute (make it a buffer); train() or eval() that the loop calls once (call it "
+                "before each pass); a batch that the loop fetches between forward and update (fetch it where it is "
+                "used); weights that the loop changes at an epoch's top (change them at its end); code that was edited "
+                "between the runs"
             )
         if verdict.parts.keys() - {GRADIENT}:
             why.append(
@@ -371,13 +371,13 @@ class Comparison:
         if gradients:  # the gradients of other parameters may differ, so the message names those that were compared
             names = dict.fromkeys(part.name.partition("/")[2] for part in gradients)
             what.append(f"the first update's gradients, only those of {listed([repr(name) for name in names])}")
-        else:
-            what.append("gradients were not compared")
         log.info(
             "lightck: the first batch after the resume is the one that followed step %d, as a checksum of shapes, "
-            "dtypes and some of its bytes shows (compared: %s)",
+            "dtypes and some of its bytes shows (compared: %s%s). What acts only later, or on other parameters, is not "
+            "compared: see `lightck docs trouble`",
             self._step,
             " and ".join(what),
+            "" if gradients else "; gradients were not compared",
         )
 
 

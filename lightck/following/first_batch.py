@@ -18,11 +18,11 @@ from lightck.dataloader.batch import TensorReads, checksum_of
 from lightck.dataloader.passes import Pass
 
 BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE = 1, 2, 3, 4, 5, 6, 7
-"""Kinds of first inputs; pools store these numbers. ``BATCH``: a session loader's first batch; ``LATER_BATCH``: a
-session loader's first batch, if it came after the first update. ``FORWARD``: the arguments of the first training
-forward; ``FORWARD_OF_BATCH``: the arguments of the first forward after a session loader gave a batch. ``RANDOM``,
-``RANDOM_OF_BATCH``: torch's random state at the beginning of these two forwards; ``RANDOM_AT_UPDATE``: torch's random
-state before the first update, if no forward was seen."""
+"""Kinds of first inputs; pools store these numbers. ``BATCH``: a session loader's first batch, if it came before the
+first update; ``LATER_BATCH``: the same, if it came after the first update. ``FORWARD``: the arguments of the first
+training forward; ``FORWARD_OF_BATCH``: the arguments of the first forward after a session loader gave a batch.
+``RANDOM``, ``RANDOM_OF_BATCH``: torch's random state at the beginning of the forward of ``FORWARD``, and of that of
+``FORWARD_OF_BATCH``; ``RANDOM_AT_UPDATE``: torch's random state before the first update, if no forward was seen."""
 RANDOM_STATES = (RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE)
 
 
@@ -41,8 +41,8 @@ class FirstInputs:
 
     def __init__(self, *, both_forwards: bool = False) -> None:
         """``both_forwards``: collect the first forward as ``FORWARD``, and the first forward after a loader gave a
-        batch as ``FORWARD_OF_BATCH`` (one forward can be both). False: collect only the first forward: as
-        ``FORWARD_OF_BATCH`` if a loader gave a batch before it, else as ``FORWARD``."""
+        batch as ``FORWARD_OF_BATCH`` (one forward can be both). If False, collect the first forward only, as
+        ``FORWARD_OF_BATCH`` if a loader gave a batch before it, otherwise as ``FORWARD``."""
         self.inputs: list[FirstInput] = []
         self.is_updated = False
         """Whether an update was made after the point."""
@@ -52,7 +52,7 @@ class FirstInputs:
         """Name of a loader -> pass, kind and checksum of its first batch. The pass is None when the batch is final and
         was added to ``inputs``."""
         self._has_new_batch = False
-        """Whether ``_batches`` holds a batch that is not final: the first batch of a later pass may replace it."""
+        """Whether ``_batches`` holds a batch that is not final, so that the first batch of a later pass replaces it."""
         self._read: TensorReads = {}
         """Checksums of tensors of the batches. They are kept because the forward is often called with the same
         tensors."""

@@ -21,8 +21,8 @@ log = logging.getLogger("lightck")
 _FRAMES_MAX = 60
 """The largest number of frames of the call stack that are searched for the loop's variables."""
 _PASSES_MAX = 4
-"""As long as every pass has had exactly one update, the second check is put off to the next pass (passes and updates
-then count alike). After ``_PASSES_MAX`` passes it is made in any case."""
+"""As long as every pass has had exactly one update, a counter of passes looks like a counter of updates. So the second
+check is then put off to the next pass. After ``_PASSES_MAX`` passes it is made in any case."""
 _REFERENCES_TO_COPIES = 3
 """``frame.f_locals`` of a function is a dict with copies of the function's variables. This is the reference count of
 the dict if no other code holds it: one reference from the frame, one from a variable of this file, one from the
@@ -45,7 +45,7 @@ class LoopCounterCheck:
         self._n_ended_passes = 0
         """Number of training passes that have ended since the resume."""
         self._n_ended_before = 0
-        """The value of ``_n_ended_passes`` at the first update. Not 0 if the restored pass had no batch left."""
+        """The value of ``_n_ended_passes`` at the first update: 0, unless the restored pass had no batch left."""
         self._pass_counters: set[tuple[CodeType, str]] = set()
         """Variables of the loop that were equal to ``_n_ended_before`` at the first update."""
         self._update_counters: set[tuple[CodeType, str]] = set()
@@ -61,9 +61,9 @@ class LoopCounterCheck:
         self._n_ended_passes += 1
 
     def before_update(self) -> None:
-        """Warn, before the first update after the resume or before the first update of the next pass, if the loop has
-        not read its position. There is no warning if every loader was restored in its first pass, because a loop over
-        ``range(epochs)`` is then correct."""
+        """Make the first check before the first update after the resume, and the second check before the first update
+        of the next pass. If every loader was restored in its first pass, there is nothing to check, because a loop over
+        ``range(epochs)`` is correct then."""
         if self._is_over or (self._has_updated and not self._has_ended_pass):
             return
         later = [loader for loader in self._loaders if loader.restored_epoch]
@@ -103,22 +103,22 @@ class LoopCounterCheck:
 
     def _before_next_pass(self, loader: SessionLoader) -> None:
         """Make the second check. A loop over ``range(epochs)`` has a variable that was 0 in the restored pass and
-        counts passes. A loop that counts updates has a variable that is equal to the number of updates, or it reads the
-        step again."""
+        counts passes: warn. A loop that counts updates has a variable that is equal to the number of updates, or reads
+        the step again: do not warn. Warn about any other loop."""
         variables, updates = _variables_of_the_loop(sys._getframe(1)), self._updates()
         counting = [name for code, name in self._pass_counters if variables.get((code, name)) == self._n_ended_passes]
         counts_updates = any(variables.get(key) == updates for key in self._update_counters)
         if counting:
-            fact = f"and {listed(sorted(set(counting)))} was 0 in that pass and is {self._n_ended_passes} now"
+            fact = f"and {listed(sorted(set(counting)))} was 0 in the restored pass and is {self._n_ended_passes} now"
         elif self._was_step_read or counts_updates:
             return
         else:
             fact = "and has not read session.step since its first update"
         log.warning(
-            "lightck: The training goes on from step %d in pass %d over loader %r. A new pass begins now, and the loop "
-            "has never read loader.epoch, %s. A loop that counts passes from 0, such as range(epochs), makes too "
-            "many updates: write for epoch in range(loader.epoch, epochs). If the loop counts otherwise, it is right; "
-            "read loader.epoch once to omit this warning",
+            "lightck: The training goes on from step %d in pass %d over loader %r, but the loop seems to count passes "
+            "from 0: it has never read loader.epoch, %s. Such a loop, for example range(epochs), makes too many "
+            "updates: write for epoch in range(loader.epoch, epochs). If your loop does not count passes from 0, "
+            "ignore this warning; reading loader.epoch once silences it",
             self._step,
             loader.restored_epoch + 1,
             loader.name,
@@ -143,8 +143,8 @@ def _variables_of_the_loop(frame: FrameType | None) -> _Variables:
 
 
 def _forget_copies(variables: dict[str, object]) -> None:
-    """Remove all values except whole numbers from the copies of a function's variables. Before Python 3.13 the
-    function's frame keeps these copies, which would keep a batch alive. (The variables of a module or a class are no
-    copies. If a script called ``locals()``, it holds the copies too, and they are not changed.)"""
+    """Remove all values except whole numbers from the copies of a function's variables, because before Python 3.13 the
+    function's frame keeps these copies, and with them a batch, alive. Nothing is removed from the variables of a module
+    or a class, which are no copies, nor from copies that a script holds as well, because it called ``locals()``."""
     for name in [name for name, value in variables.items() if type(value) is not int]:
         del variables[name]

@@ -9,15 +9,21 @@ microseconds, and waits for no device.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from operator import is_
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightck._native import ffi, lib
 from lightck.following.first_batch import FirstInput
 from lightck.state.inventory import OptimizerView
+from lightck.state.local_tensors import local_of
+from lightck.state.options_watch import OptionsWatch
+
+if TYPE_CHECKING:
+    from lightck._native import CData
 
 GRADIENT, OPTIONS, OPTIMIZER_STATE = 8, 9, 10
 """Kinds, in addition to those of ``first_batch.py``. Pools store these numbers."""
@@ -35,7 +41,6 @@ _FLOATS = {
     torch.complex128: 8,
 }
 """dtype -> bytes of one floating-point number. (A complex element consists of two.)"""
-_IMMUTABLE_TYPES = frozenset((int, float, bool, str, type(None)))
 
 
 class UpdateParts:
@@ -49,6 +54,8 @@ class UpdateParts:
         self._chosen: dict[int, tuple[int, ...] | None] = {}
         """Index of a view -> positions in ``view.params`` of the parameters whose gradients ``some`` reads; None if the
         gradients are on a device."""
+        self._states: dict[int, _StateReads] = {}
+        """Index of a view -> how ``some`` reads the state of one parameter."""
 
     def some(self, index: int) -> list[FirstInput]:
         """Return the few parts of this update that are recorded with a checkpoint. Runs at every step."""
@@ -66,12 +73,15 @@ class UpdateParts:
                 if gradient is not None:
                     found.append(FirstInput(_name(view, name), GRADIENT, gradient))
             if chosen:  # only the last parameter: an update writes the state of all parameters, or of none
-                found.append(FirstInput(_name(view, name), OPTIMIZER_STATE, _state(view, p)))
+                reads = self._states.get(view.index)
+                if reads is None:
+                    reads = self._states[view.index] = _StateReads()
+                found.append(FirstInput(_name(view, name), OPTIMIZER_STATE, reads.checksum(view, p)))
         return found
 
     def all(self, index: int) -> Iterator[tuple[str, FirstInput]]:
-        """Yield all parts of this update, each with a name for a message. They include all parts that ``some`` may have
-        returned in the killed run. Runs once per optimizer after a resume."""
+        """Yield all parts of this update, each with a name for a message. Whatever parts ``some`` returned in the
+        killed run, they are among these. Runs once per optimizer after a resume."""
         for view in self._views:
             if view.root != index:
                 continue
@@ -83,33 +93,27 @@ class UpdateParts:
                 yield name, FirstInput(_name(view, name), OPTIMIZER_STATE, _state(view, p))
 
     def _options_of(self, view: OptimizerView) -> FirstInput:
-        known = self._options.setdefault(view.index, _Options())
-        return FirstInput(_name(view, ""), OPTIONS, known.checksum(view.optimizer.param_groups))
+        known = self._options.get(view.index)
+        if known is None:
+            known = self._options[view.index] = _Options()
+        return known.part(view)
 
 
 class _Options:
-    """The checksum of an optimizer's options. It is computed again if an option is another object than before, and at
-    every call if an option is mutable."""
+    """The checksum of an optimizer's options, computed again only if an option may have changed."""
 
     def __init__(self) -> None:
-        self._values: list[object] = []
-        self._checksum: int | None = None
+        self._watch = OptionsWatch()
+        self._part = FirstInput("", OPTIONS, 0)
 
-    def checksum(self, groups: Sequence[Mapping[str, object]]) -> int:
-        values = [v for group in groups for k, v in group.items() if k != "params"]
-        known = self._checksum
-        if known is not None and len(values) == len(self._values) and all(map(is_, values, self._values)):
-            return known
-        found = zlib.crc32(repr([_plain(value) for value in values]).encode("utf-8", "surrogatepass")) & ~1
-        self._values = values
-        self._checksum = found if all(map(_is_immutable, values)) else None
-        return found
-
-
-def _is_immutable(value: object) -> bool:
-    if type(value) is tuple:
-        return all(type(each) in _IMMUTABLE_TYPES for each in value)
-    return type(value) in _IMMUTABLE_TYPES
+    def part(self, view: OptimizerView) -> FirstInput:
+        """Return the checksum as a part of an update."""
+        groups = view.optimizer.param_groups
+        if self._watch.may_have_changed(groups):
+            values = [_plain(v) for group in groups for k, v in group.items() if k != "params"]
+            checksum = zlib.crc32(repr(values).encode("utf-8", "surrogatepass")) & ~1
+            self._part = FirstInput(_name(view, ""), OPTIONS, checksum)
+        return self._part
 
 
 def _plain(value: object) -> object:
@@ -118,7 +122,10 @@ def _plain(value: object) -> object:
     if isinstance(value, (bool, str, type(None))):
         return value
     if isinstance(value, (int, float)):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number that is too large for a float
+            return str(hash(value))
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.is_cpu and value.numel() == 1 and value.layout is torch.strided else None
     if isinstance(value, (tuple, list)):
@@ -134,7 +141,7 @@ def _have_gradients(view: OptimizerView, chosen: tuple[int, ...]) -> bool:
 
 def _choose(view: OptimizerView) -> tuple[int, ...] | None:
     """Return the positions of two parameters whose gradients are read: the first and the last parameter with at most
-    one dimension. If every parameter has more dimensions, they are the first and the last of all parameters.
+    one dimension, or, if every parameter has more dimensions, the first and the last of all.
 
     Gradients of embeddings may have rows that stay zero for many steps; gradients of biases and scales have no such
     rows. The gradients of the first and the last layers depend on all layers. The result is empty if no parameter has a
@@ -173,7 +180,7 @@ def _gradient(p: torch.Tensor) -> int | None:
     """Return the checksum of a parameter's gradient; None if the parameter has no gradient, or the gradient cannot be
     read."""
     grad = p.grad
-    return None if grad is None else _checksum(grad)
+    return None if grad is None else _checksum(local_of(grad))
 
 
 def _state(view: OptimizerView, p: torch.Tensor) -> int:
@@ -185,13 +192,58 @@ def _state(view: OptimizerView, p: torch.Tensor) -> int:
     checksum = 0
     for value in islice(state.values(), _TENSORS_MAX):
         if isinstance(value, torch.Tensor):
-            checksum += _checksum(value) or 0
+            checksum += _checksum(local_of(value)) or 0
     return checksum & 0xFFFFFFFE
+
+
+class _StateReads:
+    """Returns what ``_state`` returns, in less time: as long as the tensors lie where they lay at the last call, it
+    reads them without looking for them again."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        """The values of the parameter's state at the last call. Empty if one of them is no tensor, or cannot be
+        read."""
+        self._places: list[tuple[int, int]] = []
+        """Address and bytes of each of ``_tensors``."""
+        self._reads: list[tuple[CData, int, int, int]] = []
+        """The arguments of ``lck_crc32c_spread`` for each of ``_tensors``."""
+
+    def checksum(self, view: OptimizerView, p: torch.Tensor) -> int:
+        state = None if view.wraps else view.optimizer.state.get(p)
+        held = [] if type(state) is not dict else list(islice(state.values(), _TENSORS_MAX))
+        tensors, known = [local_of(v) if isinstance(v, torch.Tensor) else v for v in held], self._tensors
+        if not known or len(tensors) != len(known) or not all(map(is_, tensors, known)) or not self._are_in_place():
+            self._tensors = []
+            reads = [_read_of(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors]
+            found = [read for read in reads if read is not None]
+            if len(found) < len(tensors):
+                return _state(view, p)
+            self._tensors, self._reads = tensors, found
+            self._places = list(map(_place_of, tensors))
+        return sum(_crc(read) for read in self._reads) & 0xFFFFFFFE
+
+    def _are_in_place(self) -> bool:
+        return list(map(_place_of, self._tensors)) == self._places
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def _checksum(tensor: torch.Tensor) -> int | None:
     """Return the checksum of a CPU tensor; None if the tensor cannot be read. The checksum is never 0, and its lowest
     bit is 0."""
+    read = _read_of(tensor)
+    return None if read is None else _crc(read)
+
+
+def _crc(read: tuple[CData, int, int, int]) -> int:
+    return lib.lck_crc32c_spread(*read) & 0xFFFFFFFE or 2
+
+
+def _read_of(tensor: torch.Tensor) -> tuple[CData, int, int, int] | None:
+    """Return the arguments with which ``lck_crc32c_spread`` reads a CPU tensor; None if the tensor cannot be read."""
     kind = type(tensor)
     if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or not tensor.is_cpu:
         return None
@@ -200,6 +252,4 @@ def _checksum(tensor: torch.Tensor) -> int | None:
     nbytes = tensor.nbytes
     if tensor.untyped_storage().nbytes() < nbytes:
         return None  # its storage was resized to fewer bytes
-    data = ffi.cast("char *", tensor.data_ptr())
-    crc = lib.lck_crc32c_spread(data, nbytes, _FLOATS.get(tensor.dtype, 0), _WORDS)
-    return crc & 0xFFFFFFFE or 2
+    return ffi.cast("char *", tensor.data_ptr()), nbytes, _FLOATS.get(tensor.dtype, 0), _WORDS

@@ -1,1 +1,1 @@
-"""When a checkpoint closes: torch's calls become events, and which event closes a checkpoint."""
+"""When a checkpoint closes: torch's calls are turned into events, and a rule says which event closes a checkpoint."""

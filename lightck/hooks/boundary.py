@@ -11,7 +11,7 @@ from lightck.events import Event
 BY_HAND = -1
 """The optimizer index of an update in a loop in which no optimizer is followed."""
 _BY_USER = (Event.END_STEP, Event.FLUSH)
-"""Calls of the user. Each of them closes a checkpoint whenever an update was made since the last checkpoint closed."""
+"""Calls of the user. Such a call closes a checkpoint if an update was made since the last checkpoint closed."""
 
 
 class Boundary:
@@ -29,8 +29,8 @@ class Boundary:
         self._updates: dict[int, int] = {}
         """Index of an optimizer -> number of its updates since the last checkpoint closed."""
         self._flushed = False
-        """Whether ``flush()`` closed a checkpoint at the last event. If so, the iteration was counted there, and an
-        ``end_step()`` that follows does not count it again."""
+        """Whether the last event was a ``flush()`` that closed a checkpoint. If so, the iteration was counted there,
+        and an ``end_step()`` right after it does not count the iteration again."""
 
     @property
     def step(self) -> int:
@@ -59,8 +59,8 @@ class Boundary:
         return max(self._updates.values(), default=0)
 
     def closes_at(self, event: Event) -> bool:
-        """Whether this event closes a checkpoint. With several optimizers and without a call of the user, only
-        ``next()`` and the pre-step hook close a checkpoint, and only when every optimizer has stepped."""
+        """Whether this event closes a checkpoint. With several optimizers, an event that is no call of the user closes
+        one only if it is ``next()`` or the pre-step hook, and every optimizer has stepped."""
         if not self._updates:
             return False
         if event in _BY_USER:

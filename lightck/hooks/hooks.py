@@ -105,8 +105,8 @@ class Hooks:
 
     @counted
     def _forward_pre(self, module: nn.Module, *inputs: object) -> None:
-        if module.training and torch.is_grad_enabled() and not self._in_closure and not _is_no_forward_of_loop():
-            self._stepping.clear()  # a step that raised has left its frame here, and a frame keeps variables alive
+        if module.training and torch.is_grad_enabled() and not self._in_closure and _is_forward_of_loop():
+            self._stepping.clear()  # if a step raised, its frame is still here, and would keep variables alive
             self._updated_frame = None
             self._events.before_forward(inputs)
             self._events.forward_begins()
@@ -164,9 +164,9 @@ class Hooks:
         return False
 
     def _wrapped(self, closure: own_hooks.Closure, gate_after_first: bool) -> own_hooks.Closure:
-        """Return a function that calls the user's closure. ``gate_after_first``: pass the gate when the closure has
-        returned for the first time (an optimizer of torch.optim updates nothing before that). False: the caller has
-        passed the gate."""
+        """Return a function that calls the user's closure. ``gate_after_first``: whether this function passes the gate,
+        when the closure has returned for the first time (an optimizer of torch.optim updates nothing before that).
+        False: the caller has passed the gate already."""
         must_pass_gate = gate_after_first
 
         def wrapped(*args: object, **kwargs: object) -> object:
@@ -207,7 +207,7 @@ class Hooks:
 
     def _hooks_of_any_step(self) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the hooks that torch calls before and after the ``step`` of every optimizer in the process. They are
-        not ``counted`` methods: most of their calls have nothing to do, and only add the fixed cost of a hook call
+        not ``counted``, because most of their calls do nothing, and cost only what every call of a hook costs
         (``seconds_per_hook``). They have only a weak reference to this object, because torch's registries are
         global."""
         ref = weakref.ref(self)
@@ -231,10 +231,11 @@ class Hooks:
         return before, after
 
 
-def _is_no_forward_of_loop() -> bool:
-    """Whether a forward is no place where a checkpoint may close: activation checkpointing recomputes it in the
-    backward pass, when the first forward has changed buffers, or it runs with other tensors than the model's own."""
-    return own_hooks.is_in_backward() or own_hooks.is_in_functional_call()
+def _is_forward_of_loop() -> bool:
+    """Whether this forward is one of the loop's own, at which a checkpoint can close. Two kinds are not: a forward that
+    activation checkpointing repeats inside the backward pass (the first run has changed buffers already), and a forward
+    with other tensors than the model's own."""
+    return not (own_hooks.is_in_backward() or own_hooks.is_in_functional_call())
 
 
 def _changed_nothing(optimizer: Optimizer) -> bool:

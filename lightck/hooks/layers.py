@@ -21,8 +21,8 @@ from lightck.state.signatures import version_counter_of
 _NOT_SHARED = ("step", "_optimizer_")
 """Prefixes of the attributes that are not copied from the user's optimizer to a layer's optimizer. ``step`` is an
 attribute of an instance only if a scheduler has wrapped the method; a copy of this attribute would keep the user's
-optimizer alive. The hook registries, whose names begin with ``_optimizer_``, are left out so that the search for
-optimizers at attach skips a layer's optimizer: it skips every instance without registries."""
+optimizer alive. The hook registries have names that begin with ``_optimizer_``. They are left out, because the search
+for optimizers at attach skips every instance without registries, and it must skip a layer's optimizer."""
 BLOCK = 1 << 20
 """Bytes of a gradient that one checksum covers."""
 Group = dict[str, object]
@@ -111,8 +111,8 @@ def _version_counter_of(value: object) -> int:
 
 
 def group_structure(optimizer: Optimizer) -> list[object]:
-    """Return the identities of an optimizer's groups and parameters, and which parameters require gradients. Layers are
-    built anew when the result is another one than when they were built."""
+    """Return the identities of an optimizer's groups and parameters, and which parameters require gradients. When the
+    result differs from what it was when the layers were built, the layers are built anew."""
     return [(id(group), [(id(p), p.requires_grad) for p in group["params"]]) for group in optimizer.param_groups]
 
 
@@ -122,8 +122,8 @@ def options_of(group: Group) -> Group:
 
 
 def make_layer(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Group], optimizer: Optimizer) -> Layer:
-    """Return a new layer. The layer's optimizer has the class of ``optimizer``, the user's optimizer, and shares its
-    attributes; ``__init__`` is not called. ``group_of``: id of a parameter -> its group in ``optimizer``."""
+    """Return a new layer. ``optimizer``: the user's optimizer. The layer's optimizer has the same class and shares its
+    attributes, and ``__init__`` is not called for it. ``group_of``: id of a parameter -> its group in ``optimizer``."""
     groups: dict[int, tuple[Group, list[torch.Tensor]]] = {}
     for p in params:
         groups.setdefault(id(group_of[id(p)]), (group_of[id(p)], []))[1].append(p)
@@ -134,8 +134,8 @@ def make_layer(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Gr
 
 
 def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
-    """Step a layer, without the hooks of ``step``, with the present options and state of ``optimizer``, the user's
-    optimizer. ``params``: the parameters of the layer that have gradients."""
+    """Step a layer, without the hooks of ``step``. ``optimizer``: the user's optimizer, whose present options and state
+    are used. ``params``: the parameters of the layer that have gradients."""
     part = layer.optimizer
     part.state = optimizer.state
     for mine, theirs in zip(part.param_groups, layer.groups, strict=True):
@@ -144,8 +144,8 @@ def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor
     type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]  # without the hooks around it
     silent = [p for p, before in zip(params, counters, strict=True) if p._version == before]
     if silent:
-        # A fused kernel moves no version counter. By the counter autograd detects that a tensor it saved for a backward
-        # pass was overwritten, so the counter is moved here.
+        # A fused kernel moves no version counter. Autograd uses the counter to detect that a tensor which it saved for
+        # a backward pass was overwritten. So the counter is moved here.
         torch.autograd.graph.increment_version(silent)
 
 

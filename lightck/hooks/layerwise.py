@@ -40,6 +40,7 @@ from lightck.hooks.layers import (
 )
 from lightck.state.blocks import checksums
 from lightck.state.inventory import clean_prefixes
+from lightck.state.local_tensors import is_dtensor
 from lightck.state.optimizer_wrappers import has_hooks, inner_of
 from lightck.state.ranks import rank_and_world_size
 
@@ -152,9 +153,9 @@ class Layerwise:
             self._accumulating -= 1
 
     def forget(self) -> None:
-        """Continue after a ``backward()`` that raised. Each layer stays as it is, whether it was updated or not, and
-        all gradients are set to None. The unfinished update is not counted as a step; the pool keeps the checkpoint of
-        the step before."""
+        """Continue after a ``backward()`` that raised. The layers that were updated stay updated, and all gradients are
+        set to None. The unfinished update is not counted as a step, and the pool keeps the checkpoint of the step
+        before."""
         optimizer = self._optimizer()
         for layer in self._layers:
             for param in layer.params:
@@ -162,7 +163,7 @@ class Layerwise:
         self._reset()
         if optimizer is not None:
             for listener, index in self._live_listeners():
-                listener.layers_forgotten(index)
+                listener.layers_abandoned(index)
 
     def remove(self) -> None:
         """End the layer-wise update: from now on ``optimizer.step()`` updates all layers. Call ``remove`` between
@@ -199,7 +200,7 @@ class Layerwise:
     # -- layers ------------------------------------------------------------------------------------------
 
     def _build(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Make one layer for each module that has trained parameters of its own, if this optimizer has them. A tied
+        """Make one layer for each module that has parameters of its own which are trained by this optimizer. A tied
         parameter belongs to the first of its modules."""
         own_hooks.remove(self._param_handles)
         self._layers.clear()
@@ -254,8 +255,8 @@ class Layerwise:
         if not self._used:
             _refuse_many_ranks()
             _refuse_scaled(optimizer)
-            # Between lightck's pre hook and its post hook the used gradients are hidden. So all other hooks must run
-            # before this pre hook or after this post hook.
+            # Between lightck's pre hook and lightck's post hook the used gradients are hidden. So every other pre hook
+            # must run before, and every other post hook after, the two.
             own_hooks.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
             self._updates += 1
@@ -273,13 +274,14 @@ class Layerwise:
     def _record_used(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
         """Record what the update uses, so that ``step()`` can detect later changes. A write through ``.data`` moves no
         version counter, so the bytes of some gradients are compared as well: in the first ``_FULLY_COMPARED`` updates
-        the gradients of all layers, later those of the first layer and of at most one other layer, which takes its
-        turn."""
+        the gradients of all layers, later those of the first layer and of one more layer, or none.
+
+        Which one takes turns: the parameters are numbered in the order of their updates, each update has one of these
+        numbers, and the layer whose first parameter has this number is compared (if there is such a layer)."""
         layer.used_options = [options_of(group) for group in layer.groups]
-        n_before = len(self._used)  # number of parameters that earlier layers of this update have
-        # Number of the parameter whose turn it is: the layer that begins with this parameter is compared.
-        turn_param = self._updates % max(len(self._layer_of), 1)
-        is_compared = self._updates <= _FULLY_COMPARED or n_before in (0, turn_param)
+        first_number = len(self._used)  # the number of the layer's first parameter
+        number_of_update = self._updates % max(len(self._layer_of), 1)
+        is_compared = self._updates <= _FULLY_COMPARED or first_number in (0, number_of_update)
         for p in params:
             grad = p.grad
             assert grad is not None
@@ -363,7 +365,13 @@ def _refuse(optimizer: object) -> None:
             f"{kind} needs the gradients of all layers at once, or was built with differentiable=True. Such an "
             "optimizer cannot update layer by layer. Use another optimizer, or leave out lightck.layerwise()."
         )
-    devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(map(is_dtensor, params)):
+        raise UnsupportedError(
+            "The parameters are DTensors, and their modules compute with other tensors, which get the gradients. A "
+            "layer-wise update would not see them. Leave out lightck.layerwise()."
+        )
+    devices = {p.device.type for p in params}
     if devices - {"cpu"}:
         raise UnsupportedError(
             f"The parameters lie on {', '.join(sorted(devices))}. A layer-wise update works on the CPU only. Leave "

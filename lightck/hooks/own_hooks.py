@@ -221,12 +221,7 @@ def is_called_by(matches: Callable[[FrameType], bool]) -> bool:
 def is_in_functional_call() -> bool:
     """Whether ``torch.func.functional_call`` runs the forward of the module whose hook calls this function, or of a
     module around it. The module then holds other tensors in place of its own."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_MAX):
-        if frame is None or frame.f_code is _FUNCTIONAL_CALL:
-            return frame is not None
-        frame = frame.f_back
-    return False
+    return is_called_by(lambda frame: frame.f_code is _FUNCTIONAL_CALL)
 
 
 def is_in_backward() -> bool:

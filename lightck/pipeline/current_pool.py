@@ -11,8 +11,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from lightck.errors import UnsupportedError
 from lightck.pool.create import RESERVE_MIN, create
 from lightck.pool.engine import Engine
+from lightck.pool.format.group import GroupIdentity
 from lightck.pool.format.layout import Entry
 from lightck.pool.listener import CommitEvents
 from lightck.pool.reader import PoolReader
@@ -30,8 +32,8 @@ Layout = dict[str, Entry]
 class CurrentPool:
     """The one pool file that is open for writing. ``writer``: None until the pool is created or opened. ``n_slots``:
     number of slots that the next new file gets. ``spare_slots``: how many of these are for exports.
-    ``requested_slots``: number of slots that the relayout at the next boundary must give the pool; None: no such
-    relayout is requested."""
+    ``requested_slots``: number of slots for which a relayout at the next boundary is requested (None: no relayout is
+    requested)."""
 
     def __init__(
         self,
@@ -47,10 +49,13 @@ class CurrentPool:
         self.writer: PoolWriter | None = None
         self.n_slots, self.spare_slots = slots, 0
         self.requested_slots: int | None = None
+        self.group: GroupIdentity | None = None
+        """Set before the pool of a rank is created: which rank it is."""
         self._backend, self._engine, self._lock, self._events = backend, engine, lock, events
 
     def add_spare_slot(self) -> None:
-        """Add a slot for exports, which hold checkpoints. Call before the pool is created or opened."""
+        """Add a slot, because an export holds its checkpoint, so that the training cannot write to the slot of that
+        checkpoint meanwhile. Call before the pool is created or opened."""
         self.n_slots, self.spare_slots = self.n_slots + 1, self.spare_slots + 1
 
     def create(self, entries: Sequence[Entry], state_nbytes: int) -> None:
@@ -76,8 +81,9 @@ class CurrentPool:
         return self.writer
 
     def request_slots(self, slots: int | None) -> None:
-        """If the pool does not have ``slots`` slots besides the spare ones, request a relayout at the next boundary
-        that gives it as many. None: keep the pool's number of slots, but at least two besides the spare ones."""
+        """If the pool does not have exactly ``slots`` slots besides the spare ones, request a relayout at the next
+        boundary that gives it this number. None: keep the pool's number of slots, unless fewer than two slots would be
+        left besides the spare ones."""
         wanted = slots + self.spare_slots if slots is not None else max(self.n_slots, 2 + self.spare_slots)
         if wanted != self.n_slots:
             log.info(
@@ -91,8 +97,8 @@ class CurrentPool:
     def ready_writer(self) -> PoolWriter:
         """The writer for the next checkpoint. Raises ``RelayoutNeededError`` if a relayout is needed first."""
         if self.writer is None:
-            # A relayout that a signal interrupted may have left a request for ``n_slots`` slots. The first file gets
-            # ``n_slots`` slots without a request.
+            # If a signal interrupted a relayout, a request for ``n_slots`` slots is left. It is not needed: the first
+            # file gets ``n_slots`` slots in any case.
             self.requested_slots = None
             raise RelayoutNeededError("there is no pool yet")
         if self.requested_slots is not None:
@@ -112,6 +118,7 @@ class CurrentPool:
             spare_nbytes=spare_nbytes,
             extras=extras,
             may_discard=self.writer is None,  # without a writer nothing at the path is needed any more
+            group=self.group if self.writer is None else self.writer.reader.group,
         )
         try:
             return PoolWriter(PoolReader(container, self.path), self._engine, self.durability, self.writer, self._lock)
@@ -119,12 +126,22 @@ class CurrentPool:
             container.close()
             raise
 
-    def relayout(self, entries: Sequence[Entry], state_nbytes: int, first: Callable[[PoolWriter], T]) -> T:
-        """Move the pool to a new file, and return the result of ``first``. Call only while no checkpoint is in flight.
-        If this raises, the new file is removed, and the pool stays in its present file, unchanged. ``entries``: the
-        tensors of the training (empty: those of the present file). ``state_nbytes``: bytes of the closed step's small
-        state. ``first``: called after the held checkpoints were carried over; it commits the checkpoint of the closed
-        step in the new file (for a pin it does nothing)."""
+    def refuse_relayout(self, why: str) -> None:
+        """Raise ``UnsupportedError`` if this is the pool of a rank: a new file would hold only the newest checkpoint,
+        and other ranks may not have that one."""
+        if self.writer is not None and self.writer.reader.group is not None:
+            raise UnsupportedError(
+                f"The pool {self.path!r} has to be written anew ({why}), and lightck cannot do that yet for the pool "
+                "of a rank. The checkpoints in it are intact. Create all tensors and objects of the training before "
+                "attach, so that the pool has space for them from the start; or use another directory."
+            )
+
+    def relayout(self, entries: Sequence[Entry], state_nbytes: int, commit_checkpoint: Callable[[PoolWriter], T]) -> T:
+        """Move the pool to a new file, and return the result of ``commit_checkpoint``. Call only while no checkpoint is
+        in flight. If this raises, the new file is removed, and the pool stays in its present file, unchanged.
+        ``entries``: the tensors of the training (empty: those of the present file). ``state_nbytes``: bytes of the
+        closed step's small state. ``commit_checkpoint``: commits the checkpoint of the closed step in the new file (for
+        a pin it does nothing). It is called after the held checkpoints were carried over."""
         old, events = self.writer, self._events
         events.stop_reading()
         carried = events.checkpoints_to_carry(old) if old is not None else []
@@ -134,7 +151,7 @@ class CurrentPool:
         writer = self._new_writer(in_module_order(layout.values()), state_nbytes, spare_nbytes(old, layout), extras)
         try:
             events.carry(writer)
-            result = first(writer)
+            result = commit_checkpoint(writer)
             writer.reader.container.publish()
         except BaseException:
             events.relayout_failed()
@@ -156,11 +173,11 @@ class CurrentPool:
 
 
 def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Entry]) -> tuple[Layout, list[Entry]]:
-    """Return the layout of the file that replaces ``old``, and the tensors of held checkpoints that do not fit into
-    this layout, because the shape or dtype of the tensor has changed since. The slots hold such tensors in their
-    reserve (docs/format.md). ``now``: the tensors of the training (empty: those of ``old``). ``held``: the tensors of
-    held checkpoints. The layout keeps the extents of optimizer state that does not exist now and may be created again.
-    It keeps no extents of tensors in the user's objects that no longer exist."""
+    """Return the layout of the file that replaces ``old``, and those tensors of held checkpoints that do not fit into
+    this layout, because their shape or dtype has changed since. The slots hold such tensors in their reserve
+    (docs/format.md). ``now``: the tensors of the training (empty: those of ``old``). ``held``: the tensors of held
+    checkpoints. Of tensors that do not exist now, the layout keeps the extents of optimizer state, which may be created
+    again, and drops the extents of tensors in the user's objects."""
     current = {entry.name: entry for entry in now}
     layout = _kept_entries(old, current) if old is not None else {}
     layout |= {entry.name: entry for entry in (*held, *now)}

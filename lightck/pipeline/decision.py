@@ -6,6 +6,7 @@ of their checkpoints, and the nonfinite check (``pause_on_nonfinite=True``) refu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from lightck.pool.writer import PoolWriter
@@ -28,15 +29,39 @@ class CommitDecision(Protocol):
         ...
 
 
+class GroupDecision(CommitDecision, Protocol):
+    """The decision of a group of ranks: it may hold all slots, until other ranks have committed."""
+
+    def wait_for_slot(self, writer: PoolWriter, pause: Callable[[], object]) -> bool:
+        """Wait until a slot may be overwritten, and return True. ``pause`` is called at times."""
+        ...
+
+
 class Decisions:
     """All decisions together: a checkpoint may commit if no decision refuses it, and a slot may be overwritten if no
     decision holds it."""
 
     def __init__(self) -> None:
         self._decisions: list[CommitDecision] = []
+        self._of_group: GroupDecision | None = None
 
     def add(self, decision: CommitDecision) -> None:
         self._decisions.append(decision)
+
+    def add_group(self, decision: GroupDecision) -> None:
+        self.add(decision)
+        self._of_group = decision
+
+    @property
+    def commits_after_give_up(self) -> bool:
+        """Whether the checkpoint after one that was given up must be committed within its boundary. (It is the decision
+        of ``commits_within_boundary`` in ranks/rule.py; the pipeline knows without names which one was given up.)"""
+        return self._of_group is not None
+
+    def wait_for_slot(self, writer: PoolWriter, pause: Callable[[], object]) -> bool:
+        """Wait until other ranks let this one overwrite a slot, and return True. Return False at once if there are no
+        other ranks."""
+        return self._of_group is not None and self._of_group.wait_for_slot(writer, pause)
 
     def may_commit(self, closed_step: ClosedStep) -> bool:
         return all(one.may_commit(closed_step) for one in self._decisions)

@@ -32,11 +32,11 @@ from lightck.state.inventory import Live
 EAGER_JOBS_MAX = 6
 """The largest number of the engine's jobs that make the eager copies of one checkpoint."""
 EAGER_JOB_NBYTES_MIN = 4 << 20
-"""A job begins when the updated tensors that wait for a job have at least ``EAGER_JOB_NBYTES_MIN`` bytes and at least
-1 / ``EAGER_JOBS_MAX`` of the bytes of a checkpoint's background copies."""
+"""A job begins when the updated tensors that wait for a job have at least ``EAGER_JOB_NBYTES_MIN`` bytes, and at least
+the ``EAGER_JOBS_MAX``-th part of the bytes that a checkpoint copies in the background."""
 CHECKED_COPIES_MIN = 3
-"""How many eager copies of each tensor are checked with checksums, beginning with the first. For later copies the
-signature is compared, and checksums only in turn."""
+"""The first ``CHECKED_COPIES_MIN`` eager copies of each tensor are checked with checksums. Of later copies, all
+signatures are compared, but checksums only of one parameter after the other (``EagerCopies._needs_checksums``)."""
 
 
 class EagerCopies:
@@ -44,8 +44,8 @@ class EagerCopies:
 
     def __init__(self, check: bool = False) -> None:
         self._begun: _UpdateCopies | None = None
-        """The eager copies of the present update; None before its first layer is updated, and while no slot is
-        reserved."""
+        """The eager copies of the present update. None before the first layer of the update is updated, and while no
+        slot is reserved for the next checkpoint."""
         self._check = check
         self._n_checked: dict[str, int] = {}
         """Name of a tensor -> number of its eager copies that were checked with checksums."""
@@ -82,10 +82,10 @@ class EagerCopies:
         return None if self._begun is None else self._begun.reservation
 
     def reusable(self, background: Sequence[Live], numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
-        """Return the record numbers of the eager copies that the checkpoint can use, and how many eager copies it
-        cannot use. If it cannot use some, all eager copies have ended when this returns, so that no unusable copy can
-        overwrite the copy that replaces it. ``background``: the tensors that the checkpoint copies in the background;
-        ``numbers``: their record numbers."""
+        """Return the record numbers of the eager copies that the checkpoint can use, and the number of eager copies
+        that it cannot use. If there are any of the latter, wait until all eager copies have ended, so that no unusable
+        copy overwrites the copy that replaces it. ``background``: the tensors that the checkpoint copies in the
+        background. ``numbers``: the record numbers of these tensors."""
         if self._begun is None:
             return NO_RECORDS, 0
         begun = self._begun
@@ -98,9 +98,9 @@ class EagerCopies:
         return np.array([one.number for one in good], np.int64), n_unusable
 
     def _wrong(self, begun: _UpdateCopies, copies: Sequence[_Copy]) -> set[_Copy]:
-        """Return the wrong copies. Two comparisons find them: the tensor now is compared with the tensor right after
-        its update (if they differ, it was ``written``), and with the bytes in the slot. Only copies with checksums are
-        examined; but if one tensor was written, the bytes in the slot are compared for all copies."""
+        """Return the wrong copies. The present bytes of a tensor are compared twice: with its bytes right after its
+        update (if these differ, the tensor was ``written``), and with the bytes in the slot. Only copies with checksums
+        are examined. But if one tensor was written, the bytes in the slot are compared for all copies."""
         self._turn += 1
         self._n_params = begun.n_params
         now: dict[_Copy, npt.NDArray[np.uint32]] = {}
@@ -171,8 +171,8 @@ class _UpdateCopies:
         return len(self._copies)
 
     def add(self, tensors: Iterable[torch.Tensor], jobs_max: int, not_eager: set[str]) -> None:
-        """Copy tensors that are updated, if nothing is expected to change them before the checkpoint is committed or
-        dropped. ``not_eager``: names of tensors that are not copied."""
+        """Copy those of these updated tensors that the last checkpoint copied in the background, that its table still
+        describes, and whose names are not in ``not_eager``."""
         for tensor in tensors:
             found = self._table.background_of(tensor)
             if found is None or found[0].name in not_eager or not self._tables.describes(*found):

@@ -74,21 +74,22 @@ class WriteGuard:
         self._n_begun = 0
         """Number of checkpoints whose copies have begun."""
         self._device_turn = 0
-        """Number of validated checkpoints; it chooses the block of a source on a device that is read."""
+        """Number of validated checkpoints. It chooses which source on a device is read, and which block of it."""
         self._n_watched = 0
-        """Number of checkpoints that had background copies. (A model that grows has the first of them late.)"""
+        """Number of checkpoints that had background copies. It is counted apart from ``_n_begun``, because a model that
+        grows may have its first background copies late."""
         self._reread_nbytes = 0
         """Bytes of left-out tensors that were read for the next checkpoint."""
         self._reading_turn = RoundRobin()
         """Chooses the blocks of sources that are read next."""
         self._verified_until = 0
-        """The newest verified generation: all bytes of its sources in host memory were read at the boundary, and the
-        copies held the same bytes."""
+        """Generation of the newest verified checkpoint: one for which all bytes of the sources in host memory were read
+        at the boundary, and whose copies held the same bytes."""
         self.stale_after: int | None = None
-        """The stale checkpoints are those with a larger generation than this that were begun before the unannounced
-        write was found. None: no checkpoint is stale."""
+        """The checkpoints of the generations after ``stale_after``, up to and including ``_found_at``, are stale. None:
+        no checkpoint is stale."""
         self._found_at = 0
-        """The newest generation when the unannounced write was found."""
+        """The newest generation at the moment when an unannounced write was found last."""
 
     @property
     def copied_at_boundary(self) -> set[str]:
@@ -103,8 +104,8 @@ class WriteGuard:
     # -- before a checkpoint is made
 
     def check_left_out_tensors(self, writer: PoolWriter, updated: Collection[int]) -> None:
-        """Look for unannounced writes to the tensors that the next checkpoint would leave out. ``updated``: ids of the
-        tensors that an optimizer has updated since the last call. The next checkpoint writes them."""
+        """Look for unannounced writes to the tensors that the next checkpoint would leave out. ``updated``: ids of
+        tensors that an optimizer has updated since the last call, and that the next checkpoint therefore writes."""
         self._unchanged.forget(updated)
         generation, block = writer.generation, writer.superblock.block
         names, self._reread_nbytes = self._unchanged.reread(generation, block, self._budget(self._n_begun))
@@ -156,9 +157,9 @@ class WriteGuard:
     # -- until it commits
 
     def changed(self, checkpoint: InFlightCheckpoint) -> Rejection | None:
-        """Return a rejection if a source has another signature than at the boundary, else None. The copy of such a
-        source may hold bytes from before or after the write. A second copy would not help, because it would contain the
-        write, and a training that resumes from it would make the same write again."""
+        """Return a rejection if a source has another signature than at the boundary, that is, if something wrote to it;
+        otherwise None. Its copy may hold bytes from before and from after the write. To copy it again would not help,
+        because the new copy would contain the write, and a training that resumes from it would make the write again."""
         watched = checkpoint.watched
         names = [watched.lives[i].name for i in watched.changed()]
         who = "a forward" if watched.forward_seen else "something between the end of the step and the next forward"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from lightck.errors import listed
 from lightck.interrupts import raise_if_interrupted
 from lightck.pipeline.sources import SourceWatch
 from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_DEFAULT
@@ -24,8 +25,8 @@ class InFlightCheckpoint:
     watched: SourceWatch
     step: int
     needs_no_validation: bool
-    """Whether all bytes of the checkpoint come from copies that were made at the boundary, on the host or in the order
-    of a device's work. No later write can reach such copies."""
+    """Whether no later write can reach the copies of the checkpoint: each is made at the boundary by the host, or by a
+    device before the work that is queued on it after the boundary."""
 
     @property
     def n_jobs(self) -> int:
@@ -46,14 +47,14 @@ class InFlightCheckpoint:
             "inside `with session.paused():`.",
             self.step,
             reason,
-            ", ".join(names[:3]),
+            listed(names),
         )
         self.pending.job.drop()
         self.pending.job.forget()
 
     def commit(self) -> None:
-        """Wait for the copies, commit the checkpoint, and wait until it is committed. The caller keeps the sources
-        unchanged meanwhile. If this raises, no copy is running any more."""
+        """Wait for the copies, then commit the checkpoint, and wait until that is done. Meanwhile the caller keeps the
+        sources unchanged. If this raises, no copy is running any more."""
         job = self.pending.job
         try:
             job.wait(COPIED, pause=raise_if_interrupted)
@@ -74,10 +75,10 @@ def job_budget(checkpoints: Sequence[InFlightCheckpoint], uncommitted_max: int) 
     """Return how many jobs the next checkpoint may use besides the job that commits it. ``checkpoints``: all that are
     in flight now. ``uncommitted_max``: how many checkpoints may still be uncommitted when the next update begins.
 
-    The engine's job table has ``JOBS_MAX`` entries. Each copy thread and the transfer thread may still refer to an
+    The engine's job table has ``JOBS_MAX`` entries. Each copy thread, and the transfer thread, can still refer to an
     entry that was freed, so one entry stays unused for each of these threads. The checkpoints that can be in flight at
-    once share the other entries equally. Of the entries that are free now, one is kept for the job that commits the
-    next checkpoint, and one for each checkpoint that may begin later."""
+    the same time share the other entries equally. Of the entries that are free now, one is kept for the job that
+    commits the next checkpoint, and one for each further checkpoint that can begin before an entry is freed."""
     entries = JOBS_MAX - THREADS_DEFAULT - 1
     share = entries // (uncommitted_max + 1) - 1
     to_come = max(uncommitted_max - len(checkpoints), 0)

@@ -39,8 +39,8 @@ class NonfiniteCheck(CommitDecision):
         """``objects``: the user's objects that are saved, by name; GradScalers among them are checked."""
         self._objects, self._meter = objects, meter
         self._exempt: set[str] | None = None
-        """Names of buffers that held infinities and no NaN at the first check; they are not checked. None before the
-        first check."""
+        """Names of the buffers that are not checked, because they held infinities, but no NaN, at the first check. None
+        before the first check."""
         self._turn = 0
         """Number of checks; it chooses the window of each tensor."""
         self._next_block: tuple[int, int] = (0, 0)
@@ -55,8 +55,8 @@ class NonfiniteCheck(CommitDecision):
         return frozenset()
 
     def may_commit(self, closed_step: ClosedStep) -> bool:
-        """Whether the checked values are finite. A warning is logged when the result becomes False, and when it becomes
-        True again."""
+        """Whether the checked values are finite. Log a warning when the result changes from True to False, and when it
+        changes back."""
         before, self.reason = self.reason, self._find(closed_step.lives)
         if self.reason is None:
             if before is not None:

@@ -62,26 +62,30 @@ class Pipeline:
         strategy: Strategy,
         staging: Kind | None = None,
         *,
+        uncommitted_max: int | None = None,
         check: bool = False,
         lock: PoolLock | None = None,
     ) -> None:
+        """``uncommitted_max``: how many checkpoints may still be uncommitted when the next update begins; None: two
+        fewer than slots."""
+        self._uncommitted_max = slots - 2 if uncommitted_max is None else uncommitted_max
         self.path, self.durability = path, durability
         self.committed: int | None = None
         """Step of the newest checkpoint whose commit was reported to the listeners."""
         self.engine, self.events, self.decisions = Engine(), CommitEvents(), Decisions()
         self.pool = CurrentPool(path, backend, durability, self.engine, slots, lock, self.events)
         self.guard, self.eager = WriteGuard(check), EagerCopies(check)
-        self.staging = Staging(meter, staging, commits_after_update=slots > 2, is_on=not check)
+        self.staging = Staging(meter, staging, commits_after_update=self._uncommitted_max > 0, is_on=not check)
         self.wait_policy = WaitPolicy(self.engine, meter, is_on=not check)
         self._strategy, self._meter, self._check = strategy, meter, check
-        self._uncommitted_max = slots - 2
-        """How many checkpoints may still be uncommitted when the next update begins."""
         self._in_flight: list[InFlightCheckpoint] = []
         self._tables: WriteTableCache | None = None
         self._writes_all = True
-        """Whether the last plan used every write table as it was given, without leaving out a tensor of it."""
+        """Whether the last plan used each write table unchanged, and left out no tensor (``WriteTable.without``)."""
         self._newest: tuple[PoolWriter, Slot, int] | None = None
         """Where the newest checkpoint lies, committed or not: writer of its pool, slot, generation."""
+        self._was_given_up = False
+        """Whether the last checkpoint that ended was given up."""
 
     @property
     def is_idle(self) -> bool:
@@ -123,9 +127,9 @@ class Pipeline:
             self.guard.check_left_out_tensors(self.pool.writer, updated)
 
     def begin_checkpoint(self, closed_step: ClosedStep) -> None:
-        """Begin to write the checkpoint of a closed step, if the commit decisions allow it. What is copied at the
-        boundary is copied before this returns. If a relayout is needed, the checkpoint is committed before this
-        returns."""
+        """Begin to write the checkpoint of a closed step, if the commit decisions allow it. When this returns, the
+        copies at the boundary are made. The checkpoint is committed if a relayout was needed, or if the last one was
+        given up and a group of ranks waits for this one."""
         self._collect_ended()
         self._newest = None
         self.guard.copied_at_boundary.update(closed_step.written_outside_step)
@@ -143,10 +147,12 @@ class Pipeline:
         self._newest = writer, checkpoint.pending.slot, checkpoint.pending.record.generation
         if checkpoint.needs_no_validation:
             self._release(checkpoint, writer)
+        if self._was_given_up and self.decisions.commits_after_give_up:
+            self.finish()
 
     def _release(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> None:
-        """Release a checkpoint that needs no validation. If all its bytes are copied and a commit waits for no disk, it
-        is committed at once on this thread: that takes less time than to wake a copy thread."""
+        """Release a checkpoint that needs no validation. If all its bytes are copied and a commit does not wait for a
+        disk, commit the checkpoint on this thread, which takes less time than to wake a copy thread."""
         job = checkpoint.pending.job
         commits_now = not job.parts and len(self._in_flight) == 1 and writer.durability.tier != TIER_DISK
         try:
@@ -188,7 +194,8 @@ class Pipeline:
         with self.staging.sending(writer, slot, submission, self.eager.reservation, jobs_max) as (reservation, sent):
             watched = self.guard.watch(submission, writer)
             pending = writer.begin(submission.copy_plan(copied, sent), slot, submission.keep_alive, reservation)
-        # Nothing may fail before the InFlightCheckpoint exists: no other object ends the job and frees the slot.
+        # From here on nothing must fail until the InFlightCheckpoint exists: no other object ends the job and frees the
+        # slot.
         closed_step = plan.closed_step
         needs_no_validation = not submission.background
         checkpoint = InFlightCheckpoint(pending, watched, closed_step.step, needs_no_validation)
@@ -208,6 +215,9 @@ class Pipeline:
             if slot is not None:
                 return slot
             if not self._in_flight:
+                with self._meter.wait():
+                    if self.decisions.wait_for_slot(writer, raise_if_interrupted):
+                        continue
                 raise LightckError(
                     "No slot of the pool can be written: earlier writes to the free slots failed. The last committed "
                     "checkpoint is intact. Put the pool on a sound medium and start again with resume=True."
@@ -220,7 +230,7 @@ class Pipeline:
         self.wait_policy.checkpoint_begins(eager=True)
         tables, writer = self._tables, self.pool.writer
         if tables is None or writer is None or tables.writer is not writer or not self._writes_all:
-            return  # the strategy may leave some of these tensors out
+            return  # if the strategy leaves out some of these tensors, they must not be copied
         jobs_max = job_budget(self._in_flight, self._uncommitted_max)
         if jobs_max > 0 and self.eager.wants_slot(tables):
             slot = writer.slots.choose(self.decisions.held(writer))
@@ -229,8 +239,8 @@ class Pipeline:
         self.eager.copy(tensors, jobs_max)
 
     def store_next_batch(self, entries: Sequence[NextBatch]) -> None:
-        """Write into the slot of the newest checkpoint which batch followed it, if the slot still holds this
-        checkpoint. Errors of the medium are ignored here, because the next checkpoint raises them."""
+        """Record which batch followed the newest checkpoint, in the slot of this checkpoint, if the slot still holds
+        it. Errors of the medium are ignored here, because the next checkpoint raises them."""
         if self._newest is not None:
             writer, slot, generation = self._newest
             if writer is self.pool.writer:
@@ -241,9 +251,10 @@ class Pipeline:
 
     def _relayout(self, closed_step: ClosedStep, why: RelayoutNeededError) -> None:
         """Move the pool to a new file because of ``why``: commit the checkpoint of the closed step there, give the
-        pool's name to the file, and then report the commit."""
+        pool's name to the file, and then report the commit. Raises ``UnsupportedError`` for the pool of a rank."""
+        self.pool.refuse_relayout(str(why))
 
-        def first(writer: PoolWriter) -> InFlightCheckpoint:
+        def commit_checkpoint(writer: PoolWriter) -> InFlightCheckpoint:
             checkpoint = self._begin(writer, closed_step)
             checkpoint.commit()
             return checkpoint
@@ -254,11 +265,11 @@ class Pipeline:
             if self.pool.writer is not None:
                 log.info("lightck: the pool %r is written anew, under the same path: %s", self.path, why)
             self.eager.drop()
-            checkpoint = self.pool.relayout(entries, len(closed_step.state), first)
+            checkpoint = self.pool.relayout(entries, len(closed_step.state), commit_checkpoint)
             self._note_committed(checkpoint)
             self._newest = self._writer, checkpoint.pending.slot, checkpoint.pending.record.generation
         except Interrupted:
-            # This attempt has used up the request for ``n_slots`` slots. The next attempt needs it again.
+            # ``ready_writer`` has cleared the request for ``n_slots`` slots. The next attempt needs the request again.
             self.pool.requested_slots = self.pool.n_slots
             raise
 
@@ -270,6 +281,7 @@ class Pipeline:
         try:
             wanted = max(needed, pool.requested_slots or 0)
             if writer.slots.n_usable < wanted:
+                pool.refuse_relayout(f"a pin needs {wanted} slots (attach(..., slots={wanted}) gives it that many)")
                 pool.n_slots = max(wanted, pool.n_slots)
                 log.info(
                     "lightck: the pool %r is written anew with %d slots, under the same path, for a pin",
@@ -283,7 +295,7 @@ class Pipeline:
                 self.eager.drop()
                 pool.relayout((), 0, lambda _: None)
                 self._newest = _slot_of_original(self._writer, original_generation)
-            pool.requested_slots = None  # the pool has at least as many slots now
+            pool.requested_slots = None  # the pool has at least as many slots now as were requested
         except BaseException:
             pool.n_slots, pool.requested_slots = before
             raise
@@ -308,8 +320,8 @@ class Pipeline:
                 self.settle(checkpoint)
 
     def wait_for_copies(self) -> None:
-        """Wait until no copy is running, and help to copy meanwhile. Code that follows may write to tensors, as an
-        evaluation with swapped weights does. Checkpoints whose sources are unchanged now are settled."""
+        """Wait until no copy is running, and help to copy meanwhile. Checkpoints whose sources are unchanged now are
+        settled, because the code that follows may write to tensors, as an evaluation with swapped weights does."""
         with self._meter.wait():
             self.eager.wait()
             for checkpoint in self._unvalidated():
@@ -367,6 +379,7 @@ class Pipeline:
         checkpoint.drop(rejection.reason, rejection.names)
         self._in_flight.remove(checkpoint)
         self._writer.release_slot(checkpoint.pending, bad=False)
+        self._was_given_up = True
         self._meter.skipped += 1
         self.guard.given_up(rejection, self._writer)
         return True
@@ -407,6 +420,7 @@ class Pipeline:
         info = checkpoint.pending.job.info()
         writer.committed(checkpoint.pending)
         self.committed = checkpoint.step
+        self._was_given_up = False
         self.guard.committed(checkpoint.pending.record.generation, writer, self.events)
         self._meter.count_commit(info.nbytes, info.nbytes_helped)
         self.wait_policy.checkpoint_ended(info.nbytes, info.nbytes_helped)

@@ -37,18 +37,17 @@ class TargetSlot(Protocol):
 @dataclass(frozen=True, slots=True)
 class WritePlan:
     """How one checkpoint is written. Each tensor of the step is handled in exactly one place. A tensor of
-    ``WriteTable.undecided``, or one that was taken out of its table, is in ``at_boundary`` or in ``unchanged``. Every
-    other tensor is handled by its table."""
+    ``WriteTable.undecided`` is in ``at_boundary`` or in ``unchanged``. A tensor that ``WriteTable.without`` took out of
+    its table is in ``unchanged``. Every other tensor is handled by its table."""
 
     closed_step: ClosedStep
     tables: tuple[WriteTable, ...]
-    """Tensors that every checkpoint writes; their table says when they are copied. For the tensors in
-    ``WriteTable.undecided``, ``at_boundary`` and ``unchanged`` say what happens."""
+    """The tables of the tensors that this checkpoint writes. A table says when its tensors are copied, except those in
+    its ``undecided``."""
     at_boundary: tuple[tuple[Live, TensorRecord], ...]
     """Tensors of ``WriteTable.undecided`` that are written: they are copied at the boundary."""
     unchanged: tuple[tuple[Live, TensorRecord], ...]
-    """Tensors that are left out because the slot holds their bytes. They are from ``WriteTable.undecided``, or
-    ``WriteTable.without`` took them out of their table."""
+    """Tensors that are left out, because the slot holds their bytes already."""
 
     @property
     def background(self) -> list[Live]:

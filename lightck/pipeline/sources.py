@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.errors import StateChangedError
+from lightck.errors import StateChangedError, listed
 from lightck.state.blocks import ALL, NO_BLOCKS, Blocks, Positions, RoundRobin, checksums
 from lightck.state.device_transfers import on_host, transfer_of
 from lightck.state.inventory import Live, in_plain_memory, is_plain, storage_of
@@ -41,6 +41,10 @@ def signature_of(tensor: torch.Tensor) -> Signature:
     return version_counter_of(tensor), memory_layout_of(tensor)
 
 
+_NOTHING_WATCHED = MemoryLayouts([]), VersionCounters([]), Registrations([])
+_NOTHING_READ = NO_BLOCKS.checksum_positions[:0], np.zeros(0, np.uint32), NO_BLOCKS.owners[:0]
+
+
 class SourceWatch:
     """The sources of one checkpoint's background copies."""
 
@@ -54,13 +58,15 @@ class SourceWatch:
         """Whether all bytes of the sources in host memory were read at the boundary."""
         self._on_devices = range(len(lives) - n_on_devices, len(lives))
         """Positions in ``lives`` of the sources on devices."""
-        tensors = [live.tensor for live in lives]
-        self._memory_layouts, self._counters = MemoryLayouts(tensors), VersionCounters(tensors)
-        self._registrations = Registrations(lives)
-        self._blocks = NO_BLOCKS
-        self._at_boundary = self._blocks.checksum_positions[:0], np.zeros(0, np.uint32), self._blocks.owners[:0]
-        """The blocks that were read at the boundary, as parallel arrays: where the checksum of the copy will be, the
-        checksum at the boundary, and the position of the source in ``lives``."""
+        self._memory_layouts, self._counters, self._registrations = _NOTHING_WATCHED
+        if lives:
+            tensors = [live.tensor for live in lives]
+            self._memory_layouts, self._counters = MemoryLayouts(tensors), VersionCounters(tensors)
+            self._registrations = Registrations(lives)
+        self._blocks, self._at_boundary = NO_BLOCKS, _NOTHING_READ
+        """``_blocks``: the blocks of all sources in host memory. ``_at_boundary``: three parallel arrays with one item
+        for each block that was read at the boundary: the position of the copy's checksum among all checksums of the
+        slot, the checksum at the boundary, and the position of the source in ``lives``."""
 
     def has_on_device(self, names: Sequence[str]) -> bool:
         """Whether one of these sources is on a device."""
@@ -151,9 +157,9 @@ class _Rounds:
 
     def __init__(self) -> None:
         self.verified_until = 0
-        """The newest generation whose left-out tensors of this group are known to be unchanged."""
+        """The newest generation in which all left-out tensors of this group are known to have been unchanged."""
         self._began: int | None = None
-        """The newest generation when the present round began; None if the group changed during the round."""
+        """The generation that was the newest one when the present round began. None if the group has changed since."""
 
     def all_read(self, generation: int) -> None:
         """Note that the whole group was read just now. ``generation``: the newest generation that was begun."""
@@ -171,8 +177,8 @@ class _Rounds:
 
 class UnchangedTensors:
     """Decides which frozen tensors a checkpoint may leave out, and from time to time reads again those that are left
-    out. A frozen tensor is one that no optimizer step changes. It counts as unchanged when two checkpoints in a row
-    that wrote it hold equal bytes, and as long as its signature then stays the same. After an unannounced write a
+    out. A frozen tensor is one that no optimizer step changes. It counts as unchanged once two checkpoints in a row
+    have written equal bytes of it, and as long as its signature stays the same afterwards. After an unannounced write a
     tensor never counts as unchanged again."""
 
     def __init__(self) -> None:
@@ -188,7 +194,7 @@ class UnchangedTensors:
 
     @property
     def verified_until(self) -> int:
-        """The newest generation whose left-out tensors are all known to be unchanged."""
+        """The newest generation in which the left-out tensors of both groups are known to have been unchanged."""
         return min(self._rounds.verified_until, self._rounds_of_others.verified_until)
 
     def crcs_if_unchanged(self, live: Live) -> npt.NDArray[np.uint32] | None:
@@ -213,7 +219,7 @@ class UnchangedTensors:
             self._discard_rounds()
 
     def retain(self, lives: Sequence[Live]) -> None:
-        """Forget all tensors that are not in ``lives``: they are gone, or are no longer frozen."""
+        """Forget all tensors that are not in ``lives``, because they no longer exist or are no longer frozen."""
         if len(self._known) > len(lives):
             names = {live.name for live in lives}
             self._known = {name: known for name, known in self._known.items() if name in names}
@@ -286,9 +292,9 @@ class UnchangedTensors:
         return {name for name in found if self._has_same_signature(name)}
 
     def _other_differing(self, names: Sequence[str], block: int) -> tuple[set[str], bool]:
-        """Do what ``_differing`` does for the next tensors of ``names``, which can be read only through a copy. At most
-        one of these on a device is read. Return also whether the last tensor of ``names`` was read, which ends the
-        round."""
+        """Do what ``_differing`` does for the next tensors of ``names``, which can be read only through a copy. Of the
+        tensors on devices, at most one is read. The second result is whether the last tensor of ``names`` was read,
+        which ends the round."""
         spent, start = 0, self._others_turn if self._others_turn < len(names) else 0
         for turn, name in enumerate(names[start:], start + 1):
             self._others_turn = turn % len(names)
@@ -308,7 +314,7 @@ class UnchangedTensors:
 def changed_error(names: Sequence[str], when: str) -> StateChangedError:
     """Return the error for an unannounced write to these tensors. ``when``: a clause for the message."""
     return StateChangedError(
-        f"{', '.join(map(repr, names[:3]))} was written {when}, in a way that moves no version counter of torch (a "
+        f"{listed(list(map(repr, names)))} was written {when}, in a way that moves no version counter of torch (a "
         "fused kernel, .data, numpy or another thread). From now on the tensor is copied at the end of each step, "
         "before training goes on. Wrap writes that are undone later (weight swaps) in `with session.paused():`, or "
         "call session.end_step() after the last write of a step. (This is an error because LIGHTCK_CHECK=1 is set. "

@@ -70,8 +70,8 @@ class Submission:
         return (*(table.keep_alive for table in self.plan.tables), self._keep_alive)
 
     def copy_plan(self, *begun_elsewhere: npt.NDArray[np.int64]) -> CopyPlan:
-        """Return the plan for the pool's writer. ``begun_elsewhere``: arrays of record numbers; the plan copies none of
-        these records, because their eager copy or device transfer has begun already."""
+        """Return the plan for the pool's writer. ``begun_elsewhere``: arrays with the numbers of the records that the
+        plan must not copy, because their eager copy or device transfer has begun already."""
         closed_step, tables = self.plan.closed_step, self.plan.tables
         begun = _joined(begun_elsewhere)
         numbers, sources, at_boundary = self._copies()
@@ -105,8 +105,8 @@ class Submission:
 
 
 def _joined(arrays: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """Concatenate arrays of record numbers. If only one array has items, return it itself, because the writer of a pool
-    recognises the arrays of a plan that it has seen."""
+    """Concatenate arrays of record numbers. If only one array has items, return this array and no copy, because the
+    writer of a pool recognises the array objects of a plan that it has seen."""
     filled = [array for array in arrays if len(array)]
     if len(filled) > 1:
         return np.concatenate(filled)

@@ -10,8 +10,9 @@ T = TypeVar("T")
 
 
 class Margin(NamedTuple):
-    """How much lower than another cost c a cost must be: below (1 - ``share``) * c - ``least``. A negative ``share``
-    allows a higher cost: -0.01 allows up to 1 % more."""
+    """By how much a cost must be lower than another cost c, to count as lower: it must be below
+    (1 - ``share``) * c - ``least``. With a negative ``share`` a higher cost can count as lower: with -0.01, a cost that
+    is up to 1 % higher."""
 
     share: float
     least: float = 0.0
@@ -26,10 +27,10 @@ class Trial(Generic[T]):
     previous alternative may still affect them, and then one checkpoint that counts. Every second round has the reverse
     order, so that a drift of the costs affects all alike.
 
-    An alternative is better than another one if each of its median costs is lower by the margin of that cost. The
-    caller gives at least one margin whose share is not negative. (Otherwise each of two alternatives could be better
-    than the other.) The winner is the first alternative that no other one is better than. If ``rounds`` is 0, the first
-    alternative wins at once.
+    An alternative is better than another one if each of its median costs is lower than the same cost of the other one,
+    by the margin of that cost. The winner is the first alternative than which no other one is better. At least one
+    margin must have a share that is not negative; otherwise each of two alternatives could be better than the other. If
+    ``rounds`` is 0, the first alternative wins at once.
     """
 
     def __init__(
@@ -44,10 +45,10 @@ class Trial(Generic[T]):
         """The alternatives that still have a turn in this round, the present one first; after the trial, only the
         winner."""
         self._finished = -warm_up
-        """How many checkpoints of this turn have finished; negative during the warm-up."""
+        """Number of checkpoints of this turn that have finished. Negative during the warm-up."""
         self._checkpoints_left = 2 * (warm_up + rounds * len(self.alternatives) * (lead_in + 1))
-        """How many more checkpoints may begin before the trial is cancelled. At first they are twice as many as the
-        trial needs, because a checkpoint that is dropped has no costs."""
+        """The number of further checkpoints that may begin before the trial is cancelled. At first it is twice the
+        number that the trial needs, because some may be dropped, and a dropped checkpoint has no costs."""
         self.is_over = False
         self._advance()
 

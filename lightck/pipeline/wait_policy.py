@@ -33,8 +33,9 @@ _INCOMPATIBLE_VARIABLES = ("OMP_STACKSIZE", "GOMP_STACKSIZE", "OMP_DISPLAY_AFFIN
 second OpenMP team, which might then need too much memory, or print at every checkpoint."""
 
 _STARVED_SHARE, _STARVED_NBYTES = 0.1, 16 << 20
-"""A checkpoint was starved (its copy threads had too little processor time) if the waiting thread copied at least the
-share ``_STARVED_SHARE`` of its bytes, and at least ``_STARVED_NBYTES`` bytes."""
+"""A checkpoint was starved (its copy threads had too little processor time) if a thread that waited for the copies
+(usually the training thread, at the gate) made at least the share ``_STARVED_SHARE`` of them itself, and at least
+``_STARVED_NBYTES`` bytes."""
 _STARVED_CHECKPOINTS, _STARVED_WINDOW = 3, 5
 """A trial begins when at least ``_STARVED_CHECKPOINTS`` of the last ``_STARVED_WINDOW`` gates had a starved
 checkpoint."""
@@ -48,28 +49,29 @@ _NO_SLOWER, _LESS_WAITING = Margin(-0.01), Margin(0.5)
 """Passive waiting stays if the time from boundary to gate is at most 1 % longer, and the wait at the gate less than
 half as long."""
 _ROUNDS = 16
-"""Rounds of a trial. Many are needed, because step times scatter by a few percent, which is mostly more than they
-differ between the alternatives."""
+"""Rounds of a trial. Many are needed, because step times scatter by a few percent, which is usually more than the
+difference between the two alternatives."""
 _MUCH_SLOWER, _ROUNDS_MIN = 1.1, 5
 """A trial ends after ``_ROUNDS_MIN`` or more rounds if the time from boundary to gate with passive waiting is more than
 ``_MUCH_SLOWER`` times the time with active waiting."""
 
 
 class WaitPolicy:
-    """Decides how OpenMP's threads wait during copies, from what checkpoints cost until the gate. ``is_on=False``: they
-    always wait actively."""
+    """Decides how OpenMP's threads wait during copies, by the time that checkpoints cost from the boundary to the gate.
+    ``is_on=False``: the threads always wait actively."""
 
     def __init__(self, engine: Engine, meter: Meter, *, is_on: bool = True) -> None:
         self._engine, self._meter = engine, meter
         self._is_on = is_on and not any(name in os.environ for name in (*_CHOSEN_BY_USER, *_INCOMPATIBLE_VARIABLES))
         self._is_passive = False
         self._trial: Trial[bool] | None = None
-        """Alternatives: active or passive waiting. Costs: seconds from boundary to gate, seconds waited for copies in
-        between."""
+        """Its alternatives: active and passive waiting. Its costs: the seconds from boundary to gate, and how many of
+        these the training thread waited for copies."""
         self._window: tuple[float, float] | None = None
-        """For the checkpoint in flight of a trial: the time when it began, and ``Meter.wait_seconds`` at that time."""
+        """For a checkpoint in flight that is part of a trial: the time when it began, and ``Meter.wait_seconds`` at
+        that time. None if there is no such checkpoint."""
         self._has_begun_eagerly = False
-        """Whether the eager copies of the next checkpoint have begun, so that its boundary is not its beginning."""
+        """Whether the next checkpoint began with its eager copies, and so does not begin at its boundary."""
         self._was_starved = False
         """Of the checkpoints that were committed since the last gate: whether the newest was starved. False if there
         was none."""
@@ -78,8 +80,8 @@ class WaitPolicy:
         self._checkpoints = 0
         """Number of committed checkpoints."""
         self._next_trial, self._trial_interval = 0, _CHECKPOINTS_UNTIL_NEXT
-        """No trial begins before ``_checkpoints`` is ``_next_trial``. At the end of a trial the next one is put off by
-        ``_trial_interval`` checkpoints."""
+        """No trial begins while ``_checkpoints`` is less than ``_next_trial``. At the end of a trial, ``_next_trial``
+        is set to ``_trial_interval`` checkpoints later."""
 
     def checkpoint_begins(self, *, eager: bool = False) -> None:
         """The copies of a checkpoint begin now. ``eager``: they are eager copies, before the boundary of the
@@ -97,8 +99,8 @@ class WaitPolicy:
             self._decide_if_over(self._trial)
         if not self._engine.set_passive_waiting(wanted):
             log.info(
-                "lightck: OpenMP's threads wait actively, as usual, which may slow copies down: to let them wait "
-                "passively, lightck needs one more thread, which cannot be started"
+                "lightck: a helper thread could not be started, so OpenMP's threads keep using the processor while "
+                "they wait, and copies may be slower. If that matters, allow the process more threads (ulimit -u)"
             )
             self._is_on, self._is_passive, self._trial = False, False, None
             self._update_stats()
@@ -106,8 +108,8 @@ class WaitPolicy:
             self._window = time.perf_counter(), self._meter.wait_seconds
 
     def checkpoint_ended(self, nbytes: int, nbytes_helped: int) -> None:
-        """A checkpoint is committed. ``nbytes``: its bytes. ``nbytes_helped``: how many of these a waiting thread
-        copied."""
+        """A checkpoint is committed. ``nbytes``: its bytes. ``nbytes_helped``: how many of these were copied by a
+        thread that waited for the copies, and not by a copy thread."""
         self._checkpoints += 1
         self._was_starved = nbytes_helped >= max(_STARVED_NBYTES, _STARVED_SHARE * nbytes)
 
@@ -136,8 +138,12 @@ class WaitPolicy:
     def _decide_if_over(self, trial: Trial[bool]) -> None:
         if not trial.is_over:
             return
-        waits = "wait passively" if trial.current else "wait actively, as usual,"
-        log.info("lightck: OpenMP's threads %s while checkpoints are copied: %s", waits, _summary(trial))
+        waits = "sleep instead of spinning" if trial.current else "go on spinning, as usual,"
+        log.info(
+            "lightck: OpenMP's idle threads %s while checkpoints are copied, because that costs less here: %s",
+            waits,
+            _summary(trial),
+        )
         self._trial, self._is_passive = None, trial.current
         self._starved.clear()
         self._next_trial, self._trial_interval = self._checkpoints + self._trial_interval, 2 * self._trial_interval
@@ -154,11 +160,8 @@ def _summary(trial: Trial[bool]) -> str:
     if not passive or not active:
         return "too few checkpoints were saved to compare the two"
     return (
-        "the median time from a checkpoint to the next update was {:.1f} ms with passive waiting ({:.1f} ms of it "
-        "spent "
-        "on the wait for the copy), and {:.1f} ms with active waiting ({:.1f} ms of it spent on that wait)".format(
-            *passive, *active
-        )
+        "from a checkpoint to the next update it took {:.1f} ms with sleeping threads (the training waited {:.1f} ms "
+        "of it for the copy), and {:.1f} ms with spinning ones ({:.1f} ms); these are medians".format(*passive, *active)
     )
 
 

@@ -1,5 +1,5 @@
-"""Which record of the pool each tensor has, and how the tensor is copied. Both are computed once, and reused until a
-tensor is added, dropped, replaced or moved.
+"""Which record of the pool each tensor has, and how the tensor is copied. Both answers are computed once, and reused
+until a tensor is added, dropped, replaced or moved.
 
 These tensors are copied at the boundary: all tensors of a small model, small tensors, buffers, tensors that must first
 be made contiguous, and tensors that something once wrote to after a boundary. Tensors on a device are sent from it.
@@ -23,6 +23,7 @@ from lightck.pool.writer import PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.device_transfers import DeviceTransfer, transfer_of
 from lightck.state.inventory import Live, entry_of, is_plain, storage_of
+from lightck.state.parts import refuse_parts
 from lightck.state.signatures import ClosedStep, MemoryLayout, memory_layout_of
 
 NO_RECORDS = np.array([], np.int64)
@@ -31,8 +32,9 @@ AT_BOUNDARY_NBYTES_MAX = 4096
 """The largest size of a tensor that is always copied at the boundary, because to start a background copy would take
 longer."""
 WHOLE_NBYTES_MAX = 0 if os.environ.get("LIGHTCK_TEST_BACKGROUND") == "1" else 512 * 1024
-"""If all tensors together have at most ``WHOLE_NBYTES_MAX`` bytes, all are copied at the boundary. To watch them, and
-to move their memory to the processor of a copy thread and back, would take longer than to copy them."""
+"""If all tensors together have at most ``WHOLE_NBYTES_MAX`` bytes, all are copied at the boundary. A background copy
+would take longer, because the tensors must then be watched, and their memory moves to the processor of a copy thread
+and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,8 @@ class TensorRecord:
         return self.memory_layout[0]
 
     def describes(self, live: Live) -> bool:
-        """Whether this record still describes the tensor. Object and address alone are not enough: ``resize_``, ``t_``
-        and ``.data = ...`` can keep both. A tied tensor also keeps both when the tensor to which it was tied is
+        """Whether this record still describes the tensor. Object and address alone do not show that: ``resize_``,
+        ``t_`` and ``.data = ...`` can keep both, and a tied tensor keeps both when the tensor to which it was tied is
         replaced."""
         is_same = self.tensor is live.tensor and self.alias == live.alias
         return is_same and self.memory_layout == memory_layout_of(live.tensor)
@@ -236,7 +238,7 @@ class WriteTableCache:
             and (known.token, known.n_names_at_boundary) == (tensor_list.token, len(copied_at_boundary))
         ):
             others = lives[n:]
-            if not others and len(self._records) <= n:  # and no record of a dropped tensor needs to be forgotten
+            if not others and len(self._records) <= n:  # if there are more records, some tensors were dropped
                 return [known, _EMPTY]
             return [known, self._table(others, self._records_of(others, lives), copied_at_boundary)]
         records = self._records_of(lives, lives)
@@ -281,6 +283,8 @@ class WriteTableCache:
             for i, (live, record) in enumerate(zip(lives, records, strict=True))
             if record is None or not record.describes(live)
         }
+        if changed and not writer.superblock.has_group:
+            refuse_parts(lives[i] for i in changed)
         new = [entry for entry in changed.values() if not writer.has_extent_for(entry)]
         if new:
             raise NoExtentError(new)

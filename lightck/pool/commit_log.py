@@ -63,8 +63,8 @@ def read_commit_log(sb: Superblock, read: Callable[[int, int], bytes]) -> Commit
 
 
 def is_dead(record: CommitRecord, commit_log: CommitLog) -> bool:
-    """Whether a later adoption went back to a checkpoint older than this record's, so that this record is not
-    resumed."""
+    """Whether a later adoption went back to a checkpoint that is older than the checkpoint of this record. Such a
+    record is not resumed."""
     return any(
         other.kind == KIND_ADOPTION and other.payload_generation < record.generation < other.generation
         for other in commit_log.records.values()
@@ -72,8 +72,8 @@ def is_dead(record: CommitRecord, commit_log: CommitLog) -> bool:
 
 
 def candidates(commit_log: CommitLog, step: int | None = None) -> list[CommitRecord]:
-    """Return the records that recovery tries, newest first. If several records name the same checkpoint (its own record
-    and the records of its adoptions), only the newest of these records is returned.
+    """Return the records that recovery tries, newest first. If several records name the same checkpoint (its first
+    record, and the records of its adoptions), only the newest of them is returned.
 
     ``step``: return only records of this step, including dead ones. None: return records of all steps, without dead
     ones."""

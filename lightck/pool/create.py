@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from lightck.errors import NoSpaceError, NotAPoolError
 from lightck.pool.engine import Medium
 from lightck.pool.format import layout
+from lightck.pool.format.group import GroupIdentity
 from lightck.pool.format.layout import Entry, blocks_of
 from lightck.pool.format.structures import (
     BLOCK_MAX,
     COMPAT_NEXT,
+    INCOMPAT_GROUP,
     KIB,
     LARGE_EXTENT_ALIGN,
     MANIFEST_HEADER_NBYTES,
@@ -48,15 +50,19 @@ def create(
     spare_nbytes: int = 0,
     extras: Sequence[Entry] = (),
     may_discard: bool = False,
+    group: GroupIdentity | None = None,
 ) -> tuple[Container, Superblock]:
     """Allocate a pool for these entries and write its static part. Returns the pool's container, which ``publish()``
-    makes visible, and its superblock. Raises the errors of ``Backend.create``.
+    makes visible, and its superblock. Raises the errors of ``Backend.create``, and ``ValueError`` if entries have
+    pieces that the pool cannot have.
 
     ``slots``: number of slots. ``state_nbytes``: expected length of the small state. ``extras``: extra entries of an
     old pool, for which the reserve of each slot gets room. ``spare_nbytes``: further bytes of the reserve.
-    ``may_discard``: what is at this path is empty or no longer wanted; remove it if the new pool has no room beside it.
+    ``may_discard``: whether to remove what is at this path, because it is empty or no longer wanted, if the new pool
+    has no room beside it.
+    ``group``: if the pool is that of a rank; then entries may have pieces.
     """
-    sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes, extras)
+    sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes, extras, group)
     container = _allocated(backend, path, sb.nbytes, may_discard)
     with (
         undo_on_error(container.close),
@@ -83,7 +89,12 @@ def _allocated(backend: Backend, path: str, nbytes: int, may_discard: bool) -> C
 
 
 def _geometry(
-    entries: Sequence[Entry], slots: int, state_nbytes: int, spare_nbytes: int, extras: Sequence[Entry]
+    entries: Sequence[Entry],
+    slots: int,
+    state_nbytes: int,
+    spare_nbytes: int,
+    extras: Sequence[Entry],
+    group: GroupIdentity | None,
 ) -> tuple[Superblock, bytes]:
     blocks = sum(blocks_of(e.nbytes, BLOCK_MAX) for e in entries)
     payload = sum(e.nbytes for e in entries)
@@ -92,13 +103,13 @@ def _geometry(
     reserve += 2 * sum(align_up(e.nbytes, LARGE_EXTENT_ALIGN) + LARGE_EXTENT_ALIGN for e in extras)
     fixed = MANIFEST_HEADER_NBYTES + len(entries) * TENSOR_RECORD_NBYTES + 4 * blocks
     # Room in the manifest for the entries, records and checksums of tensors that are added later.
-    variable = 64 * KIB + fixed // 4 + 2 * len(layout.encode_extras(extras))
+    variable = 64 * KIB + fixed // 4 + 2 * len(layout.encode_extras(extras, has_group=group is not None))
     variable += sum(TENSOR_RECORD_NBYTES + 8 * blocks_of(e.nbytes, BLOCK_MAX) for e in extras)
     manifest = align_up(fixed + variable + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)
     payload_offset = PAGE + 2 * manifest
     placed, reserve_offset = layout.place(entries, payload_offset)
     slot_nbytes = align_up(reserve_offset + reserve, SLOT_ALIGN)
-    table = layout.encode(placed)
+    table = layout.encode(placed, group)
     table_space = align_up(len(table), PAGE)
     first_slot = align_up(TABLE_OFFSET + 2 * table_space, SLOT_ALIGN)
     sb = Superblock(
@@ -114,5 +125,6 @@ def _geometry(
         reserve_offset=reserve_offset,
         slots=tuple((first_slot + i * slot_nbytes, slot_nbytes) for i in range(slots)),
         compat=COMPAT_NEXT,
+        incompat=0 if group is None else INCOMPAT_GROUP,
     )
     return sb, table

@@ -108,7 +108,7 @@ class JobInfo:
     nbytes: int
     """Bytes of payload and manifest stored so far."""
     nbytes_helped: int
-    """Those of ``nbytes`` that threads stored while they waited for the job."""
+    """How many of ``nbytes`` were stored by threads that waited for the job."""
 
 
 def find_openmp(library: str) -> bool:
@@ -165,8 +165,8 @@ class Engine:
         """Switch passive waiting on or off. While it is on and a checkpoint is being copied, OpenMP's waiting threads
         sleep soon instead of spinning.
 
-        Returns False if passive waiting is impossible, because ``find_openmp`` found no GNU OpenMP or no further thread
-        can be started."""
+        Returns False if passive waiting is impossible, because ``find_openmp`` found no GNU OpenMP, or because no
+        further thread can be started."""
         return lib.lck_engine_passive(self.handle, on) == lib.LCK_OK
 
     def populate(self, medium: Medium) -> None:
@@ -175,8 +175,8 @@ class Engine:
         check(lib.lck_engine_populate(self.handle, medium.handle), "populating the pool")
 
     def quiesce(self, medium: Medium) -> bool:
-        """Stop populating this mapping, and wait until no copy thread accesses it. Returns True when no thread does, or
-        if the engine or the mapping is closed. Returns False at once if a job on the mapping has not ended."""
+        """Stop populating this mapping, wait until no copy thread accesses it, and return True. Returns True as well if
+        the engine or the mapping is closed. If a job on the mapping has not ended, returns False at once."""
         if self.handle is None or medium.handle is None:
             return True
         return lib.lck_engine_quiesce(self.handle, medium.handle) != lib.LCK_ESTATE
@@ -249,7 +249,7 @@ class Job:
 
     @property
     def needs_sources(self) -> bool:
-        """Whether a copy of this job may still read its source; False also if the job was forgotten."""
+        """Whether a copy of this job may still read its source. False if the job was forgotten."""
         out = ffi.new("lck_job_info *")
         status = lib.lck_job_info_get(self._engine.handle, self._ticket, out)
         return status == lib.LCK_OK and out.state < lib.LCK_JOB_COPIED
@@ -264,8 +264,8 @@ class Job:
             check(lib.lck_job_release(self._engine.handle, self._ticket), "releasing a checkpoint")
 
     def commit(self) -> None:
-        """Release the job, and commit the checkpoint on this thread. Call it only after ``wait(COPIED)`` returned True,
-        and if all earlier jobs of the engine have ended. Raises ``BackgroundError`` if the job failed."""
+        """Release the job, and commit the checkpoint on this thread. Call it only if ``wait(COPIED)`` has returned True
+        and all earlier jobs of the engine have ended. Raises ``BackgroundError`` if the job failed."""
         self.is_released = True
         for part in self.parts:
             part.release()
@@ -299,7 +299,7 @@ class Job:
         """Wait until all bytes are copied (``COPIED``) or the job has ended (``ENDED``), and copy on this thread
         meanwhile.
 
-        Returns False if ``timeout`` seconds passed before that, else True. ``pause`` is called after every
+        Returns True when that is so, and False if ``timeout`` seconds pass before. ``pause`` is called after every
         ``_SLICE_MS`` of waiting. An exception that ``pause`` raises ends the wait and leaves the job unchanged. Raises
         ``BackgroundError`` if the job failed or was dropped.
         """
@@ -337,7 +337,7 @@ class Job:
 
     @property
     def has_committed(self) -> bool:
-        """Whether the commit record is durable; False also if the job was forgotten."""
+        """Whether the commit record is durable. False if the job was forgotten."""
         out = ffi.new("lck_job_info *")
         status = self._engine.query(lambda handle: lib.lck_job_info_get(handle, self._ticket, out), lib.LCK_ESTATE)
         return status == lib.LCK_OK and out.state == lib.LCK_JOB_COMMITTED
@@ -356,7 +356,9 @@ class Job:
         out = ffi.new("lck_job_info *")
         lib.lck_job_info_get(self._engine.handle, self._ticket, out)
         code = out.error
-        why, cure = os.strerror(code) if code else reason(status), "the pool's medium (space, health)"
+        why, cure = reason(status), "the earlier messages"
+        if code:
+            why, cure = os.strerror(code), "the pool's medium (space, health)"
         if self._why is not None:
             why = f"its tensors could not be read from their device ({type(self._why).__name__}: {self._why})"
             cure = "the device (its log, its memory)"

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class PlannedRecords:
-    """Computed for one plan and one slot. Valid for every plan with the same arrays, until the pool's entries change or
-    ``SlotImage.forget`` is called."""
+    """Computed for one plan and one slot. Valid for the slot's later plans with the same arrays, until the pool's
+    entries change or ``SlotImage.forget`` is called."""
 
     def __init__(self, plan: CopyPlan, template: npt.NDArray[np.void], slot_offset: int) -> None:
         """``template``: the copy array of all entries of the pool, with offsets in the slot. ``slot_offset``: offset of
@@ -39,8 +39,10 @@ class PlannedRecords:
         self.copies = copies_of(template, slot_offset, plan.records, plan.sources)
         self.copies["flags"] = np.where(plan.at_boundary, lib.LCK_NOW, 0)
         self.c_copies: CData = ffi.from_buffer("lck_copy[]", self.copies)
+        self._are_all_written = self.n_listed == len(template) and not len(plan.unchanged)
         self._columns: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
-        """The generations and steps of all records of the image; None unless the plan writes every record."""
+        """The two columns of the image's records that change: generations and steps. None if the plan does not write
+        every record."""
 
     def are_of(self, plan: CopyPlan, template: npt.NDArray[np.void]) -> bool:
         """Whether these records were computed for the arrays of this plan and for this template."""
@@ -55,7 +57,7 @@ class PlannedRecords:
         records["generation"][self._not_listed] = 0
         image.in_slot[written] = True
         image.in_slot[self._not_listed] = False
-        if len(np.unique(written)) == len(records):  # the plan writes every record: whole columns are faster
+        if self._are_all_written:  # whole columns are faster
             self._columns = records["generation"], records["step"]
 
     def stamp(self, image: SlotImage, generation: int, step: int) -> None:

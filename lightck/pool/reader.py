@@ -22,6 +22,7 @@ from lightck._native import ffi, lib
 from lightck.errors import CorruptPoolError, FormatError, NotAPoolError, PoolTruncatedError
 from lightck.pool.commit_log import CommitLog, candidates, read_commit_log
 from lightck.pool.format import layout
+from lightck.pool.format.group import GroupIdentity
 from lightck.pool.format.layout import Entry, blocks_of
 from lightck.pool.format.structures import (
     MANIFEST_HEADER_NBYTES,
@@ -57,8 +58,8 @@ TENSOR_RECORD_DTYPE = np.dtype(
 READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs", "tensor", "generation")])
 """The C struct ``lck_read``."""
 PARALLEL_READ_NBYTES_MIN = 4 << 20
-"""``read_many`` reads fewer bytes than this on one thread, because more threads would cost more time than they
-save."""
+"""If ``read_many`` has fewer bytes to read than this, it uses one thread, because to start more would cost more time
+than they save."""
 THREADS_MAX = 8
 """Maximum number of threads that read one checkpoint."""
 RESUMABLE_NUMBER_MAX = NUMBER_MAX // 2
@@ -66,7 +67,8 @@ RESUMABLE_NUMBER_MAX = NUMBER_MAX // 2
 numbers that the training adds then stay far below ``NUMBER_MAX``."""
 SPARSE_READ_NBYTES_MAX = 64 << 20
 """A structure with more bytes than this is read only if the file has at least as many allocated bytes as the structure.
-A hostile sparse file costs nothing to make, and reading its holes would take memory."""
+Otherwise the structure lies partly in holes of a sparse file: such a file costs a hostile user nothing, and reading the
+holes would take memory."""
 
 STRUCK_REASON = (
     "the training struck this checkpoint (made it unreadable) because it holds old bytes of a tensor: a write to the "
@@ -86,6 +88,8 @@ class PoolReader:
         self._unreadable: OSError | None = None
         """The last medium error of ``read``."""
         self.superblock = self._read_superblock()
+        self.group: GroupIdentity | None = None
+        """If the pool is that of a rank: its place in the group. Then entries may have pieces."""
         self.table, self.entries = self._read_table()
 
     @property
@@ -133,8 +137,8 @@ class PoolReader:
         return not stat.S_ISREG(st.st_mode) or nbytes <= st.st_blocks * 512
 
     def _refuse_unreadable(self) -> None:
-        """Raise ``PoolIOError`` if a ``read`` met a medium error. Unreadable bytes do not prove that the pool is
-        damaged or that the file is no pool."""
+        """Raise ``PoolIOError`` if a ``read`` met a medium error, because unreadable bytes do not prove that the pool
+        is damaged or that the file is no pool."""
         if self._unreadable is not None:
             fact = f"The beginning of the pool {self.path!r} cannot be read"
             raise io_error(fact, self._unreadable.errno, self._unreadable.strerror) from self._unreadable
@@ -166,8 +170,9 @@ class PoolReader:
         )
 
     def _matching_superblock(self, first: Superblock, last: Superblock) -> Superblock:
-        """Return the superblock that belongs to this pool, of two valid ones. If the two differ, one of them belongs to
-        another pool and was written here by mistake. With its uuid, no commit record of this pool passes its check."""
+        """Return that one of two valid superblocks which belongs to this pool. If the two differ, one of them belongs
+        to another pool and was written here by mistake. Checked with the uuid of that other pool, no commit record of
+        this pool is valid."""
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first
@@ -185,7 +190,7 @@ class PoolReader:
             table = self.read(offset, sb.table_nbytes) if self._fits_on_medium(sb.table_nbytes) else b""
             if layout_hash(table) == sb.table_hash:
                 try:
-                    return table, layout.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
+                    return table, self._parsed(table)
                 except DamagedError as err:
                     raise CorruptPoolError(
                         f"The pool {self.path!r} has an impossible layout ({err}). Another program or a faulty lightck "
@@ -196,6 +201,14 @@ class PoolReader:
             f"Both layout tables of the pool {self.path!r} are damaged. Without a table no tensor can be found. Use a "
             "copy of the pool if there is one."
         )
+
+    def _parsed(self, table: bytes) -> tuple[Entry, ...]:
+        """Parse the layout table, and set ``group``. Raises ``DamagedError``."""
+        sb = self.superblock
+        if not sb.has_group:
+            return layout.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
+        self.group, entries = layout.decode_of_rank(table, low=sb.payload_offset, high=sb.reserve_offset)
+        return entries
 
     def commit_log(self) -> CommitLog:
         """Read the commit log at this moment."""
@@ -264,8 +277,9 @@ class PoolReader:
         return max((self.slot_generation(i) or 0 for i in struck), default=-1)
 
     def checkpoints(self, step: int | None = None) -> Iterator[StoredCheckpoint | RejectedCheckpoint]:
-        """Yield the checkpoints from newest to oldest; ``step``: only those of this step. The manifests are checked,
-        but not the payload. A checkpoint that fails a check is yielded as a ``RejectedCheckpoint``."""
+        """Yield the checkpoints from newest to oldest. ``step``: yield only the checkpoints of this step (None: of all
+        steps). The manifests are checked, but not the payload. A checkpoint that fails a check is yielded as a
+        ``RejectedCheckpoint``."""
         for record in candidates(self.commit_log(), step):
             try:
                 yield self.checkpoint(record)
@@ -300,7 +314,8 @@ class PoolReader:
         return StoredCheckpoint(self, record, header, manifest)
 
     def close(self) -> None:
-        """Close the container. Later reads of a ``StoredCheckpoint`` fail, also if the container is a mapping."""
+        """Close the container. Afterwards every read of a ``StoredCheckpoint`` fails, even if the container is a
+        mapping."""
         self.read_arguments = -1, *self.read_arguments[1:]
         self.container.close()
 
@@ -332,6 +347,7 @@ class StoredCheckpoint:
             manifest[header.extras_offset : header.extras_offset + header.extras_nbytes],
             low=sb.reserve_offset,
             high=sb.slot_nbytes,
+            has_group=sb.has_group,
         )
         if header.n_records != header.n_table_entries + len(extras):
             raise DamagedError("its manifest has a wrong number of records")
@@ -441,8 +457,8 @@ class StoredCheckpoint:
             raise io_error(fact, _native.errno_of(status), _native.reason(status))
 
     def is_intact(self) -> bool:
-        """Whether the slot still belongs to this checkpoint. If another process writes to the pool, that process may
-        reuse the slot or strike the checkpoint while this process reads it. This method checks no payload."""
+        """Whether the slot still belongs to this checkpoint. (A process that writes to the pool can reuse the slot, or
+        strike the checkpoint, while this process reads it.) This method checks no payload."""
         return not self.reader.is_reused(self.record)
 
     def verify(self) -> None:

@@ -32,16 +32,17 @@ class SlotImage:
         self.tail_offset = self.crcs_offset + 4 * n_crcs
         self.nbytes_max = nbytes_max
         self.buffer = np.zeros(max(nbytes_max, self.tail_offset), np.uint8)
+        self._bytes = memoryview(self.buffer)  # type: ignore[arg-type]
         self.records = self.buffer[MANIFEST_HEADER_NBYTES : self.crcs_offset].view(TENSOR_RECORD_DTYPE)
         self.crcs = self.buffer[self.crcs_offset : self.tail_offset].view("<u4")
         self.raw = np.zeros(n_crcs, np.uint32)
         self.buffer_address, self.raw_address = self.buffer.ctypes.data, self.raw.ctypes.data
         self.in_slot = np.zeros(n_records, np.bool_)
-        """Whether the bytes that a record describes are known to be in the slot. ``PlannedRecords.write`` sets these
-        values; other code calls ``forget``, and sets none."""
+        """For each record, whether the bytes that it describes are known to be in the slot. Only
+        ``PlannedRecords.write`` sets a value to True; other code calls ``forget``."""
         self.planned: PlannedRecords | None = None
-        """Computed for the last checkpoint in the slot; the next one uses it again if its plan has the same arrays.
-        None after ``forget``."""
+        """Computed for the last checkpoint in the slot, and used again for the next checkpoint there if its plan has
+        the same arrays. None after ``forget``."""
 
     def forget(self, records: npt.NDArray[np.int64] | int | None = None) -> None:
         """Mark the bytes of these records (None: of all) as not in the slot."""
@@ -61,8 +62,9 @@ class SlotImage:
     def write_tail(self, header: bytes, extras: bytes, state: bytes) -> int:
         """Write header, extra entries and small state into the buffer. Returns the length of the manifest in bytes."""
         end = self.tail_offset + len(extras) + len(state)
-        self.buffer[:MANIFEST_HEADER_NBYTES] = np.frombuffer(header, np.uint8)
-        self.buffer[self.tail_offset : end] = np.frombuffer(extras + state, np.uint8)
+        self._bytes[:MANIFEST_HEADER_NBYTES] = header
+        self._bytes[self.tail_offset : end - len(state)] = extras
+        self._bytes[end - len(state) : end] = state
         return end
 
 
@@ -83,8 +85,8 @@ class Slot:
     in_flight: bool = False
     """Whether the slot belongs to a checkpoint in flight or to a reservation."""
     original_generation: int | None = None
-    """If relayouts of this session carried the checkpoint over: the generation that it had before the first of these
-    relayouts. Else None."""
+    """The generation that the checkpoint had before a relayout carried it over (before the first one, if there were
+    several in this session). None if no relayout of this session carried it over."""
 
 
 @dataclass(slots=True)

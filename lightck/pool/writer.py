@@ -71,8 +71,8 @@ class CopyPlan:
     unchanged: npt.NDArray[np.int64]
     """Record numbers of the tensors whose bytes in the slot are already right."""
     recorded_only: npt.NDArray[np.int64]
-    """Record numbers of the tensors that get a new tensor record, as those in ``records`` do, but no copy by ``begin``:
-    tied or empty tensors, and tensors that a reservation copies."""
+    """Record numbers of the tensors that get a new tensor record, but are not copied by ``begin``: tied and empty
+    tensors, and tensors that a reservation copies."""
     n_tensors: int
     """Number of tensors in the checkpoint. Each is in exactly one of ``records``, ``unchanged`` and
     ``recorded_only``."""
@@ -148,10 +148,10 @@ class PoolWriter:
 
     def _prepare(self) -> None:
         sb = self.superblock
-        self._compute_columns()
+        self._compute_template()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
-        # A slot may hold a checkpoint that never committed. The adoption record makes that checkpoint dead, so the
-        # generation of the adoption record must be larger.
+        # A slot may hold a checkpoint that never committed. The adoption record must make that checkpoint dead, and so
+        # must have a larger generation than this checkpoint.
         self.generation = max(self.generation, *(slot.generation or 0 for slot in self.slots.slots))
         self._engine.run_on(processors_near(self.durability.numa_node, self._engine.threads))
         if self.durability.tier != TIER_DISK:  # populating would read the whole pool from disk, and dirty all pages
@@ -172,24 +172,24 @@ class PoolWriter:
             0 if newest is None else 1 - newest.manifest_index,
         )
 
-    def _compute_columns(self) -> None:
+    def _compute_template(self) -> None:
         """Compute what stays the same until the entries change: the copy array without sources (``_template``), the
         number of checksums, and the encoded extra entries."""
-        # Each entry has room for the checksums of its whole extent. So the checksums of other entries keep their places
-        # if an extra entry uses more or less of its extent.
+        # Each entry has room for the checksums of its whole extent. So, if an extra entry uses more or less of its
+        # extent, the checksums of all other entries keep their places.
         starts, self._n_crcs = crc_starts(np.array(self._capacities, np.uint64), self.superblock.block)
         self._template = np.zeros(len(self.entries), COPY_DTYPE)
         self._template["dst"] = [e.offset for e in self.entries]
         self._template["nbytes"] = [e.nbytes for e in self.entries]
         self._template["tensor"] = np.arange(len(self.entries))
         self._template["crc_index"] = starts
-        self._extras = layout.encode_extras(self.entries[self._n_table_entries :])
+        self._extras = layout.encode_extras(self.entries[self._n_table_entries :], has_group=self.superblock.has_group)
 
     # -- layout ------------------------------------------------------------------------------------------
 
     def has_extent_for(self, entry: Entry) -> bool:
-        """Whether the tensor that ``entry`` describes has an extent, and the extent's dtype, shape, strides, alias and
-        device are those of ``entry``."""
+        """Whether the tensor that ``entry`` describes has an extent whose dtype, shape, strides, alias and device are
+        those of ``entry``."""
         number = self.numbers.get(entry.name)
         return number is not None and self.entries[number].fits(entry)
 
@@ -213,7 +213,7 @@ class PoolWriter:
                     )
                 self.numbers[entry.name] = number
         finally:
-            self._compute_columns()
+            self._compute_template()
             for slot in self.slots.slots:
                 slot.image = slot.image.grown(len(self.entries), self._n_crcs)
 
@@ -236,8 +236,8 @@ class PoolWriter:
         return self._append(entry)
 
     def _reuse(self, number: int, entry: Entry) -> int:
-        """Give an extra entry to the tensor that ``entry`` describes. The bytes that the slots hold for the extra entry
-        are then no longer valid. Returns ``number``."""
+        """Give the extra entry ``number`` to the tensor that ``entry`` describes, and return ``number``. The bytes that
+        the slots hold for the extra entry are then no longer valid."""
         self.entries[number] = entry._replace(offset=self.entries[number].offset)
         for slot in self.slots.slots:
             slot.image.forget(number)
@@ -445,12 +445,12 @@ class PoolWriter:
 
     def _refuse_incomplete(self, plan: CopyPlan, image: SlotImage, n_listed: int) -> None:
         """Raise ``SessionError`` if the plan is incomplete. ``n_listed``: number of different records in the plan."""
-        missing = plan.unchanged[~image.in_slot[plan.unchanged]]
+        missing = plan.unchanged[~image.in_slot[plan.unchanged]] if len(plan.unchanged) else plan.unchanged
         if len(missing):
             raise SessionError(
-                f"The strategy did not copy {self.entries[missing[0]].name!r}, but the slot that it writes to does not "
-                "hold the tensor's present bytes. Nothing is committed. A strategy may leave out only tensors whose "
-                "present bytes an earlier checkpoint has left in that slot (TargetSlot, pipeline/plan.py)."
+                f"The strategy left out {self.entries[missing[0]].name!r}, but the checkpoint's slot does not hold the "
+                "present bytes of this tensor. Nothing is committed. A strategy must write every tensor, except those "
+                "that have not changed since they were written into the same slot (TargetSlot, pipeline/plan.py)."
             )
         if n_listed != plan.n_tensors:
             raise SessionError(
@@ -503,7 +503,7 @@ class PoolWriter:
         self._forget_content(pending.slot)
 
     def release_reservation(self, reservation: Reservation, *, bad: bool) -> None:
-        """Free the slot of a reservation; ``bad``: as for ``release_slot``."""
+        """Free the slot of a reservation. ``bad``: as for ``release_slot``."""
         reservation.slot.is_bad |= bad
         self._forget_content(reservation.slot)
 

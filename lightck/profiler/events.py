@@ -37,15 +37,15 @@ FORMAT = 1
 FILE_NBYTES_MAX = 1 << 30
 """The largest file that ``read`` accepts."""
 EVENTS_MAX = 2_000_000
-"""The most events in a trace. A recording counts further events as dropped."""
+"""The largest number of events in a trace. A recording counts further events as dropped."""
 TEXT_MAX = 10_000
-"""The most characters of a name in a file."""
+"""The largest number of characters of a name in a file."""
 ROWS_MAX = 200
-"""The most rows in a file."""
+"""The largest number of rows in a file."""
 Args = Mapping[str, Any]
 """Further facts about an event: its step, module, layer, bytes and so on."""
 _US_MAX = 1e13
-"""The longest time in a file, in microseconds: four months. A float of a longer time cannot resolve nanoseconds."""
+"""The longest time in a file, in microseconds (four months). Beyond it a float cannot resolve nanoseconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ Add = Callable[[str, str, int, int, Args], None]
 """Adds one event: (row, name, begin, end, args). ``begin`` and ``end`` are nanoseconds of CLOCK_MONOTONIC."""
 
 _NODES_MAX = 32
-"""The most autograd nodes that get hooks for one call of a module."""
+"""The largest number of autograd nodes that get hooks for one call of a module."""
 
 
 class Layers:
@@ -37,8 +37,8 @@ class Layers:
         self._guard = guard
         self._model = type(model).__name__
         self._open: dict[int, list[tuple[int, Node | None]]] = {}
-        """``id`` of a module -> (time of begin, autograd node of the input) of each of its forwards that has not
-        returned."""
+        """``id`` of a module -> one pair for each forward of it that has not returned: the time when the forward began,
+        and the autograd node of its input."""
         self._forward_since = 0
         """Time at which the running forward pass of the model began; 0 if none runs. All times are nanoseconds of
         CLOCK_MONOTONIC."""
@@ -166,7 +166,7 @@ class Layers:
             self._last_seen = time.monotonic_ns()
 
     def _module_over(self, end: int) -> None:
-        """If the backward of a module runs, add its event; this backward ended at the time ``end``."""
+        """If the backward of a module runs, it ended at the time ``end``: add its event."""
         if self._running is not None:
             name, number, begin = self._running
             self._add(BACKWARD, name, begin, max(begin, end), {"module": name, "layer": number})

@@ -30,7 +30,7 @@ from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
 _SPAN_ROWS_MAX, _NAME_MAX = 50, 200
-"""The most rows that ``Recording.span`` can add, and the most characters of a span's name and of its row's name."""
+"""The largest number of rows that ``Recording.span`` can add, and of characters in a span's name and its row's name."""
 
 
 class Recording:
@@ -55,7 +55,7 @@ class Recording:
         self._overwrite = overwrite
         _check(self.path, steps, overwrite)
         self._left = steps
-        """The number of steps that are not recorded yet; None: the recording has no limit."""
+        """The number of steps that are still to be recorded (None: no limit)."""
         self._pid = os.getpid()
         self._about = {**about, "pid": self._pid, "model": type(model).__name__}
         self._events: list[tuple[str, str, int, int, Args]] = []
@@ -70,7 +70,8 @@ class Recording:
         self._update_since = 0
         """Time at which the running update began; 0 if none runs."""
         self._start = self._step_since = time.monotonic_ns()
-        """Time at which the recording began; time at which the current step began."""
+        """``_start``: the time at which the recording began. ``_step_since``: the time at which the current step
+        began."""
         self.is_on = False
         self._engine_spans = EngineSpans(engine)
         self._layers = Layers(model, self.add, self._guarded)

@@ -35,11 +35,11 @@ SPAN_DTYPE = np.dtype(  # as ``lck_span`` in lck.h; times are in nanoseconds of 
     ]
 )
 _PAUSE_NS = 200_000
-"""Two blocks with a longer pause between them become two events: the thread did something else in between, or had no
-processor."""
+"""If the pause between two blocks is longer than this, they become two events, because the thread did something else in
+between, or had no processor."""
 _CELLS = 1 << 16
-"""Entries of the engine's queue, of 72 bytes each. Between two calls of ``take`` there is space for one entry per block
-of up to 64 GiB of copies (a block has at most 1 MiB)."""
+"""The number of entries in the engine's queue. Each copied block needs an entry (of 72 bytes: a span and a number). So,
+with blocks of 1 MiB, 64 GiB can be copied between two calls of ``take``."""
 _COMMIT_EVENTS = {
     lib.LCK_SPAN_MANIFEST: "manifest",
     lib.LCK_SPAN_SYNC: "sync",
@@ -110,7 +110,7 @@ class EngineSpans:
     # -- as events ---------------------------------------------------------------------------------------
 
     def events(self, start: int) -> Iterator[Event]:
-        """Yield an event for each span that began at or after ``start`` (nanoseconds of CLOCK_MONOTONIC). The times of
+        """Yield the events of the spans that began at or after ``start`` (nanoseconds of CLOCK_MONOTONIC). The times of
         the events count from ``start``."""
         spans = np.concatenate(self._taken) if self._taken else np.zeros(0, SPAN_DTYPE)
         spans = _merged(spans[spans["begin"] >= start])
@@ -122,7 +122,7 @@ class EngineSpans:
                 yield event
 
     def _event(self, span: np.void, row: str, start: int) -> Event | None:
-        """Return the event of a span; ``row`` is the row of its thread. None: the span is not shown."""
+        """Return the event of a span, or None if the span is not shown. ``row``: the row of the span's thread."""
         checkpoint = self._checkpoints.get(int(span["generation"]))
         if checkpoint is None:  # the checkpoint began before the recording
             return None
@@ -148,8 +148,8 @@ def module_of(name: str) -> str:
 
 
 def _merged(spans: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """Return the spans, in which successive blocks of one thread, checkpoint and tensor are one span with the sum of
-    their bytes and processor times."""
+    """Merge the spans of successive copies that have the same thread, checkpoint and tensor into one span, with the sum
+    of their bytes and processor times. Return the merged spans and all other spans."""
     if not len(spans):
         return spans.copy()
     spans = spans[np.lexsort((spans["begin"], spans["kind"], spans["thread"]))]

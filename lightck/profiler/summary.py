@@ -78,8 +78,8 @@ def _by_step(trace: Trace) -> Iterator[tuple[int, Event, list[Event]]]:
 
 
 def median_step(steps: Sequence[StepFacts]) -> StepFacts | None:
-    """Return the step whose time is the median of all step times (if there are two middle times, the lower one). None
-    without steps."""
+    """Return the step whose time is the median of all step times (if there are two middle times, the lower one). Return
+    None if there are no steps."""
     if not steps:
         return None
     middle = statistics.median_low(step.time_ms for step in steps)
@@ -121,8 +121,8 @@ def ms(ns: int) -> float:
 
 
 def _ended(events: Iterable[Event], step: Event, *rows: str) -> list[Event]:
-    """Return the copies in these rows that ended in the step. All copies at one boundary are one event; the events of
-    the single copies at the boundary are left out."""
+    """Return the copies in these rows that ended in the step. The single copies at a boundary are left out, because one
+    event stands for all of them together."""
     return [e for e in events if e.row in rows and step.begin < e.end <= step.end and not is_part(e)]
 
 
@@ -143,8 +143,8 @@ def _share(event: Event, others: Intervals) -> float:
 def is_part(event: Event) -> bool:
     """Whether the event is a single copy at the boundary, and so a part of the event of all copies at this boundary.
 
-    The training thread copies at the boundary, and helps the copy threads while it waits (``helped`` is True). So its
-    copies with ``helped`` False are those at the boundary."""
+    The training thread makes copies at the boundary (``helped`` is False), and copies of the copy threads while it
+    waits for them (``helped`` is True)."""
     return event.row == TRAINER_COPY and event.args.get("helped") is False
 
 

@@ -28,9 +28,9 @@ _JOINED_MAX = 3.0
 _LETTER = 6.0
 """The assumed width of a letter, in pixels."""
 _TEXT_MAX = 60
-"""The most letters of a name over bars."""
+"""The largest number of letters of a name over bars."""
 _STEPS_NAMED_MAX = 40
-"""The most steps that get a mark and a name."""
+"""The largest number of steps that get a mark and a name."""
 _COLOURS = {
     # row: (colour of the first layer, colour of the last layer)
     events.FORWARD: ("#bcd7f5", "#1c5fa8"),
@@ -198,8 +198,8 @@ class _Picture:
 
 
 def _joined(bars: Iterable[_Bar]) -> list[_Bar]:
-    """Return the bars, in which tiny neighbouring bars are joined. A joined bar is narrower than ``_JOINED_MAX``
-    pixels, so that shades remain visible."""
+    """Join tiny neighbouring bars, and return the joined bars and all other bars. A joined bar is narrower than
+    ``_JOINED_MAX`` pixels, so that shades remain visible."""
     found: list[_Bar] = []
     for bar in bars:
         last = found[-1] if found else None

@@ -1,8 +1,9 @@
 """Detect options that the script builds differently than in the run that saved the checkpoint.
 
-A restore sets the options of optimizers, and ``requires_grad``, to the values in the checkpoint. No warning names a
-value that only the training changed (a scheduled lr, layers that were unfrozen). A warning names each option that the
-script now builds with another value than at the start of the training, because the checkpoint's value replaces it.
+A restore sets the options of optimizers, and ``requires_grad``, to the values in the checkpoint. If the script now
+builds an option with another value than at the start of the training, a warning names the option, because the
+checkpoint's value replaces the new one. Values that only the training changed (a scheduled lr, layers that were
+unfrozen) are not named.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def _step_counts(state: Mapping[Any, object]) -> list[object]:
 
 
 def _edited(then: Mapping[Any, object], now: Mapping[Any, object], kept: Mapping[Any, object]) -> list[tuple[str, str]]:
-    """Return (key, text) of each option whose value ``now`` differs from ``then`` and from ``kept``. ``then``: as built
-    at the start of the training; ``now``: as built by this script; ``kept``: as the checkpoint holds it."""
+    """Return (key, text) of each option whose value in ``now`` differs from its values in ``then`` and ``kept``.
+    ``then``: the options as built at the start of the training; ``now``: as built by this script; ``kept``: as the
+    checkpoint holds them."""
     keys = [key for key in then if key in now and key in kept]
     return [
         (str(key), f"({_text(now[key])} here, {_text(then[key])} at the start, {_text(kept[key])} in the checkpoint)")
@@ -105,7 +107,7 @@ def set_requires_grad(contents: Contents, model: ModelView) -> None:
     edited = set(built.without_grad) ^ set(names_without_grad(lives))
     changed = []
     for live in lives:
-        name, tensor = live.name.removeprefix("model/"), live.tensor
+        name, tensor = live.name.removeprefix("model/"), live.held
         can_require_grad = tensor.is_floating_point() or tensor.is_complex()
         if (
             live.role == "param"

@@ -46,8 +46,9 @@ class Checkpoint:
         uuid: bytes,
         rejected: Sequence[RejectedCheckpoint],
     ) -> None:
-        """``read_source`` reads the tensors; it is called once, when a tensor is first used. After a restore in place,
-        it reads them from the pool again, because the live tensors change as soon as the training continues."""
+        """``read_source``: reads the tensors. It is called once, when a tensor is first used. If the checkpoint was
+        restored in place, it reads the tensors from the pool again, because the live tensors change as soon as the
+        training continues."""
         self.step = contents.step
         self.iteration = contents.iteration
         self.rejected: tuple[RejectedCheckpoint, ...] = tuple(rejected)
@@ -75,9 +76,9 @@ class Checkpoint:
 
     @property
     def optimizer(self) -> dict[str, Any] | list[dict[str, Any]] | None:
-        """The optimizer's state_dict, with torch's parameter numbers. Several saved optimizers give a list, in which a
-        wrapper stands before the optimizer that it wraps. Without a saved optimizer the value is None. The tensors are
-        copies, because an optimizer that loads the state_dict may change its tensors.
+        """The optimizer's state_dict, with torch's parameter numbers. If several optimizers were saved, a list of
+        state_dicts, in which a wrapper stands before the optimizer that it wraps. If none was saved, None. The tensors
+        are copies, because an optimizer that loads the state_dict may change its tensors.
 
         ``Optimizer.load_state_dict`` casts a state tensor to the dtype of its parameter; ``restore`` does not cast."""
         dicts = [self._optimizer_dict(o) for o in self.contents.optimizers]
@@ -170,8 +171,8 @@ def refuse_other_than_module(model: object) -> None:
 
 
 def refuse_other_than_bool(**flags: object) -> None:
-    """Raise ``TypeError`` for a flag that is no bool: the string in ``overwrite="no"`` is truthy, and would discard
-    checkpoints."""
+    """Raise ``TypeError`` for a flag that is no bool. (The string in ``overwrite="no"`` counts as true, and would
+    discard checkpoints.)"""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Pass True or False.")
@@ -190,10 +191,11 @@ def plan_restore(
     *,
     strict: bool,
     complete: bool = False,
+    of_rank: bool = False,
 ) -> _restore.RestorePlan:
     """Check a restore into these objects and return its plan; nothing is changed. ``state``: name -> object; None as
-    the object means that the saved state of this name is not restored. ``strict``, ``complete``: as in
-    ``restore.check``.
+    the object means that the saved state of this name is not restored. ``strict``, ``complete``, ``of_rank``: as
+    in ``restore.check``.
 
     Raises ``DriftError`` if the checkpoint does not fit the objects, ``SessionError`` for a model with an open session,
     and ``TypeError``."""
@@ -207,7 +209,13 @@ def plan_restore(
         )
     many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
     return _restore.check(
-        contents, model, list(optimizers_to_follow(many)), state or {}, strict=strict, complete=complete
+        contents,
+        model,
+        list(optimizers_to_follow(many)),
+        state or {},
+        strict=strict,
+        complete=complete,
+        of_rank=of_rank,
     )
 
 
@@ -226,10 +234,10 @@ def untaken(plan: _restore.RestorePlan) -> tuple[str, ...]:
     """Return a description of each part of the checkpoint that this restore did not use. ``attach`` refuses to continue
     from a restore that left such parts out."""
     taken = {id(saved) for saved, _ in plan.optimizers}
-    missing = [f"the {saved.class_name}" for saved in plan.contents.optimizers if id(saved) not in taken]
+    descriptions = [f"the {saved.class_name}" for saved in plan.contents.optimizers if id(saved) not in taken]
     taken_state = plan.objects.keys() | plan.declined
-    missing += [f"state {name!r}" for name in plan.contents.state if name not in taken_state]
+    descriptions += [f"state {name!r}" for name in plan.contents.state if name not in taken_state]
     unfit = [*plan.drift.extra, *plan.drift.reshaped, *plan.drift.retyped]
     if unfit:
-        missing.append(f"the tensor {unfit[0]}" if len(unfit) == 1 else f"{len(unfit)} tensors ({unfit[0]}; ...)")
-    return tuple(missing)
+        descriptions.append(f"the tensor {unfit[0]}" if len(unfit) == 1 else f"{len(unfit)} tensors ({unfit[0]}; ...)")
+    return tuple(descriptions)

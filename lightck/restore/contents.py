@@ -91,7 +91,7 @@ class Contents:
     event: str
     """The step event that closed the checkpoint."""
     explicit: bool
-    """Whether ``session.end_step()`` had been called: from then on only the user's calls are boundaries."""
+    """Whether ``session.end_step()`` had been called, so that only calls of the user are boundaries."""
     rng: RngState
     rng_forward: RngState | None
     """Random states at the start of the forward that closed the checkpoint; None if another event closed it."""
@@ -105,8 +105,8 @@ class Contents:
     loaders: dict[str, dict[str, object]]
     """Name of a session loader -> its position."""
     copied_at_boundary: list[str]
-    """Names of tensors that are copied at the boundary only, because something wrote to them during an earlier
-    background copy."""
+    """Names of tensors that are always copied at the boundary, because something once wrote to them during a background
+    copy."""
     resizable: frozenset[str]
     """Names of buffers that appeared, disappeared or changed their size during the training. A restore gives such a
     buffer the saved size, or removes it."""
@@ -114,12 +114,12 @@ class Contents:
     """Options, and parameters with ``requires_grad=False``, as the script had built them at attach; None in a pool of
     an older lightck."""
     without_grad: list[str] | None
-    """Names of parameters with ``requires_grad=False``, as in ``BuildRecord``; None if they are those of ``built``."""
+    """Names of parameters with ``requires_grad=False`` at this checkpoint; None if they are those of ``built``."""
     fingerprint: dict[str, object]
     entries: Mapping[str, Entry]
     stale_after: int | None = None
-    """A generation. Checkpoints that are older than this checkpoint, and whose generation is larger than this number,
-    are stale: they hold old bytes of a tensor. None if no older checkpoint is stale."""
+    """A generation. Of the checkpoints before this one, those with a generation larger than ``stale_after`` are stale:
+    they hold old bytes of a tensor. None if none is stale."""
     persistent_started: bool = False
     """Whether a DataLoader outside the session had started its persistent workers."""
     done: bool = False
@@ -137,6 +137,8 @@ class Contents:
                     f"its options, counters and random states were saved in format {raw['version']!r}, and this "
                     f"lightck reads {values.STATE_VERSION}: read it with the release that saved it"
                 )
+            # Some keys are older names of the fields: "at_once" (copied_at_boundary), "elastic" (resizable), and
+            # "frozen" (without_grad: it means requires_grad=False, and not what "frozen" means elsewhere).
             return cls(
                 step=step,
                 iteration=iteration,

@@ -18,6 +18,7 @@ from lightck.restore import tensor_writes
 from lightck.restore.contents import Contents, OptimizerContents, empty_for, tensor_reader, unpack_dict
 from lightck.restore.tensor_writes import TensorWrites
 from lightck.state.inventory import OptimizerView
+from lightck.state.local_tensors import is_dtensor, local_of, state_of
 from lightck.state.storable import dtype_from_name
 
 
@@ -39,19 +40,26 @@ def read_state(
     non_tensors = unpack_dict(saved.values, tensor=tensor_reader(writes.source, restored))
     params = dict(live.params)
     used: set[int] = set()
+    made: dict[int, torch.Tensor] = {}
+    """id of a tensor that is written -> what the optimizer holds: keys that share a tensor share its DTensor too."""
     counted = counted_on_device(saved)
     state: dict[str, object] = {}
     for name in saved.all_names:
         if name in unfit:
             continue
         p = params[name]
-        present = live.optimizer.state.get(p)
+        present, is_of_dtensor = live.optimizer.state.get(p), is_dtensor(p)
         new: dict[object, object] = {}
         for key, entry in keys.get(name, {}).items():
             now = present.get(key) if isinstance(present, dict) else None
             is_cpu_count = key == "step" and name not in counted
             where = partial(device_of, entry, contents, name, p, is_cpu_count)
-            new[key] = _state_tensor(now, entry, where, restored, writes, used)
+            if not is_of_dtensor:
+                new[key] = _state_tensor(now, entry, where, restored, writes, used)
+                continue
+            present_local = local_of(now) if isinstance(now, torch.Tensor) else None
+            local = _state_tensor(present_local, entry, where, restored, writes, used)
+            new[key] = now if local is present_local else made.setdefault(id(local), state_of(p, key, local))
         if new or name in non_tensors:
             state[name] = joined(new, non_tensors, name)
     return state
@@ -59,14 +67,15 @@ def read_state(
 
 def joined(tensors: dict[object, object], non_tensors: Mapping[str, object], name: str) -> object:
     """Return the state of the parameter ``name``: a dict of its tensors and other values. ``non_tensors``: unpacked
-    ``OptimizerContents.values``. If the saved state is no dict, it is the value in ``non_tensors``, and is returned."""
+    ``OptimizerContents.values``. If this holds a value other than a dict for the parameter, that value is the whole
+    state."""
     other = non_tensors.get(name, {})
     return tensors | other if isinstance(other, dict) else other
 
 
 def counted_on_device(saved: OptimizerContents) -> set[str]:
-    """Return the names of the parameters whose optimizer keeps the step count on the device of the parameter:
-    ``fused`` and ``capturable`` optimizers do."""
+    """Return the names of the parameters whose step count lies on the device of the parameter, because their group is
+    ``fused`` or ``capturable``."""
     groups = zip(saved.names, saved.groups, strict=True)
     return {name for names, options in groups if options.get("fused") or options.get("capturable") for name in names}
 
@@ -93,9 +102,9 @@ def _state_tensor(
     """Return the tensor into which ``writes.run()`` will write the saved values of ``entry``: the live tensor
     ``present`` if it fits and no other entry uses it, else a new one on ``device()``.
 
-    ``used``: ids of the tensors that other entries use. So if several parameters share a state tensor now, one of them
-    keeps it, and the other parameters get new tensors. If they shared it when it was saved, they share it again
-    (``entry.alias``)."""
+    ``used``: ids of the tensors that other entries use. So, if several parameters share a state tensor now and did not
+    when it was saved, one of them keeps it, and the other parameters get new tensors. (If they shared it when it was
+    saved, they share it again: ``entry.alias``.)"""
     if entry.alias is not None:
         known = restored.get(entry.alias)
         if known is not None:
@@ -112,7 +121,7 @@ def _state_tensor(
 
 def _fits(present: object, entry: Entry) -> bool:
     """Whether a live value is a tensor with the dtype and shape of the entry."""
-    if not isinstance(present, torch.Tensor) or present.dtype != dtype_from_name(entry.dtype):
+    if not isinstance(present, torch.Tensor) or is_dtensor(present) or present.dtype != dtype_from_name(entry.dtype):
         return False
     return present.shape == entry.shape
 
@@ -133,7 +142,7 @@ def keys_by_param(contents: Contents, saved: OptimizerContents) -> dict[str, dic
 
 def set_state(saved: OptimizerContents, live: OptimizerView, state: dict[str, dict[object, object]]) -> None:
     """Set the state and the options of the live optimizer. ``state``: parameter name -> its state, as ``read_state``
-    returns it. The live state of a parameter that ``state`` lacks is removed."""
+    returns it. If a parameter has no state in ``state``, its live state is removed."""
     optimizer, params = live.optimizer, dict(live.params)
     taken: dict[int, torch.Tensor] = {}
     for name, p in params.items():

@@ -29,7 +29,7 @@ log = logging.getLogger("lightck")
 _SEQUENCES = (list, tuple, deque)
 _NUMBERS = (bool, int, float, complex, np.generic)
 _SAMPLES = 512
-"""The most elements of a large tensor that are compared to see whether the tensor changed."""
+"""The largest number of elements of a large tensor that are compared to see whether the tensor changed."""
 
 _Sketch = tuple[bytes, tuple[bytes, ...]]
 """(packed small values, sampled bytes of each large tensor)."""
@@ -121,8 +121,8 @@ def _is_empty(state: object) -> bool:
 
 
 def _holds(live_state: Any, key: object, wanted: object) -> bool:
-    """Whether an optimizer's ``state`` has the value ``wanted`` under ``key``, without additional keys in this
-    value."""
+    """Whether an optimizer's ``state`` has exactly the value ``wanted`` under ``key``: the value must have no further
+    keys."""
     now = live_state.get(key)
     if now is wanted or (_is_empty(now) and _is_empty(wanted)):
         return True
@@ -139,8 +139,8 @@ def _state_of(obj: Any) -> object:
 
 
 def _sketch(state: object) -> _Sketch | None:
-    """Return the small values of a state and samples of its large tensors, to find out cheaply whether it changed; None
-    if it cannot be packed."""
+    """Return the small values of a state and samples of its large tensors, by which a change of the state can be
+    detected in little time. Return None if the state cannot be packed."""
     samples: list[bytes] = []
 
     def large(_path: str, tensor: torch.Tensor) -> None:

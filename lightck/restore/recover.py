@@ -11,14 +11,14 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from numbers import Integral
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
+from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError, UnsupportedError
 from lightck.pool.commit_log import CommitLog
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint, open_pool
@@ -27,15 +27,13 @@ from lightck.pool.storage.lock import holder_of
 from lightck.restore import restore as _restore
 from lightck.restore.checkpoint import Checkpoint, plan_restore, poison, refuse_other_than_mapping
 from lightck.restore.contents import Contents, MemorySource, in_memory, refuse_unusable_device
+from lightck.restore.directory import recover_directory
 from lightck.restore.tensor_writes import ordinary_tensors
+from lightck.restore.usable import STALE_REASON, StaleCheckpoints, parse
 
 T = TypeVar("T")
-STALE_REASON = (
-    "it is stale: a newer checkpoint records that it holds old bytes of a tensor, because lightck noticed a write to "
-    "the tensor too late"
-)
 _ATTEMPTS = 20
-"""How many times all checkpoints are tried, at most, while a training reuses slots of the pool."""
+"""While a training reuses slots of the pool, all checkpoints are tried again, at most this number of times."""
 
 
 @contextmanager
@@ -70,7 +68,8 @@ def recover(
     """Load or restore the newest checkpoint of a pool that verifies.
 
     Args:
-        pool_path: the pool; it may be in use (it is only read).
+        pool_path: the pool, or the directory of a group of ranks; it may be in use (it is only read). Of a directory,
+            the parts of all ranks are put together, and what each rank has of its own is that of rank 0.
         model: restore into this module in place; without ``model`` the checkpoint is loaded into new tensors.
         optimizer: an optimizer, or a list of them, restored by parameter name.
         state: name -> object with ``load_state_dict``, restored from what was saved under the same name.
@@ -87,12 +86,16 @@ def recover(
             an optimizer or an object in ``state`` rejected or ignored its saved state, the model's parameters are NaN,
             and the message says so.
         SessionError: the model's session is open.
+        UnsupportedError: the pool holds the part of one rank of a group: pass the directory.
+        RankError: the directory lacks the pool of a rank, or holds pools of several trainings.
         TypeError, ValueError: an invalid argument, or a ``device`` that this machine or torch does not support.
     """
     _check_arguments(model, optimizer, state, step)
     if model is None:
         refuse_unusable_device(device)
     path = readable_path(pool_path)
+    if os.path.isdir(path):
+        return recover_directory(path, model, optimizer, state, step=step, device=device, strict=strict)
     reader = open_pool(path)
     try:
         if model is None:
@@ -125,10 +128,12 @@ def newest(
     and return the result of that call. ``step``: try the checkpoints of this step only. ``take`` gets the checkpoint,
     its contents and the checkpoints that were rejected before.
 
-    A training may reuse a slot while the slot is read. Therefore all checkpoints are tried again, at most ``_ATTEMPTS``
-    times, if new commit records have appeared. Raises ``NoCheckpointError``, ``CorruptPoolError``, or
-    ``PoolLockedError`` after the last attempt.
+    A training may reuse a slot while the slot is read. So, if no checkpoint could be used and new commit records have
+    appeared, all checkpoints are tried again. Raises ``PoolLockedError`` after ``_ATTEMPTS`` attempts, and
+    ``NoCheckpointError`` or ``CorruptPoolError`` if no new commit records have appeared. Raises
+    ``UnsupportedError`` as ``refuse_part`` does.
     """
+    refuse_part(reader)
     for _ in range(_ATTEMPTS):
         commit_log, rejected = reader.commit_log(), []
         stale = StaleCheckpoints() if step is None else StaleCheckpoints.of_pool(reader)
@@ -136,7 +141,8 @@ def newest(
             if isinstance(stored, RejectedCheckpoint):
                 rejected.append(stored)
                 continue
-            # The checkpoint's generation. The record of an adoption has a larger generation, which is not this one.
+            # The generation with which the checkpoint was written. If the checkpoint was adopted, ``stored.record`` is
+            # the record of the adoption, and ``stored.record.generation`` is larger.
             generation = stored.record.payload_generation
             if stale.includes(generation):
                 rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, STALE_REASON))
@@ -162,48 +168,16 @@ def newest(
     )
 
 
-class StaleCheckpoints:
-    """Which checkpoints are stale according to ``Contents.stale_after`` of newer checkpoints. A stale checkpoint may
-    still be readable, because a crash may come between the commit of the newer checkpoint and the strike."""
-
-    def __init__(self) -> None:
-        self._between: list[tuple[int, int]] = []
-        """Pairs of generations: the checkpoints between them, both excluded, are stale."""
-
-    @classmethod
-    def of_pool(cls, reader: PoolReader) -> StaleCheckpoints:
-        """Return the stale checkpoints that were not struck yet, according to the readable checkpoints of a pool.
-
-        Once the stale checkpoints are struck, ``stale_after`` no longer counts: a checkpoint for which ``includes``
-        would be true is then a pinned one that got a new generation when a relayout carried it over. It is not stale.
-        The strike is known to be done if a struck slot has a newer generation than the checkpoint with
-        ``stale_after``, or if a newer checkpoint has no ``stale_after``."""
-        stale, struck_generation = cls(), reader.newest_struck_generation()
-        for stored in reader.checkpoints():
-            if isinstance(stored, StoredCheckpoint):
-                with suppress(DamagedError):
-                    contents = parse(stored)
-                    if contents.stale_after is None or stored.record.generation < struck_generation:
-                        break
-                    stale.add(contents, stored.record.payload_generation)
-        return stale
-
-    def add(self, contents: Contents, generation: int) -> None:
-        """Add the older checkpoints that are stale according to the checkpoint with this generation and contents."""
-        if contents.stale_after is not None:
-            self._between.append((contents.stale_after, generation))
-
-    def includes(self, generation: int) -> bool:
-        """Whether the checkpoint of this generation is stale."""
-        return any(after < generation < before for after, before in self._between)
-
-
-def parse(stored: StoredCheckpoint) -> Contents:
-    """Parse the small state of a checkpoint. Raises ``DamagedError`` if it is malformed."""
-    try:
-        return Contents.parse(stored.state, stored.step, stored.iteration, stored.entries)
-    except CorruptPoolError as err:
-        raise DamagedError(str(err)) from err
+def refuse_part(reader: PoolReader) -> None:
+    """Raise ``UnsupportedError`` if the pool is that of a rank: its tensors may be parts, and a part must not be taken
+    for the whole. Nothing has been read from a checkpoint by then, and nothing was changed."""
+    group = reader.group
+    if group is not None:
+        raise UnsupportedError(
+            f"The pool {reader.path!r} holds the state of rank {group.rank} of {group.world_size}, which may be only a "
+            "part of the training. Nothing was restored or changed. Pass the directory that holds the pools of all "
+            f"ranks: lightck.recover({os.path.dirname(reader.path)!r})."
+        )
 
 
 def _nothing_left(
@@ -293,27 +267,64 @@ def restore_newest(
     the pool open, and may overwrite the checkpoint while it is read. If so, the whole checkpoint is read into separate
     memory before live tensors change.
     """
-    touched: list[torch.Tensor] = []
+    live = LiveRestore(reader, model, optimizer, state, strict=strict, complete=complete, in_use=in_use)
+    with live.poisons_on_error():
+        return newest(reader, step, live.take)
 
-    def take(stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
-        plan = plan_restore(contents, model, optimizer, state, strict=strict, complete=complete)
-        # If ``touched`` is not empty, the restore of a newer checkpoint failed halfway. So this checkpoint is read and
+
+class LiveRestore:
+    """Restores one checkpoint of a pool after the other into live objects, until one of them verifies. The arguments
+    are those of ``restore_newest``."""
+
+    def __init__(
+        self,
+        reader: PoolReader,
+        model: nn.Module,
+        optimizer: object,
+        state: Mapping[str, object] | None,
+        *,
+        strict: bool,
+        complete: bool,
+        in_use: bool = False,
+    ) -> None:
+        self._reader, self._model, self._optimizer, self._state = reader, model, optimizer, state
+        self._strict, self._complete, self._in_use = strict, complete, in_use
+        self._touched: list[torch.Tensor] = []
+        """Live tensors that may have been written."""
+
+    def take(self, stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
+        """Restore a checkpoint. Raises ``DamagedError`` at a block that does not match its checksum; live tensors may
+        have been written by then."""
+        reader, model = self._reader, self._model
+        plan = plan_restore(
+            contents,
+            model,
+            self._optimizer,
+            self._state,
+            strict=self._strict,
+            complete=self._complete,
+            of_rank=reader.group is not None,
+        )
+        # If ``_touched`` is not empty, the restore of a newer checkpoint failed halfway. So this checkpoint is read and
         # verified as a whole before live tensors are written again.
-        source = in_memory(stored, "cpu") if in_use or touched else stored
+        source = in_memory(stored, "cpu") if self._in_use or self._touched else stored
         if source is not stored and not stored.is_intact():
             raise DamagedError("its slot was reused while it was read")
         try:
             _restore.apply(plan, source)
         finally:
-            touched.extend(plan.restored.values())
+            self._touched.extend(plan.restored.values())
         path, uuid, record = reader.path, reader.superblock.uuid, stored.record
         checkpoint = Checkpoint(contents, lambda: _read_again(path, uuid, record), record, path, uuid, rejected)
         checkpoint.record_restored(model, plan)
         return checkpoint
 
-    try:
-        return newest(reader, step, take)
-    except BaseException as err:
-        if touched:
-            poison(err, touched, model)
-        raise
+    @contextmanager
+    def poisons_on_error(self) -> Iterator[None]:
+        """If the block raises after live tensors were written, set the parameters of the model to NaN."""
+        try:
+            yield
+        except BaseException as err:
+            if self._touched:
+                poison(err, self._touched, self._model)
+            raise

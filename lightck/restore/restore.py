@@ -24,6 +24,8 @@ from lightck.restore.readback import ObjectCheck, check_optimizer, has_same_keys
 from lightck.restore.tensor_writes import TensorWrites
 from lightck.state import values
 from lightck.state.inventory import Live, ModelView, OptimizerView, optimizer_views
+from lightck.state.local_tensors import local_of, refuse_other_parameters, reshard
+from lightck.state.parts import part_of, refuse_parts
 from lightck.state.storable import class_name_of, dtype_from_name, refuse_unstorable
 
 _Names = tuple[str, ...]
@@ -31,7 +33,8 @@ _Names = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Differences between a checkpoint and the objects that it is restored into. It is true if there are any."""
+    """Differences between a checkpoint and the objects that it is restored into. As a bool it is True if there are
+    differences."""
 
     missing: tuple[str, ...] = ()
     """Names of tensors that only the model has."""
@@ -98,14 +101,16 @@ def check(
     *,
     strict: bool,
     complete: bool,
+    of_rank: bool = False,
 ) -> RestorePlan:
     """Compare a checkpoint with live objects, and return the plan of the restore. Raises ``DriftError`` if they differ
     and ``strict`` is True.
 
     ``objects``: name in ``state`` -> object; None as the object means that what was saved under this name is not
-    restored. ``complete``: whether a saved optimizer, or a saved name in ``state``, without a live object counts as
-    drift.
+    restored. ``complete``: whether it counts as drift if a saved optimizer, or a saved name in ``state``, has no live
+    object. ``of_rank``: whether the checkpoint is that of a rank, so that tensors may be parts.
     """
+    reshard(model)
     view = ModelView(model)
     names = view.names_by_id()
     opt_views = optimizer_views(optimizers, names)
@@ -114,17 +119,25 @@ def check(
     tensors = view.tensors(None) + [live for o in opt_views for live in o.outside()]
     for live in tensors:
         refuse_unstorable(live.name, live.tensor, "restored")
+    if not of_rank:
+        refuse_parts(tensors, "restored")
+    refuse_other_parameters(view.parameters(), [(one.class_name, one.params) for one in opt_views])
     left = _match_resizable(contents, view, tensors, plan)
     missing, extra, reshaped, retyped = _match_tensors(contents, left, plan, notes)
     _match_optimizers(contents, opt_views, plan, notes, complete)
     _match_objects(contents, objects, plan, notes, complete, strict)
-    _match_extra(contents, view, plan, notes)
+    _match_extra_state(contents, view, plan, notes)
     plan.drift = Drift(missing, extra, reshaped, retyped, tuple(notes))
     if plan.drift and strict:
+        cure = (
+            "Build them as they were, on as many ranks and sharded in the same way; or load the whole tensors with "
+            "lightck.recover(directory, model) before the model is sharded, and attach to another directory"
+            if of_rank
+            else "Build them as they were, or take what fits with lightck.recover(path, model, strict=False)"
+        )
         raise DriftError(
             f"The checkpoint of step {contents.step} does not fit: {plan.drift}. It was saved from another model, "
-            "optimizer or state. Build them as they were, or take what fits with "
-            "lightck.recover(path, model, strict=False).",
+            f"optimizer or state. {cure}.",
             plan.drift,
         )
     plan.edited = changed_options.options(contents, plan.optimizers, plan.objects)
@@ -137,7 +150,8 @@ def _match_resizable(contents: Contents, view: ModelView, lives: list[Live], pla
     left = []
     for live in lives:
         entry = contents.entries.get(live.name)
-        if live.role == "buffer" and live.name in contents.resizable and not (entry and _is_like(live.tensor, entry)):
+        may_resize = live.role == "buffer" and live.name in contents.resizable and live.dtensor is None
+        if may_resize and not (entry and _is_like(live.tensor, entry)):
             plan.resizable.append((None if entry is None else entry.alias or live.name, live))
         else:
             left.append(live)
@@ -167,21 +181,34 @@ def _match_tensors(
         if entry is None:
             missing.append(live.name)
             continue
-        if not _is_like(live.tensor, entry):
+        other_part = _other_part(live, entry) if live.dtensor is not None or entry.pieces is not None else ""
+        if other_part or not _is_like(live.tensor, entry):
             plan.unfit.add(live.name.removeprefix("model/"))
-            if tuple(live.tensor.shape) != entry.shape:
+            if other_part:
+                reshaped.append(other_part)
+            elif tuple(live.tensor.shape) != entry.shape:
                 reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
             else:
                 retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
-        # For an alias that was an alias when it was saved, nothing is planned: its owner is written.
+        # For an alias that was an alias of the same tensor when it was saved, nothing is planned, because that tensor
+        # is written.
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
             if live.alias is not None and tensors.get(live.alias) is live.tensor and live.alias in contents.entries:
                 notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
             else:
-                # Not tied now, or two tensors with the same memory: ``_refuse_contradiction`` compares their saved
-                # values before the first write.
+                # The name is no alias now, or it is an alias through another tensor object with the same memory. In the
+                # second case ``_refuse_contradiction`` compares the saved values of the two before the first write.
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(unmatched), tuple(reshaped), tuple(retyped)
+
+
+def _other_part(live: Live, entry: Entry) -> str:
+    """Return a text that says which part of a tensor was saved and which part is live; "" if it is the same part."""
+    shape, pieces = part_of(live.name, live.dtensor)
+    if (shape, pieces) == (entry.logical_shape, entry.pieces):
+        return ""
+    saved, now = ("a whole tensor" if of is None else f"a part of {list(of)}" for of in (entry.logical_shape, shape))
+    return f"{live.name}: {saved} saved, {now if saved != now else 'another part of it'} live"
 
 
 def _were_tied(contents: Contents, name: str, other: str) -> bool:
@@ -216,8 +243,8 @@ def _pairs(
     saved: Sequence[OptimizerContents],
     views: Sequence[OptimizerView],
 ) -> tuple[list[OptimizerView], list[_Pair]]:
-    """Match saved and live optimizers by their parameters. Returns the unmatched live optimizers, and one pair for each
-    saved optimizer; the second item of the pair is None if no live optimizer is left for it.
+    """Match saved and live optimizers by their parameters. Returns the live optimizers that are left over, and one pair
+    for each saved optimizer. The second item of a pair is None if there is no live optimizer for the saved one.
 
     A wrapper has the same parameters as the optimizer that it wraps. Therefore optimizers of equal class are matched
     first, and all others after them."""
@@ -247,7 +274,7 @@ def _optimizer_problem(saved: OptimizerContents, live: OptimizerView) -> str | N
     for g, (was, now) in enumerate(zip(saved.names, live.names, strict=True)):
         if set(was) != set(now):
             differ = sorted(set(was) ^ set(now))
-            return f"parameter group {g} of {live.class_name} has other parameters now ({', '.join(differ[:3])})"
+            return f"parameter group {g} of {live.class_name} has other parameters now ({listed(differ)})"
     return None
 
 
@@ -286,7 +313,7 @@ def _match_objects(
     notes.extend(f"the checkpoint holds no state for the object state[{name!r}]" for name in sorted(not_saved))
 
 
-def _match_extra(contents: Contents, view: ModelView, plan: RestorePlan, notes: list[str]) -> None:
+def _match_extra_state(contents: Contents, view: ModelView, plan: RestorePlan, notes: list[str]) -> None:
     live = dict(view.extra)
     for name in contents.extra.keys() ^ live.keys():
         where = "model" if name in live else "checkpoint"
@@ -312,10 +339,10 @@ def apply(plan: RestorePlan, source: Source) -> None:
     read = tensor_reader(source, plan.restored)
     rests = [unpack_dict(saved.rest, tensor=read) for saved, _ in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
-    extra = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra_state}
+    extra_states = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra_state}
     _set_resizable(plan, fresh)
     for name, module in plan.extra_state:
-        module.set_extra_state(extra[name])
+        module.set_extra_state(extra_states[name])
     checks = {name: ObjectCheck(name, obj) for name, obj in plan.objects.items()}
     for name, obj in plan.objects.items():
         _load(name, obj, objects[name])
@@ -374,7 +401,7 @@ def write_nan(touched: Iterable[torch.Tensor], model: nn.Module) -> None:
     """Write NaN into the floating-point and complex tensors in ``touched`` and among the model's parameters: no
     checkpoint was restored completely, and nobody must train on a mix of two."""
     with torch.no_grad():
-        for tensor in [*model.parameters(), *touched]:
+        for tensor in [*map(local_of, model.parameters()), *touched]:
             if tensor.dtype == torch.float4_e2m1fn_x2 or not (tensor.is_floating_point() or tensor.is_complex()):
                 continue  # the dtype has no NaN
             tensor_writes.write_constant(tensor, float("nan"))

@@ -46,19 +46,20 @@ class Resumed:
     """What followed this checkpoint: each ``NextBatch`` is the record of the next batch, or of a part of the next
     update (its ``kind`` says which). None if none are stored."""
     same_conditions: bool
-    """Whether the fingerprint (machine, threads, torch) is unchanged: then the same operations give the same bits."""
+    """Whether the fingerprint (machine, threads, torch) is unchanged, so that the same operations give the same
+    bits."""
     _rng: RngState
     """Random states to restore at attach."""
     _rng_for_pass: RestoredRng
     """Random states to restore a second time, when the pass of a loader continues or begins."""
     _rng_forward: RngState | None
-    """Random states to restore before the first training forward; None if no forward closed the checkpoint, or after
-    that forward."""
+    """Random states to restore before the first training forward. None after that forward, and if no forward closed the
+    checkpoint."""
     event: str = ""
     """The step event that closed the checkpoint."""
     numbers: Mapping[str, int] | None = None
     """Name of a number that a module keeps -> its value at the checkpoint, to compare before the first training
-    forward; None if there is nothing to compare, or after that forward."""
+    forward. None after that forward, and if there is nothing to compare."""
 
     @classmethod
     def from_contents(cls, contents: Contents, recorded: Sequence[NextBatch] | None) -> Resumed:
@@ -80,8 +81,7 @@ class Resumed:
             rng_for_pass,
             contents.rng_forward,
             contents.event,
-            # PRE_STEP: only the pre-step hook of the next update closed the checkpoint. The next forward had run before
-            # the hook, and may have changed the numbers.
+            # PRE_STEP: the next forward had run before the checkpoint was closed, and may have changed the numbers.
             None if contents.event == Event.PRE_STEP.value else contents.numbers,
         )
 
@@ -101,9 +101,9 @@ class Resumed:
         return self._rng_for_pass.take(loader, pass_)
 
     def forward_begins(self, numbers: ModuleNumbers) -> None:
-        """Called before each training forward; only the first call does something. If a forward closed the checkpoint,
-        the first call restores the random states with which that forward began in the earlier run. It also compares
-        ``numbers``, the current numbers of the modules, with those of the checkpoint."""
+        """Called before each training forward, but only the first call does something: it compares ``numbers``, the
+        current numbers of the modules, with those of the checkpoint; and if a forward closed the checkpoint, it
+        restores the random states with which that forward began in the earlier run."""
         if self._rng_forward is not None:
             self._rng_forward.restore()
             self._rng_forward = None
@@ -120,8 +120,8 @@ class RestoredFrom:
     uuid: bytes
     record: CommitRecord
     contents: Contents
-    missing: tuple[str, ...]
-    """Descriptions of the parts of the checkpoint that the restore did not use."""
+    untaken: tuple[str, ...]
+    """Descriptions of the parts of the checkpoint that the restore did not use (not ``Drift.missing``)."""
 
 
 _restored: weakref.WeakKeyDictionary[nn.Module, RestoredFrom] = weakref.WeakKeyDictionary()
@@ -167,9 +167,9 @@ def warn_differences(contents: Contents) -> None:
         )
     if contents.event == Event.FORWARD.value:
         log.info(
-            "lightck: this checkpoint holds no position in the data, because no session.loader() gave a batch after "
-            "its update. Your loop must find the right batch itself; lightck checks that at the first update. To "
-            "resume in mid-epoch, iterate over session.loader(loader)"
+            "lightck: this checkpoint was saved when the next forward began, not when a session loader gave a batch, "
+            "so it holds no position in the data. Your loop must find the right batch itself; lightck checks that at "
+            "the first update. To resume in mid-epoch, iterate over session.loader(loader)"
         )
 
 

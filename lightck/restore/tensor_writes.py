@@ -57,7 +57,7 @@ def write_constant(target: torch.Tensor, value: float) -> None:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory; True also in cases that are expensive to determine."""
+    """Whether two elements of the tensor share memory. In cases that would take long to determine, True."""
     reach = 0  # in elements: from the first to the last element over the dimensions so far
     strides_and_sizes = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in strides_and_sizes if size != 1):
@@ -82,8 +82,8 @@ def _write_each_place_once(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def contradiction(tensors: Sequence[Named], load: Callable[[str], torch.Tensor]) -> tuple[str, str] | None:
-    """Return the names of two live tensors that share memory and were saved with different values for the shared
-    memory; None if there are no two such tensors.
+    """Return the names of two live tensors that share memory, but were saved with different values for the shared
+    memory. Return None if there are no such tensors.
 
     ``load(name)`` returns the saved values of the tensor of this name. No live tensor changes: the values are written
     to scratch memory, and compared there.
@@ -221,8 +221,8 @@ def _has_layout_of(entry: Entry, tensor: torch.Tensor) -> bool:
 
 
 def _have_layouts_of(entries: list[Entry], tensors: list[torch.Tensor]) -> bool:
-    """Whether ``_has_layout_of`` is true for each pair of entry and tensor. This test is faster than one call for each
-    pair, and may return False although all pairs match."""
+    """Whether ``_has_layout_of`` is true for each pair of entry and tensor. This test takes less time than one call for
+    each pair. In some cases it returns False although all pairs match."""
     return (
         all(map(attrgetter("is_cpu"), tensors))
         and not any(map(torch.Tensor.is_conj, tensors))

@@ -16,7 +16,6 @@ from lightck.pool.format.structures import SLOTS_MAX
 from lightck.restore.checkpoint import refuse_other_than_bool, refuse_other_than_mapping, refuse_other_than_module
 from lightck.restore.resume import is_poisoned
 from lightck.session.interval import Auto, Cadence, cadence_of
-from lightck.state.ranks import check_rank
 from lightck.tiers.keep import Keep
 
 
@@ -72,8 +71,8 @@ class Arguments:
         return frozenset(name for name, obj in (self.state or {}).items() if obj is None)
 
     def check(self) -> Cadence:
-        """Check all arguments, and return the cadence for ``interval``. Raises ``TypeError``, ``ValueError``,
-        ``SessionError``, or ``UnsupportedError`` on another rank than 0."""
+        """Check all arguments, and return the cadence for ``interval``. Raises ``TypeError``, ``ValueError`` or
+        ``SessionError``."""
         refuse_other_than_bool(resume=self.resume, overwrite=self.overwrite)
         refuse_other_than_module(self.model)
         refuse_other_than_mapping(self.state)
@@ -88,6 +87,4 @@ class Arguments:
                 "A restore into this model failed half-way. The parameters of the model were set to NaN, so that "
                 "nobody trains on a mix of two states. Build the model anew, or restore another checkpoint into it."
             )
-        cadence = self.save_options.check()
-        check_rank()
-        return cadence
+        return self.save_options.check()

@@ -23,8 +23,10 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.plan import Strategy
 from lightck.pipeline.staging.kinds import Kind
 from lightck.pool.storage import durability
+from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.backends import pool_path as _pool_path
+from lightck.pool.storage.lock import PoolLock
 from lightck.restore.resume import Resumed
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.session.arguments import Arguments, SaveOptions
@@ -32,9 +34,12 @@ from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
+from lightck.session.group import TIMEOUT, checked_timeout, group_of, refuse_directory_of_ranks
+from lightck.session.group_start import SLOTS, GroupStart
 from lightck.session.interval import Auto
 from lightck.session.pool_file import PoolFile
 from lightck.session.session import Session
+from lightck.session.slowdown import slowdown
 from lightck.session.steps import Steps
 from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
@@ -66,12 +71,15 @@ def attach(
     pause_on_nonfinite: bool = False,
     staging: Kind | None = None,
     strict_data: bool = False,
+    group: object = None,
+    timeout: float = TIMEOUT,
 ) -> Session:
     """Make every finished training step of ``model`` survive a crash.
 
     Args:
         model: the root module. Attach after its optimizer and LR scheduler were built.
-        pool_path: the pool's file, created if it does not exist (its folder must exist); or a device-dax device.
+        pool_path: the pool's file, created if it does not exist (its folder must exist); or a device-dax device. In a
+            group of ranks: a directory for the pools of all ranks.
         optimizer: an optimizer or a list of optimizers. By default the optimizers of this model are found among live
             objects. An empty list: none is followed, also none that is made later; the loop updates by hand, and each
             ``end_step()`` counts as an update.
@@ -85,53 +93,57 @@ def attach(
         backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path, and ``"pmdk"`` for a new pool
             on persistent memory.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
-        slots: how many checkpoints the pool has room for, 2 to 8; by default 2, or as many as an existing pool has.
-        keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``. lightck adds one slot
-            for it.
-        pause_on_nonfinite: commit no checkpoint if the GradScaler's loss scale, or one of the values that lightck
-            checks (some of each tensor), is not finite.
-        staging: transfer method for tensors on a device: ``lightck.Host()``, ``Direct()`` or ``Device()``; by default
-            the fastest of the three.
+        slots: how many checkpoints the pool has room for, 2 to 8; by default as many as it has, 2 in a new pool (3 in a
+            group of ranks). ``keep=`` adds one.
+        keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``.
+        pause_on_nonfinite: commit no checkpoint if the GradScaler's scale, or a value that is checked, is not finite.
+        staging: how tensors on a device are sent: ``lightck.Host()``, ``Direct()``, ``Device()``; by default the best.
         strict_data: raise ``DataMismatchError`` if the first update after a resume uses other data than the update that
             followed the checkpoint; by default warn.
+        group: the process group whose ranks attach together; None: the default group. False: this process alone.
+        timeout: seconds after which a wait for another rank ends with an error.
 
     Raises:
         CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` is True.
-        PoolError: the pool cannot be created, opened, locked or read (see :mod:`lightck.errors`).
+        PoolError: the pool cannot be created, opened, locked or read.
         DriftError, CorruptPoolError: ``resume=True``, and the checkpoint does not fit, or none is intact.
-        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError:
-            each class says when.
+        RankError: the ranks disagree, or another rank failed or did not come within ``timeout``.
+        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError: see errors.
     """
     save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data)
-    return _attach(Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options))
+    arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options)
+    with GroupStart.of(group_of(group), checked_timeout(timeout)) as together:
+        return _attach(arguments, together, is_rank_known=together is not None or group is False)
 
 
-def _attach(arguments: Arguments) -> Session:
-    """Make the session. If a step fails, release what the steps before it acquired."""
+def _attach(arguments: Arguments, together: GroupStart | None, *, is_rank_known: bool) -> Session:
+    """Make the session. If a step fails, release what the steps before it acquired. ``together``: if the ranks of a
+    group attach together. ``is_rank_known``: see ``FirstStep``."""
     cadence = arguments.check()
-    path = _pool_path(arguments.pool_path)
+    if together is not None:
+        together.check(arguments)
+    path = _path_alone(arguments) if together is None else together.own_path(arguments)
     backend = backend_for(path, arguments.backend)
     durable = backend.probe(path)
     durability.require(durable, arguments.require)
     found = _discover(arguments)
     capture = Capture(arguments.model, found.optimizers, found.state)
-    file = PoolFile(arguments, path, backend, found, capture)
+    file = PoolFile(arguments, path, backend, found, capture, is_of_rank=together is not None)
+    meter = Meter(slowdown())
     lock = file.lock()
-    meter = Meter()
-    strategy = arguments.save_options.strategy or FullState()
-    is_checked = os.environ.get(CHECK_VARIABLE) == "1"
     with ExitStack() as undo:
         undo.callback(lock.release)
-        slots = arguments.save_options.slots or 2
-        pipeline = Pipeline(
-            path, backend, durable, slots, meter, strategy, arguments.save_options.staging, check=is_checked, lock=lock
+        pipeline = _pipeline(
+            arguments.save_options, path, backend, durable, meter, lock, is_of_rank=together is not None
         )
         undo.callback(pipeline.close)
         participants = _commit_participants(arguments.save_options, found, path, meter)
         participants.join(pipeline)
         backend.remove_stale(path)
-        first = _first_step(found, arguments)
-        resumed = file.open(pipeline)
+        first = _first_step(found, arguments, is_rank_known)
+        resumed = file.open(pipeline) if together is None else together.open(file, pipeline)
+        if together is not None:
+            together.join(file, pipeline)
         if resumed is not None:
             first.after_restore(resumed.has_recorded_options)
         steps = Steps(
@@ -146,12 +158,47 @@ def _attach(arguments: Arguments) -> Session:
             first_step=first,
             strict_data=arguments.save_options.strict_data,
         )
-        session = Session(steps, lock, found.classes)
+        session = Session(steps, lock, found.classes, None if together is None else together.place())
         undo.pop_all()
         undo.callback(session.abandon)
         _start(session, path, resumed)
+        if together is not None:
+            steps.add_early_gate()
+            if resumed is None:
+                session.flush()  # checkpoint 0: the group has one in common from the start
+            together.begin()
         undo.pop_all()
     return session
+
+
+def _path_alone(arguments: Arguments) -> str:
+    path = _pool_path(arguments.pool_path)
+    refuse_directory_of_ranks(path)
+    return path
+
+
+def _pipeline(
+    options: SaveOptions,
+    path: str,
+    backend: Backend,
+    durable: durability.Durability,
+    meter: Meter,
+    lock: PoolLock,
+    *,
+    is_of_rank: bool,
+) -> Pipeline:
+    return Pipeline(
+        path,
+        backend,
+        durable,
+        options.slots or (SLOTS if is_of_rank else 2),
+        meter,
+        options.strategy or FullState(),
+        options.staging,
+        uncommitted_max=0 if is_of_rank else None,
+        check=os.environ.get(CHECK_VARIABLE) == "1",
+        lock=lock,
+    )
 
 
 def _commit_participants(save_options: SaveOptions, found: Found, path: str, meter: Meter) -> CommitParticipants:
@@ -183,10 +230,10 @@ def _discover(arguments: Arguments) -> Found:
     return found
 
 
-def _first_step(found: Found, arguments: Arguments) -> FirstStep:
+def _first_step(found: Found, arguments: Arguments, is_rank_known: bool) -> FirstStep:
     given = arguments.state or {}
     chosen = frozenset(id(unwrap(o.optimizer)) for o in given.values() if isinstance(o, LRScheduler))
-    return FirstStep(found.optimizers, found.state, "scheduler" in arguments.declined, chosen)
+    return FirstStep(found.optimizers, found.state, "scheduler" in arguments.declined, chosen, is_rank_known)
 
 
 def _start(session: Session, path: str, resumed: Resumed | None) -> None:
@@ -194,8 +241,8 @@ def _start(session: Session, path: str, resumed: Resumed | None) -> None:
     if resumed is not None:
         resumed.set_rng()
     found = ", ".join(f"{name}: {kind}" for name, kind in session.found.items())
-    also = f"found and saved too: {found}" if found else "found nothing else to save"
+    also_saved = f"found and saved too: {found}" if found else "found nothing else to save"
     start = f"resumed at step {resumed.step}" if resumed is not None else "fresh start"
     if resumed is not None and resumed.done:
         start += ", at which the training was declared finished (session.done is True)"
-    log.info("lightck: %s, %s (%s); %s", path, start, session.durability, also)
+    log.info("lightck: %s, %s (%s); %s", path, start, session.durability, also_saved)

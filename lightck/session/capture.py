@@ -20,7 +20,7 @@ from torch import nn
 from lightck.dataloader.mid_batch import MidBatch
 from lightck.dataloader.persistent import PersistentLoaders
 from lightck.dataloader.positions import Positions
-from lightck.errors import SessionError
+from lightck.errors import SessionError, UnsupportedError
 from lightck.events import Event
 from lightck.session.discover import Objects, numbered_name
 from lightck.state import rng, values
@@ -28,8 +28,18 @@ from lightck.state.buffers import BufferCopies
 from lightck.state.build_record import CurrentBuild
 from lightck.state.device_transfers import Devices
 from lightck.state.fingerprint import fingerprint
-from lightck.state.inventory import Live, ModelView, OptimizerView, has_memory, in_plain_memory, optimizer_views
+from lightck.state.inventory import (
+    Live,
+    ModelView,
+    OptimizerView,
+    has_memory,
+    in_plain_memory,
+    optimizer_views,
+    storage_address_of,
+)
+from lightck.state.local_tensors import refuse_other_parameters
 from lightck.state.numbers import ModuleNumbers
+from lightck.state.options_watch import OptionsWatch
 from lightck.state.rng import ForkRngWatch
 from lightck.state.signatures import ClosedStep, TensorList, tensor_list_of
 from lightck.state.small_state import CachedPacker, Packed, StatePacker, join_list
@@ -44,16 +54,30 @@ _NO_VALUES = values.pack({}, path="")
 
 @dataclass(slots=True)
 class Provisional:
-    """The state that was read right after an update. ``buffers``: name -> copy. ``loaders``: name -> packed state of
-    each loader in ``state=``, with its large tensors in ``large``. ``extra``: name -> packed extra state of each
-    module, with its large tensors in ``extra_large``."""
+    """The state that was read right after an update. ``buffers``: name -> copy. ``loader_states``: name -> packed state
+    of each loader in ``state=`` (session loaders are not among them), with the large tensors of these states in
+    ``large``. ``extra``: name -> packed extra state of each module, with the large tensors of it in ``extra_large``."""
 
     rng: rng.RngState
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    loaders: dict[str, bytes] = field(default_factory=dict)
+    loader_states: dict[str, bytes] = field(default_factory=dict)
     large: list[Live] = field(default_factory=list)
     extra: dict[str, bytes] = field(default_factory=dict)
     extra_large: list[Live] = field(default_factory=list)
+
+
+class _PackedOptimizer:
+    """The small state of one optimizer, as it was packed for the last checkpoint."""
+
+    def __init__(self) -> None:
+        self.packed = b""
+        self.options = OptionsWatch()
+        self.tensor_list: TensorList | None = None
+        """As long as ``Capture`` still has this tensor list, ``packed`` can be out of date only if an option has
+        changed. None: it can be out of date for other reasons as well, because the optimizer has state that is no
+        tensor, or wraps another optimizer."""
+        self.groups = CachedPacker()
+        self.packer = StatePacker(never_mutated=("names",))
 
 
 class Capture:
@@ -73,7 +97,8 @@ class Capture:
         """What was read after the last update; None if no checkpoint needs it."""
         self._buffer_copies = BufferCopies()
         self.resizable: set[str] = set()
-        """Buffers that changed in size or dtype, were removed, or were None at first: a restore may resize them."""
+        """Names of the buffers that a restore is allowed to resize: those that changed in size or dtype, were removed,
+        or were None at first."""
         self._tensor_list: TensorList | None = None
         """The tensors of the last boundary; None if a tensor was added or removed since."""
         self._compared_list: TensorList | None = None
@@ -87,21 +112,21 @@ class Capture:
         self.built = CurrentBuild(self.model, (), self.objects)
         self.numbers = ModuleNumbers(model)
         self._state = StatePacker()
-        self._groups: defaultdict[int, CachedPacker] = defaultdict(CachedPacker)
-        self._optimizer_states: defaultdict[int, StatePacker] = defaultdict(
-            lambda: StatePacker(never_mutated=("names",))
-        )
+        self._packed_optimizers: defaultdict[int, _PackedOptimizer] = defaultdict(_PackedOptimizer)
+        """The small state of the optimizer of each view at the last checkpoint, by index of the view."""
         self._object_states: defaultdict[str, CachedPacker] = defaultdict(CachedPacker)
         self._n_followed = 0
         """How many optimizers are followed, wrappers included."""
+        self._is_stale_reported = False
         self._is_shared_checked = False
         """Whether the check for shared memory was made. It is made once, as soon as optimizer state exists."""
         self._fork_rng_watch = ForkRngWatch()
         self._stepped_outside: set[int] = set()
-        """Numbers of the wrappers (``OptimizerView.root``) that had an inner optimizer stepped outside their
-        ``step``."""
-        self._frozen: frozenset[int] = frozenset()
-        """Ids of the tensors that were frozen when ``tensors`` found them."""
+        """Numbers (``OptimizerView.root``) of the wrappers whose inner optimizer was stepped while the wrapper's own
+        ``step`` was not running."""
+        self._frozen: dict[int, int] = {}
+        """The tensors that were frozen when ``tensors`` found them: id of what the model holds -> id of ``Live.tensor``
+        (another id for a DTensor only)."""
         self._updated_frozen: set[int] = set()
         """The result of the next ``take_updated_frozen``."""
         self._never_had_grad: dict[int, dict[int, torch.Tensor]] = {}
@@ -116,6 +141,7 @@ class Capture:
         views = optimizer_views(
             optimizers, self.model.names_by_id(), n_views=len(self.optimizers), n_followed=self._n_followed
         )
+        refuse_other_parameters(self.model.parameters(), [(v.class_name, v.params) for v in (*self.optimizers, *views)])
         self._n_followed += len(optimizers)
         self._tensor_list = None
         self.optimizers.extend(views)
@@ -140,7 +166,7 @@ class Capture:
         self.model, self.numbers = ModelView(nn.Module()), ModuleNumbers(nn.Module())
         self.provisional = self._tensor_list = self._compared_list = None
         self._buffer_copies = BufferCopies()
-        for held in (self.objects, self.loaders, self.optimizers, self._never_had_grad):
+        for held in (self.objects, self.loaders, self.optimizers, self._never_had_grad, self._packed_optimizers):
             held.clear()
 
     def refresh(self) -> None:
@@ -162,9 +188,9 @@ class Capture:
         """Find the devices again, because the model may have been moved to a device after attach."""
         self.devices.set_tensors(live.tensor for live in self.tensors())
 
-    def before_update(self, index: int) -> None:
-        """Record which parameters this update can change: torch's optimizers skip parameters without a gradient.
-        ``index``: the number of the followed optimizer that makes the update."""
+    def note_gradients(self, index: int) -> None:
+        """Record which parameters have a gradient now, and so can be changed by this update: torch's optimizers skip
+        parameters without a gradient. ``index``: the number of the followed optimizer that makes the update."""
         for view in self.optimizers:
             if view.root != index:
                 continue
@@ -172,11 +198,15 @@ class Capture:
             if waiting:
                 self._remove_ready(waiting)
             if self._frozen:
-                self._updated_frozen |= {id(p) for _, p in view.params if id(p) in self._frozen and p.grad is not None}
+                frozen = self._frozen
+                self._updated_frozen |= {
+                    frozen[id(p)] for _, p in view.params if id(p) in frozen and p.grad is not None
+                }
 
     def take_updated_frozen(self) -> set[int]:
-        """Return the ids of the frozen tensors that an optimizer has updated since the last call: ``requires_grad`` was
-        True for the update, or another tensor gave the gradient. (A fused kernel moves no version counter.)"""
+        """Return the ids of tensors that count as frozen, but were updated by an optimizer since the last call. That
+        happens if ``requires_grad`` was set to True for the update only, or if the loop assigned a gradient to them.
+        Version counters do not show all such updates: a fused kernel moves none."""
         found, self._updated_frozen = self._updated_frozen, set()
         return found
 
@@ -203,10 +233,11 @@ class Capture:
             )
 
     def after_update(self, *, is_needed: bool) -> None:
-        """Read provisionally the state that the next forward or ``next()`` changes. ``is_needed``: whether the
-        checkpoint of this update may need what is read: it will be saved, and may close only after that forward or
-        ``next()``."""
+        """Read provisionally the state that the next forward or ``next()`` changes. ``is_needed``: False if the
+        checkpoint of this update will not be saved, or is certain to close before that forward or ``next()``. Then
+        nothing is read."""
         self.devices.add_update_streams()
+        self._warn_stale_weights()
         if not is_needed:
             self.provisional = None
             return
@@ -216,10 +247,23 @@ class Capture:
             provisional.buffers = self._buffer_copies.take(self.model)
         for name, obj in self.objects.items():
             if is_loader(obj):
-                provisional.loaders[name] = self._object_bytes(name, obj, provisional.large)
+                provisional.loader_states[name] = self._object_bytes(name, obj, provisional.large)
         provisional.extra = self._pack_extra_state(provisional.extra_large)
         for live in provisional.extra_large:
             live.tensor = in_plain_memory(live.tensor).clone()
+
+    def _warn_stale_weights(self) -> None:
+        """Warn once if a module of ``fully_shard`` was unsharded during the update. Its next forward then computes with
+        the plain parameters that it holds, whose values are those from before the update."""
+        if not self._is_stale_reported and self.model.is_sharded and (name := self.model.swapped()) is not None:
+            self._is_stale_reported = True
+            log.warning(
+                "lightck: the model was unsharded while its optimizer updated it (for example the parameter %r). Until "
+                "it is resharded, it computes with the values from before the update. A checkpoint holds the new "
+                "values, so a resumed run computes with these, and is not bit-identical. Call model.reshard() before "
+                "optimizer.step(), for example after an evaluation between backward() and step()",
+                name,
+            )
 
     # -- at the boundary ---------------------------------------------------------------------------------
 
@@ -235,8 +279,8 @@ class Capture:
     ) -> ClosedStep:
         """Read the state for the checkpoint that this event closes. ``explicit``: whether ``end_step()`` was called.
         ``copied_at_boundary``: names of tensors that no background copy may read; they are recorded in the small state.
-        ``stale_after``: earlier checkpoints with a larger generation than this are stale (None: no checkpoint is
-        stale)."""
+        ``stale_after``: a generation. Of the checkpoints before this one, those with a generation larger than
+        ``stale_after`` are stale (None: none is)."""
         self.refresh()
         # At a pre-step hook or a forward the next step has begun: it has fetched its batch and drawn random numbers.
         before = self._provisional_of(step) if event in (Event.PRE_STEP, Event.FORWARD) else None
@@ -246,6 +290,7 @@ class Capture:
         if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
             self._compared_list = tensor_list
             self._find_resizable(None if buffers_from is None else buffers_from.buffers)
+            self._refuse_resized_dtensors(lives)
         self._warn_shared_memory(lives)
         small = self._small_state(event, explicit, copied_at_boundary, before, lives, stale_after)
         if buffers_from is not None and (buffers_from.buffers or self.model.has_buffers):
@@ -262,15 +307,18 @@ class Capture:
         return self.provisional
 
     def _warn_shared_memory(self, lives: list[Live]) -> None:
-        """Warn once, as soon as optimizer state exists, if two of its tensors share memory: a restore makes separate
-        tensors of them."""
+        """As soon as optimizer state exists, warn once if two of its tensors share memory, because a restore makes
+        separate tensors of them."""
         if self._is_shared_checked:
             return
-        states = [live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)]
-        self._is_shared_checked = bool(states)
+        state_tensors = [
+            live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)
+        ]
+        self._is_shared_checked = bool(state_tensors)
         first: dict[int, str] = {}
-        for live in states:
-            other = first.setdefault(live.tensor.untyped_storage().data_ptr(), live.name)
+        for live in state_tensors:
+            address = storage_address_of(live.tensor)
+            other = first.setdefault(address, live.name) if address else live.name
             if other != live.name:
                 log.warning(
                     "lightck: %s lies in the memory of %s. Each is saved whole, and they are restored as separate "
@@ -288,12 +336,12 @@ class Capture:
         if not self._stepped_outside:
             return frozenset()
         params = {id(p) for view in self.optimizers if view.root in self._stepped_outside for _, p in view.params}
-        return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.tensor) in params)
+        return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.held) in params)
 
     def _find_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
-        """Add to ``resizable`` the buffers that have another size or dtype than in ``_built_buffers``, and removed
-        buffers. ``provisional``: the buffers that were read after the update (None: compare the buffers as they are
-        now)."""
+        """Add to ``resizable`` the buffers that have another size or dtype than in ``_built_buffers``, and the buffers
+        that were removed. ``provisional``: name -> buffer, as read right after the update, to compare in place of the
+        present buffers (None: compare the present ones)."""
         now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
         for name, tensor in now.items():
             if self._built_buffers.setdefault(name, _kind(tensor)) != _kind(tensor):
@@ -302,6 +350,15 @@ class Capture:
             self.resizable |= {
                 name for name, kind in self._built_buffers.items() if kind is not None and name not in now
             }
+
+    def _refuse_resized_dtensors(self, lives: list[Live]) -> None:
+        """Refuse DTensors among the resizable buffers, because a restore could only make plain tensors of them."""
+        for live in lives if self.resizable else ():
+            if live.dtensor is not None and live.name in self.resizable:
+                raise UnsupportedError(
+                    f"The buffer {live.name!r} is a DTensor that was added or resized after the model was built. A "
+                    "restore could not make it again. Give the model this buffer, in its final size, when it is built."
+                )
 
     @staticmethod
     def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:
@@ -326,7 +383,7 @@ class Capture:
             lives.extend(view.state_tensors())
         self.devices.set_tensors(live.tensor for live in lives)
         self._tensor_list = tensor_list_of(lives, self.model.vacant(), self.optimizers)
-        self._frozen = frozenset(id(live.tensor) for live in lives if live.is_frozen)
+        self._frozen = {id(live.held): id(live.tensor) for live in lives if live.is_frozen}
         return list(lives)
 
     def expected_tensors(self) -> Iterator[Live]:
@@ -335,7 +392,7 @@ class Capture:
         yield from self.tensors()
         large: list[Live] = []
         # No loader's state_dict() is called before its first pass, because that of some loaders draws random numbers.
-        unread = Provisional(rng.capture(), loaders={n: b"" for n, o in self.objects.items() if is_loader(o)})
+        unread = Provisional(rng.capture(), loader_states={n: b"" for n, o in self.objects.items() if is_loader(o)})
         self.expected_state_nbytes = len(self._small_state(Event.FLUSH, False, set(), unread, large))
         yield from large
 
@@ -349,8 +406,8 @@ class Capture:
         stale_after: int | None = None,
     ) -> bytes:
         """Return the small state, packed, and append its large tensors to ``lives``. ``before``: what was read right
-        after the update, to use in place of the present random states, loaders and extra state (None: the next step has
-        not begun, so the present state is right)."""
+        after the update, to use in place of the present random states, states of loaders and extra state (None: the
+        next step has not begun, so the present state is right)."""
         now = rng.capture()
         at_start = now if before is None else before.rng  # the random states from which the next step starts
         if before is not None:
@@ -381,21 +438,28 @@ class Capture:
 
     def _packed_optimizer(self, view: OptimizerView, lives: list[Live]) -> bytes:
         """Return the small state of one optimizer, packed, and append its large tensors to ``lives``."""
+        known, tensor_list = self._packed_optimizers[view.index], self._tensor_list
+        may_differ = known.options.may_have_changed(view.optimizer.param_groups)
+        if not may_differ and known.tensor_list is tensor_list is not None:
+            return known.packed
+        known.tensor_list = None  # until everything is packed: if an error is raised, the packed bytes are old
         view.refuse_nameless()
         path = numbered_name("optimizer", view.index, len(self.optimizers))
-        # The parameters whose state is not only tensors (None: not known, so all are read).
-        with_values = None if self._tensor_list is None else self._tensor_list.with_values[view.index]
+        # The parameters whose state is not only tensors. None: not known, so the state of all parameters is read.
+        with_values = None if tensor_list is None else tensor_list.with_values[view.index]
         state, rest, large = view.state_values(with_values), view.rest(), _collector(lives, "optimizer")
-        return self._optimizer_states[view.index].pack(
+        known.packed = known.packer.pack(
             {
                 "class": view.class_name,
                 "wraps": view.wraps,
                 "names": view.names,
-                "groups": self._groups[view.index].pack(view.groups(), path=f"{path}/param_groups"),
+                "groups": known.groups.pack(view.groups(), path=f"{path}/param_groups"),
                 "values": values.pack(state, path=f"in {path}", large=large) if state else _NO_VALUES,
                 "rest": values.pack(rest, path=f"in {path}/rest", large=large) if rest else _NO_VALUES,
             }
         )
+        known.tensor_list = None if state or rest or view.wraps else tensor_list
+        return known.packed
 
     def _objects_value(self, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
         """Return name -> packed state of each object in ``state=``, and append their large tensors to ``lives``. The
@@ -403,7 +467,7 @@ class Capture:
         known: Mapping[str, bytes] = {}
         if before is not None:
             lives.extend(before.large)
-            known = before.loaders
+            known = before.loader_states
         return {
             name: known[name] if name in known else self._object_bytes(name, obj, lives)
             for name, obj in self.objects.items()

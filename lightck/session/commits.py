@@ -48,9 +48,9 @@ class CommitParticipants:
             pipeline.events.add(self.keeper)
 
     def pin(self, pipeline: Pipeline) -> Hold:
-        """Hold the newest committed checkpoint, and return the hold. Besides the slots that are pinned or reserved for
-        ``keep=``, at least two slots must stay: if fewer would, the pool is relaid out in a new file. Raises
-        ``SessionError`` if nothing is committed yet, or if the pool cannot have enough slots."""
+        """Hold the newest committed checkpoint, and return the hold. At least two slots must remain that are neither
+        pinned nor reserved for ``keep=``; otherwise a relayout gives the pool more slots. Raises ``SessionError`` if
+        nothing is committed yet, or if the pool cannot have enough slots."""
         pipeline.finish()
         writer = pipeline.pool.writer
         if writer is None or pipeline.committed is None:
@@ -106,7 +106,7 @@ class Commits:
 
     @property
     def has_nothing_to_commit(self) -> bool:
-        """Whether every saved checkpoint is committed, and there is no open step that a forward would close now."""
+        """Whether every saved checkpoint is committed, and a forward would close no checkpoint now."""
         is_committed = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
         return is_committed and not self._boundary.closes_at(Event.FORWARD)
 
@@ -114,8 +114,9 @@ class Commits:
 
     def updated(self, step: int) -> bool:
         """Decide right after an update whether the checkpoint of ``step`` will be saved when it closes, and return the
-        decision. (A flush saves it in any case.) ``step``: the number of updates so far. The decision is not left to
-        the boundary, because what the next forward changes must be read before that forward, if it will be saved."""
+        decision. (A flush saves it in any case.) ``step``: the number of updates so far. If the checkpoint will be
+        saved, what the next forward changes must be read before that forward. So the decision cannot wait for the
+        boundary."""
         self._decision = step, self.cadence.is_due(step, self.saved_step)
         return self._decision[1]
 
@@ -127,7 +128,10 @@ class Commits:
     def closed(self, event: Event, step: int) -> None:
         """Save the checkpoint that ``event`` has closed, if it is due or ``event`` is ``FLUSH``."""
         is_saved = event is Event.FLUSH or self.will_be_saved(step)
-        self.cadence.boundary_passed(time.perf_counter(), self._meter.stall_seconds, is_saved)
+        meter = self._meter
+        meter.count_step(is_saved)
+        # The slowdown by a checkpoint is left out, because the cadence measures it.
+        self.cadence.boundary_passed(time.perf_counter(), meter.stall_seconds + meter.fixed_seconds, is_saved)
         self._capture.mid_batch.boundary(event, step, is_saved)
         if is_saved:
             self._save(event, step)
@@ -163,10 +167,10 @@ class Commits:
         self.run(lambda: self._finish(timeout, deadline))
 
     def commit(self, timeout: float | None, deadline: float | None, *, also_step_0: bool = True) -> None:
-        """Commit the checkpoint of the current step. If that checkpoint was closed and not saved (``interval``), or was
-        dropped, save the present state as the checkpoint of this step. ``timeout``: seconds, for the message.
-        ``deadline``: see ``deadline_after``. ``also_step_0``: save even if no update was made yet. Raises
-        ``FlushTimeoutError`` at the deadline."""
+        """Commit the checkpoint of the current step. If it was dropped, or was not saved when it closed (``interval``),
+        save the present state as the checkpoint of this step. ``timeout``: seconds, for the message. ``deadline``: see
+        ``deadline_after``. ``also_step_0``: save even if no update was made yet. Raises ``FlushTimeoutError`` at the
+        deadline."""
         self.commit_saved(timeout, deadline)
         step = self._boundary.step
         if self.pipeline.committed != step and not self.paused and (step or also_step_0):
@@ -195,9 +199,9 @@ class Commits:
     # -- what failed -------------------------------------------------------------------------------------
 
     def run(self, work: Callable[[], object]) -> None:
-        """Call ``work`` and keep a ``BackgroundError`` that it raises: the error is raised again at every later step
-        and at close. If a signal interrupts a wait in ``work``, ``work`` is called again after the signal's handler,
-        unless the handler closed the session."""
+        """Call ``work``. If it raises a ``BackgroundError``, keep the error, to raise it again at every later step and
+        at close. If a signal interrupts a wait in ``work``, call ``work`` again after the signal's handler, unless the
+        handler closed the session."""
         try:
             retry_interrupted(lambda: work() if self._session_lock.is_open else None)
         except BackgroundError as err:

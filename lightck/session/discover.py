@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from lightck.dataloader.persistent import draws_once
 from lightck.errors import AmbiguousError, LateError, UnsupportedError
 from lightck.state.inventory import OptimizerView
+from lightck.state.local_tensors import reshard
 from lightck.state.optimizer_wrappers import (
     has_hooks,
     inner_of,
@@ -64,7 +65,7 @@ class Found:
 
 
 def count_updating(optimizers: Sequence[Optimizer]) -> int:
-    """Return how many of these optimizers make updates (see ``WrapperRole.makes_updates``)."""
+    """Return the number of optimizers whose ``step`` is an update (see ``WrapperRole.makes_updates``)."""
     return sum(wrapper_role.makes_updates for wrapper_role in wrapper_roles(optimizers))
 
 
@@ -87,6 +88,7 @@ def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | 
     Raises ``AmbiguousError`` if two live objects could fill one role, and ``TypeError`` or ``UnsupportedError`` for an
     optimizer that cannot be followed.
     """
+    reshard(model)  # what it holds now are the parameters that optimizers update
     given, params = dict(state or {}), param_positions(model)
     live = LiveObjects()
     if optimizer is None:
@@ -142,10 +144,10 @@ def drives(optimizer: object, params: Mapping[int, int]) -> bool:
 
 
 def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
-    """The live optimizers that have a parameter of this model, without optimizers inside a wrapper. Empty if the search
-    is ambiguous or fails: each optimizer is then followed when it first steps."""
-    # What the quick search finds may be garbage. A collection of garbage is slow, so it is done, and the search
-    # repeated, only if the quick search finds something.
+    """The live optimizers that have a parameter of this model, without optimizers inside a wrapper. If the search is
+    ambiguous or fails, the result is empty, and each optimizer is followed when it first steps."""
+    # What the quick search finds may be garbage. Only if it finds something, garbage is collected, which is slow, and
+    # the search is repeated.
     for collect in (False, True):
         try:
             found = _find_optimizers(LiveObjects(collect=collect), param_positions(model))
@@ -161,9 +163,10 @@ def follow_late(
 ) -> tuple[Optimizer, ...]:
     """Warn about an optimizer that was made after attach, and return the optimizers to follow.
 
-    views: the optimizers that are followed already. names: id -> name of the model's present parameters. Raises
-    ``LateError`` if the new optimizer steps parameters of an earlier one, or parameters that replaced them in the
-    model: optimizer state is saved by parameter name, so the two would be saved under the same names.
+    views: the optimizers that are followed already. names: id -> name of the model's present parameters. Optimizer
+    state is saved by parameter name. So two optimizers whose parameters have the same names cannot both be saved:
+    ``LateError`` is raised if the new optimizer steps parameters of one that is followed, or parameters that have
+    replaced these in the model.
     """
     new = optimizers_to_follow([optimizer])
     params = [p for one in new for g in one.param_groups for p in g["params"]]
@@ -203,7 +206,7 @@ def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Opti
 
 
 def _refuse_shared(optimizers: Sequence[Optimizer]) -> None:
-    """Raise ``AmbiguousError`` for two optimizers over one parameter, unless one wraps the other, because state is
+    """Raise ``AmbiguousError`` if two optimizers have the same parameter and neither wraps the other, because state is
     saved by parameter name."""
     owner: dict[int, Optimizer] = {}
     wrappers = [(id(o), inner) for o in optimizers if (inner := wrapped_ids(o))]

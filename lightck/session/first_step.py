@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from lightck.errors import LateError
 from lightck.session.capture import Capture
 from lightck.session.discover import LiveObjects, Objects, schedulers_of
-from lightck.state.ranks import check_rank, rank_and_world_size
+from lightck.state.ranks import check_rank
 
 log = logging.getLogger("lightck")
 
@@ -29,10 +29,12 @@ class FirstStep:
     """Whether ``state={"scheduler": None}`` was passed, so that no scheduler need be saved."""
     chosen: frozenset[int] = frozenset()
     """Ids of the optimizers for which a scheduler was passed: no scheduler of theirs is checked."""
-    _is_rank: bool = field(default_factory=lambda: rank_and_world_size() is not None)
-    """Whether the process was one of several ranks at attach, where ``check_rank`` was called."""
+    is_rank_known: bool = False
+    """Whether attach knew what this process is: a rank of a group that attaches together, or alone
+    (``group=False``)."""
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
-    """Each parameter group that a scheduler has driven, and the restored learning rate of the group."""
+    """Each parameter group that a scheduler has driven, in this run or before, and the group's restored learning
+    rate."""
     _scheduler_counts_at_attach: list[object] = field(default_factory=list)
     """What ``_scheduler_counts`` returned after the restore."""
     _options_are_compared: bool = False
@@ -52,10 +54,10 @@ class FirstStep:
             )
 
     def check(self, capture: Capture) -> None:
-        """Raise ``LateError`` for a scheduler that was made after attach, and ``UnsupportedError`` if the process has
-        become one of several ranks since attach and is not rank 0. (If it is rank 0, warn.) Then run what other parts
-        of the session do before the first update."""
-        if not self._is_rank:
+        """Raise ``LateError`` for a scheduler that was made after attach. If the process has become one of several
+        ranks since attach, warn on rank 0, and raise ``UnsupportedError`` on any other. Also run what other parts of
+        the session do before the first update."""
+        if not self.is_rank_known:
             check_rank()
         capture.before_first_update()
         self._check_schedulers([view.optimizer for view in capture.optimizers])
@@ -98,7 +100,8 @@ class FirstStep:
         """Raise ``LateError`` for a live scheduler of these optimizers that is not saved."""
         known = {id(o) for o in self.objects.values()}
         watched = [] if self.declined else [o for o in optimizers if id(o) not in self.chosen]
-        # If the quick search finds one, it may be garbage, which must not stop a training: collect, and search again.
+        # A scheduler that the quick search finds may be garbage, and garbage must not stop a training. So collect
+        # garbage, and search again.
         for collect in (False, True):
             found = schedulers_of(LiveObjects(collect=collect), watched) if watched else []
             late = [s for s in found if id(s) not in known]

@@ -27,7 +27,8 @@ class FlushMoment:
         self._rng_at_attach = rng.capture() if is_fresh_start else None
         """The random states that a checkpoint of step 0 should hold. None after the first update."""
         self._change: str | None = None
-        """What the present iteration has done since the last update, for the warning (None: nothing that matters)."""
+        """A clause for the warning: what the present iteration has done since the last update (None: nothing that
+        matters)."""
         self._is_reported = False
 
     def batch_given(self) -> None:
@@ -47,8 +48,8 @@ class FlushMoment:
         """Return what has changed since the last update (since attach, if there was no update), or None.
 
         step_thread: the thread that steps the optimizer, None if unknown. Random states are compared only if
-        ``flush()`` is called from a signal handler or from another thread. A loop that calls ``flush()`` itself may
-        have drawn random numbers since the update on purpose.
+        ``flush()`` is called from a signal handler or from another thread, because a loop that calls ``flush()`` itself
+        may have drawn random numbers on purpose.
         """
         if self._change is not None:
             return self._change

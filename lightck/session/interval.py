@@ -30,12 +30,14 @@ class Cadence(Protocol):
         ...
 
     def will_be_due(self, step: int, saved_step: int) -> bool:
-        """Whether it is certain, before the update to ``step`` ends, that the checkpoint of ``step`` will be saved."""
+        """Asked while update number ``step`` is still going on: whether it is certain already that its checkpoint will
+        be saved."""
         ...
 
     def boundary_passed(self, now: float, stall_seconds: float, saved: bool) -> None:
-        """Record a boundary. ``now``: its time, in seconds of a monotonic clock; ``stall_seconds``: seconds that the
-        training thread has spent inside lightck so far; ``saved``: whether the checkpoint of the boundary is saved."""
+        """Record a boundary. ``now``: its time, in seconds of a monotonic clock; ``stall_seconds``: seconds that
+        lightck's code has taken from the training thread so far; ``saved``: whether the checkpoint of the boundary is
+        saved."""
         ...
 
 
@@ -202,14 +204,14 @@ class Adaptive:
         self._n_boundaries += 1
         self._last = now, stall_seconds
         if not saved and self._saved_in_a_row > _SKIP_SOON:
-            # No pair was measured while more than _SKIP_SOON checkpoints in a row were saved, so the pairs are old.
+            # More than _SKIP_SOON checkpoints in a row were saved. No pair was measured meanwhile, so all are old.
             self._extra.last.clear()
         self._saved_in_a_row = self._saved_in_a_row + 1 if saved else 0
         self._n_saved += saved
 
     def _measure(self, step: _Step) -> None:
-        """Add a step. If it followed a saved checkpoint, its stall is a measurement. If it completes a pair, the pair's
-        extra time is one."""
+        """Add a step. If it followed a saved checkpoint, its stall is a measurement of ``_stall``. If it completes a
+        pair, the pair's extra time is a measurement of ``_extra``."""
         if step.saved:
             self._stall.measured(step.stall - min(self._unsaved_stalls, default=0.0))
         else:
@@ -226,10 +228,10 @@ class Adaptive:
         if share > (1 - _LEFT_MIN) * self.auto.budget:
             self._is_warned = True
             log.warning(
-                'lightck: interval="auto" will cost more than its budget of %g %%: lightck\'s hooks alone, which torch '
-                "calls at every step, take %.1f %% (%.0f us) of a step that saves nothing, and checkpoints get at "
-                "least a quarter of the budget in addition. Make steps longer (a larger batch), or pass a larger "
-                "budget: interval=lightck.Auto(budget=%.2f)",
+                'lightck: interval="auto" will cost more than its budget of %g %%: lightck\'s hooks alone cost %.1f %% '
+                "of each step (%.0f us), and a quarter of the budget is always kept for checkpoints. Make steps "
+                "longer (a larger batch), or pass a larger budget: "
+                "interval=lightck.Auto(budget=%.2f)",
                 100 * self.auto.budget,
                 100 * share,
                 1e6 * fixed,
@@ -237,8 +239,8 @@ class Adaptive:
             )
 
     def _fixed(self) -> tuple[float, float]:
-        """Return what the hooks take in a step without a checkpoint: seconds, and the share of the step's time. While
-        too few steps were measured, return (0, 0)."""
+        """Return the time that the hooks take in a step without a checkpoint, in seconds and as a share of the step's
+        time. Return (0, 0) while too few steps are measured."""
         if len(self._unsaved_stalls) < _UNSAVED or not self._steps:
             return 0.0, 0.0
         fixed = min(self._unsaved_stalls)

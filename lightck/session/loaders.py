@@ -39,7 +39,7 @@ class LoaderEvents(LoaderHost):
                 "closes a checkpoint, and the training would change the state while lightck reads it. Iterate in the "
                 "training loop, and let the DataLoader fetch ahead (num_workers=, prefetch_factor=)."
             )
-        if _is_evaluated(loader):
+        if _serves_evaluation(loader):
             return  # the checkpoint stays open until the training continues
         with steps.meter.stall("next"):
             steps.commits.raise_failure()
@@ -53,7 +53,7 @@ class LoaderEvents(LoaderHost):
     ) -> None:
         """Record a batch that a loader gave. The session's lock is not taken, because the record is safe on any
         thread."""
-        if not self._session_lock.is_live or self._steps.commits.paused or _is_evaluated(loader):
+        if not self._session_lock.is_live or self._steps.commits.paused or _serves_evaluation(loader):
             return
         self._steps.flush_moment.batch_given()
         self._steps.fetched_ahead.batch_given(loader)
@@ -84,15 +84,15 @@ class LoaderEvents(LoaderHost):
         state = resumed.take_rng(loader, pass_)
         if state is not None and resumed.closed_by_next:
             # A next() closed the restored checkpoint, so the saved positions include the passes that the script made
-            # before its loop. This run has just made these passes again, which moved the loaders on: each of them
+            # before its loop. This run has just made these passes again, which moved the loaders on. So each loader
             # returns to its saved position.
             for each in self._steps.capture.loaders:
                 each.put_back()
         return state
 
 
-def _is_evaluated(loader: SessionLoader) -> bool:
+def _serves_evaluation(loader: SessionLoader) -> bool:
     """Whether a ``next()`` of this loader belongs to an evaluation: the model is in eval mode, and no pass of this
-    loader so far belongs to the training loop. (A training loop may leave the model in eval mode after an
-    evaluation.)"""
+    loader so far belongs to the training loop. (Eval mode alone is not enough, because some training loops leave the
+    model in eval mode after an evaluation.)"""
     return loader.in_eval and not loader.is_training

@@ -64,7 +64,7 @@ class LoopTopCheck:
         self._before = self._marks()
         """Marks at attach, after the restore."""
         self._point: Event | None = None
-        """The first closing point that the loop reached. None until then, and always if ``_closed_by`` is set."""
+        """The first closing point that the loop reached. None before it is reached, and if ``_closed_by`` is set."""
         self._candidates: set[str] = set()
         """Names of what changed before the first closing point."""
         self._after_update: Marks | None = None
@@ -78,8 +78,8 @@ class LoopTopCheck:
         """The pass that ``fetches`` checked last."""
 
     def check_before(self, event: Event, boundary: Boundary) -> bool:
-        """Check before ``event``, a training forward or a step of the optimizer: it may close a checkpoint. Returns
-        whether anything is left to check at later closing points."""
+        """Check before ``event``, a training forward or a step of the optimizer, because it may close a checkpoint.
+        Returns whether anything is left to check at later closing points."""
         if self._closed_by is not None:
             return self._after_restore(event)
         if boundary.explicit or self._capture.loaders:
@@ -88,7 +88,8 @@ class LoopTopCheck:
             if event is Event.FORWARD and boundary.n_optimizers > 1:
                 return True  # with several optimizers a forward closes nothing
             self._point = event
-            # Many loops compute options from the step number before each update. To compute them twice does no harm.
+            # Many loops compute options from the step number before each update, which a resume may repeat: the
+            # options are the same again.
             options = {options_label(view) for view in self._capture.optimizers}
             self._candidates = set(self._changed(self._before, with_buffers=event is Event.FORWARD)) - options
             return bool(self._candidates)
@@ -164,9 +165,9 @@ class LoopTopCheck:
             )
 
     def _changed(self, before: Marks, *, with_buffers: bool) -> list[str]:
-        """Names whose marks changed. ``with_buffers``: whether buffers count. They do not count if the closing point is
-        a step of the optimizer: the forward has changed them, but the checkpoint holds them as they were right after
-        the last update."""
+        """Names whose marks changed. ``with_buffers``: whether the names of buffers are returned too. If the closing
+        point is a step of the optimizer, they must not be: the forward has changed the buffers, but the checkpoint
+        holds them as they were right after the last update."""
         names = changed_names(before, self._marks(set(before)))
         return names if with_buffers else [name for name in names if name not in self._buffers()]
 
@@ -185,9 +186,9 @@ class LoopTopCheck:
         return {live.name.removeprefix("model/") for live in self._capture.model.buffers()}
 
     def _marks(self, names: set[str] | None = None) -> Marks:
-        """Marks of the model's tensors, the objects in ``state=`` and the optimizers' options. ``names``: make marks of
-        these only (None: of all). Loaders are left out, because a checkpoint holds their state right after the update,
-        so that a resume repeats their batches."""
+        """Marks of the model's tensors, the objects in ``state=`` and the optimizers' options. ``names``: make only the
+        marks that have these names (None: all marks). Loaders are left out: a checkpoint holds their state as it was
+        right after the update, and therefore no change that the loop makes to them later."""
         marks: Marks = {}
         for name, obj in self._capture.objects.items():
             if not is_loader(obj) and (names is None or f"state[{name!r}]" in names):

@@ -6,7 +6,16 @@ import logging
 import os
 from dataclasses import dataclass, field
 
-from lightck.errors import CheckpointExistsError, LateError, NotAPoolError, PoolError, PoolNotFoundError, SessionError
+from lightck.errors import (
+    CheckpointExistsError,
+    LateError,
+    NotAPoolError,
+    PoolError,
+    PoolNotFoundError,
+    SessionError,
+    UnsupportedError,
+    listed,
+)
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.commit_log import candidates
 from lightck.pool.format.layout import Entry
@@ -16,12 +25,14 @@ from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.lock import PoolLock
 from lightck.restore.changed_options import set_requires_grad
 from lightck.restore.contents import Contents
-from lightck.restore.recover import erased_log_error, parse, restore_newest
+from lightck.restore.recover import LiveRestore, erased_log_error, refuse_part, restore_newest
 from lightck.restore.resume import RestoredFrom, Resumed, forget_restored_from, restored_from, warn_differences
+from lightck.restore.usable import parse
 from lightck.session.arguments import Arguments
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
 from lightck.state.inventory import entry_of
+from lightck.state.parts import refuse_parts
 from lightck.state.predict import predict
 from lightck.tiers.keep import refuse_unexportable
 
@@ -37,12 +48,17 @@ class PoolFile:
     backend: Backend
     found: Found
     capture: Capture
+    is_of_rank: bool = False
+    """Whether the pool is that of a rank of a group, which may hold parts of tensors."""
     entries: dict[str, Entry] = field(init=False)
     """Name -> entry of each tensor that a checkpoint would hold now, apart from optimizer state that does not exist
     yet. All these tensors can be stored."""
 
     def __post_init__(self) -> None:
-        self.entries = {live.name: entry_of(live) for live in self.capture.expected_tensors()}
+        lives = list(self.capture.expected_tensors())
+        if not self.is_of_rank:
+            refuse_parts(lives)
+        self.entries = {live.name: entry_of(live) for live in lives}
         if self.arguments.save_options.keep is not None:
             refuse_unexportable(self.arguments.save_options.keep, self.entries.values())
         self.capture.model.refuse_hidden_state()
@@ -50,10 +66,10 @@ class PoolFile:
         self.capture.persistent.follow(self.found.persistent)
 
     def lock(self) -> PoolLock:
-        """Take the pool's lock, and return it. If the file at the path is no pool, raise before that, so that no lock
-        file is made beside it."""
+        """Take the pool's lock, and return it. If the file at the path is no pool, raise before the lock is taken, so
+        that no lock file is made beside that file."""
         if os.path.lexists(self.path) and not self.backend.recognises(self.path):
-            reader = self._existing(write=False)
+            reader = self.existing(write=False)
             if reader is not None:
                 reader.close()
         return PoolLock(self.path)
@@ -61,7 +77,7 @@ class PoolFile:
     def open(self, pipeline: Pipeline) -> Resumed | None:
         """Continue from the pool's checkpoint, or create the pool. To continue, restore the checkpoint (unless the
         script has restored it into the model already), and adopt it. Returns None for a fresh start."""
-        reader = self._existing()
+        reader = self.existing()
         if reader is None:
             self._create(pipeline)
             return None
@@ -75,8 +91,24 @@ class PoolFile:
             reader.close()
             self._create(pipeline)
             return None
-        contents, record = checkpoint
-        pipeline.pool.open(reader).adopt(record)
+        self.adopt(pipeline, reader, *checkpoint)
+        return Resumed.from_contents(checkpoint[0], recorded)
+
+    def adopt(
+        self,
+        pipeline: Pipeline,
+        reader: PoolReader,
+        contents: Contents,
+        record: CommitRecord,
+        *,
+        incarnation: int | None = None,
+    ) -> None:
+        """Continue in this pool from a checkpoint that was restored. ``incarnation``: of what is written from now on,
+        as the group agreed (None: one larger than all in the pool)."""
+        writer = pipeline.pool.open(reader)
+        if incarnation is not None:
+            writer.incarnation = incarnation
+        writer.adopt(record)
         pipeline.adopted(
             contents.step,
             contents.copied_at_boundary,
@@ -88,9 +120,8 @@ class PoolFile:
         set_requires_grad(contents, self.capture.model)
         warn_differences(contents)
         forget_restored_from(self.arguments.model)
-        return Resumed.from_contents(contents, recorded)
 
-    def _existing(self, *, write: bool = True) -> PoolReader | None:
+    def existing(self, *, write: bool = True) -> PoolReader | None:
         """Open the pool at this path. Returns None if there is no pool, or if the pool is to be discarded."""
         try:
             reader = open_pool(self.path, self.backend.name, write=write)
@@ -99,9 +130,8 @@ class PoolFile:
         except PoolError as err:
             if not self.arguments.overwrite:
                 raise
-            # If the content is no pool, it is discarded only where the error allows that (``discard_helps``: some
-            # contents of a device, never a file). A pool that cannot be opened is discarded if the backend recognises
-            # it as a pool.
+            # A pool that cannot be opened is discarded if the backend recognises it as a pool. What is no pool is
+            # discarded only if the error allows that (``discard_helps``: some contents of a device, never a file).
             may_discard = err.discard_helps if isinstance(err, NotAPoolError) else self.backend.recognises(self.path)
             if may_discard:
                 return None
@@ -115,9 +145,7 @@ class PoolFile:
         """Return the checkpoint to continue from, and restore it unless the script has restored it into the model
         already. Returns None if the pool never held a checkpoint."""
         if reader.commit_log().is_empty:
-            lost = erased_log_error(reader)
-            if lost is not None:
-                raise lost
+            self.refuse_erased_log(reader)
             return None
         known = restored_from(self.arguments.model, self.path, reader.superblock.uuid)
         if known is not None:
@@ -130,25 +158,45 @@ class PoolFile:
                 "attach(..., resume=True) to go on from it, restore it yourself with lightck.recover(path, model, "
                 "...), or pass overwrite=True to discard it."
             )
+        refuse_part(reader)
         self._check_optimizer_in_time(reader)
-        state = {**self.found.state, **dict.fromkeys(self.arguments.declined)}
         checkpoint = restore_newest(
-            reader, None, self.arguments.model, list(self.found.optimizers), state, strict=True, complete=True
+            reader, None, self.arguments.model, list(self.found.optimizers), self._state, strict=True, complete=True
         )
         for rejected in checkpoint.rejected:
             log.warning("lightck: a newer checkpoint cannot be used, and an older one is restored: %s", rejected)
         return checkpoint.contents, checkpoint.record
 
+    @property
+    def _state(self) -> dict[str, object]:
+        """Name -> object to restore; None for what the caller declined."""
+        return {**self.found.state, **dict.fromkeys(self.arguments.declined)}
+
+    def live_restore(self, reader: PoolReader) -> LiveRestore:
+        """Return what restores checkpoints of ``reader`` into the objects of this attach."""
+        self._check_optimizer_in_time(reader)
+        return LiveRestore(
+            reader, self.arguments.model, list(self.found.optimizers), self._state, strict=True, complete=True
+        )
+
+    @staticmethod
+    def refuse_erased_log(reader: PoolReader) -> None:
+        """Raise ``CorruptPoolError`` if the pool's commit records were erased."""
+        lost = erased_log_error(reader)
+        if lost is not None:
+            raise lost
+
     def _go_on_from(self, reader: PoolReader, known: RestoredFrom) -> tuple[Contents, CommitRecord]:
         """Return the checkpoint that the script restored into the model before attach. Raises ``SessionError`` if parts
-        of the checkpoint were restored nowhere, and ``CheckpointExistsError`` if the pool no longer holds it."""
-        missing = [
-            what for what in known.missing if what not in {f"state {name!r}" for name in self.arguments.declined}
+        of the checkpoint were restored nowhere, and ``CheckpointExistsError`` if the pool no longer holds the
+        checkpoint."""
+        untaken = [
+            what for what in known.untaken if what not in {f"state {name!r}" for name in self.arguments.declined}
         ]
-        if missing:
+        if untaken:
             raise SessionError(
                 f"This model was restored from step {known.contents.step} of {self.path!r}, but "
-                f"{', '.join(missing)} of that checkpoint was restored nowhere, and would be lost. Pass what is "
+                f"{', '.join(untaken)} of that checkpoint was restored nowhere, and would be lost. Pass what is "
                 "missing to recover() or restore() too, use attach(..., resume=True), or train into another pool. "
                 "overwrite=True discards what this pool holds."
             )
@@ -192,6 +240,20 @@ class PoolFile:
             pipeline.pool.create(list(entries.values()), self.capture.expected_state_nbytes)
         elif self.arguments.overwrite:
             self.backend.discard(self.path)  # else a crash before the first checkpoint would leave the old pool
+
+    def create_at_once(self, pipeline: Pipeline) -> None:
+        """Create the pool of a rank. Raises ``UnsupportedError`` if the tensors of a checkpoint cannot be predicted."""
+        forget_restored_from(self.arguments.model)
+        updates_by_hand = self.found.optimizers_were_passed and not self.found.optimizers
+        entries = dict(self.entries) if updates_by_hand else self._predicted()
+        if entries is None:
+            names = listed([view.class_name for view in self.capture.optimizers])
+            fact = f"The state of {names} cannot be predicted" if names else "There is no optimizer yet"
+            cure = "Use another optimizer of torch.optim" if names else "Build the optimizer before attach"
+            raise UnsupportedError(
+                f"{fact}, so the pool cannot be laid out before the first update, and that of a rank must be. {cure}."
+            )
+        pipeline.pool.create(list(entries.values()), self.capture.expected_state_nbytes)
 
     def _predicted(self) -> dict[str, Entry] | None:
         """Return the entries of all tensors, including those predicted for the optimizers' state. Returns None if that

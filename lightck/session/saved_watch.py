@@ -1,8 +1,8 @@
 """Warns if nothing of a training is being saved, from the first training forward to ``close()``.
 
-A checkpoint closes only after an update that lightck detects. Three kinds of loops train on without an error, and no
-checkpoint ever closes: a loop without an optimizer object; a loop with a second optimizer that never steps, so that no
-update is complete; and a loop whose model was built again, while the session follows the old one. The watch counts
+A checkpoint closes only after an update that lightck detects. In three kinds of loops no checkpoint ever closes, and no
+error shows it: a loop without an optimizer object; a loop with a second optimizer that never steps, so that no update
+is complete; and a loop whose model was built again, while the session follows the old model. The watch counts
 iterations in which no checkpoint closed. Accumulated gradients, or a GradScaler that skips, may explain such
 iterations. So the watch also compares parameters before it warns.
 """
@@ -25,17 +25,17 @@ log = logging.getLogger("lightck")
 MANY = 100
 """Iterations without a checkpoint before a check: more than any loop accumulates or skips in a row."""
 MANY_EXPLICIT = 1000
-"""Updates without a checkpoint before a warning, if an earlier run called ``end_step()`` and this one has not yet: some
-loops call it only once in an epoch."""
+"""Updates without a checkpoint before a warning, if an earlier run called ``end_step()`` and this one has not yet. More
+than ``MANY``, because some loops call ``end_step()`` only once in an epoch."""
 _FIRST = 8
 """If no optimizer is followed, the model's tensors are compared at each of the first ``_FIRST`` training forwards, or
 at each of the first ``_FIRST // 2`` calls of ``end_step()``."""
 _TWIN_STEPS = 10
-"""How many steps one optimizer of another model makes in a row before the warning of ``_check_twin``, which is given
-only if the parameters of that optimizer have the shapes of the session's model."""
-_TWIN_STEPS_OF_LIVE = 100
-"""The same if the session's model was called or updated since attach: clients of federated learning make fewer local
-steps."""
+"""How many steps in a row one optimizer of another model makes before ``_check_twin`` warns. (It warns only about a
+*twin*: a model whose parameters have the same shapes as those of the session's model.)"""
+_TWIN_STEPS_IF_ALIVE = 100
+"""The same limit, if the session's model was called or updated since attach. Copies of such a model may be trained on
+purpose, as by the clients of federated learning, which make fewer steps in a row than this."""
 _FOREIGN = 4
 """Followed optimizers may have no parameter of the session's model, if they update master weights that the loop copies
 into the model. After ``_FOREIGN`` of their updates the parameters of the model must have changed."""
@@ -61,30 +61,32 @@ class SavedWatch:
         self._capture, self._boundary, self._follow_live = capture, boundary, follow_live
         self._idle_forwards = 0  # training forwards since the last update
         self._end_steps = 0  # calls of end_step() in this session
-        self._longest_interval = 0  # the most updates between two calls of end_step()
+        self._longest_interval = 0  # the largest number of updates between two calls of end_step()
         self._idle_end_steps = 0  # calls of end_step() since the last update
-        self._is_alive = False  # a training forward or an update was seen
+        self._is_alive = False  # whether this model was called in training, or updated, since attach
         self._steps_elsewhere = 0  # steps of optimizers of other models
         self._last_optimizer_elsewhere: weakref.ref[Optimizer] | None = None
-        """The optimizer of another model that made the last such step."""
+        """The optimizer that made the last of these steps."""
         self._n_steps_by_last_elsewhere = 0
         """Steps that ``_last_optimizer_elsewhere`` has made since this session's model was last called or updated."""
         self._twin_class: str | None = None
-        """Class name of ``_last_optimizer_elsewhere``; None if its parameters have other shapes than this model's."""
+        """Class name of ``_last_optimizer_elsewhere``, if it trains a twin (see ``_is_twin``), else None. Computed at
+        the second of its steps in a row, and so never in a loop that updates the two models in turn."""
         self._is_twin_trained = False  # whether the warning of ``_check_twin`` was given
-        self._at_first_elsewhere: Marks = {}
-        """Marks of this model's parameters at the first of these steps, if ``_twin_class`` is not None."""
+        self._at_second_elsewhere: Marks = {}
+        """Marks of this model's parameters at the second of the steps that ``_n_steps_by_last_elsewhere`` counts. Empty
+        if ``_twin_class`` is None."""
         self._by_hand: tuple[weakref.ref[Optimizer] | None, int] = None, 0
-        """With ``optimizer=[]``: the last optimizer of this model that stepped, and the number of calls of
-        ``end_step()`` before its first step."""
+        """With ``optimizer=[]``: the optimizer of this model that stepped last, and how often ``end_step()`` was called
+        before this optimizer's first step."""
         self._before: Marks = {}  # marks of the parameters at an earlier iteration
         self._at_end_step: Marks = {}  # marks of the model's tensors at the last end_step()
         self._is_reported = False  # whether the warning was given
         self._was_searched = False  # whether live objects were searched for an optimizer that was made after attach
         self._foreign_updates = -1
-        """Updates so far, if the followed optimizers have no parameter of this model. -1: they are not counted, because
-        the followed optimizers have parameters of this model, or because this model was called before the first
-        update."""
+        """Updates so far, if the followed optimizers have no parameter of this model. -1: updates are not counted,
+        because the followed optimizers have parameters of this model, or because this model was called before the
+        first update."""
 
     # -- what the session reports ------------------------------------------------------------------------
 
@@ -154,17 +156,16 @@ class SavedWatch:
         self._steps_elsewhere += 1
         if self._last_optimizer_elsewhere is None or self._last_optimizer_elsewhere() is not optimizer:
             self._last_optimizer_elsewhere, self._n_steps_by_last_elsewhere = weakref.ref(optimizer), 0
-        if not self._n_steps_by_last_elsewhere:
-            self._twin_class = type(optimizer).__name__ if self._is_twin(optimizer) else None
-            self._at_first_elsewhere = self._params() if self._twin_class is not None else {}
         self._n_steps_by_last_elsewhere += 1
-        # Copies of the model with optimizers of their own, as in federated learning, make few steps each.
-        if self._n_steps_by_last_elsewhere == (_TWIN_STEPS_OF_LIVE if self._is_alive else _TWIN_STEPS):
+        if self._n_steps_by_last_elsewhere == 2:
+            self._twin_class = type(optimizer).__name__ if self._is_twin(optimizer) else None
+            self._at_second_elsewhere = self._params() if self._twin_class is not None else {}
+        if self._n_steps_by_last_elsewhere == (_TWIN_STEPS_IF_ALIVE if self._is_alive else _TWIN_STEPS):
             self._check_twin()
 
     def step_by_hand(self, optimizer: Optimizer) -> None:
-        """An optimizer of this model steps although ``optimizer=[]`` was passed. Warn if it has state, and lives longer
-        than from one ``end_step()`` to the next: an inner optimizer of Reptile or MAML does not."""
+        """An optimizer of this model steps although ``optimizer=[]`` was passed. Warn if it has state and has stepped
+        both before and after an ``end_step()``. (An inner optimizer of Reptile or MAML does not live that long.)"""
         known, since = self._by_hand
         if known is None or known() is not optimizer:
             self._by_hand = weakref.ref(optimizer), self._end_steps
@@ -180,9 +181,9 @@ class SavedWatch:
             self._check_twin()
 
     def _check_twin(self) -> None:
-        if not self._n_steps_by_last_elsewhere or self._twin_class is None or self._end_steps:
+        if self._n_steps_by_last_elsewhere < 2 or self._twin_class is None or self._end_steps:
             return
-        if changed_names(self._at_first_elsewhere, self._params()):
+        if changed_names(self._at_second_elsewhere, self._params()):
             return  # the loop copies what the other model has learned into this one
         self._is_twin_trained = True
         since = f"since update {self._boundary.step}" if self._is_alive else "since attach"
@@ -234,8 +235,8 @@ class SavedWatch:
         return self._follow_live()
 
     def _compare_end_steps(self) -> None:
-        """Warn if the model did not change between two calls of ``end_step()`` although it has gradients. They are
-        probably accumulated, and a checkpoint does not hold them."""
+        """Warn if the model did not change between two calls of ``end_step()`` although it has gradients. The gradients
+        are probably accumulated, and a checkpoint does not hold them."""
         now = tensor_marks(self._capture.model.tensors(None))
         is_same = (
             bool(self._at_end_step)
@@ -245,17 +246,17 @@ class SavedWatch:
         self._at_end_step = now if self._end_steps < _FIRST // 2 else {}
         if is_same and not self._is_reported and self._has_gradients():
             self._warn(
-                "end_step() was called twice, no optimizer is followed, and the model has gradients, but did not "
-                "change between the calls. Each end_step() counts as an update here, and a checkpoint holds no "
-                "gradients: if they are accumulated, a resume loses those of the batches before. Call end_step() "
-                "only after an update"
+                "end_step() was called although no parameter had changed since the call before. No optimizer is "
+                "followed, so each end_step() counts as an update. If the loop accumulates gradients over several "
+                "batches, a resume loses them, because a checkpoint holds no gradients. Call end_step() only after an "
+                "update"
             )
 
     # -- an optimizer is followed ------------------------------------------------------------------------
 
     def _idle_iterations(self, n: int) -> None:
-        """Check after ``n`` iterations without an update. Accumulated gradients explain them, unless parameters
-        change."""
+        """Check after ``n`` iterations without an update. If no parameter changes in them, the loop accumulates
+        gradients, and nothing is wrong."""
         if n == MANY:
             self._before = self._params()
         elif n == MANY + 1 and not self._is_reported:
@@ -289,8 +290,8 @@ class SavedWatch:
         return f"optimizer {number} ({views[0].class_name} of {_some(names)})" if views else f"optimizer {number}"
 
     def _have_no_parameter_here(self) -> bool:
-        """Whether the followed optimizers have no parameter of this model. They may update master copies that the loop
-        copies into the model."""
+        """Whether the followed optimizers have no parameter of this model. (Perhaps they update master weights, which
+        the loop copies into the model.)"""
         params = [name for view in self._capture.optimizers for name, _ in view.params]
         return bool(params) and all(name.startswith("outside/") for name in params)
 
@@ -303,7 +304,8 @@ class SavedWatch:
         elif (
             self._foreign_updates == _FOREIGN
             and not self._is_reported
-            and any(p.requires_grad for p in self._capture.model.model.parameters())  # else it trains something else
+            # If all parameters are frozen, the optimizer trains something else on purpose.
+            and any(p.requires_grad for p in self._capture.model.model.parameters())
             and not changed_names(self._before, self._params())
         ):
             classes = ", ".join(view.class_name for view in self._capture.optimizers)

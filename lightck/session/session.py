@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from lightck.dataloader.identity import name_of
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.replay import wants_skip
-from lightck.errors import NothingSavedError, SessionError
+from lightck.errors import NothingSavedError, SessionError, UnsupportedError
 from lightck.events import Event
 from lightck.hooks.own_hooks import Handle, remove
 from lightck.interrupts import deferred, retry_interrupted
@@ -25,6 +25,7 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.profiler.recording import Recording, Traces
+from lightck.session.group import Place
 from lightck.session.loaders import LoaderEvents
 from lightck.session.steps import Steps
 from lightck.sessions import existing
@@ -54,11 +55,11 @@ class Session:
     An error of background work is raised in the training loop at the next step, and again at ``close``.
     """
 
-    def __init__(self, steps: Steps, lock: PoolLock, found: Mapping[str, str]) -> None:
-        """Called by ``attach`` only."""
+    def __init__(self, steps: Steps, lock: PoolLock, found: Mapping[str, str], place: Place | None = None) -> None:
+        """Called by ``attach`` only. ``place``: if the session is that of a rank of a group."""
         self.found: Mapping[str, str] = dict(found)
         """What attach found by itself: name -> class name."""
-        self._steps, self._pipeline = steps, steps.pipeline
+        self._steps, self._pipeline, self._place = steps, steps.pipeline, place
         self._loader_events = LoaderEvents(steps)
         self._traces = Traces(steps.events, steps.pipeline.events, steps.pipeline.engine, steps.meter)
         self._finalizer = weakref.finalize(self, _end, steps.pipeline, lock, steps.hooks.handles)
@@ -101,6 +102,25 @@ class Session:
         return self._pipeline.committed
 
     @property
+    def rank(self) -> int:
+        """The rank of this process in the group whose ranks were attached together; 0 without a group."""
+        return 0 if self._place is None else self._place.rank
+
+    @property
+    def world(self) -> int:
+        """The number of ranks that were attached together; 1 without a group."""
+        return 1 if self._place is None else self._place.world_size
+
+    @property
+    def common(self) -> int | None:
+        """The newest step that this rank knows to be committed by all ranks; None if it knows of none. This rank learns
+        it when it begins a checkpoint, so a newer step may be common. Without a group the same as ``committed``."""
+        if self._place is None:
+            return self.committed
+        known = self._place.rule.knowledge.common
+        return None if known is None else known.step
+
+    @property
     def durability(self) -> Durability:
         """Which failures the committed checkpoints survive, with the evidence."""
         return self._pipeline.durability
@@ -117,6 +137,7 @@ class Session:
             engine_cpu_seconds=self._pipeline.engine.cpu_seconds,
             committed=self.committed,
             interval=self._steps.commits.cadence.interval,
+            rank_wait_seconds=0.0 if self._place is None else self._place.rule.wait_seconds,
             emulated=self.durability.emulated,
         )
 
@@ -183,8 +204,9 @@ class Session:
     def flush(self, timeout: float | None = None) -> int | None:
         """Commit the current step, and return the newest committed step.
 
-        That is an older step, or None, if ``pause_on_nonfinite`` refused the current one, or if the call is inside
-        ``optimizer.step()``. Raises ``FlushTimeoutError`` after ``timeout`` seconds (None or infinity: never)."""
+        If ``pause_on_nonfinite`` refused the current step, or if the call is inside ``optimizer.step()``, the newest
+        committed step is an older one, or None. Raises ``FlushTimeoutError`` after ``timeout`` seconds (None or
+        infinity: never)."""
         self._check_usable()
         if self._steps.commits.paused:
             raise SessionError(
@@ -201,8 +223,14 @@ class Session:
         """Commit the current step, as ``flush`` does, and hold its checkpoint in the pool until the pin is released.
 
         ``recover(path, step=pin.step)`` returns the checkpoint, now and after a crash. The first pin may move the pool
-        to a larger file. With ``pause_on_nonfinite`` the last checkpoint with finite values is held.
+        to a larger file. With ``pause_on_nonfinite`` the last checkpoint with finite values is held. Raises
+        ``UnsupportedError`` in a group of ranks.
         """
+        if self._place is not None:
+            raise UnsupportedError(
+                "pin() is not supported in a group of ranks yet: the ranks would have to hold the same step. Save what "
+                "must stay with torch.save or torch.distributed.checkpoint."
+            )
         self.flush()
         participants = self._steps.commits.participants
         with self._steps.meter.stall("pin"):
@@ -309,7 +337,7 @@ class Session:
 
 def _end(pipeline: Pipeline, lock: PoolLock, handles: list[Handle]) -> None:
     """End a session once, called from ``close`` or from the garbage collector. The collector may run on a thread of the
-    pipeline. The end waits for that thread, so a new thread does the work in that case."""
+    pipeline. In that case a new thread does the work, because the work includes a wait for that thread to end."""
     if pipeline.on_background_thread:
         threading.Thread(target=_end_here, args=(pipeline, lock, handles), name="lightck-end").start()
     else:

@@ -50,9 +50,9 @@ def object_marks(name: str, obj: Any) -> Marks:
 
 
 def _epoch_of(state: object) -> object:
-    """Return ``last_epoch`` from the state of a scheduler and of the schedulers in it. A state without ``last_epoch``
-    is returned unchanged. Nothing else of the state is marked, because ``step(epoch)`` changes the rest even if it is
-    called with the same epoch again, and such a repetition does no harm."""
+    """Return the part of a scheduler's state that is marked: ``last_epoch`` of the scheduler and of the schedulers in
+    it. A second ``step(epoch)`` with the same epoch does no harm, but changes the other parts, so they are not marked.
+    A state without ``last_epoch`` is returned unchanged."""
     if not isinstance(state, dict) or "last_epoch" not in state:
         return state
     return state["last_epoch"], [_epoch_of(each) for each in state.get("_schedulers") or ()]

@@ -11,6 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -18,11 +19,14 @@ from torch.optim.optimizer import Optimizer
 
 from lightck.dataloader.fetched_ahead import FetchedAheadCheck
 from lightck.dataloader.positions import Positions
+from lightck.errors import BackgroundError
 from lightck.events import Event, SessionLock, StepEvents, StepListener
 from lightck.following.comparison import Comparison, Continuation, Recorder
+from lightck.following.ddp import warn_unsaved_by_ddp
 from lightck.following.loop_counter import LoopCounterCheck
 from lightck.following.update_parts import UpdateParts
 from lightck.hooks.boundary import BY_HAND, Boundary
+from lightck.hooks.early_gate import EarlyGate
 from lightck.hooks.hooks import Hooks
 from lightck.hooks.layers import PartialUpdate
 from lightck.pipeline.pipeline import Pipeline
@@ -90,6 +94,8 @@ class Steps(StepListener):
         """Id of the thread on which the optimizer steps; None before its first step."""
         self._reported_step = self.boundary.step
         """The step that the listeners received last (``step_ended``)."""
+        self._is_before_first_forward = True
+        """Whether the next training forward is the first one of the session."""
         self._is_forward_known = False
         """Whether the model's forward hook has fired, or a log line has said that it does not fire."""
         self._scalers = ScalerWatch(capture.objects)
@@ -107,8 +113,8 @@ class Steps(StepListener):
 
     @property
     def updates(self) -> int:
-        """Updates so far. A read of ``Session.step`` is recorded as a sign that the loop takes its position from the
-        session. A read of ``updates`` is not."""
+        """Updates so far. This is the value of ``Session.step``. But to read ``Session.step`` is recorded as a sign
+        that the loop takes its position from the session, and to read ``updates`` is not."""
         return self.boundary.step
 
     def follows_optimizer(self, optimizer: object) -> bool:
@@ -125,8 +131,8 @@ class Steps(StepListener):
     # -- an update ---------------------------------------------------------------------------------------
 
     def before_step(self, index: int, bypasses_wrapper: bool, has_gradients: bool, in_backward: bool = False) -> None:
-        """``in_backward``: whether ``layers_begin`` calls this inside the backward pass, before the first layer of a
-        layer-wise update."""
+        """``in_backward``: whether the caller is ``layers_begin``, inside the backward pass, before the first layer of
+        a layer-wise update."""
         self.capture.devices.refuse_graph_capture("An optimizer's step")
         with self.meter.stall("before the update"):
             self.commits.raise_failure()
@@ -144,7 +150,7 @@ class Steps(StepListener):
             if not self.commits.paused:
                 self.watch.before_step(index)
                 self.continuation.before_update(index if has_gradients else None)
-            self.capture.before_update(index)
+            self.capture.note_gradients(index)
 
     def gate(self) -> None:
         if self.commits.failure is None and self.pipeline.is_idle:
@@ -152,6 +158,19 @@ class Steps(StepListener):
         with self.meter.stall("gate"):
             self.commits.raise_failure()
             self.commits.run(self.pipeline.gate)
+
+    def add_early_gate(self) -> None:
+        """For a rank of a group: pass the gate in the backward pass already, before the last gradients are sent."""
+        model = self.model
+        if model is not None:
+            gate = EarlyGate(model, lambda: not self.pipeline.is_idle, self._early_gate)
+            self.hooks.handles += gate.handles
+
+    def _early_gate(self) -> None:
+        """An error of a checkpoint is raised by the next step, and not in the backward pass."""
+        if self.commits.failure is None and not self.pipeline.is_idle and self.session_lock.is_live:
+            with self.meter.stall("early gate"), suppress(BackgroundError):
+                self.commits.run(self.pipeline.gate)
 
     def after_step(self, index: int) -> None:
         with self.meter.stall("after the update"):
@@ -163,14 +182,15 @@ class Steps(StepListener):
                 self.loop_top.updated(self.boundary)
             self._scalers.stepped()
             self.partial_update.end(index)
-            self.capture.before_update(index)  # again: a closure computes its gradients inside the step
+            # Again, because the gradients that a closure computes inside the step did not exist before the step.
+            self.capture.note_gradients(index)
             self._read_provisionally()
             self.capture.positions.updated()
         self._report_step_ended()
 
     def _report_step_ended(self) -> None:
-        """Report an update to the listeners once, when the update is counted. With several optimizers, an update is
-        sometimes not counted until a checkpoint closes."""
+        """Report an update to the listeners once, when the update is counted. With several optimizers, some updates are
+        not counted until a checkpoint closes."""
         if self.boundary.step != self._reported_step:
             self._reported_step = self.boundary.step
             self.events.step_ended(self._reported_step)
@@ -190,8 +210,8 @@ class Steps(StepListener):
         self.partial_update.end(index)
 
     def updated_by_hand(self) -> None:
-        """Handle an update of a loop in which no optimizer is followed. No hook precedes the next update, so this
-        method passes the gate."""
+        """Handle an update of a loop in which no optimizer is followed. No hook precedes the next update, so the gate
+        before that update is passed here."""
         self.step_thread = threading.get_ident()
         self._check_first_step()
         self.continuation.before_update(None)
@@ -202,7 +222,7 @@ class Steps(StepListener):
         self.capture.devices.add_update_streams()
         self.handle(Event.END_STEP)
         self.commits.run(self.pipeline.gate)
-        self.events.update_begins()
+        self.events.update_begins()  # no hook shows where the next update begins, so it counts as begun from here on
 
     # -- a layer-wise update -----------------------------------------------------------------------------
 
@@ -210,13 +230,14 @@ class Steps(StepListener):
         self.partial_update.call_and_defer_error(lambda: self.before_step(index, False, False, in_backward=True))
         while not self.partial_update.call_and_defer_error(self.gate):
             pass  # the gate dropped a checkpoint, and raised. More may be in flight, so pass the gate again
-        # Eager copies of an update that no boundary followed belong to no checkpoint.
+        # If no boundary came after the last update, its eager copies belong to no checkpoint.
         self.commits.run(self.pipeline.eager.drop)
         self.partial_update.begin(index)
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[torch.Tensor]) -> None:
         step = self.boundary.step + 1
-        has_final_values = self.boundary.n_optimizers == 1  # another optimizer might still write these tensors
+        # With several optimizers, another one might still write these tensors in this step.
+        has_final_values = self.boundary.n_optimizers == 1
         if (
             has_final_values
             and not self.commits.paused
@@ -225,7 +246,7 @@ class Steps(StepListener):
             with self.meter.stall("layer updated"):
                 self.commits.run(lambda: self.pipeline.copy_eagerly(tensors))
 
-    def layers_forgotten(self, index: int) -> None:
+    def layers_abandoned(self, index: int) -> None:
         self.partial_update.end(index)
 
     # -- a forward ---------------------------------------------------------------------------------------
@@ -249,6 +270,9 @@ class Steps(StepListener):
                 self.handle(Event.FORWARD)
             if self.resumed is not None:
                 self.resumed.forward_begins(self.capture.numbers)
+            if self._is_before_first_forward:
+                self._is_before_first_forward = False
+                warn_unsaved_by_ddp(self.model, is_resumed=self.resumed is not None)
             self.continuation.forward(inputs)
 
     def _log_no_forward(self) -> None:
@@ -266,9 +290,8 @@ class Steps(StepListener):
         if self.pipeline.is_idle or self.commits.failure is not None:
             return
         with self.meter.stall("forward ended"):
-            self.commits.run(
-                self.pipeline.poll
-            )  # release checkpoints whose copies are done, without waiting for the gate
+            # Checkpoints whose copies are done need not wait for the gate: they are released here.
+            self.commits.run(self.pipeline.poll)
 
     # -- optimizers made after attach --------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Checksums of tensors in memory, block by block, which reveal writes that move no version counter.
 
-One native call reads many blocks. Each checkpoint has a budget of bytes to read. ``RoundRobin`` chooses the blocks: all
-blocks, if they fit in the budget; otherwise the blocks that follow those of the checkpoint before.
+One native call reads many blocks. Each checkpoint has a budget of bytes to read. If all blocks together fit in the
+budget, ``RoundRobin`` chooses all; otherwise it goes on where its choice for the checkpoint before has ended.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BUDGET_NBYTES = 1 << 20
 the size of the largest block."""
 WHOLE_CHECKPOINTS = 3
 """In the first ``WHOLE_CHECKPOINTS`` checkpoints after attach all bytes are compared, without a budget. That reveals
-every write that a loop makes at each step. For the sources of background copies, only checkpoints that have such
-sources are counted."""
+every write that a loop makes at each step. When sources of background copies are compared, a checkpoint that has no
+such sources does not count as one of the first."""
 
 _CANDIDATES_MAX = 4096
 """The largest number of blocks that one checkpoint with a budget reads, even if more blocks fit in the budget (a model
@@ -114,8 +114,8 @@ class RoundRobin:
     def next_blocks(self, blocks: Blocks, budget: int | None) -> tuple[Positions | slice, bool]:
         """Return the indices of the blocks to read, and whether the last one of ``blocks`` is among them.
 
-        budget: the largest number of bytes that the chosen blocks may have together, although at least one block is
-        chosen in any case; None: choose all blocks. The first result is `ALL` if all blocks are chosen.
+        budget: the largest number of bytes that the chosen blocks have together (None: no limit). At least one block is
+        chosen even if it has more bytes. If all blocks are chosen, the first result is `ALL`.
         """
         if budget is None or blocks.total <= budget:
             self._next = 0

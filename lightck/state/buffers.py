@@ -22,7 +22,7 @@ class BufferCopies:
         self._buffers_or_none: list[torch.Tensor | None] = []
         """What ``ModelView.buffers_or_none`` returned when ``_lives`` was made."""
         self._layouts: MemoryLayouts | None = None
-        """Memory layouts of the buffers; None if one call cannot copy all of them."""
+        """Memory layouts of the buffers. None if the buffers cannot all be copied by one call."""
         self._lives: list[Live] = []
         self._sources: list[torch.Tensor] = []
         """The buffers, detached; used only with ``_layouts``."""
@@ -58,9 +58,9 @@ class BufferCopies:
 
 
 def _clone(tensor: torch.Tensor, last: torch.Tensor | None) -> torch.Tensor:
-    """Return a copy of a tensor. ``last``: the previous copy. If its shape, dtype and strides fit, it is overwritten,
-    because new memory costs a page fault for every page. The copy of a tensor on a device stays on the device: a copy
-    to the host would wait for all pending work of the device."""
+    """Return a copy of a tensor. ``last``: the previous copy, or None. If its shape, dtype and strides fit, it is
+    overwritten, because new memory costs a page fault for every page. The copy of a tensor on a device lies on the same
+    device, because a copy to the host would wait for all pending work of the device."""
     source = in_plain_memory(tensor) if transfer_of(tensor) is None else tensor.detach().resolve_conj().resolve_neg()
     if last is not None and (last.shape, last.dtype, last.stride()) == (source.shape, source.dtype, source.stride()):
         return last.copy_(source)

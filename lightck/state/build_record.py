@@ -84,9 +84,9 @@ class CurrentBuild:
             self._set(built)
 
     def use_record(self, built: BuildRecord | None) -> None:
-        """Use the record of a checkpoint that the script restored before it attached, because the live objects now hold
-        the options of the checkpoint, not those that the script built. ``built``: that record (None: the checkpoint has
-        none, and nothing changes)."""
+        """Use the record of the checkpoint that the script restored before it attached. (The live objects hold the
+        options of that checkpoint now, and no longer those that the script built.) ``built``: the record; None if the
+        checkpoint has none: then nothing changes."""
         if built is not None:
             self._set(built)
 
@@ -104,4 +104,4 @@ class CurrentBuild:
 def names_without_grad(lives: Sequence[Live]) -> list[str]:
     """Return the sorted names, in the model, of the parameters that need no gradient."""
     params = [live for live in lives if live.role == "param" and live.name.startswith("model/")]
-    return sorted(live.name.removeprefix("model/") for live in params if not live.tensor.requires_grad)
+    return sorted(live.name.removeprefix("model/") for live in params if not live.held.requires_grad)

@@ -17,8 +17,8 @@ from lightck.errors import SessionError
 from lightck.pool.format.layout import is_dense
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""(target, source): the source is a tensor, and the target is memory of as many bytes: host memory, except in
-``copy_on_device``, where it is memory of the device."""
+"""(target, source): memory to copy to, and the tensor to copy. The target has as many bytes as the tensor. It is host
+memory, except in ``copy_on_device``, where it is memory of the device."""
 
 
 class Arrival(Protocol):
@@ -48,7 +48,7 @@ class DeviceTransfer(Protocol):
         the copy. ``start``: the first byte; ``nbytes``: how many bytes (None: all from ``start`` on)."""
 
     def copy_on_device(self, pairs: Sequence[Pair]) -> None:
-        """Enqueue copies as ``send_in_order`` does, into memory of the same device."""
+        """Do what ``send_in_order`` does, but copy into memory of the same device, and return no arrival."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
         """Allocate host memory that the device can write to directly."""
@@ -57,8 +57,8 @@ class DeviceTransfer(Protocol):
         """Allocate memory on the device."""
 
     def free_nbytes(self) -> int:
-        """Return how many bytes of device memory stay free even when the training uses as much as at its peak so
-        far."""
+        """Return how many bytes of device memory are still free when the training uses as much memory as it did at its
+        peak so far."""
 
     def register(self, memory: torch.Tensor) -> None:
         """Let the device write to this host memory directly. Raises ``RuntimeError`` if it cannot."""
@@ -113,8 +113,8 @@ class CudaTransfer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._updated_on: dict[torch.cuda.Stream, None] = {}
-        """The streams on which updates of this step were enqueued, as keys, the stream of the last update at the end.
-        They are kept until the first update of the next step."""
+        """A set with an order: its keys are the streams on which updates of this step were enqueued, and its last key
+        is the stream of the last update. The keys are kept until the first update of the next step."""
         self._is_next_update_first = True
         """Whether the next update is the first one of its step."""
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -149,8 +149,8 @@ class CudaTransfer:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def free_nbytes(self) -> int:
-        # The peak is subtracted, and not what is allocated now, because at a boundary the activations of the next step
-        # do not exist yet.
+        # At a boundary the activations of the next step do not exist yet. So the peak of the allocated memory is
+        # subtracted, and not its present size.
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) + unused
 
@@ -204,7 +204,7 @@ class CudaTransfer:
 
     def _enqueue_copies(self, stream: torch.cuda.Stream, pairs: Sequence[Pair]) -> torch.cuda.Event:
         """Enqueue the copies on ``stream``, and return an event after them. If a copy cannot be enqueued, wait for the
-        copies before it, because the caller does not learn of them."""
+        copies that were enqueued before, because the caller gets no event to wait for."""
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
                 for target, tensor in pairs:
@@ -319,8 +319,8 @@ class Devices:
 
     def is_in_graph_capture(self, is_idle: Callable[[], bool]) -> bool:
         """Whether the current forward is captured in a CUDA graph, and is therefore no boundary. ``is_idle``: returns
-        True if no checkpoint is due or in flight. Raises ``SessionError`` if the forward is captured while a checkpoint
-        is: lightck would have to wait for the checkpoint, which would end the capture."""
+        True if no checkpoint is due or in flight. If the forward is captured while one is due or in flight, raises
+        ``SessionError``, because lightck would have to wait for that checkpoint, and the wait would end the capture."""
         if not self._transfers or not any(transfer.is_capturing() for transfer in self._transfers):
             return False
         if not is_idle():

@@ -40,8 +40,8 @@ class Twister(NamedTuple):
 
 
 class _PythonPlace(NamedTuple):
-    """Where a ``random.Random`` keeps its words and, right before or after them, its position. ``begin``: the offset of
-    the two together, in bytes from the beginning of the object."""
+    """Where a ``random.Random`` keeps its words and, right before or right after them, its position. ``begin``: where
+    the first of the two begins, in bytes from the beginning of the object."""
 
     begin: int
     is_position_first: bool

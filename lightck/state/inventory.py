@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightck.errors import StateValueError
+from lightck.errors import StateValueError, UnsupportedError
 from lightck.pool.format.layout import Entry
 from lightck.state.device_transfers import is_dense_tensor
+from lightck.state.local_tensors import is_dtensor, is_fully_sharded, local_of, refuse_other_state, stands_in
 from lightck.state.optimizer_wrappers import WrapperRole, has_own_state, inner_of, wrapper_roles
+from lightck.state.parts import part_of
 from lightck.state.storable import dtype_name, refuse_hidden_state, refuse_script, refuse_unstorable
 
 _WRAPPERS = {
@@ -47,13 +49,26 @@ class Live:
     key: object
     layer: int = -1
     alias: str | None = None
+    dtensor: torch.Tensor | None = None
+    """The DTensor that ``home`` holds, if ``tensor`` is its local tensor; else None."""
+    is_fully_sharded: bool = False
+    """Whether the module may hold another tensor in place of ``dtensor`` at times (``fully_shard``)."""
     is_frozen: bool = False
     """Whether this is a parameter that no optimizer step changes. If a slot already holds the tensor's bytes, a
     strategy need not write them again."""
 
+    @property
+    def held(self) -> torch.Tensor:
+        """What a module or an optimizer holds: the DTensor, if there is one, else ``tensor``."""
+        return self.tensor if self.dtensor is None else self.dtensor
+
     def is_current(self) -> bool:
         """Whether the tensor's module or optimizer still holds it. Always True if ``home`` is None."""
-        return self.home is None or self.home.get(self.key) is self.tensor
+        held = self.tensor if self.home is None else self.home.get(self.key)
+        if self.dtensor is None:
+            return held is self.tensor
+        is_unsharded = self.is_fully_sharded and held is not None and stands_in(held, self.dtensor)
+        return local_of(self.dtensor) is self.tensor and (held is self.dtensor or self.home is None or is_unsharded)
 
 
 def clean_prefixes(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -115,6 +130,9 @@ class ModelView:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self._dtensors: dict[tuple[int, str], tuple[dict[str, Any], torch.Tensor]] = {}
+        """(id of a dict in ``_sharded``, key) -> the dict, and the DTensor that was last found there."""
+        self._is_sharded_late = False
         self._build()
 
     def _build(self) -> None:
@@ -127,9 +145,13 @@ class ModelView:
         """Each module, and what ``_structure_of`` returned for it."""
         self.extra: list[tuple[str, nn.Module]] = []
         """Name and module of each extra state."""
+        self._sharded: set[int] = set()
+        """Ids of the parameter dicts of the modules for which ``fully_shard`` was called, and of those below them."""
         layers: dict[int, int] = {}
         for prefix, module in clean_prefixes(self.model):
             refuse_script(prefix, module)
+            if is_fully_sharded(module):
+                self._sharded.update(id(below._parameters) for below in module.modules())
             layer = layers.setdefault(id(module), len(layers))
             self._structures_seen.append((module, _structure_of(module)))
             for key in module._parameters:
@@ -140,29 +162,40 @@ class ModelView:
                     self._buffer_homes.append(self._homes[-1])
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 self.extra.append((f"{prefix}_extra_state", module))
+        self._dtensors = {place: found for place, found in self._dtensors.items() if place[0] in self._sharded}
 
     def refresh(self) -> bool:
-        """Find all places again if a module, parameter name or buffer name was added, removed or replaced since the
-        last search. Return whether one was."""
+        """If a module, parameter name or buffer name was added, removed or replaced since the last search, find all
+        places again and return True. Otherwise return False. Raises ``UnsupportedError`` if ``fully_shard`` was called
+        on the model since this view was made."""
         has_changed = any(_structure_of(module) != seen for module, seen in self._structures_seen)
         if has_changed:
+            was_sharded = self.is_sharded
             self._build()
+            self._is_sharded_late |= self.is_sharded and not was_sharded
+        if self._is_sharded_late:
+            raise UnsupportedError(
+                "fully_shard was called on the model after lightck.attach, so lightck does not know which of its plain "
+                "parameters stand for DTensors. Shard the model, make its optimizer, and then attach."
+            )
         return has_changed
 
     def tensors(self, trained: frozenset[int] | set[int] | None) -> list[Live]:
-        """Return every tensor under each of its names. An item is an alias if the same tensor was listed before under
+        """Return every tensor under each of its names. An item is an alias if an earlier item has the same tensor under
         another name, or another tensor in exactly the same memory. ``trained``: ids of the parameters that an optimizer
-        updates (None: the caller does not need ``is_frozen``)."""
+        updates (None: unknown; then no parameter is marked as frozen)."""
         by_id: dict[int, Live] = {}
         by_address: dict[int, Live] = {}
         lives: list[Live] = []
         for home, key, name, role, layer in self._homes:
-            tensor = home.get(key)
-            if tensor is None:
+            held = self._held(home, key) if self._sharded else home.get(key)
+            if held is None:
                 continue
-            live = Live(name, role, tensor, home, key, layer)
+            live = live_of(name, role, held, home, key, layer)
+            live.is_fully_sharded = id(home) in self._sharded
+            tensor = live.tensor
             if role == "param" and trained is not None:
-                live.is_frozen = id(tensor) not in trained or not tensor.requires_grad
+                live.is_frozen = id(held) not in trained or not held.requires_grad
             first = by_id.setdefault(id(tensor), live)
             if first is live:
                 address = address_of(tensor)
@@ -172,6 +205,24 @@ class ModelView:
             lives.append(live)
         _unfreeze_shared(lives)
         return lives
+
+    def _held(self, home: dict[str, Any], key: str) -> torch.Tensor | None:
+        """Return the tensor of a place: its DTensor, if a module holds another tensor in place of it for a time
+        (``is_fully_sharded``)."""
+        tensor: torch.Tensor | None = home.get(key)
+        if tensor is None or id(home) not in self._sharded:
+            return tensor
+        known = self._dtensors.get((id(home), key))
+        if known is not None and stands_in(tensor, known[1]):
+            return known[1]
+        if is_dtensor(tensor):
+            self._dtensors[id(home), key] = home, tensor
+        return tensor
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ``fully_shard`` was called on a module of the tree."""
+        return bool(self._sharded)
 
     @property
     def has_buffers(self) -> bool:
@@ -185,7 +236,7 @@ class ModelView:
             tensor = home.get(key)
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield Live(name, role, tensor, home, key, layer)
+                yield live_of(name, role, tensor, home, key, layer)
 
     def buffers_or_none(self) -> list[torch.Tensor | None]:
         """Return what each place of a persistent buffer holds: a tensor or None."""
@@ -206,13 +257,32 @@ class ModelView:
         """Return (dict, key) of each parameter and persistent buffer that is None now."""
         return [(home, key) for home, key, _, _, _ in self._homes if home.get(key) is None]
 
+    def swapped(self) -> str | None:
+        """Return the name of a parameter in whose place a sharded module holds a plain one now; None if there is no
+        such parameter."""
+        return next((key for (_, key), (home, dtensor) in self._dtensors.items() if home.get(key) is not dtensor), None)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield each parameter under each of its names. A parameter of a sharded module is its DTensor."""
+        for home, key, _, role, _ in self._homes:
+            if role == "param" and (tensor := self._held(home, key)) is not None:
+                yield tensor
+
     def names_by_id(self) -> dict[int, str]:
         """Return id -> first name of each parameter, without the prefix ``model/``."""
         names: dict[int, str] = {}
         for home, key, name, role, _ in self._homes:
-            if role == "param" and home.get(key) is not None:
-                names.setdefault(id(home[key]), name.removeprefix("model/"))
+            if role == "param" and (tensor := self._held(home, key)) is not None:
+                names.setdefault(id(tensor), name.removeprefix("model/"))
         return names
+
+
+def live_of(
+    name: str, role: str, held: torch.Tensor, home: dict[Any, Any] | None, key: object, layer: int = -1
+) -> Live:
+    """Return the ``Live`` of a tensor that a module or an optimizer holds."""
+    local = local_of(held)
+    return Live(name, role, local, home, key, layer, dtensor=None if local is held else held)
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -259,9 +329,13 @@ def storage_of(tensor: torch.Tensor) -> object:
 
 
 def _structure_of(module: nn.Module) -> tuple[object, ...]:
-    """Return what decides the places of a module's tensors, to compare later: the ids of its children, and the names of
-    its parameters and buffers."""
-    return (*map(id, module._modules.values()), *module._parameters, *module._buffers)
+    """Return what decides the names and the places of a module's tensors, to compare later: its class
+    (``fully_shard`` gives it another one), the names and the ids of its children, the names of its parameters, and the
+    names of its buffers and of the non-persistent ones."""
+    children, temporary = module._modules, module._non_persistent_buffers_set
+    # The names of one dict are separated from those of the next one: a parameter may become a buffer.
+    names = (*children, None, *module._parameters, None, *module._buffers)
+    return (type(module), *names, *map(id, children.values()), *(sorted(temporary) if temporary else ()))
 
 
 class OptimizerView:
@@ -317,7 +391,9 @@ class OptimizerView:
         """Yield parameters that belong to the optimizer and not to the model."""
         for name, p in self.params:
             if name.startswith("outside/"):
-                yield Live(name, "param", p, None, None, is_frozen=not p.requires_grad)
+                live = live_of(name, "param", p, None, None)
+                live.is_frozen = not p.requires_grad
+                yield live
 
     def state_tensors(self) -> Iterator[Live]:
         """Yield the tensors that lie directly in ``optimizer.state[p]``. A tensor that several parameters share is
@@ -335,13 +411,17 @@ class OptimizerView:
                 if is_direct(key, value):
                     full = state_name(name, key)
                     one = first.setdefault(id(value), full)
-                    yield Live(full, "optimizer", value, home, key, alias=None if one == full else one)
+                    live = live_of(full, "optimizer", value, home, key)
+                    if is_dtensor(p) or live.dtensor is not None:
+                        refuse_other_state(full, p, key, value)
+                    live.alias = None if one == full else one
+                    yield live
 
     def state_values(self, params: Sequence[tuple[str, torch.Tensor]] | None = None) -> dict[str, object]:
         """Return the values in each ``optimizer.state[p]`` that ``state_tensors`` does not yield (numbers, None, lists
         of tensors): name -> key -> value. A wrapper's state is returned whole, tensors included. A state that is no
-        dict is returned unchanged. ``params``: name and tensor of the parameters to read, which must include every one
-        with such values (None: all parameters)."""
+        dict is returned unchanged. ``params``: name and tensor of the parameters whose state is read (None: of all
+        parameters). The caller may leave out parameters whose state has no such values."""
         state = self.optimizer.state
         values: dict[str, object] = {}
         for name, p in self.params if params is None or self.wraps else params:
@@ -380,7 +460,7 @@ def optimizer_views(
     optimizers: Sequence[Any], names: dict[int, str], *, n_views: int = 0, n_followed: int = 0
 ) -> list[OptimizerView]:
     """Return a view of each optimizer that has state of its own. ``n_views``, ``n_followed``: how many views and
-    followed optimizers exist already. The numbers of the new ones follow on."""
+    followed optimizers exist already. The new views and optimizers are numbered after them."""
     found: list[OptimizerView] = []
     for optimizer, role in zip(optimizers, wrapper_roles(optimizers), strict=True):
         if not inner_of(optimizer) or has_own_state(optimizer):
@@ -407,6 +487,7 @@ def entry_of(live: Live) -> Entry:
     if not is_dense_tensor(tensor):
         stride = contiguous_stride(shape)
     nbytes = 0 if live.alias else tensor.numel() * tensor.element_size()
+    logical_shape, pieces = part_of(live.name, live.dtensor)
     return Entry(
         live.name,
         live.role,
@@ -417,6 +498,8 @@ def entry_of(live: Live) -> Entry:
         tensor.device.type,
         layer=live.layer,
         alias=live.alias,
+        logical_shape=logical_shape,
+        pieces=pieces,
     )
 
 

@@ -1,12 +1,12 @@
 """Whole numbers that modules keep as plain attributes and change at each step, and that no checkpoint restores.
 
 Examples are a counter, or the pointer of a queue. After a resume such a number has the value with which its module was
-built. A *sample*, which is a walk through all modules, finds the numbers that change. It takes time, so samples are
-taken at the first checkpoints and then more and more rarely. The values of the numbers that change are part of each
-checkpoint. A resume compares these values with the live ones when the model's first training forward begins. A loop
-that sets such numbers itself has set them before that forward. Numbers that change only now and then (the longest input
-so far) are left out. Floats, such as a temperature, are left out too: a float that matters changes the gradients of the
-first update, which a resume compares anyway.
+built. A *sample*, which is a walk through all modules, finds the numbers that change. A sample takes time, so samples
+are taken at the first checkpoints and then more and more rarely. The values of the numbers that change are part of each
+checkpoint. A resume compares these values with the live ones when the model's first training forward begins, because a
+loop that sets such numbers itself has set them by then. Numbers that change only sometimes (the longest input so far)
+are left out. Floats (a temperature) are left out as well: a float that matters changes the gradients of the first
+update, which a resume compares anyway.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ModuleNumbers:
         self._model = model
         self._n_checkpoints = 0
         self._n_samples = 0
-        """How many samples were taken since a number was first found changed, that first sample included."""
+        """How many samples were taken since, and including, the first sample that found a changed number."""
         self._last = {name: home[key] for name, home, key in _numbers(model)}
         """Name -> value at the last sample. The constructor takes the first sample."""
         self._changes: dict[str, int] = {}

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightck.errors import UnsupportedError
+from lightck.errors import UnsupportedError, listed
 
 _DEPTH = 4
-"""The limit of two searches. 1: an object without hooks is unwrapped through its ``.optimizer`` only if fewer than
-``_DEPTH`` wrappers are around it. 2: tensors in an attribute are searched through ``_DEPTH`` levels of containers, the
+"""The limit of two searches: an object without hooks is unwrapped through its ``.optimizer`` only if fewer than
+``_DEPTH`` wrappers are around it; and tensors in an attribute are searched through ``_DEPTH`` levels of containers, the
 outermost included."""
 
 
@@ -50,7 +50,24 @@ def _members(optimizer: object, around: tuple[int, ...]) -> list[object]:
     found = [m for one in inner for m in _members(one, (*around, id(optimizer)))]
     if _steps_with_hooks(optimizer) or has_own_state(optimizer):
         found.insert(0, optimizer)
+    else:
+        _refuse_own_values(optimizer)
     return found
+
+
+def _refuse_own_values(wrapper: object) -> None:
+    """Raise ``UnsupportedError`` if a wrapper that is not followed keeps values of its own: its ``state_dict`` then has
+    more keys than that of an optimizer."""
+    try:
+        keys = set(wrapper.state_dict()) - {"state", "param_groups"}  # type: ignore[attr-defined]
+    except Exception:  # it may have no state_dict, or not be ready for it
+        return
+    if keys:
+        raise UnsupportedError(
+            f"{type(wrapper).__name__} keeps {listed(sorted(map(repr, keys)))} beside the state of the optimizer "
+            "inside it, and lightck saves only the optimizer inside. Pass that one as optimizer=, and in state= an "
+            "object whose state_dict() and load_state_dict() save the rest."
+        )
 
 
 def refuse_unsupported(optimizer: object) -> None:
@@ -124,7 +141,7 @@ class WrapperRole:
     """Index of the optimizer whose step is an update of this one: the outermost wrapper with hooks around it, or the
     optimizer itself."""
     wraps: bool
-    """Whether it contains another followed optimizer."""
+    """Whether this optimizer contains another followed optimizer."""
     is_wrapped: bool
     makes_updates: bool
     """Whether a step of this optimizer is an update: the optimizer is its own root, and, if it is a wrapper, has
@@ -132,7 +149,8 @@ class WrapperRole:
 
 
 def wrapper_roles(optimizers: Sequence[object]) -> list[WrapperRole]:
-    """Return the role of each of these optimizers, which are all that are followed."""
+    """Return the role that each of these optimizers has among them. Pass a wrapper together with the followed
+    optimizers that it contains."""
     positions = {id(o): i for i, o in enumerate(optimizers)}
     wrapped = [[positions[key] for key in wrapped_ids(o) - {id(o)} if key in positions] for o in optimizers]
     hooked = list(map(_steps_with_hooks, optimizers))
@@ -166,9 +184,9 @@ def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 
 class ScalerWatch:
-    """Detects updates that GradScalers among the objects of ``state`` skip. If the optimizer is not fused, the scaler
-    does not call its ``step``: only the state of the scaler changes. The session calls ``skipped`` at each event that
-    can be a boundary."""
+    """Detects the updates that the GradScalers in ``state`` skip. To skip the update of an optimizer that is not fused,
+    the scaler leaves out the call of ``step``, so only the state of the scaler shows it. The session calls ``skipped``
+    at each event that can be a boundary."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects = objects

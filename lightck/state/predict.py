@@ -3,8 +3,7 @@
 A scratch instance of the optimizer's class makes one step on tiny stand-ins. Each kind of parameter (group, number of
 dimensions, dtype, device) has one stand-in, a tensor whose sizes are different primes. So a size of a state tensor that
 equals one of these primes follows from that size of the parameter. User hooks do not run, and random states are
-preserved. If anything
-fails, ``predict`` returns None, and the pool is laid out at the first boundary instead.
+preserved. If anything fails, ``predict`` returns None, and the pool is laid out at the first boundary instead.
 
 Only torch's own optimizers are run in this way. The constructor or the step of another class may do more than create
 state (change a counter of the class or a buffer that its groups share, write a file, make a collective call). Such a
@@ -24,6 +23,8 @@ import torch
 from lightck.pool.format.layout import Entry
 from lightck.state import rng
 from lightck.state.inventory import OptimizerView, contiguous_stride, state_name
+from lightck.state.local_tensors import has_placements_of, local_of
+from lightck.state.parts import part_of
 from lightck.state.storable import dtype_name
 
 log = logging.getLogger("lightck")
@@ -72,7 +73,7 @@ def _predict(view: OptimizerView) -> Iterator[Entry]:
 
 def _foreign_code(kind: type) -> str | None:
     """Search an optimizer's class and its bases for code that is not torch's own. Return the name of the first class or
-    method that is not, or None if there is none."""
+    method with such code, or None if there is none."""
     for one in kind.__mro__[:-1]:
         if not _is_torch_module(one.__module__):
             return one.__qualname__
@@ -86,8 +87,8 @@ def _foreign_code(kind: type) -> str | None:
 
 
 def _is_torch_module(module: str) -> bool:
-    """Whether a module is part of torch. ``typing_extensions`` counts, because torch marks deprecated methods with
-    it."""
+    """Whether a module is part of torch. ``typing_extensions`` counts as a part, because torch marks deprecated methods
+    with it."""
     return module.partition(".")[0] in ("torch", "typing_extensions")
 
 
@@ -162,18 +163,31 @@ def _size(p: torch.Tensor, kind: str, n: int) -> int:
 def _entry(
     name: str, p: torch.Tensor, key: object, dtype: torch.dtype, device: torch.device, dims: tuple[_SizeRule, ...]
 ) -> Entry:
-    shape = tuple(_size(p, kind, n) for kind, n in dims)
+    local = local_of(p)
+    shape = tuple(_size(local, kind, n) for kind, n in dims)
     # State of the parameter's shape gets the parameter's strides too, because torch creates it with preserve_format.
     # If the state has other strides, it gets a new extent at its first checkpoint.
-    stride = tuple(p.stride()) if shape == tuple(p.shape) and _is_dense(p) else contiguous_stride(shape)
+    stride = tuple(local.stride()) if shape == tuple(local.shape) and _is_dense(p) else contiguous_stride(shape)
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
-    return Entry(state_name(name, key), "optimizer", dtype_name(dtype), shape, stride, nbytes, device.type)
+    full = state_name(name, key)
+    logical_shape, pieces = part_of(full, p if has_placements_of(p, key, shape) else None)
+    return Entry(
+        full,
+        "optimizer",
+        dtype_name(dtype),
+        shape,
+        stride,
+        nbytes,
+        device.type,
+        logical_shape=logical_shape,
+        pieces=pieces,
+    )
 
 
 def _is_dense(p: torch.Tensor) -> bool:
     """Whether a parameter's memory is dense. Every parameter on a device is assumed to be dense."""
     from lightck.state.inventory import is_plain
 
-    return p.device.type != "cpu" or is_plain(p)
+    return p.device.type != "cpu" or is_plain(local_of(p))

@@ -1,4 +1,4 @@
-"""Trainings of several processes: only rank 0 may be attached, and the pool holds only the state of rank 0."""
+"""A process that becomes one of several ranks after it was attached alone."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ def rank_and_world_size() -> tuple[int, int] | None:
 
 
 def check_rank() -> bool:
-    """Return whether this process is one of several ranks, and warn if it is rank 0. Raises ``UnsupportedError`` on
-    other ranks: with one pool each, ranks could resume at different steps without notice."""
+    """Return whether this process, which was attached alone, is one of several ranks now, and warn if it is rank 0.
+    Raises ``UnsupportedError`` on other ranks: with pools that know nothing of each other, ranks could resume at
+    different steps without notice."""
     place = rank_and_world_size()
     if place is None:
         return False
     rank, n_ranks = place
+    cure = "Call init_process_group before lightck.attach: then all ranks are saved together (see `lightck docs ranks`)"
     if rank:
         raise UnsupportedError(
-            f"This process is rank {rank} of {n_ranks}. lightck saves single processes: ranks with one pool each could "
-            "resume at different steps after a kill. Attach on rank 0 only, and give the other ranks the model and "
-            "optimizer of rank 0 at the start (`lightck docs ranks` shows how)."
+            f"This process became rank {rank} of {n_ranks} after lightck.attach. Ranks whose pools know nothing of "
+            f"each other could resume at different steps. {cure}."
         )
     log.warning(
-        "lightck: this process is rank 0 of %d, and the pool holds only the state of rank 0. At the start, give "
-        "the other ranks the model and optimizer of rank 0. The random states of the other ranks, and the positions of "
-        "their loaders, are not restored (see `lightck docs ranks`)",
+        "lightck: this process became rank 0 of %d after lightck.attach, and its pool holds only the state of rank 0. "
+        "%s; or pass group=False, if rank 0 alone is to be saved",
         n_ranks,
+        cure,
     )
     return True

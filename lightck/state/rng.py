@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
+from operator import eq, is_
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ _PYTHON_POSITION = struct.Struct("<I")
 _NUMPY_KEY_DTYPE = np.dtype(np.uint32).str
 _MAX_CUDA_BYTES = 4096
 _MAX_CUDA_DEVICES = 1024
-"""Limits of a stored state: bytes for one CUDA device, and number of CUDA devices. A state beyond them is damaged."""
+"""Limits of a stored state: bytes for one CUDA device, and number of CUDA devices. A state that exceeds one of the two
+is damaged."""
 # Bit generator -> the key of its position, and the largest valid position (None: it has no position).
 # numpy's setters do not check a position, and with a wrong one the generator reads beyond its buffer.
 _NUMPY_POSITIONS = {
@@ -46,28 +48,41 @@ _NUMPY_POSITIONS = {
 
 
 class _LastPacked:
-    """The packed form of the last state of one generator."""
+    """The packed form of the last state that was packed, of one generator or of all."""
 
-    def __init__(self) -> None:
-        self._last: tuple[object, bytes] = None, b""
+    def __init__(self, is_same: Callable[[Any, Any], bool]) -> None:
+        """``is_same``: whether two states have the same packed form."""
+        self._is_same = is_same
+        self._last: tuple[object, bytes] | None = None
         """The state and its packed form, assigned together, because several threads may pack."""
 
     def of(self, state: object, pack: Callable[[], bytes]) -> bytes:
         """Return the packed form of ``state``. ``pack``: makes it."""
-        known, packed = self._last
-        if not isinstance(state, Twister) or not isinstance(known, Twister) or not _are_identical(known, state):
-            packed = pack()
-            self._last = state, packed
+        last = self._last
+        if last is not None and self._is_same(last[0], state):
+            return last[1]
+        packed = pack()
+        self._last = state, packed
         return packed
 
 
-def _are_identical(one: Twister, other: Twister) -> bool:
-    """Whether two states have the same bits. (Floats: 0.0 and -0.0 are equal, and differ in their bits.)"""
+def _are_identical(one: object, other: object) -> bool:
+    """Whether two states have the same bits. (Floats: 0.0 and -0.0 are equal, and differ in their bits.) False for
+    states that are no ``Twister``."""
+    if not isinstance(one, Twister) or not isinstance(other, Twister):
+        return False
     return one == other and (bool(one.gauss) or str(one.gauss) == str(other.gauss))
 
 
-_packed_python, _packed_numpy = _LastPacked(), _LastPacked()
+def _are_same_objects(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> bool:
+    return all(map(is_, one, other))
+
+
+_packed_python, _packed_numpy = _LastPacked(_are_identical), _LastPacked(_are_identical)
+_packed_torch = _LastPacked(eq)
+_joined = _LastPacked(_are_same_objects)
 _PACKED_KEYS = tuple(map(small_state.pair_prefix, ("python", "numpy", "torch", "cuda")))
+_NO_DEVICES = small_state.pack_plain([])
 
 
 class RngState:
@@ -118,7 +133,7 @@ class RngState:
         Raises:
             CorruptPoolError: a device refuses its state.
         """
-        # CUDA is first: only a CUDA device can still refuse its state, and if it does, no CPU generator has changed.
+        # Only a CUDA device can still refuse its state. CUDA is first, so that no CPU generator has changed then.
         _restore_cuda(self.cuda)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
@@ -134,18 +149,19 @@ class RngState:
         }
 
     def packed(self) -> bytes:
-        """Return the same bytes as ``values.pack`` for the result of ``to_value``. This runs at every checkpoint. So
-        the states of Python's and numpy's generators, which most trainings never draw from, are packed again only if
-        they changed."""
+        """Return the same bytes as ``values.pack`` for the result of ``to_value``. This runs at every checkpoint, and
+        many trainings draw from no generator. So the state of each generator is packed again only if it changed."""
         if not isinstance(self._numpy, Twister):
             return values.pack(self.to_value(), path="rng")
+        state, cuda = self.torch.numpy().tobytes(), [[index, state.numpy().tobytes()] for index, state in self.cuda]
         parts = (
             _packed_python.of(self._python, self._pack_python),
             _packed_numpy.of(self._numpy, self._pack_numpy),
-            small_state.pack_plain(self.torch.numpy().tobytes()),
-            small_state.pack_plain([[index, state.numpy().tobytes()] for index, state in self.cuda]),
+            _packed_torch.of(state, lambda: small_state.pack_plain(state)),
+            small_state.pack_plain(cuda) if cuda else _NO_DEVICES,
         )
-        return small_state.join_dict(len(parts), chain.from_iterable(zip(_PACKED_KEYS, parts, strict=True)))
+        pieces = chain.from_iterable(zip(_PACKED_KEYS, parts, strict=True))
+        return _joined.of(parts, lambda: small_state.join_dict(len(parts), pieces))
 
     def _pack_python(self) -> bytes:
         return small_state.pack_plain(self._python_value())
@@ -162,8 +178,11 @@ class RngState:
         """Return the words and the position, as bytes, and the cached normal number or None."""
         state = self._python
         if isinstance(state, Twister):
-            return [_python_bytes(state), state.gauss]
-        return [_PYTHON_WORDS.pack(*state[1]), state[2]]
+            words, gauss = _python_bytes(state), state.gauss
+        else:
+            words, gauss = _PYTHON_WORDS.pack(*state[1]), state[2]
+        # random.setstate() accepts a whole number here. gauss() uses it as if it were a float.
+        return [words, None if gauss is None else float(gauss)]
 
     @classmethod
     def from_value(cls, value: object) -> RngState:
@@ -308,7 +327,8 @@ def _as_tensor(value: object) -> Tensor:
 
 _function: object = getattr(torch.random.fork_rng, "__wrapped__", None)
 _shared_by_blocks: tuple[object, ...] = (_function, getattr(_function, "__code__", None))
-"""The undecorated function ``fork_rng`` and its code object. Each open ``fork_rng`` block holds references to them."""
+"""The undecorated function ``fork_rng`` and its code object. Each open ``fork_rng`` block adds references to the
+two."""
 
 
 def _references() -> int:
@@ -343,8 +363,8 @@ class ForkRngWatch:
         if self._was_in_fork_rng and not self._is_reported:
             self._is_reported = True
             log.warning(
-                "lightck: an update was made within torch.random.fork_rng(), and the next forward closes its "
-                "checkpoint. The checkpoint holds the random state right after the update, which the block "
-                "discards at its end, so a resume would draw other random numbers. Call session.end_step() "
+                "lightck: an update was made inside a block of torch.random.fork_rng(). Its checkpoint holds the "
+                "random state from inside the block, but the training goes on with the state that fork_rng() puts "
+                "back at the end of the block. So a resume would draw other random numbers. Call session.end_step() "
                 "after the block, or iterate over session.loader(loader)"
             )

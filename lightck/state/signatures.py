@@ -117,13 +117,16 @@ class Registrations:
     gone."""
 
     def __init__(self, lives: Sequence[Live]) -> None:
-        housed = [live for live in lives if live.home is not None]
+        housed = [live for live in lives if live.home is not None and live.dtensor is None]
         self._homes: list[Any] = [live.home for live in housed]
         self._keys = [live.key for live in housed]
         self._tensors = [live.tensor for live in housed]
+        self._in_dtensors = [live for live in lives if live.dtensor is not None]
 
     def are_unchanged(self) -> bool:
-        return all_same(map(getitem, self._homes, self._keys), self._tensors)
+        return all_same(map(getitem, self._homes, self._keys), self._tensors) and all(
+            live.is_current() for live in self._in_dtensors
+        )
 
 
 _requires_grad = attrgetter("requires_grad")
@@ -144,13 +147,14 @@ class TensorList:
         self._vacant = list(vacant)
         self._registrations = Registrations(lives)
         self._layouts = MemoryLayouts([live.tensor for live in lives])
-        self._params = [live.tensor for live in lives if live.role == "param"]
+        self._params = [live.held for live in lives if live.role == "param"]
         self._requires_grad_flags = list(map(_requires_grad, self._params))
         self._storages = (
             list(map(storage_address_of, self._layouts.tensors)) if any(live.is_frozen for live in lives) else None
         )
-        """The address of each tensor's storage; None if no tensor is frozen. The storages decide, too, which parameters
-        are frozen: see ``inventory._unfreeze_shared``."""
+        """The address of each tensor's storage. None if no tensor is frozen: storages matter only because a parameter
+        that shares its storage with a tensor that is not frozen is not frozen either (``inventory._unfreeze_shared``).
+        """
         self._states = [_StateSignature(view) for view in views]
         self.with_values = {signature.view.index: signature.with_values for signature in self._states}
         """Index of the optimizer view -> name and tensor of each parameter whose state is not only tensors. Such state
@@ -176,7 +180,7 @@ class TensorList:
 def tensor_list_of(
     lives: list[Live], vacant: Sequence[tuple[dict[str, object], str]], views: Sequence[OptimizerView]
 ) -> TensorList | None:
-    """Return the list, or None if some tensor has no complete signature: then all tensors are named again at each
+    """Return the list. If some tensor has no complete signature, return None, and all tensors are named again at each
     boundary."""
     try:
         return TensorList(lives, vacant, views)
@@ -185,8 +189,8 @@ def tensor_list_of(
 
 
 class _StateSignature:
-    """For which parameters an optimizer holds state, in which dicts, and how many items each dict has, to compare
-    later. ``with_values``: name and tensor of each parameter whose state is not only direct tensors."""
+    """Which parameters an optimizer holds state for, which dict holds the state of each, and how many items each dict
+    has, to compare later. ``with_values``: name and tensor of each parameter whose state is not only direct tensors."""
 
     def __init__(self, view: OptimizerView) -> None:
         self.view = view

@@ -1,9 +1,8 @@
 """Packs the parts of the small state, and packs again only those that changed since the last checkpoint.
 
 Most parts stay the same from checkpoint to checkpoint: the names of parameters, the options of optimizers, the record
-of what the script built. One call in C shows whether a part is unchanged. No call is needed for a part that is the same
-object as before, if its type is one whose values never change. The packed bytes are the same as those of
-``values.pack``.
+of what the script built. One call in C shows whether a part is unchanged. If a part is the same object as before, and
+no object of its type ever changes, that call is left out. The packed bytes are the same as those of ``values.pack``.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class _Part:
         self._path, self._is_never_mutated = path, is_never_mutated
         self._cache = CachedPacker()
         self._value: object = self
-        """The value whose packed form is ``_data``. If no value is kept, this ``_Part`` itself, which is no value of
-        any dict."""
+        """The value whose packed form is ``_data``. If no value is kept, it is this ``_Part`` itself, as a sentinel,
+        because a ``_Part`` is never a value that is packed."""
         self._data = b""
 
     def pack(self, value: object) -> bytes:
@@ -76,9 +75,9 @@ class CachedPacker:
         together, so that a signal handler never sees the one without the other."""
 
     def pack(self, value: object, *, path: str, large: Callable[[str, torch.Tensor], None] | None = None) -> bytes:
-        """Return the same bytes as ``values.pack``. One difference: ``values.pack`` raises ``StateValueError`` for a
-        ``bytearray`` or ``memoryview``, but here such a value counts as unchanged if it has replaced an equal ``bytes``
-        value."""
+        """Return the same bytes as ``values.pack``, and raise the same errors, with one exception: a ``bytearray`` or
+        ``memoryview``, for which ``values.pack`` raises ``StateValueError``, counts here as unchanged if it has
+        replaced an equal ``bytes`` value."""
         try:
             # The fast encoding keeps types, order and bits. It refuses types that need an extension, except tuple.
             now = _tuple_packer.pack(value)
@@ -107,7 +106,8 @@ _tuple_packer = msgpack.Packer(strict_types=True, use_bin_type=True, default=_tu
 
 def plain_extension(code: int, items: list[object]) -> msgpack.ExtType:
     """Encode an extension, to be part of another extension or of a value for ``pack_plain``. ``items``: its contents
-    (for a dict: pairs), which may be None, bool, int, float, str, bytes, lists of these, and extensions."""
+    (for a dict: pairs). The kinds that are allowed are None, bool, int, float, str, bytes, lists of these, and
+    extensions."""
     return msgpack.ExtType(code, _plain_packer.pack(items))
 
 

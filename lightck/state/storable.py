@@ -1,5 +1,5 @@
-"""What can be saved: plain tensors, which their dtype, shape and bytes describe completely. For any other tensor an
-error with its name is raised.
+"""What can be saved: plain tensors, that is, tensors that are completely described by dtype, shape and bytes. Any other
+tensor is refused by name.
 
 ``refuse_unstorable`` checks one tensor. ``refuse_hidden_state`` checks modules: what a module writes into its
 ``state_dict`` beside parameters, buffers and extra state would silently be lost. ``check_objects`` checks the objects
@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightck.errors import StateValueError
+from lightck.errors import StateValueError, listed
 from lightck.pool.format.layout import ITEM_NBYTES, NAME_NBYTES_MAX, is_name
+from lightck.state.local_tensors import is_dtensor
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_NBYTES if hasattr(torch, name)}
 _NAMES = {item: name for name, item in DTYPES.items()}
@@ -106,10 +107,10 @@ def _reason_by_type(tensor: torch.Tensor) -> tuple[str, str] | None:
         return "it is lazy and has no shape yet", "Call the model once on a batch, build its optimizer, then attach"
     if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return None
-    if kind.__name__ == "DTensor":
+    if is_dtensor(tensor):
         return (
-            "it is a DTensor, of which this process holds a part only",
-            "Sharded training is not supported yet: attach before the model is distributed, in one process",
+            "it is a DTensor on a device mesh of other ranks, and this process holds nothing of it",
+            f"Attach on the ranks of the mesh, {_KEEP_OUT}",
         )
     return (
         f"it is a {kind.__qualname__}, whose values lie in other tensors behind __torch_dispatch__",
@@ -149,7 +150,7 @@ def refuse_hidden_state(modules: Iterable[tuple[str, nn.Module]], known: set[str
         if hidden:
             raise StateValueError(
                 f"The module {prefix.rstrip('.') or 'at the root'} ({type(module).__name__}) keeps "
-                f"state ({', '.join(hidden[:3])}) outside of its parameters and buffers, and writes it in its own "
+                f"state ({listed(hidden)}) outside of its parameters and buffers, and writes it in its own "
                 "_save_to_state_dict. lightck saves parameters, buffers and extra state only, so this state would be "
                 "lost. Register it as a buffer, or implement get_extra_state() and set_extra_state()."
             )
@@ -165,14 +166,16 @@ PLAIN = frozenset((type(None), bool, float, bytes))
 _SCALARS = frozenset((*PLAIN, int, str, *NUMPY_SCALARS))
 _CONTAINERS = frozenset((tuple, frozenset))
 COLLIDING_MAX = 100
-"""How many keys of a dict or set may have the same hash as an earlier key; more are refused."""
+"""The largest number of keys of a dict or set that have the same hash as an earlier key. With more such keys, the dict
+or set is refused."""
 INT_NBYTES_MAX = 1700
 """The largest int that is stored, in bytes. Python converts no int of more than 4300 digits to text, and an error or a
 report may have to print any int that is stored."""
 
 
 def is_key(value: object) -> bool:
-    """Whether a value can be a key of a dict or an item of a set: it, and everything in it, is hashed by value."""
+    """Whether a value can be a key of a dict or an item of a set, because it and everything in it is hashed by
+    value."""
     kind = type(value)
     return kind in _SCALARS or (kind in _CONTAINERS and all(map(is_key, value)))  # type: ignore[call-overload]
 
@@ -190,8 +193,8 @@ def has_many_collisions(keys: Collection[object]) -> bool:
 
 
 def class_name_of(obj: object) -> str:
-    """Return the name of an object's class, without its module, which may change; for a lazy module, the class that it
-    becomes."""
+    """Return the name of an object's class, without the module of the class, because classes move between modules. For
+    a lazy module: the name of the class that it becomes."""
     kind = type(obj)
     return str((getattr(kind, "cls_to_become", None) or kind).__name__)
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from lightck.errors import CorruptPoolError, StateValueError
+from lightck.state.local_tensors import is_dtensor
 from lightck.state.storable import (
     DTYPES,
     INT_NBYTES_MAX,
@@ -47,7 +48,8 @@ MAX_DIMS = 64
 _NUMPY_DTYPES = {np.dtype(order + code).str: np.dtype(order + code) for code in NUMPY_CODES for order in "<>"}
 _SCALAR_DTYPES = {name: np.dtype(name) for name in NUMPY_SCALARS.values()}
 _LEAF = MAX_DEPTH + 1
-"""The depth to pass for a value that must be no container: at this depth lists and extensions are refused."""
+"""The depth to pass for a value that must not be a container, because at this depth lists and extensions are
+refused."""
 _MANY = 16
 """A list of ``_MANY`` or more items is first tested for being all text, which saves time."""
 
@@ -80,8 +82,8 @@ def pack(
 
 
 class ConstantDict(dict[Any, object]):
-    """A dict that nobody changes, including its contents, and that is packed only once. It is stored, and unpacked, as
-    a dict."""
+    """A dict that nobody changes, nor anything in it, so that it is packed only once. It is stored, and unpacked, as a
+    plain dict."""
 
     __slots__ = ("packed",)
     packed: bytes | None
@@ -250,6 +252,8 @@ class _Packer:
 def _refusal_reason(value: object) -> str:
     for kind in (torch.Tensor, np.ndarray, *_ENCODE):
         if isinstance(value, kind):
+            if is_dtensor(value):
+                return "it is a DTensor, which is saved only as a parameter, a buffer or an optimizer's state of one"
             return f"it is a subclass of {kind.__qualname__}, and what the subclass adds would be lost"
     return "lightck does not keep objects of this type"
 
@@ -304,8 +308,9 @@ def unpack(data: bytes, *, tensor: Callable[[str], torch.Tensor] | None = None) 
 
 
 def typed(value: object, kind: type[T]) -> T:
-    """Return a value unpacked from the small state if it is of exactly this type. Raises ``CorruptPoolError``
-    otherwise. The message is reported as the reason why a checkpoint was rejected: "its" refers to the checkpoint."""
+    """Return a value that was unpacked from the small state, if it is of exactly this type. Raises ``CorruptPoolError``
+    otherwise. The message is reported as the reason why a checkpoint was rejected, and its first word, "its", refers to
+    the checkpoint."""
     if type(value) is not kind or not isinstance(value, kind):
         raise CorruptPoolError(f"its saved options, counters or random states are malformed ({kind.__name__} expected)")
     return value

@@ -18,7 +18,8 @@ class FullState:
     """Every checkpoint is complete in itself: parameters, buffers, optimizer state and all small state."""
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
-        """Plan all tensors, except frozen ones whose bytes the slot already holds."""
+        """Decide about the tensors that the tables leave undecided: a frozen tensor whose bytes the slot holds already
+        is left out, and every other one is copied at the boundary. The tables plan all other tensors."""
         undecided = [one for table in tables for one in table.undecided]
         unchanged = tuple(one for one in undecided if one[0].is_frozen and slot.is_stored(*one))
         left_out = {record.number for _, record in unchanged}

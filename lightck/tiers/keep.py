@@ -31,7 +31,7 @@ from lightck.pool.listener import CommitListener
 from lightck.pool.reader import PoolReader
 from lightck.pool.writer import PoolWriter
 from lightck.restore.contents import load_tensor
-from lightck.restore.recover import parse
+from lightck.restore.usable import parse
 from lightck.stats import Meter
 from lightck.tiers.pin import Hold, Holds
 
@@ -58,8 +58,8 @@ class Keep:
     to: str | os.PathLike[str]
     """The folder of the files; it is created if its parent exists."""
     last: int | None = None
-    """How many exports of this pool stay in the folder: the newest ones stay, and older ones are removed. None: all
-    exports stay."""
+    """How many exports of this pool stay in the folder: the newest ``last`` exports stay, and older ones are removed.
+    None: all stay."""
     what: str = "model"
     """What an export contains: ``"model"``, or ``"all"`` (model, optimizer, state and random states)."""
 
@@ -72,8 +72,8 @@ class Keep:
 
 
 def refuse_unexportable(keep: Keep, entries: Iterable[Entry]) -> None:
-    """Raise ``StateValueError`` if ``entries`` contains a tensor that ``keep`` would export and whose dtype safetensors
-    lacks. Called before the training, so that no export fails for this reason later."""
+    """Raise ``StateValueError`` if ``keep`` would export a tensor of ``entries`` whose dtype does not exist in
+    safetensors. Called before the training, so that no export fails for this reason later."""
     for entry in entries:
         if keep.what == "all" or entry.name.startswith("model/"):
             check_dtype(entry.name, entry.dtype, _CURE)
@@ -92,7 +92,8 @@ class Retention(CommitListener):
         self._temporary = self._folder / f".lightck-{self._mark}.tmp"
         self._meter, self._holds = meter, holds
         self._last_begun = self._newest = 0
-        """The step of the export that was begun last (0: none was begun), and the newest committed step."""
+        """``_last_begun``: the step of the export that was begun last (0: none was begun). ``_newest``: the newest
+        committed step."""
         self._thread: threading.Thread | None = None
         self._hold: Hold | None = None
         """The hold on the checkpoint that is being exported."""
@@ -157,8 +158,8 @@ class Retention(CommitListener):
             self._release_ended()
 
     def raise_failure(self, *, at_close: bool) -> None:
-        """Raise the ``KeepError`` of the last export if it failed. At steps the error is raised once; with ``at_close``
-        it is raised again."""
+        """If the last export failed, raise its ``KeepError``. Without ``at_close``, the error is raised once only; with
+        ``at_close``, it is raised even if it was raised before."""
         failure = self._failure
         if failure is not None and (at_close or not self._is_reported):
             self._is_reported = True

@@ -62,8 +62,8 @@ class Holds(CommitListener):
         return sum(hold.is_pin for hold in self._held)
 
     def slots_for_a_pin(self, spare: int) -> int:
-        """Return how many slots the pool needs for one more pin. ``spare``: number of slots for ``keep=``, which are
-        part of the result. Raises ``SessionError`` if no pool can have so many slots."""
+        """Return the number of slots that the pool needs to hold one more pin. ``spare``: number of slots for
+        ``keep=``; they are included in the result. Raises ``SessionError`` if no pool can have so many slots."""
         needed = 2 + self.n_pins + 1 + spare
         if needed > SLOTS_MAX:
             raise SessionError(
@@ -190,8 +190,8 @@ def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> 
 def _numbers(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
     """Return tensor name -> number of its tensor record in the new file, for the tensors of a held checkpoint.
 
-    ``writer.add`` can change the numbers of the training's tensors and mark these tensors as resized. So this function
-    restores the training's numbers and marks."""
+    ``writer.add`` can give the training's tensors other numbers, and mark them as resized. So this function restores
+    their numbers and marks afterwards."""
     own, resized = dict(writer.numbers), set(writer.resized)
     other = [entry for entry in stored.entries.values() if not writer.has_extent_for(entry)]
     if other:

@@ -19,11 +19,12 @@
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,vpclmulqdq,avx2,pclmul,sse4.2")))
 
 #define PIN(v) __asm__ __volatile__("" : "+v"(v))
-#define PIN_X(v) __asm__ __volatile__("" : "+x"(v)) /* class v exists only with AVX-512 */
+#define PIN_X(v) __asm__ __volatile__("" : "+x"(v)) /* the constraint letter v exists only with AVX-512 */
 
 enum { AVX2_STRIDE = 128, AVX512_STRIDE = 256 }; /* bytes per round of a loop */
 
-/* Fold constants: [0] for the low half of 128 bits (the higher powers), [1] for the high half. */
+/* Fold constants: [0] multiplies the low 64 bits of a vector, and [1] the high 64 bits. The bits are reflected, so the
+ * low bits come first in the message, and need the higher power of x. */
 static uint64_t fold_avx2[2], fold_avx512[2];
 
 static void fold_constants(uint64_t *fold, uint32_t stride)

@@ -1,4 +1,4 @@
-/* extent.c: where the bytes of a pool lie in its file. */
+/* extent.c: file extents: where the bytes of a pool lie in its file. */
 #include "internal.h"
 
 int32_t extents_total(const lck_extent *extents, uint64_t count, uint64_t *nbytes)

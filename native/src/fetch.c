@@ -1,7 +1,7 @@
 /* fetch.c: many verified reads on several threads, because during a recovery no other work needs the processors.
  *
- * Threads claim blocks in the order of the reads. If a block is bad, all earlier blocks are still read, because they
- * are claimed already. So the reported bad block does not depend on the timing of the threads. */
+ * Threads claim blocks in the order of the reads. When a bad block is found, all earlier blocks are claimed already and
+ * are still read. So the reported bad block does not depend on the timing of the threads. */
 #include <pthread.h>
 #include <stdlib.h>
 

@@ -249,11 +249,12 @@ struct job {
     lck_commit commit;
     lck_copy *copies;          /* the queued copies */
     uint64_t *ends;            /* ends[i]: number of blocks of copies 0..i */
-    uint64_t count, capacity;  /* of copies and ends */
+    uint64_t count, capacity;  /* of the arrays copies and ends: items in use, items allocated */
     uint64_t total;            /* number of queued blocks */
 };
 
-/* A mapping whose pages are being touched. As for struct job, a thread increments `users` and then checks `medium`. */
+/* A mapping whose pages are being touched. A thread first increments `users` and then checks `medium` again, for the
+ * same reason as in struct job. */
 struct populate {
     _Atomic(lck_medium *) medium;
     _Atomic(lck_medium *) owner; /* the last value of `medium` other than NULL; only compared, never dereferenced */

@@ -65,7 +65,7 @@ static int32_t wait_for(lck_engine *engine, struct job *job, uint64_t ticket, ui
 }
 
 /* While this thread is counted in `waiters`, workers do not seal the job. If the wait times out, the pulse at the end
- * wakes a worker, which seals it. */
+ * wakes a worker, which seals the job. */
 static int32_t wait_for_commit(lck_engine *engine, struct job *job, uint64_t ticket, uint64_t deadline)
 {
     if (atomic_load(&job->verdict) == VERDICT_OPEN && !phase_ended(job_phase(job)))
@@ -115,7 +115,7 @@ int32_t lck_job_start(lck_engine *engine, uint64_t ticket, int32_t outcome)
 
 /* ---- verdicts ---------------------------------------------------------------------------------------- */
 
-/* Set the verdict; false if the job was released or dropped before. */
+/* Set the verdict. Return false if the job was released or dropped before. */
 static bool give_verdict(struct job *job, uint32_t verdict)
 {
     uint32_t open = VERDICT_OPEN;
@@ -144,8 +144,8 @@ int32_t lck_job_release(lck_engine *engine, uint64_t ticket)
     return status;
 }
 
-/* Wait until the blocks that are being copied are done. This thread does not copy meanwhile: it would copy blocks of
- * other jobs, which would take longer. */
+/* Wait until the blocks that are being copied are done. This thread does not copy meanwhile, because it would copy
+ * blocks of other jobs, and the wait would take longer. */
 static void wait_for_end(lck_engine *engine, struct job *job)
 {
     engine_raise_priority(engine);

@@ -265,8 +265,8 @@ static uint32_t sum_guarded(lck_medium *medium, uint64_t off, uint64_t nbytes)
 }
 
 /* src NULL: a device has stored the bytes into memory or caches. Then the bytes are read for the checksum, and all
- * their cache lines are written back, as after a store. The trace gets a STORE event here, later than the device
- * stored; no thread reads the slot in between. */
+ * their cache lines are written back, as after a store. The trace gets a STORE event only here, after the device has
+ * stored. That does no harm, because no thread reads the slot in between. */
 int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc)
 {
     int32_t error = fault_take(LCK_OP_COPY);

@@ -218,9 +218,9 @@ int32_t lck_pmdk_open(const char *path, const char *layout, uint64_t nbytes, uin
     return LCK_OK;
 }
 
-/* In the child, libpmemobj still has the parent's pool registered under the address of its mapping, where nothing is
- * mapped now. Occupy that address range: otherwise libpmemobj could map a pool that the child opens there, and refuse
- * the pool as already open. */
+/* In the child, libpmemobj still has the parent's pool registered under the address of the parent's mapping, where
+ * nothing is mapped now. Occupy that address range: if the child opened a pool, libpmemobj could map it there, and
+ * refuse it as already open. */
 int32_t lck_pmdk_forked(const lck_pmdk *pmdk)
 {
     if (pmdk == NULL)

@@ -15,7 +15,8 @@ static bool commit_fits(const lck_medium *medium, const lck_commit *commit)
                  commit->crcs_off % 4 == 0 && commit->crcs_off <= commit->image_nbytes &&
                  commit->crcs_count <= (commit->image_nbytes - commit->crcs_off) / 4;
     bool block = commit->block > 0 && commit->block % 256 == 0 && commit->block <= LCK_MAX_BLOCK;
-    /* In the commit log, generation 0 means that there is no commit record. */
+    /* The numbers that name the checkpoint, and the flags. In the commit log, generation 0 means that there is no
+     * commit record. */
     bool names = commit->generation != 0 && commit->slot <= UINT8_MAX && commit->manifest_index <= 1 &&
                  (commit->flags & ~(uint32_t)(LCK_PART | LCK_FOLLOWS | LCK_HELD)) == 0;
     return places && image && block && names;
@@ -42,8 +43,8 @@ static bool copies_fit(const lck_medium *medium, const lck_commit *commit, const
 
 /* ---- the entry --------------------------------------------------------------------------------------- */
 
-/* Take the entry if it is free. False if it is not free, or if a worker is accessing it: waiting for a thread of idle
- * priority could take long. */
+/* Take the entry if it is free, and return true. Return false if it is not free, or if a worker is accessing it: to
+ * wait for a thread of idle priority could take long. */
 static bool take(struct job *job, uint64_t ticket)
 {
     if (atomic_load(&job->word) != 0)
@@ -88,7 +89,7 @@ static bool reserve(struct job *job, uint64_t count)
     return true;
 }
 
-/* Queue the copies that the workers make: all that are neither LCK_NOW nor empty. */
+/* Queue the copies that the workers make: all copies except empty ones and those with LCK_NOW. */
 static void queue(struct job *job, const lck_copy *copies, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++) {

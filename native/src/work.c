@@ -119,7 +119,7 @@ static bool copy_next(lck_engine *engine, struct job *job, uint64_t ticket, enum
 
 /* ---- sealing ----------------------------------------------------------------------------------------- */
 
-/* Whether a job with a smaller ticket has not ended. */
+/* Whether there is a job with a smaller ticket that has not ended. */
 static bool earlier_unended(lck_engine *engine, uint64_t ticket)
 {
     for (int i = 0; i < ENGINE_JOBS; i++) {
@@ -143,7 +143,7 @@ static bool left_to_waiter(lck_engine *engine, uint64_t ticket)
     return false;
 }
 
-/* Whether a partial job of this job's checkpoint has failed or was dropped. */
+/* Whether a part of this job's checkpoint (a job with LCK_PART) has failed or was dropped. */
 static bool lacks_part(lck_engine *engine, const struct job *job)
 {
     for (int i = 0; i < ENGINE_JOBS; i++) {

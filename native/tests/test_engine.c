@@ -31,7 +31,8 @@ enum {
 
 static const uint64_t nbytes_of[TENSORS] = {100, 300000, BLOCK, 0, 250001};
 
-/* One checkpoint: its sources, the image of its manifest, and the arguments of lck_job_submit. */
+/* One checkpoint: its sources, the image of its manifest, and the arguments of lck_job_submit. Variables of this type
+ * are named v. */
 struct checkpoint {
     uint64_t generation, ticket;
     unsigned char *source[TENSORS];
@@ -160,7 +161,7 @@ static void check_header(struct checkpoint *v)
 
 static void check_commit_record(struct checkpoint *v)
 {
-    unsigned char line[64];
+    unsigned char line[64]; /* the commit record */
     read_back(fd, line, 64, v->commit.record_off);
     CHECK_EQ(u64_at(line), v->generation);
     CHECK_EQ(u64_at(line + 8), 7);
@@ -174,7 +175,7 @@ static void check_commit_record(struct checkpoint *v)
 
 static int has_commit_record(struct checkpoint *v)
 {
-    unsigned char line[64];
+    unsigned char line[64]; /* the commit record */
     read_back(fd, line, 64, v->commit.record_off);
     return u64_at(line) == v->generation;
 }
@@ -197,6 +198,7 @@ static void check_payload(struct checkpoint *v)
     }
 }
 
+/* Check that the medium holds the committed checkpoint. */
 static void check_version(struct checkpoint *v)
 {
     unsigned char image[IMAGE];
@@ -238,8 +240,8 @@ static int ordered_before(uint64_t from, uint64_t to)
     return 0;
 }
 
-/* Check that a fence orders, before the first word of a commit record (event `word`), all stores to its slot since the
- * slot header, and the body of the record. */
+/* Event `word` stores the first word of a commit record. Check that fences order all stores to the record's slot, from
+ * the slot header on, before the body of the record, and the slot header and the body before `word`. */
 static void check_fences_before(uint64_t word, uint64_t generation)
 {
     uint64_t slot = slot_off(generation), header = 0, body = 0;
@@ -1005,8 +1007,8 @@ static void test_fork(void)
     teardown();
 }
 
-/* Whether the commit record of a checkpoint is complete if the process is killed at `site`. This function forks, so
- * call it before a thread is started in this process. */
+/* Whether the commit record ("line") of a checkpoint is complete after the process was killed at `site`. This function
+ * forks, so call it before a thread is started in this process. */
 static int line_after_kill(const char *site, uint64_t nth)
 {
     int file = open_memory(SIZE);

@@ -302,7 +302,8 @@ static void check_faults(void)
     close(fd);
 }
 
-/* Set got[64] to the bytes of the second commit record of a process that was killed at `site`. */
+/* A process stores two commit records ("lines"), and is killed at `site` in the second one. Set got[64] to the bytes of
+ * this second record. */
 static void line_killed_at(const char *site, unsigned char *got)
 {
     unsigned char line[64];

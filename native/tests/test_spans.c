@@ -96,6 +96,8 @@ static uint64_t count_of(uint64_t n, uint32_t kind, uint64_t *nbytes)
     return found;
 }
 
+/* Check that the n spans are those of one checkpoint: `copies` background copies with `copied` bytes together, and
+ * copies at the boundary with `at_once` bytes. */
 static void check_version(uint64_t n, uint64_t copies, uint64_t copied, uint64_t at_once)
 {
     uint64_t nbytes;

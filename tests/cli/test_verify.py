@@ -42,6 +42,7 @@ def test_a_damaged_tensor_is_named_with_its_block(good):
         {
             "tensor": "optimizer/0.weight/exp_avg",
             "reason": "block 0 of 'optimizer/0.weight/exp_avg' does not match its checksum",
+            "logical_shape": None,
         },
     ]
     assert facts["recoverable_step"] == 3 == lightck.recover(good).step
@@ -96,7 +97,7 @@ def test_a_damaged_manifest_is_found(good):
     status, facts = call_json("verify", good)
     assert status == 1
     assert facts["checkpoints"][0]["damage"] == [
-        {"tensor": None, "reason": "its manifest does not match the commit record"}
+        {"tensor": None, "reason": "its manifest does not match the commit record", "logical_shape": None}
     ]
 
 

@@ -15,6 +15,8 @@ from crash.document import Base
 from crash.messages import Node, parse
 from lightck.errors import LightckError
 from lightck.pool.format import layout
+from lightck.pool.format.group import GroupIdentity
+from lightck.pool.format.pieces import Placement, Shard, StridedShard, local_pieces
 from lightck.pool.format.structures import (
     NEXT_ENTRIES_MAX,
     NEXT_NBYTES,
@@ -35,6 +37,9 @@ from lightck.state import values
 from lightck.state.rng import RngState
 
 _U64 = struct.Struct("<Q")
+_GROUP = GroupIdentity(
+    run_id=bytes(16), world_id=bytes(range(16)), rank=3, world_size=4, mesh_shape=(2, 2), coordinate=(1, 1)
+)
 
 
 class Inputs:
@@ -43,6 +48,7 @@ class Inputs:
     def __init__(self, base: Base, good: bytes) -> None:
         self._base = base
         self._rng_tree = _part(base, b"\xa3rng")
+        self._rank_tree = parse(layout.encode(_parts(), _GROUP))
         is_pmdk = good.startswith(pmdk_file.SIGNATURE)
         self._container = container.Base.of(good) if is_pmdk else None
         if is_pmdk:
@@ -59,6 +65,7 @@ class Inputs:
             self._manifest,
             self._table,
             self._extras,
+            self._table_of_rank,
             self._state,
             self._values,
             self._random_state,
@@ -110,6 +117,11 @@ class Inputs:
     def _extras(self, rng: random.Random) -> None:
         layout.decode_extras(mutations.changed_tree(rng, self._base.table_tree.children[1]), low=0, high=1 << 40)
 
+    def _table_of_rank(self, rng: random.Random) -> None:
+        data = mutations.changed_tree(rng, self._rank_tree)
+        data = data if rng.random() < 0.8 else mutations.damaged(rng, data)
+        layout.decode_of_rank(data, low=0, high=1 << 40)
+
     def _state(self, rng: random.Random) -> None:
         checkpoint = self._base.checkpoints[0]
         Contents.parse(mutations.changed_tree(rng, checkpoint.state_tree), 1, 1, {})
@@ -133,6 +145,28 @@ class Inputs:
         ):
             os.pwrite(self._fd, data, at)
         pmdk_file.read_extents(self._fd, "it", base.file_nbytes)
+
+
+def _parts() -> list[layout.Entry]:
+    """Entries of a rank: one without pieces, and parts of several kinds."""
+    found = [layout.Entry("model/plain", "param", "float32", (4,), (1,), 16)]
+    logical_shape = (12, 3)
+    cuts: list[tuple[Placement, ...]] = [(Shard(0), Shard(1)), (StridedShard(0, 3), Shard(1)), (Shard(1), Shard(1))]
+    for number, placements in enumerate(cuts):
+        (rows, columns), pieces = local_pieces(logical_shape, _GROUP.mesh_shape, _GROUP.coordinate, placements)
+        found.append(
+            layout.Entry(
+                name=f"model/{number}",
+                role="param",
+                dtype="float32",
+                shape=(rows, columns),
+                stride=(columns, 1),
+                nbytes=4 * rows * columns,
+                logical_shape=logical_shape,
+                pieces=pieces,
+            )
+        )
+    return layout.place(found, 0)[0]
 
 
 def _part(base: Base, key: bytes) -> Node:

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightck._native import check, lib
+from lightck.session.slowdown import slowdown
 
 Tell: TypeAlias = Callable[[str, Any], None]
 """Called in the victim: a word, and a value that JSON can hold."""
@@ -166,6 +167,7 @@ def be_ready(backend: str) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     torch.optim.AdamW([weight]).step()
+    slowdown()  # else each victim's first attach takes 50 ms for it, and the kills at an instant of attach fall there
     gc.collect()
     gc.freeze()
 

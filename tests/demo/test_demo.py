@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import io
 import itertools
 import json
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from module_at import module_at
 from rich.console import Console
 
 from lightck import cli
@@ -338,9 +338,7 @@ def test_the_report_says_what_the_pool_survives():
 
 
 def test_the_size_s_arithmetic_counts_the_example_s_parameters():
-    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
-    train_gpt = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(train_gpt)
+    train_gpt = module_at(EXAMPLES / "train_gpt.py")
     for size in run.SIZES.values():
         model = train_gpt.GPT(size.layers, size.width, size.heads, size.context, 0.0)
         parameters = list(model.parameters())

@@ -6,7 +6,6 @@ checks that CUDA streams keep this order.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from slow_transfers import SlowTransfer
 from test_staging import normed
 from torch import nn
-from toys import BIG, adam, batch, everything, is_step, net, train
+from toys import BIG, adam, batch, copied, everything, is_step, net, train
 
 import lightck
 from lightck.errors import BackgroundError, CorruptPoolError, NoCheckpointError, SessionError
@@ -172,7 +171,7 @@ def test_an_unannounced_write_on_a_device_strikes_every_older_checkpoint(pool, t
             session.flush()
         train(model, optimizer, 1)
         session.end_step()
-        time.sleep(0.3)  # all copies arrive
+        copied(session)
         for tensor in [*model.state_dict().values(), *(s["exp_avg"] for s in optimizer.state.values())]:
             tensor.detach().numpy()[...] += 1.0
         train(model, optimizer, 1)

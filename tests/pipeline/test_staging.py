@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch import nn
 from toys import BIG, adam, batch, everything, is_step, killed_child, net, train
 
 import lightck
-from lightck.errors import BackgroundError
+from lightck.errors import BackgroundError, NoCheckpointError
 from lightck.pipeline.staging import groups
 from lightck.pipeline.staging.transfer_thread import TransferThread
 from lightck.pipeline.submission import Submission
@@ -168,7 +169,8 @@ def _steps_that_are_exact(pool, transfer) -> int:
             train(model, optimizer, 1, start=number)
             seen = everything(model, optimizer)
             session.flush()
-            exact += is_step(lightck.recover(pool), seen)
+            with suppress(NoCheckpointError):  # wrong bytes that are noticed: the checkpoint is given up
+                exact += is_step(lightck.recover(pool), seen)
     return exact
 
 
@@ -569,7 +571,7 @@ def test_with_many_checkpoints_under_way_there_is_room_for_each(pool, transfer, 
     assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
-def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(pool, transfer):
+def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(pool, transfer, during_wait):
     model = net(BIG)
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, slots=3, staging=DEVICE)
@@ -578,7 +580,7 @@ def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(pool, transfer):
     session.flush()
     transfer.flows_beside.clear()
     train(model, optimizer, 2, start=2)
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    during_wait(0.3, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         session.end_step()
     assert is_step(lightck.recover(pool), seen)

@@ -90,7 +90,10 @@ def test_what_is_committed_is_durable_when_it_is_heard_of(training, pool):
     session._pipeline.events.add(Copies())
     train(model, optimizer, 3)
     session.close()
-    assert {step: lightck.recover(image).step for step, image in images.items()} == {1: 1, 2: 2, 3: 3}
+    # A commit is reported at the next event of the loop. A newer checkpoint may be durable by then.
+    recovered = {step: lightck.recover(image).step for step, image in images.items()}
+    assert recovered.keys() == {1, 2, 3}
+    assert all(newest >= step for step, newest in recovered.items())
 
 
 def test_a_new_pool_file_is_heard_of_before_and_after(training):

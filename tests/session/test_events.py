@@ -179,6 +179,7 @@ def test_a_session_shows_what_a_user_calls(training):
         "abandon",
         "close",
         "committed",
+        "common",
         "done",
         "durability",
         "end_step",
@@ -191,9 +192,11 @@ def test_a_session_shows_what_a_user_calls(training):
         "paused",
         "paused_reason",
         "pin",
+        "rank",
         "stats",
         "step",
         "trace",
+        "world",
     }
     session.close()
 

@@ -46,8 +46,15 @@ def training(pool: Path, slow_memory: None) -> Iterator[Any]:
     session.close()
 
 
+def until(what: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        time.sleep(0.001)
+
+
 @SIGNALS
-def test_a_handler_that_flushes_while_a_checkpoint_is_waited_for(pool, training, number):
+def test_a_handler_that_flushes_while_a_checkpoint_is_waited_for(pool, training, during_wait, number):
     model, optimizer, session = training
     flushed: list[tuple[int, int, int | None]] = []
 
@@ -57,10 +64,10 @@ def test_a_handler_that_flushes_while_a_checkpoint_is_waited_for(pool, training,
         flushed.append((step, lightck.recover(pool).step, committed))
 
     with handled(number, flush):
-        for seconds in (0.05, 0.1, 0.15, 0.2):
-            threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+        for count, seconds in enumerate((0.05, 0.1, 0.15, 0.2), 1):
+            during_wait(seconds, number)
             train(model, optimizer, 2, start=session.step)
-            time.sleep(0.2)
+            until(lambda count=count: len(flushed) == count)
     assert session.step == 8
     assert len(flushed) == 4
     assert all(step == found == committed for step, found, committed in flushed)
@@ -102,31 +109,31 @@ def test_a_handler_that_raises_while_a_checkpoint_begins(pool, monkeypatch, numb
         assert is_step(lightck.recover(pool), seen)
 
 
-def test_a_handler_that_closes_the_session_while_a_checkpoint_is_waited_for(pool, training):
+def test_a_handler_that_closes_the_session_while_a_checkpoint_is_waited_for(pool, training, during_wait):
     model, optimizer, session = training
     train(model, optimizer, 2)
     with handled(signal.SIGUSR1, session.close):
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        during_wait(0.05, signal.SIGUSR1)
         session.end_step()
         train(model, optimizer, 1, start=2)
-        time.sleep(0.1)
+        until(lambda: not session.is_open)
     assert not session.is_open
     assert lightck.recover(pool).step == 2
     train(model, optimizer, 2, start=3)
     assert lightck.recover(pool).step == 2
 
 
-def test_a_pin_whose_session_a_handler_closes(pool, training):
+def test_a_pin_whose_session_a_handler_closes(pool, training, during_wait):
     model, optimizer, session = training
     train(model, optimizer, 2)
     with handled(signal.SIGUSR1, session.close):
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        during_wait(0.05, signal.SIGUSR1)
         with pytest.raises(SessionError, match="closed"):
             session.pin()
     assert lightck.recover(pool).step == 2
 
 
-def test_of_two_signals_both_are_handled(pool, training):
+def test_of_two_signals_both_are_handled(pool, training, during_wait):
     model, optimizer, session = training
     reported: list[str] = []
 
@@ -136,10 +143,10 @@ def test_of_two_signals_both_are_handled(pool, training):
 
     train(model, optimizer, 1)
     with handled(signal.SIGUSR1, stop), handled(signal.SIGUSR2, lambda: reported.append("two")):
-        threading.Timer(0.05, lambda: [os.kill(os.getpid(), n) for n in (signal.SIGUSR1, signal.SIGUSR2)]).start()
+        during_wait(0.05, signal.SIGUSR1, signal.SIGUSR2)
         with pytest.raises(_Stop):
             session.flush()
-        time.sleep(0.05)
+        until(lambda: len(reported) == 2)
     assert sorted(reported) == ["stop", "two"]
     assert session.flush() == 1
 

@@ -70,7 +70,7 @@ def test_the_variables_of_a_loop_are_as_they_were(folder, caplog, holds_locals):
     seen: list[weakref.ref] = []
     with caplog.at_level(logging.WARNING, logger="lightck"):
         model, held, alive = resumed(folder / "run.pool", holds_locals, seen)
-    assert any("and epoch was 0 in that pass and is 1 now" in record.getMessage() for record in caplog.records)
+    assert any("and epoch was 0 in the restored pass and is 1 now" in record.getMessage() for record in caplog.records)
     if holds_locals:
         assert held["model"] is model
         assert held["seen"] is seen

@@ -180,10 +180,11 @@ def test_nothing_is_skipped_where_the_pool_cannot_keep_up(pool):
         assert (session.stats().checkpoints, session.stats().skipped) == (6, 0)
 
 
-def test_flush_in_no_time_is_a_timeout_and_the_copies_go_on(pool):
-    model, optimizer = table()
+def test_flush_in_no_time_is_a_timeout_and_the_copies_go_on(pool, slow_memory):
+    model = net(20 * BIG)  # a second of copies
+    optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
-        update(model, optimizer, 0)
+        train(model, optimizer, 1)
         with pytest.raises(FlushTimeoutError, match=r"Step 1 .* 0 seconds\. .*\. Wait longer") as caught:
             session.flush(timeout=0)
         assert isinstance(caught.value, TimeoutError)
@@ -210,7 +211,7 @@ def test_all_waits_of_a_flush_share_its_timeout(pool, monkeypatch):
 
 
 def test_waiting_thread_helps(pool, slow_memory):
-    model = net(BIG)
+    model = net(5 * BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 3)

@@ -48,14 +48,14 @@ def test_keyboard_interrupt_releases_the_pool(pool):
         assert session.step == 1
 
 
-def test_interrupt_while_copies_are_waited_for_leaves_nothing_that_writes(pool, slow_memory):
+def test_interrupt_while_copies_are_waited_for_leaves_nothing_that_writes(pool, slow_memory, during_wait):
     """The next who has the lock would find an engine that still stores into its slots."""
     model = net(100 * BIG)
     optimizer = adam(model)
     with pytest.raises(KeyboardInterrupt), lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 1)
         forward(model)  # closes checkpoint 1, whose copies take a second
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        during_wait(0.2, signal.SIGINT)
         raise ZeroDivisionError
     assert not session.is_open
     assert session.committed is None, "it was to be interrupted before"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from toys import BIG, adam, crashed, damage, everything, forward, is_step, net, same, train, weights
+from toys import BIG, adam, copied, crashed, damage, everything, forward, is_step, net, same, train, weights
 
 import lightck
 from lightck.cli.stored_checkpoints import COMMITTED, find_checkpoints, open_reader
@@ -17,7 +16,6 @@ from lightck.errors import CorruptPoolError, NoCheckpointError, StateChangedErro
 from lightck.pipeline import guard
 from lightck.pipeline.guard import WriteGuard
 from lightck.pipeline.sources import UnchangedTensors
-from lightck.pool.engine import COPIED
 from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.writer import PoolWriter
 
@@ -278,13 +276,6 @@ def held_steps(pool: Any) -> list[int]:
         return [checkpoint.step for checkpoint in reader.checkpoints() if isinstance(checkpoint, StoredCheckpoint)]
     finally:
         reader.close()
-
-
-def copied(session: lightck.Session) -> None:
-    """Wait until the copies of the open checkpoint are done, without helping."""
-    (checkpoint,) = session._pipeline._in_flight
-    while checkpoint.pending.job.info().state < COPIED:
-        time.sleep(0.001)
 
 
 def test_paused_keeps_boundaries_and_copies_away(pool):

@@ -118,6 +118,6 @@ def test_a_fixed_cost_above_the_budget_is_reported_once(caplog, fixed, is_above)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == is_above
     if is_above:
-        share, budget = {0.0001: ("9.1 % (100 us)", "0.19"), 0.000025: ("2.4 % (25 us)", "0.05")}[fixed]
-        assert f"take {share} of a step that saves nothing" in said[0]
+        (share, time), budget = {0.0001: (("9.1 %", "100 us"), "0.19"), 0.000025: (("2.4 %", "25 us"), "0.05")}[fixed]
+        assert f"cost {share} of each step ({time})" in said[0]
         assert f"interval=lightck.Auto(budget={budget})" in said[0]

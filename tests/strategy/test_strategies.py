@@ -176,7 +176,7 @@ def test_a_plan_that_leaves_out_what_the_slot_lacks_is_refused(pool):
     model[0].weight.requires_grad_(False)
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, strategy=Lies())
-    with pytest.raises(SessionError, match=r"did not copy 'model/0.weight'"):
+    with pytest.raises(SessionError, match=r"left out 'model/0.weight'"):
         train(model, optimizer, 2)
     session.abandon()
 

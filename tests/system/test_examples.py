@@ -49,6 +49,28 @@ def test_digits_go_on_behind_a_pass_that_was_finished(folder):
     assert re.search(r"resumed at step 12\nepoch +1 +finished before .*\nepoch +2 +loss ", resumed)
 
 
+def test_ranks_that_torchrun_starts_again_in_place_end_with_the_same_bits(folder):
+    def launched(*arguments: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(Path(lightck.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["--max-restarts", "3", EXAMPLES / "train_ranks.py", *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        print(done.stderr)
+        assert done.returncode == 0
+        return done.stdout
+
+    def ends(text: str) -> list[str]:
+        return sorted(re.findall(r"rank \d ended at step 64 with weights -?0x1\.[0-9a-f]+p[+-]\d+", text))
+
+    reference = launched("--pools", "none")
+    restarted = launched("--crash-at", "20")
+    steps = re.findall(r"begins at step (\d+)", restarted)  # the lines of two ranks may be joined
+    assert steps in (["0", "0", "19", "19"], ["0", "0", "20", "20"])
+    assert len(ends(reference)) == 2
+    assert ends(restarted) == ends(reference)
+
+
 def test_fine_tuning_writes_little_and_its_pool_needs_no_base(folder):
     run(
         "train_gpt.py",

@@ -51,8 +51,8 @@ class Segment:
 
 
 class PinnedRing:
-    """Segments that are used in turn. A segment that is too small is replaced. The job that reads the old segment
-    keeps the memory of that segment alive."""
+    """Segments that are used in turn. A segment that is too small is replaced. If a job still reads the old segment,
+    that job keeps its memory alive."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []

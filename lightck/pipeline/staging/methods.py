@@ -1,7 +1,7 @@
 """The three transfer methods, behind one interface.
 
-For each checkpoint, the chosen method first prepares itself. Then it makes a group of each part of the tensors, with a
-job of the engine that waits until the group has arrived.
+For each checkpoint, the chosen method first prepares itself. The tensors are split into parts, and the method makes a
+group of each part, with a job of the engine that waits until the group has arrived.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class TransferMethod(Protocol):
     def group(
         self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
     ) -> Group | None:
-        """Make a group and its job, and return the group; None if the engine has no free job. ``in_order``: the group
-        is sent in the order of the computation. ``nbytes_max``: bytes of host memory that the group gets: as many as
-        the largest group of this checkpoint with the same ``in_order`` needs."""
+        """Make a group and its job, and return the group. If the engine has no free job, return None. ``in_order``:
+        whether the group is sent in the order of the computation. ``nbytes_max``: how many bytes of host memory the
+        group gets. (All groups of a checkpoint with the same ``in_order`` get as much as the largest one needs.)"""
 
     def forget(self) -> None:
         """Release all memory. Call only while no transfer is under way."""
@@ -83,8 +83,8 @@ class DirectMethod:
     kind: Kind = Direct()
     reads_during_step = True
     ends_before_next = True
-    """A checkpoint that was given up frees its slot. If the device were still writing to that slot, it would overwrite
-    the next checkpoint there."""
+    """A checkpoint that was given up frees its slot. If the device still wrote to that slot when the next checkpoint
+    begins, it would overwrite that checkpoint."""
 
     def __init__(self, wait_idle: Callable[[], None]) -> None:
         self._wait_idle = wait_idle
@@ -127,8 +127,8 @@ class DeviceMethod:
     ends_before_next = True  # there is memory for one copy only
 
     def __init__(self, free_factor: int = 1) -> None:
-        """``free_factor``: the copy is allocated only if ``free_factor`` times its bytes are free on the device (1: do
-        not check how much is free)."""
+        """``free_factor``: the copy is allocated only if the device has ``free_factor`` times as many free bytes as the
+        copy needs (1: this is not checked)."""
         self._free_factor = free_factor
         self._ring = PinnedRing()
         self._memory: dict[DeviceTransfer, torch.Tensor] = {}

@@ -36,8 +36,8 @@ _LESS_STALL = Margin(0.1, 0.0002)
 
 class Staging:
     """The device transfers of one session. ``is_on=False``: tensors on devices are copied at the boundary.
-    ``commits_after_update``: a checkpoint need not be committed before the next update, so its transfer can take longer
-    than a step."""
+    ``commits_after_update``: whether a checkpoint may still be uncommitted when the next update begins, so that its
+    transfer may take longer than a step."""
 
     def __init__(
         self, meter: Meter, kind: Kind | None = None, *, commits_after_update: bool = False, is_on: bool = True
@@ -57,10 +57,10 @@ class Staging:
         self, writer: PoolWriter, slot: Slot, submission: Submission, reservation: Reservation | None, jobs_max: int
     ) -> Iterator[tuple[Reservation | None, npt.NDArray[np.int64]]]:
         """Begin to send the tensors of a checkpoint that lie on devices. The caller begins the checkpoint in the
-        ``with`` block. ``reservation``: that of the eager copies, or None. Yields the reservation of the checkpoint
-        (None if nothing is sent, and ``reservation`` is None), and the record numbers that are being sent. Tensors for
-        which ``jobs_max`` jobs are too few are copied at the boundary. If the block raises, a reservation that this
-        method made is dropped."""
+        ``with`` block. ``reservation``: the reservation of the eager copies, or None. ``jobs_max``: the largest number
+        of jobs to use; tensors for which no job is left are copied at the boundary. Yields the reservation of the
+        checkpoint (None if ``reservation`` is None and nothing is sent), and the record numbers that are being sent. If
+        the block raises, the reservation is dropped, unless it is the one that was passed."""
         if self._method is not None and self._method.ends_before_next:
             self._wait_idle(raise_if_interrupted)
         if not self.is_on or not submission.staged or jobs_max < 1:
@@ -157,7 +157,8 @@ class Staging:
             method.forget()
 
     def _wait_idle(self, pause: Callable[[], None] | None = None) -> None:
-        """Wait until no transfer is under way. ``pause`` is called now and then, and may raise."""
+        """Wait until no transfer is under way. ``pause`` is called repeatedly during the wait, and ends it if it
+        raises."""
         if self._thread is not None:
             with self._meter.wait():
                 self._thread.wait_idle(pause)

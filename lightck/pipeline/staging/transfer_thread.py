@@ -55,8 +55,8 @@ class TransferThread:
 
     def wait_idle(self, pause: Callable[[], None] | None = None) -> None:
         """Wait until no transfer is under way, and help to copy meanwhile. The error of a failed transfer is not raised
-        here: the pipeline raises it when it waits for the checkpoint. ``pause`` is called now and then, and may
-        raise."""
+        here: the pipeline raises it when it waits for the checkpoint. ``pause`` is called repeatedly during the
+        wait, and ends it if it raises."""
         if self._last is None:
             return
         for job in self._last.jobs:

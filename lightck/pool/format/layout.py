@@ -1,7 +1,8 @@
 """The layout table: the extents of a slot, written once when the pool is created and identified by its hash.
 
 An ``Entry`` describes the bytes of one tensor; ``place`` gives entries their offsets; ``encode`` turns the table into
-bytes, and ``decode`` parses the bytes. The bytes are untrusted. A table is parsed item by item, in any valid msgpack
+bytes, and ``decode`` parses the bytes. In the pool of a rank, entries may have pieces, and the table has a group
+(docs/format.md, "Pools of a rank"). The bytes are untrusted. A table is parsed item by item, in any valid msgpack
 encoding, and everything is checked before memory is allocated for it.
 """
 
@@ -15,6 +16,8 @@ from typing import NamedTuple
 
 import msgpack
 
+from lightck.pool.format.group import ID_NBYTES, GroupIdentity
+from lightck.pool.format.pieces import PIECES_MAX, Piece, parse_pieces
 from lightck.pool.format.structures import EXTENT_ALIGN, LARGE_EXTENT, LARGE_EXTENT_ALIGN, DamagedError, align_up
 
 ENTRIES_MAX = 1 << 20
@@ -23,6 +26,10 @@ INT_MAX = 1 << 62
 """Every integer of an entry is below this."""
 NAME_NBYTES_MAX = 4096
 """Maximum length of a name in UTF-8."""
+LIST_PIECES_MAX, LIST_PAIRS_MAX = 1 << 20, 1 << 28
+"""Limits for all entries of a table together, or for all extra entries of a checkpoint: of their pieces, and of the sum
+of the squares of each entry's number of pieces. The first one bounds memory; the second one bounds time, because the
+pieces of an entry are compared with each other."""
 ROLES = ("param", "buffer", "optimizer", "state")
 
 # Bytes per element of every dtype name that a table may contain. The pool knows names and sizes, but not torch.
@@ -49,27 +56,52 @@ class Entry(NamedTuple):
     offset: int = 0
     layer: int = -1
     alias: str | None = None
+    logical_shape: tuple[int, ...] | None = None
+    """Shape of the tensor of which this one is a part. None, as is ``pieces``: nothing says that it is a part."""
+    pieces: tuple[Piece, ...] | None = None
+    """What it holds of the logical tensor, and where. Only in the pool of a rank."""
 
     def fits(self, other: Entry) -> bool:
-        """Whether a tensor described by ``other`` fits this extent: same dtype, shape, strides, alias and device."""
+        """Whether a tensor described by ``other`` fits this extent: same dtype, shape, strides, alias, device and
+        pieces."""
         return (self.dtype, self.shape, self.stride, self.alias, self.device) == (
             other.dtype,
             other.shape,
             other.stride,
             other.alias,
             other.device,
-        )
+        ) and (self.logical_shape, self.pieces) == (other.logical_shape, other.pieces)
 
-    def to_map(self) -> dict[str, object]:
-        """Return the entry as the map that the table contains. The last four keys carry no information in format 1:
-        they are None, or follow from the shape."""
-        plain = self._asdict() | {"shape": list(self.shape), "stride": list(self.stride)}
+    def to_map(self, *, has_group: bool = False) -> dict[str, object]:
+        """Return the entry as the map that the table contains. ``has_group``: whether the pool is that of a rank. If it
+        is not, the last four keys carry no information: they are None, or follow from the shape.
+
+        Raises ``ValueError`` if the entry has pieces that this pool cannot have."""
+        plain: dict[str, object] = dict(zip(_PLAIN_FIELDS, self, strict=False))
+        plain |= {"shape": list(self.shape), "stride": list(self.stride)}
+        if has_group:
+            return plain | self._parts()
+        if self.logical_shape is not None or self.pieces is not None:
+            raise ValueError(f"{self.name!r} is a part of a tensor, and only the pool of a rank can hold parts")
         return plain | {
             "global_shape": list(self.shape),
             "placements": None,
             "mesh": None,
             "offsets": [0] * len(self.shape),
         }
+
+    def _parts(self) -> dict[str, object]:
+        if self.logical_shape is None and self.pieces is None:
+            return dict.fromkeys(_PART_FIELDS)
+        try:
+            parse_pieces(self.pieces, self.logical_shape, self.shape)
+        except DamagedError as err:
+            raise ValueError(f"{self.name!r} cannot be stored: {err}") from err
+        pieces = [[list(part) for part in piece] for piece in self.pieces or ()]
+        return {"logical_shape": list(self.logical_shape or ()), "pieces": pieces}
+
+
+_PLAIN_FIELDS, _PART_FIELDS = Entry._fields[:-2], Entry._fields[-2:]
 
 
 def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
@@ -88,14 +120,24 @@ def blocks_of(nbytes: int, block: int) -> int:
     return -(-nbytes // block)
 
 
-def encode(entries: Sequence[Entry]) -> bytes:
-    """Return the layout table of these entries."""
-    return bytes(msgpack.packb({"entries": [e.to_map() for e in entries]}, use_bin_type=True))
+def encode(entries: Sequence[Entry], group: GroupIdentity | None = None) -> bytes:
+    """Return the layout table of these entries. ``group``: if the pool is that of a rank. Raises ``ValueError`` as
+    ``Entry.to_map`` does."""
+    head = {} if group is None else {"group": group.to_map()}
+    return bytes(msgpack.packb(head | {"entries": _maps(entries, group is not None)}, use_bin_type=True))
 
 
-def encode_extras(entries: Sequence[Entry]) -> bytes:
-    """Return the extra entries as a manifest contains them; empty if there are none."""
-    return bytes(msgpack.packb([e.to_map() for e in entries], use_bin_type=True)) if entries else b""
+def encode_extras(entries: Sequence[Entry], *, has_group: bool = False) -> bytes:
+    """Return the extra entries as a manifest contains them; empty if there are none. ``has_group``: whether the pool is
+    that of a rank. Raises ``ValueError`` as ``Entry.to_map`` does."""
+    return bytes(msgpack.packb(_maps(entries, has_group), use_bin_type=True)) if entries else b""
+
+
+def _maps(entries: Sequence[Entry], has_group: bool) -> list[dict[str, object]]:
+    counts = [len(entry.pieces) for entry in entries if entry.pieces]
+    if sum(counts) > LIST_PIECES_MAX or sum(count**2 for count in counts) > LIST_PAIRS_MAX:
+        raise ValueError(f"the tensors have {sum(counts)} pieces together, which are too many for a pool")
+    return [entry.to_map(has_group=has_group) for entry in entries]
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -128,15 +170,27 @@ def is_name(text: str) -> bool:
     return fits and "\0" not in text
 
 
-_VALUES = itemgetter(*Entry._fields)
+_VALUES = itemgetter(*_PLAIN_FIELDS)
 _INT = {int}
-_KEYS = {*Entry._fields} | {"global_shape", "placements", "mesh", "offsets"}
+_PLAIN_KEYS = {*_PLAIN_FIELDS, "global_shape", "placements", "mesh", "offsets"}
+_RANK_KEYS = {*_PLAIN_FIELDS, *_PART_FIELDS}
 
 
 def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
-    """Parse a layout table. Every extent must lie in [low, high), in offsets from the start of a slot. Raises
-    ``DamagedError``."""
-    entries = _checked(_items(table, is_table=True), low, high)
+    """Parse the layout table of a pool that is not that of a rank. Every extent must lie in [low, high), in offsets
+    from the start of a slot. Raises ``DamagedError``."""
+    return _table_entries(_items(table, ("entries",)), low, high, has_group=False)
+
+
+def decode_of_rank(table: bytes, *, low: int, high: int) -> tuple[GroupIdentity, tuple[Entry, ...]]:
+    """``decode`` for the pool of a rank: parse its group and its entries. Raises ``DamagedError``."""
+    items = _items(table, ("group", "entries"), has_group=True)
+    group = GroupIdentity.parse(next(items))
+    return group, _table_entries(items, low, high, has_group=True)
+
+
+def _table_entries(items: Iterator[object], low: int, high: int, *, has_group: bool) -> tuple[Entry, ...]:
+    entries = _checked(items, low, high, has_group)
     names = {e.name: e for e in entries}
     if len(names) != len(entries):
         raise DamagedError("layout table: a name occurs twice")
@@ -144,12 +198,14 @@ def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
     return entries
 
 
-def decode_extras(data: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
-    """Parse the extra entries, which were added after the pool was created. Raises ``DamagedError``.
+def decode_extras(data: bytes, *, low: int, high: int, has_group: bool = False) -> tuple[Entry, ...]:
+    """Parse the extra entries, which were added after the pool was created. ``has_group``: whether the pool is that of
+    a rank. Raises ``DamagedError``.
 
-    A name may occur more than once: a tensor whose dtype or size changed can have an old entry beside its present one.
-    An alias may name an entry of the table. ``check_ties`` checks the entries that are present in one checkpoint."""
-    return _checked(_items(data, is_table=False), low, high) if data else ()
+    A name can occur more than once, because a tensor whose dtype or size changed can have an old entry beside its
+    present one. An alias can name an entry of the table. So aliases are checked later, among the entries that are
+    present in one checkpoint (``check_ties``)."""
+    return _checked(_items(data, (), has_group), low, high, has_group) if data else ()
 
 
 def check_aliases(present: Mapping[str, Entry]) -> None:
@@ -162,24 +218,25 @@ def check_aliases(present: Mapping[str, Entry]) -> None:
 
 
 def check_ties(present: Mapping[str, Entry]) -> None:
-    """Check the aliases of one checkpoint: ``check_aliases``, and raise ``DamagedError`` also if tied entries differ in
-    dtype or shape.
+    """Check the aliases of one checkpoint: what ``check_aliases`` checks, and that tied entries have the same dtype and
+    shape. Raises ``DamagedError``.
 
-    If they differed, a restore would write bytes of one shape into a tensor of another. (The layout table is not
-    checked for this. A checkpoint can hold an extra entry in place of one of two tied entries of the table, so only
-    the entries that one checkpoint really holds must agree.)"""
+    If they differed, a restore would write bytes of one shape into a tensor of another. (In the layout table they may
+    differ: a checkpoint can hold an extra entry in place of one of two tied entries of the table, so only the entries
+    that one checkpoint really holds must agree.)"""
     check_aliases(present)
     for entry in present.values():
         if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
             raise DamagedError(f"{entry.name!r} is tied to {entry.alias!r}, which is of another dtype or shape")
 
 
-def _kind(entry: Entry) -> tuple[str, tuple[int, ...]]:
-    return entry.dtype, entry.shape
+def _kind(entry: Entry) -> tuple[object, ...]:
+    return entry.dtype, entry.shape, entry.logical_shape, entry.pieces
 
 
-def _items(data: bytes, *, is_table: bool) -> Iterator[object]:
-    """Yield the items of the list of entries. Raises ``DamagedError``.
+def _items(data: bytes, keys: Sequence[str], has_group: bool = False) -> Iterator[object]:
+    """Yield the items of the list of entries. ``keys``: of the table, in their order; if one is "group", its value
+    comes first. Empty: ``data`` is the list alone. Raises ``DamagedError``.
 
     msgpack allocates as many items as a list claims to have. So this function iterates over the long list, and msgpack
     unpacks only the short lists inside an entry."""
@@ -187,16 +244,21 @@ def _items(data: bytes, *, is_table: bool) -> Iterator[object]:
         raw=False,
         strict_map_key=True,
         max_ext_len=0,
-        max_bin_len=0,
+        max_bin_len=ID_NBYTES if has_group else 0,
         max_str_len=NAME_NBYTES_MAX,
-        max_array_len=NDIM_MAX,
-        max_map_len=len(_KEYS),
+        max_array_len=PIECES_MAX if has_group else NDIM_MAX,
+        max_map_len=len(_PLAIN_KEYS),
         max_buffer_size=len(data),
     )
     try:
         unpacker.feed(data)
-        if is_table and (unpacker.read_map_header() != 1 or unpacker.unpack() != "entries"):
+        if keys and unpacker.read_map_header() != len(keys):
             raise DamagedError("layout table: it is not a map of entries")
+        for key in keys:
+            if unpacker.unpack() != key:
+                raise DamagedError("layout table: it is not a map of entries")
+            if key == "group":
+                yield unpacker.unpack()
         count = unpacker.read_array_header()
         if count > ENTRIES_MAX:
             raise DamagedError("list of tensors: it has too many entries")
@@ -210,9 +272,9 @@ def _items(data: bytes, *, is_table: bool) -> Iterator[object]:
         raise DamagedError(f"list of tensors: {err or type(err).__name__}") from err
 
 
-def _checked(items: Iterator[object], low: int, high: int) -> tuple[Entry, ...]:
+def _checked(items: Iterator[object], low: int, high: int, has_group: bool) -> tuple[Entry, ...]:
     """Parse the items, and check that the extents lie in [low, high) and do not overlap. Raises ``DamagedError``."""
-    entries = tuple(map(_entry, items))
+    entries = tuple(_with_parts(items) if has_group else map(_entry, items))
     at = low
     for entry in sorted((e for e in entries if e.nbytes), key=attrgetter("offset")):
         if entry.offset % EXTENT_ALIGN or entry.offset < at or entry.offset + entry.nbytes > high:
@@ -221,9 +283,25 @@ def _checked(items: Iterator[object], low: int, high: int) -> tuple[Entry, ...]:
     return entries
 
 
-def _entry(item: object) -> Entry:
-    """Parse one entry. Raises ``DamagedError``."""
-    if not isinstance(item, dict) or item.keys() != _KEYS:
+def _with_parts(items: Iterator[object]) -> Iterator[Entry]:
+    """Parse the entries of a rank's pool. Raises ``DamagedError``."""
+    n_pieces = n_pairs = 0
+    for item in items:
+        entry = _entry(item, _RANK_KEYS)
+        assert isinstance(item, dict), "it was parsed as one"
+        shape, pieces = item["logical_shape"], item["pieces"]
+        if shape is not None or pieces is not None:
+            parsed = parse_pieces(pieces, shape, entry.shape)
+            entry = entry._replace(logical_shape=tuple(shape), pieces=parsed)
+            n_pieces, n_pairs = n_pieces + len(parsed), n_pairs + len(parsed) ** 2
+        if n_pieces > LIST_PIECES_MAX or n_pairs > LIST_PAIRS_MAX:
+            raise DamagedError("list of tensors: it has too many pieces")
+        yield entry
+
+
+def _entry(item: object, keys: set[str] = _PLAIN_KEYS) -> Entry:
+    """Parse one entry, without its pieces. ``keys``: those that it must have. Raises ``DamagedError``."""
+    if not isinstance(item, dict) or item.keys() != keys:
         raise DamagedError("list of tensors: an entry has the wrong keys")
     name, role, dtype, shape, stride, nbytes, device, offset, layer, alias = _VALUES(item)
     for text in (name, device) if alias is None else (name, device, alias):
@@ -243,8 +321,8 @@ def _entry(item: object) -> Entry:
     return Entry(name, role, dtype, shape, stride, nbytes, device, offset, layer, alias)
 
 
-# The cache is small, because a hostile table can contain many shapes with equal hashes. Each of these is compared with
-# all others in the cache.
+# The cache is small, because a hostile table can contain many shapes with equal hashes, and each of these shapes is
+# compared with all such shapes in the cache.
 @lru_cache(maxsize=64)
 def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     """Return the number of elements of a dense tensor with this shape and stride; None if no dense tensor can have
@@ -252,7 +330,7 @@ def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
         return None
     numel = math.prod(shape)
-    # For an empty tensor, the product of the sizes other than 0 is limited, so that it has no huge sizes.
+    # An empty tensor must have no huge sizes, so for it the product of the sizes other than 0 is limited.
     if (numel or math.prod(filter(None, shape))) >= INT_MAX or not is_dense(shape, stride):
         return None
     return numel

@@ -23,7 +23,9 @@ ENDIAN_TAG = 0x01020304
 MAJOR, MINOR = 1, 0
 COMPAT_NEXT = 1
 """Feature flag of ``Superblock.compat``: slots may have a next-batch record."""
-RO_COMPAT_KNOWN = INCOMPAT_KNOWN = 0
+INCOMPAT_GROUP = 1
+"""Feature flag of ``Superblock.incompat``: the pool is that of a rank (docs/format.md, "Pools of a rank")."""
+RO_COMPAT_KNOWN, INCOMPAT_KNOWN = 0, INCOMPAT_GROUP
 """The feature flags that this lightck knows. ``RO_COMPAT``: flags that only a writer must know. ``INCOMPAT``: flags
 that readers and writers must know."""
 
@@ -97,6 +99,7 @@ class Superblock:
 
     compat: int = 0
     ro_compat: int = 0
+    incompat: int = 0
     uuid: bytes
     nbytes: int
     ring_offset: int = RING_OFFSET
@@ -121,7 +124,7 @@ class Superblock:
             MINOR,
             self.compat,
             self.ro_compat,
-            0,
+            self.incompat,
             self.uuid,
             self.nbytes,
             self.ring_offset,
@@ -178,6 +181,7 @@ class Superblock:
         sb = cls(
             compat=compat,
             ro_compat=ro_compat,
+            incompat=incompat,
             uuid=uuid,
             nbytes=nbytes,
             ring_offset=ring_offset,
@@ -225,8 +229,13 @@ class Superblock:
 
     @property
     def has_next_batch(self) -> bool:
-        """Whether the pool's slots may have a next-batch record, and no manifest overlaps its bytes."""
+        """Whether the pool's slots have a place for a next-batch record, which no manifest overlaps."""
         return bool(self.compat & COMPAT_NEXT) and self.manifest_offset >= NEXT_OFFSET + NEXT_NBYTES
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the pool is that of a rank: its layout table has a group, and its entries may have pieces."""
+        return bool(self.incompat & INCOMPAT_GROUP)
 
     @property
     def slot_nbytes(self) -> int:
@@ -271,16 +280,16 @@ class CommitRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes, uuid: bytes) -> CommitRecord | None:
-        """Parse one record. Returns None if the first 8 bytes are zeros and the rest holds no record that can be used:
-        no record was ever completed here. Raises ``DamagedError`` if a check fails."""
+        """Parse one record. Returns None if no record was ever completed here, that is, if the first 8 bytes are zeros
+        and the rest holds no record that can be used. Raises ``DamagedError`` if a check fails."""
         if len(data) < COMMIT_RECORD_NBYTES:
             raise DamagedError("the commit record is cut short")
         body, (check,) = data[:56], _U64.unpack(data[56:64])
         if body[:8] == bytes(8):
-            # The last store of a record writes its first 8 bytes, the generation. If they are zeros, that store was
-            # interrupted, or a bit error erased them. A record of kind CHECKPOINT is accepted all the same: what it
-            # names was durable before, and ``payload_generation`` repeats the generation. An adoption record has two
-            # different generations, so its checksum does not match here.
+            # The first 8 bytes of a record, the generation, are stored last. If they are zeros, a crash came before
+            # that store, or a bit error erased them. A record of kind CHECKPOINT is accepted all the same, because the
+            # checkpoint that it names was durable before, and ``payload_generation`` repeats the generation. An
+            # adoption record has two different generations, so its checksum does not match here.
             body = body[24:32] + body[8:]
             if body[:8] == bytes(8) or crc64(uuid + body) != check:
                 return None
@@ -315,8 +324,8 @@ def unpack_slot_header(data: bytes, slot: int, uuid: bytes) -> int | None:
 
 
 def is_struck_header(data: bytes) -> bool:
-    """Whether a slot header says that the checkpoint in the slot was struck. ``unpack_slot_header`` checks the header's
-    checksum; this function does not."""
+    """Whether a slot header says that the checkpoint in the slot was struck. This function does not check the header;
+    ``unpack_slot_header`` does."""
     return bool(_HEADER.unpack_from(data)[3] == SLOT_STRUCK)
 
 
@@ -367,8 +376,8 @@ def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, .
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
 _N_BEFORE_RECORDS = 8
-"""Number of fields of ``ManifestHeader`` that lie before two fields which it lacks: the offset of the tensor records
-and the length of one tensor record. These two are the same in every manifest."""
+"""The bytes of a manifest header have two fields that ``ManifestHeader`` leaves out, because they are the same in every
+manifest: the offset of the tensor records, and the length of one. This is the number of fields before these two."""
 
 
 class ManifestHeader(NamedTuple):

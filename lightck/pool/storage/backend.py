@@ -16,7 +16,8 @@ from lightck.pool.storage.extents import Extents
 
 
 class Container(Protocol):
-    """The bytes of one pool: ``nbytes`` bytes in the extents of the file ``fd``. The extents may have more bytes."""
+    """The bytes of one pool: the first ``nbytes`` bytes of its file extents, which are runs of bytes in the file ``fd``
+    (``extents.py``). The file extents together may be longer than ``nbytes``."""
 
     @property
     def fd(self) -> int: ...
@@ -29,8 +30,8 @@ class Container(Protocol):
 
     @property
     def reads_from(self) -> tuple[int, Extents]:
-        """What verified reads read from: ``fd`` and ``extents``. For a medium without read(): ``LCK_MEMORY`` and
-        (address, nbytes) pairs."""
+        """What verified reads read from: the file ``fd`` and its ``extents``. If the medium has no read(), they read
+        from memory: ``LCK_MEMORY`` and (address, nbytes) pairs."""
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Read bytes of the pool. At the end of the file the result is shorter than ``nbytes``. Raises ``OSError``."""
@@ -54,9 +55,9 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     def claims(self, path: str) -> bool:
-        """Whether ``path`` belongs to this backend alone. True if the path holds a pool that this backend recognises,
-        or a file that no backend can use, but for which this backend's errors explain the reason (a PMDK pool of
-        another program). False if the user may choose the backend."""
+        """Whether ``path`` belongs to this backend alone. True for a pool that this backend recognises, and for a file
+        that no backend can use, if this backend's errors explain why (a PMDK pool of another program). False if the
+        user may choose the backend."""
 
     def recognises(self, path: str) -> bool:
         """Whether an existing file at ``path`` is, by its signature, a pool of this backend."""
@@ -66,8 +67,8 @@ class Backend(Protocol):
         unsafe, or if the path cannot be inspected."""
 
     def remove_stale(self, path: str) -> None:
-        """Remove what a process left that was killed while it created a pool at this path. The caller holds the pool's
-        lock."""
+        """If a process was killed while it created a pool at this path, remove what it left. The caller holds the
+        pool's lock."""
 
     def discard(self, path: str) -> None:
         """Remove the pool at this path, if there is one, durably. The caller holds the pool's lock."""

@@ -84,7 +84,8 @@ class _Device:
         return head_of_device.newest(Record.unpack(self.mapping.read(at, RECORD_NBYTES)) for at in RECORD_OFFSETS)
 
     def set_pool(self, start: int, nbytes: int) -> Record:
-        """Make these bytes the device's pool, durably; ``nbytes=0``: the device has no pool. Returns the new record."""
+        """Make these bytes the device's pool, durably. With ``nbytes=0``, the device has no pool afterwards. Returns
+        the new record."""
         before = self.record()
         record = Record(before.sequence + 1 if before is not None else 1, start, nbytes, self.facts.nbytes)
         with contextlib.closing(Medium(self.fd, self._head_extents(), self.tier)) as medium:
@@ -111,9 +112,9 @@ class _Device:
 
 
 class DevdaxContainer:
-    """The bytes of one pool on a device; see ``Container``. The length of the extent is rounded up to whole units of
-    the device's mapping. If a pool is replaced twice while a reader has it open, the second replacement may lie where
-    the reader's pool was. The reader then gets checksum errors, never wrong bytes.
+    """The bytes of one pool on a device; see ``Container``. The length of its file extent is rounded up to whole units
+    of the device's mapping. If a pool is replaced twice while a reader has it open, the second replacement may lie
+    where the reader's pool was. The reader then gets checksum errors, never wrong bytes.
     """
 
     def __init__(self, device: _Device, start: int, nbytes: int, record: Record | None = None) -> None:
@@ -164,8 +165,8 @@ class DevdaxBackend:
         self._system = system or System()
 
     def claims(self, path: str) -> bool:
-        """Whether the path is a device-dax device, whatever it contains. True also for a missing path with the name of
-        a device-dax device, so that no file is made there."""
+        """Whether the path is a device-dax device, whatever it contains. If nothing is at the path, but its name is
+        that of a device-dax device, the result is True, so that no file is made there."""
         try:
             return self._system.dax_device(os.stat(path, follow_symlinks=False)) is not None
         except OSError:
@@ -247,7 +248,7 @@ def _place(device: _Device, nbytes: int) -> int:
     head, facts = device.head(), device.facts
     if head.is_foreign:
         raise _foreign(device.path)
-    # A pool that was made when the device had another size cannot be opened now (``_checked``): its bytes are free.
+    # A pool that was made when the device had another size cannot be opened now (``_checked``), so its bytes are free.
     there = head.pool if head.pool is not None and head.pool.device_nbytes == facts.nbytes else None
     start = head_of_device.place(nbytes, facts.nbytes, facts.align, there)
     if start is not None:

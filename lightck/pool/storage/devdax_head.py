@@ -57,10 +57,10 @@ class Head:
     copies: tuple[Record | None, ...]
     """The two copies of the record; None for a copy that fails its check."""
     is_signed: bool
-    """Whether a copy has lightck's signature, also if the copy fails its check."""
+    """Whether one of the copies has lightck's signature, even if it fails its check."""
     is_blank: bool
-    """Whether the head is all zeros. A record whose first 8 bytes are missing counts as zeros: a crash came before they
-    were stored."""
+    """Whether the head is all zeros. A record without its first 8 bytes counts as zeros, because a crash interrupted
+    the store of the record."""
 
     @property
     def record(self) -> Record | None:
@@ -74,7 +74,7 @@ class Head:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether a copy has lightck's signature, but none passes its check."""
+        """Whether no copy passes its check, although one of the two has lightck's signature."""
         return self.is_signed and self.record is None
 
     @property

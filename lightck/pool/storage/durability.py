@@ -34,8 +34,8 @@ _REMOTE = {
     0x5346414F: "afs",
 }
 _REAL = ("ACPI.NFIT", "CXL")
-"""Providers on the NVDIMM bus whose memory is persistent. A pool on memory of a provider that is in none of ``_REAL``,
-``_HOSTED`` and ``_PRETENDED`` survives only a kill of the process."""
+"""Providers on the NVDIMM bus whose memory is persistent. On memory of any other provider, except ``_HOSTED``, a pool
+survives only a kill of the process."""
 _HOSTED = "virtio-pmem"
 """The provider whose memory is a file on the host of a virtual machine."""
 _PRETENDED = ("e820", "nfit_test")
@@ -49,7 +49,7 @@ TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR = 0, 1, 2, 3
 """What the choke point does to make stores durable: ``LCK_TIER_*`` in native/include/lck.h."""
 _FLUSH = "power: as far as the disk honours a flush"
 _LOOPS_MAX = 4
-"""How many overlays and loop devices, one below the other, are followed at most to find the medium."""
+"""To find the medium, at most this number of overlays and loop devices, one below the other, are followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,10 @@ def _labelled(found: Durability) -> Durability:
     profile = emulation.active_profile()
     if profile is None:
         return found
-    seen = f"its speed is emulated, as that of {profile.name} ({profile.source}); what the pool survives stays the same"
+    seen = (
+        f"the speed of {profile.name} is emulated, which does not change what the pool survives; source of the speed: "
+        f"{profile.source}"
+    )
     medium = f"{found.medium}, {emulation.label()}"
     return replace(found, medium=medium, evidence=(*found.evidence, seen), emulated=profile.name)
 
@@ -242,7 +245,8 @@ def _is_pretended(region: Region) -> bool:
 
 
 def _why_not_mapped(dax: Dax, regions: list[Region], system: System) -> tuple[str, ...]:
-    """Return why a file system on persistent memory is used like a file system on a disk; () if it is on a disk."""
+    """Return why a file system on persistent memory is used like a file system on a disk; () if it really is on a
+    disk."""
     if not regions:
         return ()
     if dax.map_sync and system.write_back() is None:

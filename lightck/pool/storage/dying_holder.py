@@ -69,9 +69,9 @@ def has_threads(pid: int) -> bool:
     return False
 
 
-def own_dying_process() -> int | None:
-    """Return the pid of any dying process of this user, or None. For a lock whose holder is unknown: the holder may be
-    a dying process whose descriptors procfs no longer shows."""
+def dying_process_of_this_user() -> int | None:
+    """Return the pid of any dying process of this user, or None. Used if the holder of a lock is unknown, because it
+    may be a dying process whose descriptors procfs no longer shows."""
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if os.stat(f"/proc/{pid}").st_uid == os.geteuid() and has_threads(int(pid)) and is_dying(int(pid)):

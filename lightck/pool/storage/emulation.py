@@ -91,8 +91,8 @@ def use(profile: str | Profile | None) -> None:
 
 
 def active_profile() -> Profile | None:
-    """Return the emulated memory, or None. The first call reads the environment, so it must be made before a pool is
-    opened. Raises ``ImportError`` if ``LIGHTCK_EMULATE`` is invalid."""
+    """Return the emulated memory, or None. Call this before a pool is opened, because the first call reads the
+    environment. Raises ``ImportError`` if ``LIGHTCK_EMULATE`` is invalid."""
     if not _is_chosen:
         _honour(os.environ.get(VARIABLE))
     return _active

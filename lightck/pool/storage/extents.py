@@ -1,6 +1,7 @@
-"""Extents of a pool in its file: the extents follow one another in the pool, wherever each lies in the file.
+"""File extents: the runs of bytes in a file that together are a pool. (A tensor's extent in a slot is something else.)
 
-Offsets in the pool count through the extents in order. So the code above this module need not know the extents.
+The file extents follow one another in the pool, wherever each lies in the file. Offsets in the pool count through them
+in order. So the code above this module need not know them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from lightck._native import CData
 
 Extents: TypeAlias = "tuple[tuple[int, int], ...]"
-"""(offset in the file, nbytes) of each extent."""
+"""(offset in the file, nbytes) of each file extent of a pool."""
 
 
 def total(extents: Extents) -> int:
@@ -56,5 +57,5 @@ def runs(extents: Extents, offset: int, nbytes: int) -> list[tuple[int, int]]:
 
 
 def native(extents: Extents) -> CData:
-    """Return the extents as a C array for the native library."""
+    """Return the file extents as a C array for the native library."""
     return ffi.new("lck_extent[]", list(extents))

@@ -1,8 +1,8 @@
 """Turn errors of the operating system into lightck's errors: the fact, the errno as the reason, and a fitting cure.
 
 A medium error (``is_medium_error``) concerns the bytes that were read, so a reader tries the next copy or an older
-checkpoint. Any other error (out of memory, no descriptors) says nothing about the bytes, so no copy is rejected because
-of it.
+checkpoint. Any other error (out of memory, no descriptors) says nothing about the bytes, and is no reason to reject a
+copy.
 """
 
 from __future__ import annotations

@@ -45,12 +45,15 @@ log = logging.getLogger("lightck")
 _HUGE_PAGE, _SLICE = 2 << 20, 256 << 20
 """Bytes of a huge page, and of one native call that allocates huge pages."""
 _HUGE_SECONDS = 2.0
-"""After this time no further slice of a file gets huge pages."""
+"""When this number of seconds has passed, no further slice of a file gets huge pages."""
 _OVERFLOW_UID_FILE = "/proc/sys/kernel/overflowuid"
 """Contains the uid that the kernel shows for an owner who has no uid in this user namespace."""
 _N_ALL_UIDS = "4294967295"
 """Number of uids in the uid map outside of user namespaces, where every owner has a uid."""
-_IS_FOLDER = "{path!r} is a directory. A pool is one regular file. Name a file in that directory: add '/run.pool'."
+_IS_FOLDER = (
+    "{path!r} is a directory. A pool is one regular file. Name a file in that directory: add '/run.pool', or the name "
+    "of a pool in it."
+)
 _IS_SPECIAL = (
     "{path!r} is a pipe, a socket or another special file. A pool is one regular file. Name a regular file, or a path "
     "that does not exist yet."
@@ -280,11 +283,11 @@ def _allocate(path: str, fd: int, nbytes: int) -> None:
 def _allocate_huge_pages(fd: int, nbytes: int) -> int:
     """Allocate huge pages for a new file on tmpfs. Returns the number of bytes in huge pages.
 
-    The file is allocated in slices of ``_SLICE`` bytes. Between two slices Ctrl-C is handled and ``_HUGE_SECONDS`` is
-    checked: in a virtual machine whose host must find the memory first, a GB can take seconds. What has no huge pages
-    after ``_HUGE_SECONDS`` gets small pages from ``_allocate``. The kernel zeroes each small page at its first write. A
-    file that does not fit gets no huge pages: they would use up the free space before ``_allocate`` refuses the
-    file."""
+    The file is allocated in slices of ``_SLICE`` bytes, because a GB can take seconds in a virtual machine whose host
+    must find the memory first. Between two slices Ctrl-C is handled and ``_HUGE_SECONDS`` is checked. What has no huge
+    pages after ``_HUGE_SECONDS`` gets small pages from ``_allocate``. (The kernel zeroes a small page at its first
+    write.) A file that does not fit gets no huge pages: they would use up the free space before ``_allocate`` refuses
+    the file."""
     try:
         space = os.fstatvfs(fd)
     except OSError:

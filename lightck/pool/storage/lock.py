@@ -52,19 +52,19 @@ _descriptors: set[int] = set()
 """Descriptors of the locks that this process holds. A forked child closes them."""
 _FLOCK = struct.Struct("hhqqi4x")
 _ATTEMPTS = 100
-"""Maximum number of attempts to lock. An attempt may fail because a holder has just released the lock, or because the
-worker of a killed training has not closed its descriptor yet."""
+"""Maximum number of attempts to lock. A second attempt can succeed, because the holder may have released the lock just
+now, or because the worker of a killed training may close its descriptor in a moment."""
 _PAUSE_SECONDS = 0.005
 """Pause between two attempts."""
-_CHECK_VALID_SECONDS = 0.002
-"""Seconds for which a full check of the lock (``PoolLock.refuse_if_lost``) stays valid. During this time the cheaper
-check (``by_file=True``) is skipped. Another training needs more time than this to open a pool."""
+_CHECK_VALID_SECONDS = 0.001
+"""Seconds for which a full check of the lock (``PoolLock.refuse_if_lost``) stays valid. Another training needs more
+time than this to open a pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that has a pool open for writing. ``pid`` is None if this process cannot see the holder's pid (in a
-    container)."""
+    """The process that has a pool open for writing. ``pid`` is None if the present process, which runs in a container,
+    cannot see the holder's pid."""
 
     pid: int | None
     command: str
@@ -184,8 +184,9 @@ class PoolLock:
             pass
 
     def _try_take(self, wait: dying_holder.DyingHolderWait) -> bool:
-        """Try to lock, and return True. If the holder is dying, wait briefly without ``_guard``, and return False;
-        raise ``PoolLockedError`` if such waits took more than ``dying_holder.SECONDS_MAX``."""
+        """Lock, and return True. If the holder is dying, wait briefly without ``_guard``, and return False. Raises
+        ``PoolLockedError`` if the holder is not dying, or if these waits took more than
+        ``dying_holder.SECONDS_MAX``."""
         try:
             with _guard:
                 self._refuse_second_session()
@@ -294,7 +295,8 @@ class PoolLock:
                     break
         holder = _holder(self._fd)
         if _conflict(self._fd) == -1:
-            self._refuse_dying(dying_holder.own_dying_process() if holder is None or holder.pid is None else holder.pid)
+            pid = None if holder is None else holder.pid
+            self._refuse_dying(dying_holder.dying_process_of_this_user() if pid is None else pid)
         who = (
             "its pid is not visible here"
             if holder is None or holder.pid is None
@@ -326,10 +328,10 @@ class PoolLock:
     def refuse_if_lost(self, *, by_file: bool = False) -> None:
         """Check the lock before a slot is written. If the lock file was removed, create and lock a new one.
 
-        Raises ``BackgroundError`` if another process may have opened the pool meanwhile. ``by_file``: check only that
-        the path still names the locked file, and check nothing within ``_CHECK_VALID_SECONDS`` after a full check (a
-        check without ``by_file``)."""
-        if by_file and time.monotonic() - self._checked_at < _CHECK_VALID_SECONDS:
+        Nothing is checked within ``_CHECK_VALID_SECONDS`` after a full check. ``by_file``: check only that the path
+        still names the locked file, which is no full check. Raises ``BackgroundError`` if another process may have
+        opened the pool meanwhile."""
+        if time.monotonic() - self._checked_at < _CHECK_VALID_SECONDS:
             return
         try:
             st = os.stat(self.path, follow_symlinks=False)
@@ -375,7 +377,7 @@ class PoolLock:
         )
 
     def release(self) -> None:
-        """Release the lock. In a forked child this does nothing, because the child closed the descriptor at its
+        """Release the lock. In a forked child this does nothing, because the child has closed the descriptor at its
         start."""
         with _guard:
             if self._fd >= 0 and os.getpid() == self._pid:

@@ -36,8 +36,8 @@ ARENA_KIND = 1
 _HELD = (errno.EAGAIN, errno.EWOULDBLOCK)
 """Errors of libpmemobj that mean: another process has the pool open."""
 _DYING_SECONDS = 2.0
-"""Maximum wait for libpmemobj's lock when this process already has lightck's lock. A dying process releases lightck's
-lock first, and libpmemobj's lock later, on a busy machine much later."""
+"""Maximum wait for libpmemobj's lock when this process has lightck's lock already. A dying process releases lightck's
+lock before libpmemobj's lock: on a busy machine, long before."""
 _has_warned = False
 """Whether ``_warn_slow_medium`` has warned in this process."""
 
@@ -61,8 +61,8 @@ class PmdkContainer(FileContainer):
 
     def _has_lost_bytes(self) -> bool:
         """Whether the file was truncated. libpmemobj must not close a truncated file, because it would access missing
-        pages. False if the size is unknown: the pool is then closed, because an open one would stay locked until the
-        process ends."""
+        pages. If the size is unknown, the result is False, so that the pool is closed: otherwise it would stay locked
+        until the process ends."""
         try:
             return os.fstat(self.fd).st_size < self.file_nbytes
         except OSError:
@@ -79,8 +79,8 @@ class PmdkBackend(FileBackend):
         self._arena_nbytes = arena_nbytes
 
     def claims(self, path: str) -> bool:
-        """Whether the path is a PMDK pool. True also for one of another program: this backend's errors explain why
-        lightck cannot use such a pool."""
+        """Whether the path is a PMDK pool, of lightck or of another program: this backend's errors explain why lightck
+        cannot use a pool of another program."""
         return ask_file(path, pmdk_file.is_pmdk)
 
     def recognises(self, path: str) -> bool:

@@ -65,7 +65,7 @@ def root_nbytes(arenas: int) -> int:
 
 def arena_place(root: int, number: int) -> int:
     """Return the offset of the reference to an arena's object. The reference lies in the root object, which begins at
-    offset ``root``. ``number``: of the arena, from 0."""
+    offset ``root``. ``number``: the number of the arena, from 0."""
     return root + _ROOT.size + number * _ARENA.size
 
 
@@ -109,7 +109,7 @@ def read_extents(fd: int, path: str, file_nbytes: int) -> Extents:
     ``PoolTruncatedError`` or ``CorruptPoolError``."""
     _check_header(os.pread(fd, _HEADER.size, 0), path, fd)
     if file_nbytes < _FILE_NBYTES_MIN:
-        raise _truncated(path, "more", file_nbytes)
+        raise _truncated(path, None, file_nbytes)
     _check_layout(os.pread(fd, _LAYOUT_NBYTES, _LAYOUT_OFFSET), path)
     offset, nbytes = (_U64.unpack(os.pread(fd, 8, at).ljust(8, b"\0"))[0] for at in (_ROOT_OFFSET, _ROOT_NBYTES))
     if offset == 0:
@@ -128,7 +128,7 @@ def _check_header(header: bytes, path: str, fd: int) -> None:
     if not header.startswith(SIGNATURE):
         raise _no_pmdk(path, fd)
     if len(header) < _HEADER.size:
-        raise _truncated(path, "more", len(header))
+        raise _truncated(path, None, len(header))
     _, major, _, _, _, _, uuid, *others = _HEADER.unpack(header)
     if major != PMDK_MAJOR:
         raise FormatError(
@@ -171,7 +171,7 @@ def _check_layout(layout: bytes, path: str) -> None:
 def _extents(root: bytes, place: tuple[int, int], path: str, file_nbytes: int) -> Extents:
     if len(root) < _ROOT.size:
         raise _corrupt(path, "its root object lies outside of the file")
-    magic, version, count, nbytes, made_with = _ROOT.unpack_from(root)
+    magic, version, count, nbytes, file_nbytes_before = _ROOT.unpack_from(root)
     end = _ROOT.size + count * _ARENA.size
     if magic != ROOT_MAGIC or end + _U64.size > len(root) or crc64(root[:end]) != _U64.unpack_from(root, end)[0]:
         raise _corrupt(path, "its root object does not pass its check")
@@ -180,8 +180,8 @@ def _extents(root: bytes, place: tuple[int, int], path: str, file_nbytes: int) -
             f"The PMDK pool {path!r} has a root object of version {version}, and this lightck reads version "
             f"{ROOT_VERSION}. The pool was written by a newer lightck. Install that version to read the pool."
         )
-    if made_with != file_nbytes:
-        raise _truncated(path, str(made_with), file_nbytes)
+    if file_nbytes_before != file_nbytes:
+        raise _truncated(path, file_nbytes_before, file_nbytes)
     arenas = [Arena(*_ARENA.unpack_from(root, arena_place(0, i))) for i in range(count)]
     if sum(a.nbytes for a in arenas) != nbytes or not _fit(arenas, place, file_nbytes):
         raise _corrupt(path, "its root object names impossible places")
@@ -200,9 +200,12 @@ def _fit(arenas: list[Arena], root: tuple[int, int], file_nbytes: int) -> bool:
     )
 
 
-def _truncated(path: str, made_with: str, file_nbytes: int) -> PoolTruncatedError:
+def _truncated(path: str, file_nbytes_before: int | None, file_nbytes: int) -> PoolTruncatedError:
+    """Return the error for a file that does not have the length with which it was made. ``file_nbytes_before``: that
+    length (None: unknown, but more than ``file_nbytes``)."""
+    before = "more" if file_nbytes_before is None else file_nbytes_before
     return PoolTruncatedError(
-        f"The pool {path!r} was made with {made_with} bytes and has {file_nbytes} now. It was truncated, extended or "
+        f"The pool {path!r} was made with {before} bytes and has {file_nbytes} now. It was truncated, extended or "
         "copied in part. Use a complete copy."
     )
 

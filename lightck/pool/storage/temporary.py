@@ -1,7 +1,8 @@
 """The temporary file in which a new pool is made, beside the path to which it is renamed once it is complete.
 
 The name of the temporary file depends only on the pool's name, so that an attach finds the file that a crash left. The
-file is locked until it is renamed. A foreign file of this name is not touched, and prevents a new pool.
+file is locked until it is renamed. If another program has made a file of this name, that file is not touched, and no
+new pool can be made.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def test_a_renamed_loader_is_refused(bench: Bench, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "warning"),
     [
-        ("dropped", r"position of loader 'a' \(epoch \d, \d batches given\).*does not go on from it"),
-        ("cycle", r"an update was made after the pass over it ended|used batches of a pass again after the pass"),
+        ("dropped", r"position of loader 'a' \(epoch \d, \d batches given\).*does not go on from that position"),
+        ("cycle", r"an update was made after the pass over it ended|using batches of a pass again after the pass"),
         ("stateful-iterable-dataset", r"batch \d of the pass is not the one that was given before"),
     ],
 )

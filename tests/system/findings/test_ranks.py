@@ -1,4 +1,4 @@
-"""Several ranks: one of them may be attached, and the script of docs/ranks.md is exact after kills."""
+"""Several ranks: the script of docs/ranks.md is exact after kills, and a group of one is a single process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 from toys import adam, net, train
 
 import lightck
-from lightck.errors import UnsupportedError
 
 fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
 ROOT = Path(__file__).parents[3]
@@ -33,39 +32,6 @@ def group() -> Iterator[None]:
 
 def join(rank: int, n_ranks: int = 2) -> None:
     torch.distributed.init_process_group("fake", rank=rank, world_size=n_ranks, store=fake.FakeStore())
-
-
-def test_another_rank_than_the_first_is_refused_and_leaves_nothing(pool, group):
-    join(1)
-    model = net()
-    with pytest.raises(UnsupportedError, match=r"rank 1 of 2.*rank 0 only.*`lightck docs ranks`"):
-        lightck.attach(model, pool, optimizer=adam(model))
-    assert list(pool.parent.iterdir()) == []
-
-
-def test_another_rank_whose_group_is_made_after_attach_is_refused_at_the_first_update(pool, group):
-    model = net()
-    optimizer = adam(model)
-    session = lightck.attach(model, pool, optimizer=optimizer)
-    join(1)
-    with pytest.raises(UnsupportedError, match="rank 1 of 2"):
-        train(model, optimizer, 1)
-    session.close()
-
-
-@pytest.mark.parametrize("is_early", [True, False], ids=["before attach", "after attach"])
-def test_the_first_rank_is_reported_once_what_its_pool_lacks(pool, group, caplog, is_early):
-    model = net()
-    optimizer = adam(model)
-    with caplog.at_level(logging.WARNING, "lightck"):
-        if is_early:
-            join(0)
-        session = lightck.attach(model, pool, optimizer=optimizer)
-        if not is_early:
-            join(0)
-        train(model, optimizer, 3)
-        session.close()
-    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["lightck: this process is rank 0 of 2"]
 
 
 def test_a_group_of_one_is_a_single_process(pool, group, caplog):

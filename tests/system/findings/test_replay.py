@@ -97,7 +97,7 @@ def test_a_dataset_and_a_sampler_with_states_of_their_own(name: str, bench: Benc
 def test_a_state_that_is_too_large_to_be_kept_with_each_pass_is_named(bench: Bench, folder: Path) -> None:
     training = bench.training("with-huge-state")
     reported = training.process(folder / "huge.pool", Kill("place", "update", 9), fresh=True)
-    assert any("saved, because it is too large (1" in warning for warning in reported.warnings)
+    assert any("This state was not saved, because it has 1" in warning for warning in reported.warnings)
 
 
 @pytest.mark.parametrize("name", ["skipped", "skipped-workers"])

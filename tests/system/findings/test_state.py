@@ -47,7 +47,7 @@ def test_random_numbers_go_on(name: str, bench: Bench) -> None:
 
 @pytest.mark.parametrize("name", ["forked-by-hand", "forked-by-hand-seeded"])
 def test_an_update_within_fork_rng_that_a_forward_closes_is_named(name: str, bench: Bench) -> None:
-    bench.exact_or_reported(name, r"within torch\.random\.fork_rng\(\).*session\.end_step\(\)")
+    bench.exact_or_reported(name, r"inside a block of torch\.random\.fork_rng\(\).*session\.end_step\(\)")
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="docs/guarantees.md, What is not protected")

@@ -79,11 +79,11 @@ def test_right_loops_are_exact_and_nothing_is_said(name: str, bench: Bench) -> N
         ("epochs-from-nothing", r"goes on from step \d+ in pass [23] over loader .*, and the loop has read neither"),
         (
             "epochs-from-nothing-with-its-step-printed",
-            r"in pass [23] over loader .*, and _ was 0 in that pass and is [12] now\. A loop that counts",
+            r"in pass [23] over loader .*, and _ was 0 in the restored pass and is [12] now\. Such a loop",
         ),
         (
             "epochs-from-nothing-with-its-steps-logged",
-            r"in pass [23] over loader .*, and epoch was 0 in that pass and is [12] now\. A loop that counts passes",
+            r"in pass [23] over loader .*, and epoch was 0 in the restored pass and is [12] now\. Such a loop",
         ),
         ("steps-from-nothing", r"goes on from step \d+, and the loop has read neither session.step nor loader.epoch"),
     ],

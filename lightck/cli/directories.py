@@ -1,0 +1,137 @@
+"""What ``inspect`` and ``verify`` say of a directory of a group: the pools of its ranks, and what all of them have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
+
+from lightck.cli import groups, stored_checkpoints
+from lightck.cli.base import BAD, OK
+from lightck.cli.text import Facts, columns, count, listed, print_json, print_line, print_verdict
+from lightck.errors import PoolError, PoolPathError, RankError
+from lightck.pool.reader import open_pool
+from lightck.pool.storage.lock import holder_of
+from lightck.ranks.directory import existing_pools, open_all
+
+
+def inspect(directory: str, as_json: bool) -> int:
+    """Show the pools of a group: ranks and their checkpoints, what is common, and which rank is missing. Exit status 1
+    if no checkpoint is common."""
+    facts = _facts(directory)
+    if as_json:
+        print_json(facts)
+    else:
+        _show(facts)
+    return OK if facts["common"] else BAD
+
+
+def verify(directory: str, as_json: bool, pool_facts: Callable[[str], Facts]) -> int:
+    """Verify every pool of a group, and put the newest common checkpoint together. ``pool_facts``: returns the facts of
+    one pool for its path. Exit status 1 if anything is damaged or missing."""
+    facts = _facts(directory)
+    pools = [pool_facts(one["path"]) for one in facts["pools"] if one["error"] is None]
+    facts |= {"verified": pools, "recoverable_step": None}
+    if facts["problem"] is None:
+        import lightck
+
+        try:
+            facts["recoverable_step"] = lightck.recover(directory).step
+        except (PoolError, RankError) as err:
+            facts["problem"] = str(err)
+    facts["ok"] = facts["problem"] is None and all(one["ok"] for one in pools)
+    if as_json:
+        print_json(facts)
+    else:
+        _show(facts)
+        _show_verified(facts)
+    return OK if facts["ok"] else BAD
+
+
+def _facts(directory: str) -> Facts:
+    """Return the object for ``--json``; docs/json.md lists its keys."""
+    pools = [_pool(str(path)) for path in existing_pools(directory)]
+    held = [{(one["incarnation"], one["step"]) for one in pool["checkpoints"]} for pool in pools]
+    common = sorted(set.intersection(*held), reverse=True)
+    try:
+        with open_all(directory):
+            problem = None
+    except (PoolError, RankError) as err:
+        problem, common = str(err), []
+    return {
+        "directory": os.path.abspath(directory),
+        "pools": pools,
+        "common": [{"incarnation": incarnation, "step": step} for incarnation, step in common],
+        "problem": problem,
+    }
+
+
+def _pool(path: str) -> Facts:
+    facts: Facts = {"path": path, "group": None, "holder": None, "checkpoints": [], "error": None}
+    try:
+        with closing(open_pool(path)) as reader:
+            found = stored_checkpoints.find_checkpoints(reader)
+            holder = holder_of(path)
+            facts["group"] = groups.group_facts(reader.group)
+            facts["holder"] = None if holder is None else asdict(holder)
+            facts["checkpoints"] = [
+                {"incarnation": each.stored.header.incarnation, "step": each.step}
+                for each in found
+                if each.stored is not None and each.state == stored_checkpoints.COMMITTED
+            ]
+    except PoolError as err:
+        facts["error"] = str(err)
+    return facts
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def _show(facts: Facts) -> None:
+    print_line(f"{facts['directory']}: {count(len(facts['pools']), 'pool')} of ranks")
+    print_line()
+    common = {one["step"] for one in facts["common"]}
+    rows = [("rank", "checkpoints (* all ranks have it)", "open in", "file")]
+    for pool in facts["pools"]:
+        group, holder = pool["group"], pool["holder"]
+        steps = [f"{one['step']}{'*' * (one['step'] in common)}" for one in pool["checkpoints"]]
+        rows.append(
+            (
+                "?" if group is None else f"{group['rank']} of {group['world_size']}",
+                ("cannot be read" if pool["error"] else "") or listed((f"step {step}" for step in steps), 8) or "none",
+                "" if holder is None else f"process {holder['pid']}",
+                os.path.basename(pool["path"]),
+            )
+        )
+    for line in columns(rows):
+        print_line(line)
+    print_line()
+    for pool in facts["pools"]:
+        if pool["error"] is not None and pool["error"] != facts["problem"]:
+            print_verdict(pool["error"], good=False)
+    if any(pool["holder"] for pool in facts["pools"]):
+        print_line("A training has these pools open: each was read at another moment, so the steps may differ.")
+    if facts["problem"] is not None:
+        print_verdict(facts["problem"], good=False)
+    elif facts["common"]:
+        print_verdict(f"step {facts['common'][0]['step']} is the newest that all ranks have", good=True)
+    else:
+        print_verdict("the ranks have no checkpoint in common", good=False)
+
+
+def _show_verified(facts: Facts) -> None:
+    for one in facts["verified"]:
+        if not one["ok"]:
+            print_verdict(f"{one['pool']}: damaged (`lightck verify --deep` of this file says where)", good=False)
+    if facts["recoverable_step"] is not None:
+        step = facts["recoverable_step"]
+        print_verdict(f"step {step}: every tensor verifies on all ranks, and the parts cover it", good=True)
+
+
+def refuse_step(step: int | None, tensors: bool = False) -> None:
+    """Raise ``PoolPathError`` for options that are about one pool."""
+    if step is not None or tensors:
+        raise PoolPathError(
+            "--step and --tensors are about one pool, and this is the directory of a group. Pass the file of a rank."
+        )

@@ -1,0 +1,53 @@
+"""What the commands say of the pool of a rank: its group, and of which tensors it holds a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightck.cli.text import Facts, count
+from lightck.pool.format.group import GroupIdentity
+from lightck.pool.format.layout import Entry
+
+
+def group_facts(group: GroupIdentity | None) -> Facts | None:
+    """Return the object for ``--json``; None for a pool of one process."""
+    if group is None:
+        return None
+    return {
+        "rank": group.rank,
+        "world_size": group.world_size,
+        "mesh": list(group.mesh_shape),
+        "coordinate": list(group.coordinate),
+        "run_id": group.run_id.hex(),
+        "world_id": group.world_id.hex(),
+    }
+
+
+def group_words(group: Facts) -> str:
+    """Return the group as text: "rank 3 of 4, at (1, 1) of a mesh of 2x2"."""
+    mesh = f"at ({', '.join(map(str, group['coordinate']))}) of a mesh of {shape_words(group['mesh'])}"
+    return f"rank {group['rank']} of {group['world_size']}, {mesh if group['mesh'] else 'without a mesh'}"
+
+
+def needs_all_words(group: Facts) -> str:
+    """Return the sentence that says what a recovery needs."""
+    return f"This is the pool of one rank: a recovery needs the pools of {count(group['world_size'], 'rank')}."
+
+
+def shape_words(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def part_facts(entry: Entry) -> Facts:
+    """Return what a tensor is a part of, for ``--json``."""
+    names = ("start", "size", "local_start")
+    return {
+        "logical_shape": logical_shape_of(entry),
+        "pieces": None
+        if entry.pieces is None
+        else [{name: list(getattr(piece, name)) for name in names} for piece in entry.pieces],
+    }
+
+
+def logical_shape_of(entry: Entry) -> list[int] | None:
+    return None if entry.logical_shape is None else list(entry.logical_shape)

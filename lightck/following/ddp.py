@@ -1,0 +1,77 @@
+"""What DistributedDataParallel does that no checkpoint holds: found in the first training forward of a session.
+
+*The order of sums.* DistributedDataParallel begins with one bucket for all gradients, and forms new buckets in the
+order in which the gradients arrived in its first iteration (``Reducer::rebuild_buckets`` in torch; not with
+``find_unused_parameters=True``, unless the graph is static). Where a gradient lies in a bucket decides in which order
+the values of the ranks are summed. With two ranks the order has no effect. With more ranks it changes the last bits, so
+the first iteration after a resume is not that of a run that was never killed.
+
+*Communication hooks* with a state of their own (PowerSGD: what compression left over, and a counter).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightck.state.ranks import rank_and_world_size
+
+log = logging.getLogger("lightck")
+
+
+def warn_unsaved_by_ddp(model: nn.Module | None, *, is_resumed: bool) -> None:
+    """Warn if a live DistributedDataParallel sums in another order in this iteration than in later ones
+    (``is_resumed``: this is the first iteration after a resume), or has a communication hook whose state is in no
+    checkpoint. ``model``: the model of the session."""
+    place = rank_and_world_size()
+    if place is None:
+        return
+    found = _live(model)
+    if is_resumed and any(_changes_order(ddp) for ddp in found):
+        log.warning(
+            "lightck: rank %d of %d: this resume may differ in the last bits from a run that was never killed. "
+            "DistributedDataParallel sums the gradients of more than two ranks in another order in the first iteration "
+            "of a process than in later ones. DistributedDataParallel(..., find_unused_parameters=True), without "
+            "static_graph=True, keeps the order, and makes a resume bit-identical (see `lightck docs ranks`)",
+            *place,
+        )
+    hooks = [name for ddp in found for name in _hooks_with_state(ddp)]
+    if hooks:
+        log.warning(
+            "lightck: rank %d of %d: the communication hook %s of DistributedDataParallel has a state that is in no "
+            "checkpoint, so a resume is not bit-identical. Use a hook without a state, or save its state yourself: an "
+            "object with state_dict() and load_state_dict() in state=",
+            *place,
+            hooks[0],
+        )
+
+
+def _live(model: nn.Module | None) -> list[Any]:
+    """Return every live DistributedDataParallel. The search through all objects takes some milliseconds, and is made
+    once in a session of several ranks."""
+    found = {id(m): m for m in (model.modules() if model is not None else ()) if isinstance(m, DistributedDataParallel)}
+    running = getattr(DistributedDataParallel, "_active_ddp_module", None)  # set by torch while its forward runs
+    if running is not None:
+        found[id(running)] = running
+    # ``type`` and not ``isinstance``, which would evaluate a lazy proxy.
+    found |= {id(one): one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)}
+    return [ddp for ddp in found.values() if hasattr(ddp, "process_group")]
+
+
+def _changes_order(ddp: Any) -> bool:
+    rebuilds = ddp.static_graph or not ddp.find_unused_parameters
+    return rebuilds and torch.distributed.get_world_size(ddp.process_group) > 2
+
+
+def _hooks_with_state(ddp: Any) -> list[str]:
+    """Return the names of the communication hooks that were registered with a state other than a process group."""
+    hooks = getattr(ddp, "_comm_hooks", ())
+    is_group = torch.distributed.ProcessGroup
+    return [
+        getattr(hook, "__name__", "?") for hook, state in hooks if not (state is None or isinstance(state, is_group))
+    ]

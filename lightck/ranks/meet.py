@@ -1,0 +1,231 @@
+"""How the ranks of a group meet in attach, and exchange short messages there.
+
+The messages go through the key-value store of the process group, so no tensor is sent and every backend will do. Each
+rank calls the same methods in the same order. Every wait is bounded, and an error of one rank is raised on all ranks.
+
+*Data flow.* First the ranks agree on a nonce. Each rank but rank 0 writes a random challenge; rank 0 answers each of
+them with that challenge and its own nonce. All further keys contain the nonce. So what an earlier attempt of the same
+job left in the store is never taken for an answer: under ``torchrun --max-restarts`` the store may outlive the
+processes. After that, ``exchange`` writes the value of this rank, and waits for the values of all ranks.
+
+*Failure cases.* A rank that does not come: the others raise ``RankError`` after the timeout, and name it. A rank that
+raises: it writes its error, and the others raise ``RankError`` with that text. A rank that is killed: as one that does
+not come.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgpack
+
+from lightck.errors import LightckError, RankError, listed
+from lightck.ranks.waiting import wait_until
+
+log = logging.getLogger("lightck")
+_PREFIX = "lightck"
+_CHALLENGE_NBYTES = 16
+_PAUSES = (0.001, 0.02)
+"""Seconds between two looks into the store: at first, and at most."""
+
+
+class Store(Protocol):
+    """What is used of ``torch.distributed.Store``. A value is read as bytes."""
+
+    def set(self, key: str, value: bytes, /) -> object: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def multi_get(self, keys: list[str], /) -> Sequence[bytes]: ...
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """Turn an error of the store into a ``RankError``."""
+    try:
+        yield
+    except LightckError:
+        raise
+    except Exception as err:
+        raise RankError(
+            f"The store of the process group cannot be used ({type(err).__name__}: {err}). The rank that serves it, "
+            "usually rank 0, may have ended: look for its error."
+        ) from err
+
+
+@dataclass(slots=True)
+class Meeting:
+    """One meeting of all ranks of a group."""
+
+    store: Store
+    rank: int
+    world_size: int
+    timeout: float
+    """Seconds after which a wait for another rank ends with an error."""
+    hosts: list[str] = field(default_factory=list)
+    """Name of each rank's host, for messages; empty until the ranks have met."""
+    _received: RankError | None = None
+    """The error of another rank, after it was raised here."""
+    _nonce: str = ""
+    _n_rounds: int = 0
+
+    def meet(self, host: str) -> None:
+        """Wait until all ranks are here. ``host``: name of this rank's host. Raises ``RankError``."""
+        with _store_errors():
+            if self.rank == 0:
+                self._answer_challenges()
+            else:
+                self._nonce = self._challenge().hex()
+                self.store.set(self._key("here", self.rank), b"1")
+        self.hosts = [value.decode("utf-8", "replace") for value in self.exchange("hosts", host.encode())]
+
+    def exchange(self, what: str, value: bytes) -> list[bytes]:
+        """Return the value of each rank, in the order of the ranks. ``what``: says what is exchanged, for messages.
+        Raises ``RankError``."""
+        with _store_errors():
+            messages = self._exchanged(what, value)
+        for rank, message in enumerate(messages):
+            if "error" in message:
+                self._raise_error_of(rank, message)
+            if message["what"] != what:
+                raise RankError(
+                    f"{self.name_of(rank)} is at another place of attach ({message['what']}) than rank {self.rank} "
+                    f"({what}). All ranks must run the same release of lightck, and the same script."
+                )
+        return [message["value"] for message in messages]
+
+    def _exchanged(self, what: str, value: bytes) -> list[dict[str, Any]]:
+        """Write this rank's message, and return the messages of all ranks."""
+        self._n_rounds += 1
+        self._write(msgpack.packb({"what": what, "value": value}))
+        keys = [self._key(str(self._n_rounds), rank) for rank in range(self.world_size)]
+
+        def missing() -> list[int]:
+            if self.store.check(keys):
+                return []
+            self._raise_failure()
+            return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+
+        self._wait(missing, f"their {what}")
+        return [msgpack.unpackb(message) for message in self.store.multi_get(keys)]
+
+    @contextmanager
+    def shares_errors(self) -> Iterator[None]:
+        """If the block raises, the other ranks raise ``RankError`` in their next ``exchange``."""
+        try:
+            yield
+        except BaseException as err:
+            if err is self._received:
+                raise
+            self._n_rounds += 1
+            text = str(err.args[0]) if err.args else ""
+            message = {"error": f"{type(err).__name__}: {text}" if text else type(err).__name__}
+            try:
+                self._write(msgpack.packb(message))
+                self.store.set(self._key("failed"), msgpack.packb([self.rank, message]))
+            except Exception as store_error:  # the store is gone: the others notice that themselves
+                log.debug("lightck: the error could not be passed on to the other ranks: %s", store_error)
+            raise
+
+    def name_of(self, rank: int) -> str:
+        """Return a rank with its host, for messages."""
+        return f"Rank {rank} (host {self.hosts[rank]})" if self.hosts else f"Rank {rank}"
+
+    # -- the nonce ---------------------------------------------------------------------------------------
+
+    def _challenge(self) -> bytes:
+        """Return the nonce of rank 0, which has answered this rank's challenge with it."""
+        challenge = os.urandom(_CHALLENGE_NBYTES)
+        self.store.set(f"{_PREFIX}/challenge/{self.rank}", challenge)
+        key, nonce = f"{_PREFIX}/answer/{self.rank}", b""
+
+        def missing() -> list[int]:
+            nonlocal nonce
+            if self.store.check([key]):
+                answer = self.store.multi_get([key])[0]
+                if answer[:_CHALLENGE_NBYTES] == challenge:
+                    nonce = answer[_CHALLENGE_NBYTES:]
+            return [] if nonce else [0]
+
+        self._wait(missing, "rank 0")
+        return nonce
+
+    def _answer_challenges(self) -> None:
+        """As rank 0: answer challenges until every rank has read the answer to its own. A challenge may be one of an
+        earlier attempt, so each is read again until its rank is here."""
+        nonce = os.urandom(_CHALLENGE_NBYTES)
+        self._nonce = nonce.hex()
+        answered: dict[int, bytes] = {}
+
+        def missing() -> list[int]:
+            away = [rank for rank in range(1, self.world_size) if not self.store.check([self._key("here", rank)])]
+            for rank in away:
+                key = f"{_PREFIX}/challenge/{rank}"
+                challenge = self.store.multi_get([key])[0] if self.store.check([key]) else None
+                if challenge is not None and answered.get(rank) != challenge:
+                    answered[rank] = challenge
+                    self.store.set(f"{_PREFIX}/answer/{rank}", challenge + nonce)
+            return away
+
+        self._wait(missing, "them")
+
+    # -- waiting -----------------------------------------------------------------------------------------
+
+    def _wait(self, missing: Callable[[], list[int]], what: str) -> None:
+        """Wait until ``missing`` returns no rank. ``what``: what this rank waits for, for messages."""
+        ranks: list[int] = []
+
+        def is_over() -> bool:
+            ranks[:] = missing()
+            return not ranks
+
+        def report(seconds: float) -> None:
+            log.warning(
+                "lightck: rank %d waits in attach for %s (%s), since %.0f seconds",
+                self.rank,
+                what,
+                self._names(ranks).lower(),
+                seconds,
+            )
+
+        def error() -> RankError:
+            return RankError(
+                f"{self._names(ranks)} of {self.world_size} did not come within {self.timeout:g} seconds. In a "
+                "process group every rank calls lightck.attach. Look for an error of these ranks; or pass "
+                "group=False, if this process is to be saved alone, or a larger timeout=."
+            )
+
+        wait_until(is_over, timeout=self.timeout, pauses=_PAUSES, report=report, error=error)
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        numbers = list(map(str, ranks))
+        return f"Rank{'s' * (len(numbers) > 1)} {listed(numbers, 8)}"
+
+    # -- errors of others --------------------------------------------------------------------------------
+
+    def _raise_failure(self) -> None:
+        """Raise ``RankError`` if a rank has failed."""
+        key = self._key("failed")
+        if self.store.check([key]):
+            rank, message = msgpack.unpackb(self.store.multi_get([key])[0])
+            self._raise_error_of(rank, message)
+
+    def _raise_error_of(self, rank: int, message: dict[str, str]) -> None:
+        self._received = RankError(
+            f"{self.name_of(rank)} failed in lightck.attach, so no rank of the group goes on. Its error: "
+            f"{message['error']}"
+        )
+        raise self._received
+
+    # -- keys --------------------------------------------------------------------------------------------
+
+    def _write(self, message: bytes) -> None:
+        self.store.set(self._key(str(self._n_rounds), self.rank), message)
+
+    def _key(self, *parts: object) -> str:
+        return "/".join((_PREFIX, self._nonce, *map(str, parts)))

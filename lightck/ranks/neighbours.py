@@ -1,0 +1,185 @@
+"""What a rank learns of its group while training runs: it reads the commit logs in the pools of the other ranks.
+
+All ranks run on one host, so the pools are the messages, and nothing is sent. ``GroupRule`` is the rule of
+``ranks/rule.py`` as a decision of the pipeline: it holds those slots of this rank's pool that must not be overwritten
+yet. If no slot is left, it waits until it has learnt enough.
+
+A commit record is visible before it is durable. So, on a medium that must be synced, a rank's newest record counts only
+when the rank has written a newer one: before a rank writes a record it syncs its pool, and with it the record before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from lightck.errors import RankError, listed
+from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, KIND_CHECKPOINT, CommitRecord, DamagedError
+from lightck.pool.listener import CommitListener
+from lightck.pool.reader import PoolReader
+from lightck.pool.writer import PoolWriter
+from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
+from lightck.ranks.waiting import wait_until
+
+log = logging.getLogger("lightck")
+_PAUSES = (0.00005, 0.005)
+"""Seconds between two reads of the neighbours' commit logs while a rank waits: at first, and at most."""
+
+
+class Neighbour:
+    """The pool of another rank, as this rank sees it."""
+
+    def __init__(self, rank: int, reader: PoolReader, adoption: Adoption, *, must_sync: bool) -> None:
+        """``reader``: of that rank's pool; it belongs to this object from now on. ``adoption``: of the whole group.
+        ``must_sync``: whether a record in this pool is durable only after a sync."""
+        self.rank = rank
+        self._reader, self._adoption, self._must_sync = reader, adoption, must_sync
+        reader.table, reader.entries = b"", ()  # only the commit log is read
+        sb = reader.superblock
+        self._span = sb.ring_offset, (sb.ring_lines - 1) * sb.ring_stride + COMMIT_RECORD_NBYTES
+        self._positions = tuple(range(0, sb.ring_lines * sb.ring_stride, sb.ring_stride))
+        """Where each commit record begins, relative to the first one."""
+        self._data = bytes(self._span[1])
+        self._found: dict[int, tuple[int, CheckpointId]] = {}
+        """Beginning of a commit record -> generation and name of the checkpoint that it names."""
+        self.view = PoolView.of(())
+
+    @property
+    def uuid(self) -> bytes:
+        return self._reader.superblock.uuid
+
+    def has_news(self, common: CheckpointId | None) -> bool:
+        """Read the commit log, and return whether ``view`` has changed. ``common``: the newest checkpoint that is known
+        to be common; older ones are left out of ``view``."""
+        data, last = self._reader.read(*self._span), self._data
+        if data == last or len(data) < len(last):
+            return False
+        for at in self._positions:
+            record = data[at : at + COMMIT_RECORD_NBYTES]
+            if record != last[at : at + COMMIT_RECORD_NBYTES]:
+                self._parse(at, record)
+        self._data = data
+        view = self._current_view(common)
+        is_new, self.view = view != self.view, view
+        return is_new
+
+    def _parse(self, at: int, data: bytes) -> None:
+        """Parse one commit record. One that is being written at this moment fails its check, and counts as none."""
+        self._found.pop(at, None)
+        try:
+            record = CommitRecord.unpack(data, self._reader.superblock.uuid)
+        except DamagedError:
+            return
+        if record is not None and record.incarnation == self._adoption.incarnation:
+            is_checkpoint = record.kind == KIND_CHECKPOINT
+            named = CheckpointId(record.incarnation, record.step) if is_checkpoint else self._adoption.adopted
+            if named is not None:
+                self._found[at] = record.generation, named
+
+    def _current_view(self, common: CheckpointId | None) -> PoolView:
+        found = self._found
+        if self._must_sync:
+            newest = max(found, key=found.__getitem__, default=None)
+            if newest is not None and found[newest][1] != self._adoption.adopted:  # it may not be durable yet
+                found = {at: one for at, one in found.items() if at != newest}
+        return PoolView.of((one for _, one in found.values() if common is None or one >= common), self.view.newest)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class GroupRule(CommitListener):
+    """The commit rule of a group, as a decision of this rank's pipeline (``CommitDecision``)."""
+
+    def __init__(
+        self,
+        neighbours: Sequence[Neighbour],
+        knowledge: Knowledge,
+        ids: Mapping[int, CheckpointId],
+        *,
+        timeout: float,
+        name_of: Callable[[int], str],
+    ) -> None:
+        """``knowledge``: what every rank knows when attach returns. ``ids``: generation -> checkpoint, for those that
+        lie in this rank's pool. ``timeout``: seconds after which a wait for other ranks ends with an error.
+        ``name_of``: rank -> text with its host."""
+        self.knowledge = knowledge
+        self.wait_seconds = 0.0
+        """How long this rank has waited for other ranks, because no slot could be overwritten."""
+        self._neighbours, self._timeout, self._name_of = neighbours, timeout, name_of
+        self._ids = dict(ids)
+        self._own: frozenset[CheckpointId] = frozenset()
+
+    # -- decisions and events of the pipeline ------------------------------------------------------------
+
+    def may_commit(self, closed_step: object) -> bool:
+        return True
+
+    def held(self, writer: PoolWriter) -> frozenset[int]:
+        """Return the slots that this rank must not overwrite, by what the other pools say now."""
+        contents = self._contents(writer)
+        self._learn(frozenset(one for one in contents.values() if one is not None))
+        return frozenset(i for i, content in contents.items() if not self.knowledge.may_overwrite(content))
+
+    def wait_for_slot(self, writer: PoolWriter, pause: Callable[[], object]) -> bool:
+        """Wait until a slot may be overwritten, and return True. ``pause``: called at times, to let a signal's handler
+        run. Raises ``RankError`` after the timeout."""
+        began = time.monotonic()
+        try:
+            wait_until(
+                lambda: writer.slots.choose(self.held(writer)) is not None,
+                timeout=self._timeout,
+                pauses=_PAUSES,
+                report=lambda seconds: log.warning(
+                    "lightck: waiting for %s, since %.0f seconds", self._behind(), seconds
+                ),
+                error=lambda: self._stands_still(len(writer.slots.slots) - 1),
+                between=pause,
+            )
+        finally:
+            self.wait_seconds += time.monotonic() - began
+        return True
+
+    def _stands_still(self, n_ahead: int) -> RankError:
+        return RankError(
+            f"{self._behind()} has committed no newer checkpoint for {self._timeout:g} seconds (timeout=). This rank "
+            f"is {n_ahead} saved checkpoints ahead, and may not overwrite what that rank still needs. What all ranks "
+            "have is intact. Look for an error of that rank. All ranks must make the same number of updates; a larger "
+            "slots= of attach lets them be further apart."
+        )
+
+    def committed(self, writer: PoolWriter, step: int) -> None:
+        slot = writer.slots.slots[writer.slots.protected or 0]
+        assert slot.generation is not None, "it was committed just now"
+        generations = {one.generation for one in writer.slots.slots}
+        self._ids = {at: one for at, one in self._ids.items() if at in generations}
+        self._ids[slot.generation] = CheckpointId(writer.incarnation, step)
+
+    def closed(self) -> None:
+        for neighbour in self._neighbours:
+            neighbour.close()
+
+    # -- knowledge ---------------------------------------------------------------------------------------
+
+    def _contents(self, writer: PoolWriter) -> dict[int, CheckpointId | None]:
+        """Return slot -> its committed checkpoint. A slot that a checkpoint in flight uses has none."""
+        return {
+            slot.index: None if slot.generation is None else self._ids.get(slot.generation)
+            for slot in writer.slots.slots
+        }
+
+    def _learn(self, own: frozenset[CheckpointId]) -> None:
+        common = self.knowledge.common
+        news = [neighbour.has_news(common) for neighbour in self._neighbours]
+        if any(news) or own != self._own:
+            self._own = own
+            self.knowledge = self.knowledge.learn(own, [neighbour.view for neighbour in self._neighbours])
+
+    def _behind(self) -> str:
+        """Return the names of the ranks whose newest checkpoint is the oldest one, with its step."""
+        steps = {one.rank: -1 if one.view.newest is None else one.view.newest.step for one in self._neighbours}
+        least = min(steps.values())
+        names = [self._name_of(rank) for rank, step in steps.items() if step == least]
+        at = f", whose newest checkpoint is that of step {least}," if least >= 0 else ""
+        return f"{listed(names, 8)}{at}"

@@ -1,0 +1,81 @@
+"""Which checkpoints of a pool recovery may use: those whose manifest and small state verify, and that are not stale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from lightck.errors import CorruptPoolError
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint
+from lightck.ranks.rule import CheckpointId
+from lightck.restore.contents import Contents
+
+STALE_REASON = (
+    "it is stale: it holds old bytes of a tensor, because lightck noticed a write to that tensor too late (a newer "
+    "checkpoint records this)"
+)
+
+
+class StaleCheckpoints:
+    """Which checkpoints are stale according to ``Contents.stale_after`` of newer checkpoints. Some stale checkpoints
+    are still readable, because a crash came between the commit of the newer checkpoint and the strike."""
+
+    def __init__(self) -> None:
+        self._between: list[tuple[int, int]] = []
+        """Pairs of generations: the checkpoints between them, both excluded, are stale."""
+
+    @classmethod
+    def of_pool(cls, reader: PoolReader) -> StaleCheckpoints:
+        """Return the stale checkpoints that were not struck yet, according to the readable checkpoints of a pool.
+
+        A ``stale_after`` counts only until the stale checkpoints are struck. After that, a relayout may carry a pinned
+        checkpoint over, and give it a generation for which ``includes`` would be true, although the checkpoint is not
+        stale. The strike is known to be done if a struck slot has a newer generation than the checkpoint with this
+        ``stale_after``, or if a newer checkpoint has no ``stale_after``."""
+        stale, struck_generation = cls(), reader.newest_struck_generation()
+        for stored in reader.checkpoints():
+            if isinstance(stored, StoredCheckpoint):
+                with suppress(DamagedError):
+                    contents = parse(stored)
+                    if contents.stale_after is None or stored.record.generation < struck_generation:
+                        break
+                    stale.add(contents, stored.record.payload_generation)
+        return stale
+
+    def add(self, contents: Contents, generation: int) -> None:
+        """Add the older checkpoints that are stale according to the checkpoint with this generation and contents."""
+        if contents.stale_after is not None:
+            self._between.append((contents.stale_after, generation))
+
+    def includes(self, generation: int) -> bool:
+        """Whether the checkpoint of this generation is stale."""
+        return any(after < generation < before for after, before in self._between)
+
+
+def parse(stored: StoredCheckpoint) -> Contents:
+    """Parse the small state of a checkpoint. Raises ``DamagedError`` if it is malformed."""
+    try:
+        return Contents.parse(stored.state, stored.step, stored.iteration, stored.entries)
+    except CorruptPoolError as err:
+        raise DamagedError(str(err)) from err
+
+
+def usable_checkpoints(reader: PoolReader) -> Iterator[StoredCheckpoint]:
+    """Yield the checkpoints whose manifest and small state verify, from newest to oldest, without stale ones."""
+    stale = StaleCheckpoints()
+    for stored in reader.checkpoints():
+        if isinstance(stored, RejectedCheckpoint) or stale.includes(stored.record.payload_generation):
+            continue
+        with suppress(DamagedError):
+            stale.add(parse(stored), stored.record.payload_generation)
+            yield stored
+
+
+def usable_by_name(reader: PoolReader) -> dict[CheckpointId, list[StoredCheckpoint]]:
+    """Return the usable checkpoints of a rank's pool by their names in the group. A step that was saved twice has two,
+    the newer one first."""
+    found: dict[CheckpointId, list[StoredCheckpoint]] = {}
+    for stored in usable_checkpoints(reader):
+        found.setdefault(CheckpointId(stored.header.incarnation, stored.step), []).append(stored)
+    return found

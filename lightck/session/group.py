@@ -1,0 +1,196 @@
+"""The group of ranks in which ``attach`` acts, and the directory with one pool for each rank.
+
+What a rank's pool is called is for people; which rank it belongs to is stored inside (``GroupIdentity``). So pools that
+were swapped or renamed are found.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightck.errors import PoolError, PoolNotFoundError, PoolPathError, RankError, UnsupportedError
+from lightck.pool.format.group import GroupIdentity
+from lightck.pool.reader import open_pool
+from lightck.pool.storage.backends import pool_path as checked_path
+from lightck.pool.storage.failures import io_error
+from lightck.ranks.directory import pool_name, pools_in, world_size_in
+from lightck.ranks.meet import Store
+from lightck.ranks.neighbours import GroupRule
+
+log = logging.getLogger("lightck")
+TIMEOUT = 600.0
+"""Seconds that a rank waits for the others, unless ``timeout=`` says otherwise."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a session stands in its group."""
+
+    rank: int
+    world_size: int
+    rule: GroupRule
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """This process as one rank of a group of at least two."""
+
+    rank: int
+    world_size: int
+    store: Store
+    """The key-value store of the process group, over a connection that no other thread uses."""
+
+
+def group_of(group: object) -> Group | None:
+    """Return the group for the ``group`` argument of attach. None: the default process group, if one is initialized. A
+    process group: that group. False: no group, so this process is saved alone. A group of one rank is no group. Raises
+    ``TypeError`` for another value, and ``UnsupportedError`` if this process is no member of the group."""
+    dist = torch.distributed
+    if group is False:
+        return None
+    if not (dist.is_available() and dist.is_initialized()):
+        if group is not None:
+            raise TypeError(f"group is a {type(group).__name__}, and no process group is initialized in this process.")
+        return None
+    if group is not None and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise _no_member()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group is a {type(group).__name__}. Pass a process group, False for this process alone, or leave it out."
+        )
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise _no_member()
+    return None if world_size < 2 else Group(rank, world_size, _store_of(group))
+
+
+def _no_member() -> UnsupportedError:
+    return UnsupportedError(
+        "This process is no member of the process group that was passed as group=. Call attach on its members only, or "
+        "pass the group of this process."
+    )
+
+
+def refuse_directory_of_ranks(path: str) -> None:
+    """Raise ``UnsupportedError`` if a single process attaches to the directory of a group of ranks."""
+    pools = pools_in(path) if os.path.isdir(path) else []
+    if pools:
+        raise UnsupportedError(
+            f"{path!r} is the directory of a group of {world_size_in(pools[0].name)} ranks, and this process is alone. "
+            "Start as many ranks, call init_process_group before attach, and leave group= out. To save this process "
+            f"alone, name a file. To load the model into a single process: lightck.recover({path!r}, model)."
+        )
+
+
+def _store_of(group: Any) -> Store:
+    """Return a connection of this thread's own to the store of a process group. On a shared connection a blocking call
+    of one thread blocks every other thread."""
+    module = torch.distributed.distributed_c10d
+    store: Any = module._get_process_group_store(module._get_default_group() if group is None else group)
+    try:
+        store = store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):  # some stores cannot be cloned
+        log.debug("lightck: the store %s cannot be cloned, so its connection is shared", type(store).__name__)
+    own: Store = store
+    return own
+
+
+def checked_timeout(timeout: object) -> float:
+    """Return the ``timeout`` argument of attach in seconds. Raises ``TypeError`` or ``ValueError``."""
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout={timeout!r} is a {type(timeout).__name__}. Pass a number of seconds, as 600.")
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout!r}: pass a number of seconds above 0.")
+    return float(timeout)
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+# -- the directory -----------------------------------------------------------------------------------------------------
+
+
+def made_directory(path: str | os.PathLike[str]) -> str:
+    """Return the directory of the group's pools as an absolute path. It is created if it does not exist and its parent
+    does. Raises ``PoolError``."""
+    directory = checked_path(path)
+    try:
+        os.mkdir(directory)
+    except FileExistsError:
+        if not os.path.isdir(directory):
+            raise PoolPathError(
+                f"{directory!r} is a file. In a process group each rank has a pool of its own, so pool_path names a "
+                "directory, which attach creates. Choose another path; or pass group=False, to save this process alone."
+            ) from None
+    except FileNotFoundError:
+        raise PoolNotFoundError(
+            f"The directory {directory!r} cannot be created, because the folder above it does not exist. Create that "
+            "folder, or choose another path."
+        ) from None
+    except OSError as err:
+        raise io_error(f"The directory {directory!r} cannot be created", err.errno, err.strerror) from err
+    return directory
+
+
+def place_of(directory: str) -> str:
+    """Return a text that is equal for two processes only if they see the same directory on the same host."""
+    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else host_name()
+    st = os.stat(directory)
+    return f"{boot_id}:{st.st_dev}:{st.st_ino}"
+
+
+def path_of_own_pool(directory: str, group: Group) -> str:
+    """Return the path of this rank's pool: the one with this rank's name, or one under another name that says inside
+    that it belongs to this rank. Raises ``UnsupportedError`` if the directory holds pools of a group of another size,
+    and ``RankError`` if the pool with this rank's name is that of another rank and this rank's own pool is missing."""
+    _refuse_other_world(directory, group)
+    expected = os.path.join(directory, pool_name(group.rank, group.world_size))
+    found = _identity(expected)
+    if found is not None and found.rank == group.rank:
+        return expected
+    for other in pools_in(directory):
+        identity = _identity(str(other)) if str(other) != expected else None
+        if identity is not None and (identity.rank, identity.world_size) == (group.rank, group.world_size):
+            log.warning(
+                "lightck: the pool %r is that of rank %d, although its name says otherwise. It is used as the pool of "
+                "this rank",
+                str(other),
+                group.rank,
+            )
+            return str(other)
+    if found is not None:
+        raise RankError(
+            f"The pool {expected!r} is that of rank {found.rank}, and no pool in the directory is that of rank "
+            f"{group.rank}. Nothing was changed. Put the pool of rank {group.rank} back, or use another directory."
+        )
+    return expected
+
+
+def _refuse_other_world(directory: str, group: Group) -> None:
+    for path in pools_in(directory):
+        n_ranks = world_size_in(path.name)
+        if n_ranks != group.world_size:
+            raise UnsupportedError(
+                f"The directory {directory!r} holds pools of a group of {n_ranks} ranks ({path.name}), and this group "
+                f"has {group.world_size}. lightck cannot yet load them into another number of ranks. Start {n_ranks} "
+                "ranks, use another directory, or remove the pools if nobody needs them."
+            )
+
+
+def _identity(path: str) -> GroupIdentity | None:
+    """Return which rank a pool belongs to; None if there is no pool that can be read, or if it is that of no rank."""
+    try:
+        with closing(open_pool(path)) as reader:
+            return reader.group
+    except PoolError:
+        return None

@@ -1,0 +1,129 @@
+"""DTensors: what is saved is the local tensor, whose bytes lie in this process.
+
+A DTensor describes a logical tensor that the ranks of a device mesh hold together. It has no memory of its own; its
+local tensor has. What lightck copies, watches and restores is the local tensor. What modules and optimizers hold is the
+DTensor. On a mesh of one rank the local tensor is the whole logical tensor; on several ranks it is a part of it
+(``state/parts.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+from lightck.errors import UnsupportedError
+
+_PLAIN_SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
+"""Keys of optimizer state that torch's optimizers keep as plain tensors without dimensions."""
+
+
+def is_dtensor(value: object) -> TypeGuard[Any]:
+    """Whether the value is a DTensor. False if torch's module of DTensors was never imported: importing it takes half a
+    second."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor: the same object, as long as the DTensor keeps it. Any other tensor is
+    returned unchanged, and so is a DTensor of which this process holds nothing, because the mesh is that of other
+    ranks."""
+    if not is_dtensor(tensor):
+        return tensor
+    local: torch.Tensor = tensor._local_tensor  # ``to_local()`` of a parameter is a new view at each call
+    if tensor.device_mesh.size() == 1:
+        return local if local.shape == tensor.shape else tensor  # another rank's tensor has an empty local tensor here
+    return tensor if tensor.device_mesh.get_coordinate() is None else local
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on the module. Between its ``unshard`` and ``reshard`` such a module, and each
+    module below it, holds plain parameters in place of the DTensors that the optimizer updates."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def stands_in(held: torch.Tensor, dtensor: torch.Tensor) -> bool:
+    """Whether a module of ``fully_shard`` holds ``held`` in place of the parameter ``dtensor`` for a time. It is a
+    plain tensor, or, with tensor parallelism, a DTensor on the mesh of the tensor parallel ranks alone."""
+    if held is dtensor:
+        return False
+    assert is_dtensor(dtensor)
+    return not is_dtensor(held) or held.device_mesh != dtensor.device_mesh
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the DTensors of ``fully_shard`` back into the modules, as after a backward. What is in the plain parameters
+    that an unsharded module holds is dropped, as FSDP itself does at the next reshard."""
+    for module in model.modules():
+        if is_fully_sharded(module):
+            module.reshard()  # type: ignore[operator]
+
+
+def has_placements_of(param: torch.Tensor, key: object, local_shape: Sequence[int]) -> bool:
+    """Whether state of this shape under ``key`` is a DTensor with the placements of the parameter: the parameter is a
+    DTensor, its local tensor has this shape, and the state is no step count."""
+    own = local_of(param)
+    if own is param or tuple(local_shape) != tuple(own.shape):
+        return False
+    return bool(local_shape) or key not in _PLAIN_SCALARS
+
+
+def state_of(param: torch.Tensor, key: object, local: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` as the state of a parameter under ``key``. If the parameter is a DTensor whose local tensor has
+    the same shape, this is a DTensor with the mesh and the placements of the parameter, as torch's optimizers create
+    it. Other state, such as a step count, is returned unchanged."""
+    if not has_placements_of(param, key, local.shape):
+        return local
+    assert is_dtensor(param)
+    made: torch.Tensor = param.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return made
+
+
+def refuse_other_state(name: str, param: torch.Tensor, key: object, value: torch.Tensor) -> None:
+    """Raise ``UnsupportedError`` for state that ``state_of`` would not restore as it is: a plain tensor where it makes
+    a DTensor, or a DTensor with another shape, mesh or placements than the parameter's. ``name``: of the state. The
+    parameter or the value is a DTensor."""
+    restored = state_of(param, key, local_of(value))
+    is_same = is_dtensor(value) == is_dtensor(restored)
+    if is_same and is_dtensor(value) and is_dtensor(restored):
+        kinds = [(one.shape, one.device_mesh, one.placements) for one in (value, restored)]
+        is_same = kinds[0] == kinds[1]
+    if not is_same:
+        raise UnsupportedError(
+            f"The state {name!r} could not be restored as it is. State of a DTensor has to be a DTensor with the "
+            "shape, mesh and placements of its parameter (torch.zeros_like(p)), or a plain tensor of another shape; "
+            "state of a plain parameter has to be a plain tensor. Let the optimizer keep such state."
+        )
+
+
+def refuse_other_parameters(
+    of_model: Iterable[torch.Tensor], of_optimizers: Sequence[tuple[str, Sequence[tuple[str, torch.Tensor]]]]
+) -> None:
+    """Raise ``UnsupportedError`` if the model got its DTensors after its optimizer was made: the optimizer then updates
+    the plain parameters that the model had before, and does not train the model.
+
+    ``of_model``: the parameters of the model. ``of_optimizers``: for each followed optimizer, the name of its class,
+    and name and tensor of each of its parameters. The name begins with ``outside/`` if the model does not hold the
+    tensor."""
+    followed = {id(p) for _, params in of_optimizers for _, p in params}
+    idle = {id(p): p for p in of_model if is_dtensor(p) and p.requires_grad and id(p) not in followed}
+    for optimizer, params in of_optimizers if idle else ():
+        outside = [p for name, p in params if name.startswith("outside/") and not is_dtensor(p)]
+        if _have_shapes_of(outside, list(idle.values())):
+            raise UnsupportedError(
+                f"{optimizer} was made before the parameters of the model became DTensors (by fully_shard, for "
+                "example), so it updates tensors that the model does not use. Make the optimizer after that."
+            )
+
+
+def _have_shapes_of(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether there are ``others``, and ``tensors`` contain as many of each of their shapes."""
+    return bool(others) and not Counter(p.shape for p in others) - Counter(p.shape for p in tensors)

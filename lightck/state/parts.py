@@ -1,0 +1,84 @@
+"""Parts of tensors: which elements of its logical tensor the local tensor of a DTensor holds.
+
+A DTensor on a mesh of several ranks is a part of a tensor, also if each rank holds all elements. Its entry in the pool
+says which part (``pieces``), so that nobody takes the part for the whole. Only the pools of ranks that checkpoint
+together hold parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightck.errors import StateValueError, UnsupportedError
+from lightck.pool.format import pieces
+from lightck.pool.format.pieces import Ints, Piece, local_pieces
+from lightck.state.local_tensors import is_dtensor, local_of
+
+if TYPE_CHECKING:
+    from lightck.state.inventory import Live
+
+
+def is_part(held: torch.Tensor) -> bool:
+    """Whether this is a DTensor on a mesh of several ranks, one of which is this process."""
+    return is_dtensor(held) and held.device_mesh.size() > 1 and local_of(held) is not held
+
+
+def part_of(name: str, held: torch.Tensor | None) -> tuple[Ints | None, tuple[Piece, ...] | None]:
+    """Return the logical shape and the pieces of what a module or an optimizer holds under ``name``; None and None if
+    it is no part. Raises ``UnsupportedError`` for a DTensor whose local tensor is not what its placements say."""
+    if held is None or not is_part(held):
+        return None, None
+    assert is_dtensor(held)
+    mesh, shape, local = held.device_mesh, tuple(held.shape), local_of(held)
+    try:
+        expected, held_pieces = local_pieces(
+            shape, mesh.shape, mesh.get_coordinate(), [_placement(one) for one in held.placements]
+        )
+    except UnsupportedError as err:
+        raise UnsupportedError(f"The tensor {name!r} cannot be stored. {err}") from err
+    if tuple(local.shape) != expected:
+        raise UnsupportedError(
+            f"The tensor {name!r} cannot be stored: it is a DTensor whose local tensor has the shape "
+            f"{list(local.shape)}, where its placements {held.placements} say {list(expected)}. torch makes such "
+            "DTensors if fully_shard cuts a dimension that tensor parallelism cuts unevenly. Use a size that the "
+            "number of ranks divides."
+        )
+    return shape, held_pieces
+
+
+def mesh_of(lives: Iterable[Live]) -> tuple[Ints, Ints]:
+    """Return the shape of the device mesh of these tensors and the place of this process in it: of the mesh with the
+    most ranks, if there are several; empty without DTensors."""
+    meshes = [live.dtensor.device_mesh for live in lives if is_dtensor(live.dtensor)]
+    mesh = max(meshes, key=lambda one: (one.size(), one.ndim), default=None)
+    if mesh is None or mesh.size() < 2 or mesh.get_coordinate() is None:
+        return (), ()
+    return tuple(mesh.shape), tuple(mesh.get_coordinate())
+
+
+def _placement(placement: Any) -> pieces.Placement:
+    """Return torch's placement as a value of ``pieces``; a placement of a class that is unknown here is returned as it
+    is, and ``local_pieces`` refuses it."""
+    kind = type(placement).__name__
+    if kind == "_StridedShard":
+        return pieces.StridedShard(placement.dim, placement.split_factor)
+    if placement.is_shard():
+        return pieces.Shard(placement.dim)
+    if placement.is_partial():
+        return pieces.Partial(str(placement.reduce_op))
+    return pieces.Replicate() if placement.is_replicate() else placement
+
+
+def refuse_parts(lives: Iterable[Live], action: str = "stored") -> None:
+    """Raise ``StateValueError`` if one of these tensors is a part, because the pool is not that of a rank. ``action``:
+    "stored" or "restored", for the message."""
+    for live in lives:
+        if live.dtensor is not None and is_part(live.dtensor):
+            raise StateValueError(
+                f"The tensor {live.name!r} cannot be {action}: it is a DTensor on several ranks, and this process "
+                "holds a part of it. Such a tensor belongs to a training whose ranks are attached together: call "
+                "attach on all ranks, with a directory (see `lightck docs ranks`), or use a mesh of one rank."
+            )

@@ -1,0 +1,93 @@
+"""``inspect``, ``verify`` and ``export`` on the directory of a group of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from calls import call, call_json
+from ranked import run_ranks, values
+from ranks.test_attach import damage
+from ranks.trainings import TOPOLOGIES, body
+
+import lightck
+from lightck.cli.base import BAD, FAILED, OK
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pools = tmp_path_factory.mktemp("group") / "pools"
+    values(run_ranks(2, body(TOPOLOGIES["fsdp"], pools, 4)))
+    return pools
+
+
+@pytest.fixture
+def pools(made: Path, tmp_path: Path) -> Path:
+    copy = tmp_path / "pools"
+    copy.mkdir()
+    for path in made.glob("*.pool"):
+        (copy / path.name).write_bytes(path.read_bytes())
+        (copy / path.name).chmod(0o600)
+    return copy
+
+
+def test_inspect_shows_ranks_their_checkpoints_and_what_is_common(pools):
+    status, facts = call_json("inspect", pools)
+    assert status == OK
+    assert [one["group"]["rank"] for one in facts["pools"]] == [0, 1]
+    assert facts["common"] == [{"incarnation": 1, "step": step} for step in (4, 3, 2)]
+    text = call("inspect", pools).stdout
+    assert "0 of 2  step 4*, step 3*, step 2*" in text
+    assert "step 4 is the newest that all ranks have" in text
+
+
+def test_verify_puts_the_parts_together(pools):
+    status, facts = call_json("verify", pools)
+    assert (status, facts["ok"], facts["recoverable_step"]) == (OK, True, 4)
+    assert "step 4: every tensor verifies on all ranks, and the parts cover it" in call("verify", pools).stdout
+
+
+def test_verify_finds_damage_in_the_part_of_one_rank(pools):
+    damage(pools / "rank-00001-of-00002.pool", 4)
+    status, facts = call_json("verify", pools)
+    assert (status, facts["ok"], facts["recoverable_step"]) == (BAD, False, 3)
+    assert "rank-00001-of-00002.pool: damaged" in call("verify", pools).stdout
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_missing_rank_is_named(pools, command):
+    (pools / "rank-00000-of-00002.pool").unlink()
+    status, facts = call_json(command, pools)
+    assert status == BAD
+    assert "lacks the pool of rank 0" in facts["problem"]
+    assert "lacks the pool of rank 0" in call(command, pools).stdout
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_file_that_is_no_pool_is_named(pools, command):
+    (pools / "rank-00000-of-00002.pool").write_bytes(b"mine" * 4096)
+    status, facts = call_json(command, pools)
+    assert status == BAD
+    assert "is not a lightck pool" in facts["pools"][0]["error"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_directory_without_pools_is_an_error(tmp_path, command):
+    done = call(command, tmp_path)
+    assert done.exit_code == FAILED
+    assert "It holds no pool of a rank" in done.stderr
+
+
+def test_options_of_one_pool_are_refused(pools):
+    assert "Pass the file of a rank" in call("inspect", "--tensors", pools).stderr
+    assert "Pass the file of a rank" in call("verify", "--step", "3", pools).stderr
+
+
+def test_export_writes_whole_tensors(pools, tmp_path):
+    call("export", pools, tmp_path / "model.safetensors")
+    exported = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    model = lightck.recover(pools).model
+    assert exported.keys() == model.keys()
+    assert all(torch.equal(exported[name], model[name]) for name in model)

@@ -1,0 +1,247 @@
+"""A campaign of kills of ranks: seeded, at random moments and at named points, in training, recovery and adoption.
+
+    python -m ranks.kills --kills 1000 --seed 1        (from the folder tests/)
+
+A *trial* trains one topology through several lives. In each life but the last, one, some or all ranks are killed, and a
+launcher kills the others a moment later. Judged are the first step of each life (the same on all ranks, never older
+than a checkpoint that was known to be common, at most ``lost_max`` steps behind what any rank had finished) and the end
+state of the last life (that of a run that never imported lightck, to the bit).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ranked
+
+from lightck._native import lib
+from lightck.pool.writer import PoolWriter
+from lightck.ranks.meet import Meeting
+from lightck.restore.recover import LiveRestore
+
+from .trainings import TOPOLOGIES, Run, body, is_equal
+
+UPDATES, LIVES_MAX = 24, 5
+ROUNDS = ("hosts", "reports", "votes", "pools", "readiness")
+POINTS = (
+    *(f"{when} {what}" for what in ROUNDS for when in ("before", "after")),
+    *(f"{when} adopt" for when in ("before", "after")),
+    *(f"{when} restore" for when in ("before", "after")),
+)
+"""Named points of attach."""
+SITES = ("header", "block", "manifest", "sealed", "body", "word", "ack")
+"""Points of the native core in the life of a checkpoint, checkpoint 0 included."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """How one rank is to die. ``kind``: "time" (``value`` seconds after the process began), "point" (``value`` of
+    ``POINTS``), "site" (``value`` of ``SITES``, at its ``nth`` passing) or "step" (in the update after ``nth``)."""
+
+    kind: str
+    value: Any = None
+    nth: int = 1
+
+    @classmethod
+    def drawn(cls, rng: random.Random) -> Kill:
+        kind = rng.choice(("time", "point", "site", "site", "step"))
+        if kind == "time":
+            return cls(kind, rng.uniform(0.0, 0.6))
+        if kind == "point":
+            return cls(kind, rng.choice(POINTS))
+        return cls(kind, rng.choice(SITES), 1 + int(rng.expovariate(1 / 6)))
+
+    def arm(self) -> None:
+        """Called in the rank's process before attach."""
+        if self.kind == "time":
+            threading.Thread(target=lambda: (time.sleep(self.value), ranked.die()), daemon=True).start()
+        elif self.kind == "site":
+            assert lib.lck_kill(self.value.encode(), self.nth) == lib.LCK_OK
+        elif self.kind == "point":
+            _arm_point(self.value)
+
+    def after_update(self, n_updates: int) -> None:
+        if self.kind == "step" and n_updates >= self.nth:
+            ranked.die()
+
+
+def _arm_point(point: str) -> None:
+    when, what = point.split()
+    if what in ROUNDS:
+        _around(Meeting, "exchange", when, lambda _, name, value: name == what)
+    elif what == "adopt":
+        _around(PoolWriter, "adopt", when)
+    else:
+        _around(LiveRestore, "take", when)
+
+
+def _around(owner: type, name: str, when: str, applies: Callable[..., bool] = lambda *_: True) -> None:
+    original = getattr(owner, name)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if when == "before" and applies(*args):
+            ranked.die()
+        result = original(*args, **kwargs)
+        if when == "after" and applies(*args):
+            ranked.die()
+        return result
+
+    setattr(owner, name, patched)
+
+
+class Progress:
+    """What the ranks of one life have reached, in a file that outlives them: first step and last finished step."""
+
+    def __init__(self, path: Path, n_ranks: int) -> None:
+        self._fd, self._n_ranks = os.open(path, os.O_RDWR | os.O_CREAT), n_ranks
+        os.ftruncate(self._fd, 16 * n_ranks)
+        self.clear()
+
+    def clear(self) -> None:
+        for rank in range(self._n_ranks):
+            os.pwrite(self._fd, struct.pack("qq", -1, -1), 16 * rank)
+
+    def reached(self, rank: int, step: int) -> None:
+        began, _ = self.of(rank)
+        os.pwrite(self._fd, struct.pack("qq", step if began < 0 else began, step), 16 * rank)
+
+    def of(self, rank: int) -> tuple[int, int]:
+        return struct.unpack("qq", os.pread(self._fd, 16, 16 * rank))
+
+    def all(self) -> list[tuple[int, int]]:
+        return [self.of(rank) for rank in range(self._n_ranks)]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+@dataclass
+class Tally:
+    """What a campaign has seen."""
+
+    n_trials: int = 0
+    n_killed: int = 0
+    """Ranks that died as planned, or because the launcher ended them."""
+    kinds: Counter[str] = field(default_factory=Counter)
+    """Topology -> lives with a kill; and each named point and site that was planned."""
+    lost: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """(topology, number of finished steps that were lost) -> lives."""
+
+
+@cache
+def reference(name: str) -> list[Run]:
+    return ranked.values(ranked.run_ranks(TOPOLOGIES[name].n_ranks, body(TOPOLOGIES[name], None, UPDATES)))
+
+
+def trial(seed: int, tally: Tally, names: tuple[str, ...] = tuple(TOPOLOGIES)) -> None:
+    """One trial. Raises ``AssertionError`` with the seed if a promise is broken."""
+    rng = random.Random(seed)
+    name = rng.choice(names)
+    topology = TOPOLOGIES[name]
+    folder = Path(tempfile.mkdtemp(prefix="lightck-kills-", dir="/dev/shm"))
+    progress = Progress(folder / "progress", topology.n_ranks)
+    ends_step = rng.random() < 0.5
+    finished = began = 0
+    try:
+        for life in range(rng.randint(2, LIVES_MAX)):
+            progress.clear()
+            plan = _plan(rng, topology.n_ranks)
+            ended = _live(name, folder / "pools", plan, progress, rng.choice((0.0, 0.02, 0.1)), ends_step)
+            tally.n_killed += sum(one.is_killed for one in ended)
+            tally.kinds.update([name, *(str(kill.value) for kill in plan.values() if kill.kind in ("point", "site"))])
+            where = f"seed {seed}, {name}, life {life}, {plan}: {progress.all()}"
+            began, finished = _judge(progress, finished, began, topology.lost_max, where, name, tally)
+        progress.clear()
+        runs = ranked.values(_live(name, folder / "pools", {}, progress, 0.0, ends_step))
+        where = f"seed {seed}, {name}, last life: {progress.all()}"
+        _judge(progress, finished, began, topology.lost_max, where, name, tally)
+        assert is_equal(runs, reference(name)), f"{where}: another end state"
+        tally.n_trials += 1
+    finally:
+        progress.close()
+        shutil.rmtree(folder)
+
+
+def _plan(rng: random.Random, n_ranks: int) -> dict[int, Kill]:
+    """Which ranks die, and how: one, some or all."""
+    victims = rng.sample(range(n_ranks), rng.choice((1, 1, rng.randint(1, n_ranks), n_ranks)))
+    return {rank: Kill.drawn(rng) for rank in victims}
+
+
+def _live(
+    name: str, pools: Path, plan: dict[int, Kill], progress: Progress, delay: float, ends_step: bool
+) -> list[ranked.Ended]:
+    n_updates: Counter[int] = Counter()
+
+    def arm(rank: int) -> None:
+        if rank in plan:
+            plan[rank].arm()
+
+    def on_step(rank: int, step: int) -> None:
+        progress.reached(rank, step)
+        n_updates[rank] += 1
+        if rank in plan:
+            plan[rank].after_update(n_updates[rank] - 1)
+
+    life = body(TOPOLOGIES[name], pools, UPDATES, before=arm, on_step=on_step, ends_step=ends_step)
+    return ranked.run_ranks(TOPOLOGIES[name].n_ranks, life, ends_others_after=delay)
+
+
+def _judge(
+    progress: Progress, finished: int, began: int, lost_max: int, where: str, name: str, tally: Tally
+) -> tuple[int, int]:
+    """Check where this life began, and return where it began and the last step that any rank has finished in it."""
+    firsts = {first for first, _ in progress.all() if first >= 0}
+    if not firsts:
+        return began, finished  # no rank has returned from attach
+    assert len(firsts) == 1, f"{where}: ranks began at different steps"
+    first = firsts.pop()
+    lost = finished - first
+    tally.lost[name, lost] += 1
+    assert first >= began, f"{where}: older than the checkpoint of an earlier recovery, step {began}"
+    assert lost <= lost_max, f"{where}: {lost} finished steps are lost"
+    return first, max(last for _, last in progress.all())
+
+
+def campaign(n_kills: int, seed: int, names: tuple[str, ...] = tuple(TOPOLOGIES)) -> Tally:
+    """Run trials until ``n_kills`` ranks were killed."""
+    tally = Tally()
+    while tally.n_killed < n_kills:
+        trial(seed, tally, names)
+        seed += 1
+    return tally
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=list(TOPOLOGIES), choices=list(TOPOLOGIES))
+    args = parser.parse_args()
+    tally = campaign(args.kills, args.seed, tuple(args.only))
+    print(f"{tally.n_trials} trials from seed {args.seed}: {tally.n_killed} ranks killed, no promise broken")
+    for (name, lost), n in sorted(tally.lost.items()):
+        print(f"  {name}: {lost} finished steps lost in {n} lives")
+    print("  " + ", ".join(f"{what}: {n}" for what, n in sorted(tally.kinds.items())))
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    main()

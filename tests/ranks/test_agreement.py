@@ -1,0 +1,158 @@
+"""``decide``: from the reports of all ranks to the checkpoint that they restore, a new training, or an error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightck.errors import CheckpointExistsError, RankError, UnsupportedError
+from lightck.ranks.agreement import Report, decide, refuse_differences
+from lightck.ranks.rule import CheckpointId, newest_common
+
+RUN, WORLD = b"r" * 16, b"w" * 16
+ARGUMENTS = {"interval=": "1", "resume=": "True"}
+
+
+def report(*steps: int | tuple[int, int], run: bytes = RUN, incarnation: int | None = None, **fields) -> Report:
+    """The report of a rank that holds these checkpoints: a step of incarnation 1, or (incarnation, step)."""
+    ids = tuple(step if isinstance(step, tuple) else (1, step) for step in steps)
+    seen = max((at for at, _ in ids), default=0) if incarnation is None else incarnation
+    return Report(
+        **{
+            "host": "h",
+            "directory": "/d",
+            "place": "p",
+            "arguments": ARGUMENTS,
+            "tensors": "t",
+            "new_run": b"n" * 16 + b"m" * 16,
+            "run_id": run if ids else b"",
+            "world_id": WORLD if ids else b"",
+            "checkpoints": ids,
+            "incarnation": seen,
+        }
+        | fields
+    )
+
+
+def test_a_report_survives_packing():
+    one = report(3, (2, 4), run_id=bytes(range(16)))
+    assert Report.unpack(one.pack()) == one
+
+
+def test_the_report_of_another_release_is_named():
+    for data in (b"\x81\xa1x\x01", b"\x01", b"\x81"):
+        with pytest.raises(RankError, match="the same release of lightck"):
+            Report.unpack(data)
+
+
+def test_a_report_takes_at_most_a_kibibyte():
+    ids = [(1 << 40, (1 << 40) + i) for i in range(8)]
+    one = report(*ids, host="h" * 64, directory="d" * 200, place="p" * 64, tensors="t" * 32)
+    assert len(one.pack()) <= 1024
+
+
+def test_all_resume_at_the_newest_common_checkpoint_with_one_incarnation_more():
+    start = decide([report(4, 5), report(3, 4, incarnation=6)], resume=True, overwrite=False)
+    assert start.adopted == CheckpointId(1, 4)
+    assert start.incarnation == 7
+    assert (start.run_id, start.world_id) == (RUN, WORLD)
+
+
+def test_one_step_of_two_incarnations_is_not_common():
+    with pytest.raises(
+        RankError, match=r"no intact checkpoint in common: rank 0 \(host h\) holds step 4; rank 1 \(host h\)"
+    ):
+        decide([report((1, 4)), report((2, 4))], resume=True, overwrite=False)
+
+
+def test_without_pools_a_new_training_begins():
+    start = decide([report(), report()], resume=True, overwrite=False)
+    assert start.adopted is None
+    assert start.incarnation == 1
+    assert (start.run_id, start.world_id) == (b"n" * 16, b"m" * 16)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_start_that_was_cut_off_begins_anew(resume):
+    """Rank 0 had committed checkpoint 0, and rank 1 had no pool yet."""
+    assert decide([report(0), report()], resume=resume, overwrite=False).adopted is None
+
+
+def test_two_starts_that_were_cut_off_begin_anew():
+    assert decide([report(0), report(0, run=b"o" * 16)], resume=True, overwrite=False).adopted is None
+
+
+def test_checkpoint_0_is_resumed_if_all_have_it():
+    assert decide([report(0), report(0)], resume=True, overwrite=False).adopted == CheckpointId(1, 0)
+
+
+def test_checkpoints_are_not_overwritten_unasked():
+    with pytest.raises(CheckpointExistsError, match=r"rank 0 \(host h\) holds step 3, 4; rank 1 .* holds nothing"):
+        decide([report(3, 4), report()], resume=False, overwrite=False)
+    assert decide([report(3, 4), report()], resume=False, overwrite=True).adopted is None
+
+
+def test_a_lost_pool_is_no_new_training():
+    with pytest.raises(RankError, match="holds nothing"):
+        decide([report(3, 4), report()], resume=True, overwrite=False)
+
+
+def test_pools_of_two_trainings_are_named():
+    with pytest.raises(RankError, match=r"pool of rank 1 \(host h\) belongs to another training than that of rank 0"):
+        decide([report(3), report(3, run=b"o" * 16)], resume=True, overwrite=False)
+
+
+def test_a_struck_checkpoint_is_not_chosen_again():
+    reports = [report(3, 4), report(3, 4)]
+    struck = {CheckpointId(1, 4): "rank 1 is damaged"}
+    assert decide(reports, resume=True, overwrite=False, struck=struck).adopted == CheckpointId(1, 3)
+    struck[CheckpointId(1, 3)] = "rank 0 is damaged"
+    with pytest.raises(RankError, match=r"No checkpoint that all ranks.*step 4: rank 1 is.*step 3: rank 0 is damaged"):
+        decide(reports, resume=True, overwrite=False, struck=struck)
+
+
+def test_if_all_are_struck_checkpoint_0_is_not_begun_anew():
+    with pytest.raises(RankError):
+        decide([report(0), report(0)], resume=True, overwrite=False, struck={CheckpointId(1, 0): "damaged"})
+
+
+ids = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), max_size=4, unique=True)
+
+
+@given(st.lists(ids, min_size=2, max_size=4), st.booleans())
+def test_the_decision_is_that_of_the_rule(held, overwrite):
+    reports = [report(*checkpoints) for checkpoints in held]
+    common = newest_common([one.ids for one in reports])
+    try:
+        start = decide(reports, resume=not overwrite, overwrite=overwrite)
+    except RankError:
+        assert common is None
+        assert any(one.step for report_ in reports for one in report_.ids)
+        return
+    assert start.adopted == (None if overwrite else common)
+    if start.adopted is not None:
+        assert start.incarnation > max(at for checkpoints in held for at, _ in checkpoints)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        (
+            {"arguments": {**ARGUMENTS, "interval=": "2"}},
+            RankError,
+            r"interval= of lightck.attach is 1 on rank 0 \(host h\) and 2 on rank 1 \(host h\)",
+        ),
+        (
+            {"place": "q", "directory": "/e"},
+            UnsupportedError,
+            r"The directory '/d' on rank 0 \(host h\) is not the directory '/e' on rank 1 \(host h\)",
+        ),
+    ],
+)
+def test_differences_are_named(fields, error, message):
+    with pytest.raises(error, match=message):
+        refuse_differences([report(), replace(report(), **fields)])
+    refuse_differences([report(), report()])
