@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import msgpack
 
-from lightck.errors import CheckpointExistsError, RankError, UnsupportedError, listed
+from lightck.errors import CheckpointExistsError, RankError, listed
 from lightck.pool.format.structures import SLOTS_MAX
 from lightck.ranks.rule import CheckpointId, may_start_from_nothing, newest_common, next_incarnation
 
@@ -26,6 +26,8 @@ class Report:
     """Name of the host, for messages."""
     directory: str
     """Path of the directory, for messages."""
+    boot_id: str
+    """Identifies the host."""
     place: str
     """Identifies the host and the directory: ranks with equal values see the same files."""
     arguments: dict[str, str]
@@ -74,8 +76,8 @@ class Start:
 
 
 def refuse_differences(reports: Sequence[Report]) -> None:
-    """Raise ``RankError`` or ``UnsupportedError`` if the ranks cannot be one group: other arguments, or another host.
-    (The caller compares ``tensors``, because it has their names.)"""
+    """Raise ``RankError`` if the ranks cannot be one group: other arguments, or other directories on one host. (The
+    caller compares ``tensors``, because it has their names.)"""
     for name in reports[0].arguments:
         values = [report.arguments[name] for report in reports]
         if len(set(values)) > 1:
@@ -84,15 +86,17 @@ def refuse_differences(reports: Sequence[Report]) -> None:
                 f"{name} of lightck.attach is {values[0]} on {_name(reports, 0)} and {values[other]} on "
                 f"{_name(reports, other)}. It must be the same on all ranks."
             )
-    elsewhere = [rank for rank, report in enumerate(reports) if report.place != reports[0].place]
-    if elsewhere:
-        other = elsewhere[0]
-        raise UnsupportedError(
-            f"The directory {reports[0].directory!r} on {_name(reports, 0)} is not the directory "
-            f"{reports[other].directory!r} on {_name(reports, other)}. The ranks of a group must run on one host and "
-            "pass the same directory. (Two sessions in one group are attached in the same order on all ranks.) Groups "
-            "of several hosts are not supported yet."
-        )
+    first_on: dict[str, int] = {}
+    for rank, report in enumerate(reports):
+        first = first_on.setdefault(report.boot_id, rank)
+        # Containers on one host may have a directory each under the same path: they are as hosts are.
+        if report.place != reports[first].place and report.directory != reports[first].directory:
+            raise RankError(
+                f"The directory {reports[first].directory!r} on {_name(reports, first)} is not the directory "
+                f"{report.directory!r} on {_name(reports, rank)}, and both ranks run on the same host. The ranks on a "
+                "host must pass the same directory. (Two sessions in one group are attached in the same order on all "
+                "ranks.)"
+            )
 
 
 def decide(

@@ -81,7 +81,7 @@ class Meeting:
                 self._answer_challenges()
             else:
                 self._nonce = self._challenge().hex()
-                self.store.set(self._key("here", self.rank), b"1")
+                self.store.set(self.key("here", self.rank), b"1")
         self.hosts = [value.decode("utf-8", "replace") for value in self.exchange("hosts", host.encode())]
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
@@ -103,7 +103,7 @@ class Meeting:
         """Write this rank's message, and return the messages of all ranks."""
         self._n_rounds += 1
         self._write(msgpack.packb({"what": what, "value": value}))
-        keys = [self._key(str(self._n_rounds), rank) for rank in range(self.world_size)]
+        keys = [self.key(str(self._n_rounds), rank) for rank in range(self.world_size)]
 
         def missing() -> list[int]:
             if self.store.check(keys):
@@ -127,7 +127,7 @@ class Meeting:
             message = {"error": f"{type(err).__name__}: {text}" if text else type(err).__name__}
             try:
                 self._write(msgpack.packb(message))
-                self.store.set(self._key("failed"), msgpack.packb([self.rank, message]))
+                self.store.set(self.key("failed"), msgpack.packb([self.rank, message]))
             except Exception as store_error:  # the store is gone: the others notice that themselves
                 log.debug("lightck: the error could not be passed on to the other ranks: %s", store_error)
             raise
@@ -163,7 +163,7 @@ class Meeting:
         answered: dict[int, bytes] = {}
 
         def missing() -> list[int]:
-            away = [rank for rank in range(1, self.world_size) if not self.store.check([self._key("here", rank)])]
+            away = [rank for rank in range(1, self.world_size) if not self.store.check([self.key("here", rank)])]
             for rank in away:
                 key = f"{_PREFIX}/challenge/{rank}"
                 challenge = self.store.multi_get([key])[0] if self.store.check([key]) else None
@@ -210,7 +210,7 @@ class Meeting:
 
     def _raise_failure(self) -> None:
         """Raise ``RankError`` if a rank has failed."""
-        key = self._key("failed")
+        key = self.key("failed")
         if self.store.check([key]):
             rank, message = msgpack.unpackb(self.store.multi_get([key])[0])
             self._raise_error_of(rank, message)
@@ -225,7 +225,7 @@ class Meeting:
     # -- keys --------------------------------------------------------------------------------------------
 
     def _write(self, message: bytes) -> None:
-        self.store.set(self._key(str(self._n_rounds), self.rank), message)
+        self.store.set(self.key(str(self._n_rounds), self.rank), message)
 
-    def _key(self, *parts: object) -> str:
+    def key(self, *parts: object) -> str:
         return "/".join((_PREFIX, self._nonce, *map(str, parts)))

@@ -1,8 +1,8 @@
-"""What a rank learns of its group while training runs: it reads the commit logs in the pools of the other ranks.
+"""What a rank learns of its group while training runs: it reads the commit logs in the pools of the ranks on its host.
 
-All ranks run on one host, so the pools are the messages, and nothing is sent. ``GroupRule`` is the rule of
-``ranks/rule.py`` as a decision of the pipeline: it holds those slots of this rank's pool that must not be overwritten
-yet. If no slot is left, it waits until it has learnt enough.
+These pools are the messages, and nothing is sent. What ranks on other hosts have, a helper thread learns
+(``ranks/publication.py``). ``GroupRule`` is the rule of ``ranks/rule.py`` as a decision of the pipeline: it holds those
+slots of this rank's pool that must not be overwritten yet. If no slot is left, it waits until it has learnt enough.
 
 A commit record is visible before it is durable. So, on a medium that must be synced, a rank's newest record counts only
 when the rank has written a newer one: before a rank writes a record it syncs its pool, and with it the record before.
@@ -19,7 +19,8 @@ from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, KIND_CHECKPOINT
 from lightck.pool.listener import CommitListener
 from lightck.pool.reader import PoolReader
 from lightck.pool.writer import PoolWriter
-from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
+from lightck.ranks.publication import Publication
+from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView, reported
 from lightck.ranks.waiting import wait_until
 
 log = logging.getLogger("lightck")
@@ -101,15 +102,22 @@ class GroupRule(CommitListener):
         timeout: float,
         name_of: Callable[[int], str],
     ) -> None:
-        """``knowledge``: what every rank knows when attach returns. ``ids``: generation -> checkpoint, for those that
-        lie in this rank's pool. ``timeout``: seconds after which a wait for other ranks ends with an error.
-        ``name_of``: rank -> text with its host."""
+        """``neighbours``: the other ranks on this host. ``knowledge``: what every rank knows when attach returns.
+        ``ids``: generation -> checkpoint, for those that lie in this rank's pool. ``timeout``: seconds after which a
+        wait for other ranks ends with an error. ``name_of``: rank -> text with its host."""
         self.knowledge = knowledge
         self.wait_seconds = 0.0
         """How long this rank has waited for other ranks, because no slot could be overwritten."""
         self._neighbours, self._timeout, self._name_of = neighbours, timeout, name_of
         self._ids = dict(ids)
         self._own: frozenset[CheckpointId] = frozenset()
+        self._elsewhere: Publication | None = None
+        self._together: PoolView | None = None
+        """What all ranks have together, as far as this rank has learnt it from ``_elsewhere``."""
+
+    def follow(self, elsewhere: Publication) -> None:
+        """Learn from this object what the ranks on other hosts have. It is closed with this rank's pool."""
+        self._elsewhere = elsewhere
 
     # -- decisions and events of the pipeline ------------------------------------------------------------
 
@@ -154,9 +162,15 @@ class GroupRule(CommitListener):
         assert slot.generation is not None, "it was committed just now"
         generations = {one.generation for one in writer.slots.slots}
         self._ids = {at: one for at, one in self._ids.items() if at in generations}
-        self._ids[slot.generation] = CheckpointId(writer.incarnation, step)
+        newest = CheckpointId(writer.incarnation, step)
+        self._ids[slot.generation] = newest
+        if self._elsewhere is not None:
+            counting = reported(self._ids.values(), self.knowledge.adoption)
+            self._elsewhere.publish(PoolView.of(counting, newest))
 
     def closed(self) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.close()
         for neighbour in self._neighbours:
             neighbour.close()
 
@@ -172,14 +186,22 @@ class GroupRule(CommitListener):
     def _learn(self, own: frozenset[CheckpointId]) -> None:
         common = self.knowledge.common
         news = [neighbour.has_news(common) for neighbour in self._neighbours]
-        if any(news) or own != self._own:
-            self._own = own
-            self.knowledge = self.knowledge.learn(own, [neighbour.view for neighbour in self._neighbours])
+        together = None if self._elsewhere is None else self._elsewhere.together
+        if any(news) or own != self._own or together is not self._together:
+            self._own, self._together = own, together
+            views = [neighbour.view for neighbour in self._neighbours]
+            self.knowledge = self.knowledge.learn(own, views if together is None else [*views, together])
 
     def _behind(self) -> str:
         """Return the names of the ranks whose newest checkpoint is the oldest one, with its step."""
-        steps = {one.rank: -1 if one.view.newest is None else one.view.newest.step for one in self._neighbours}
-        least = min(steps.values())
+        elsewhere = self._elsewhere
+        views = dict(elsewhere.views) if elsewhere is not None else {}
+        views.update({neighbour.rank: neighbour.view for neighbour in self._neighbours})
+        if elsewhere is not None and elsewhere.error is not None:
+            err = elsewhere.error
+            return f"ranks on other hosts (the store of the process group fails: {type(err).__name__}: {err})"
+        steps = {rank: -1 if view.newest is None else view.newest.step for rank, view in views.items()}
+        least = min(steps.values(), default=-1)
         names = [self._name_of(rank) for rank, step in steps.items() if step == least]
         at = f", whose newest checkpoint is that of step {least}," if least >= 0 else ""
-        return f"{listed(names, 8)}{at}"
+        return f"{listed(names, 8) or 'ranks on other hosts'}{at}"

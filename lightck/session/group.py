@@ -29,6 +29,8 @@ log = logging.getLogger("lightck")
 TIMEOUT = 600.0
 """Seconds that a rank waits for the others, unless ``timeout=`` says otherwise."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+HOST_VARIABLE = "LIGHTCK_TEST_HOST"
+"""Environment variable of tests, in which directories stand for hosts: it stands for name and boot id of a host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,14 @@ def checked_timeout(timeout: object) -> float:
 
 
 def host_name() -> str:
-    return socket.gethostname()
+    return os.environ.get(HOST_VARIABLE) or socket.gethostname()
+
+
+def boot_id() -> str:
+    """Return a text that is equal for two processes if they run on the same host, also in different containers."""
+    if HOST_VARIABLE in os.environ or not _BOOT_ID.exists():
+        return host_name()
+    return _BOOT_ID.read_text().strip()
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------
@@ -144,9 +153,8 @@ def made_directory(path: str | os.PathLike[str]) -> str:
 
 def place_of(directory: str) -> str:
     """Return a text that is equal for two processes only if they see the same directory on the same host."""
-    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else host_name()
     st = os.stat(directory)
-    return f"{boot_id}:{st.st_dev}:{st.st_ino}"
+    return f"{boot_id()}:{st.st_dev}:{st.st_ino}"
 
 
 def path_of_own_pool(directory: str, group: Group) -> str:

@@ -6,8 +6,9 @@
                 checkpoint is struck from the reports, and all decide again
     create      instead of that, for a new training: each rank creates its pool
     adopt       each rank records the checkpoint and the agreed incarnation in its pool
-    begin       each rank opens the pools of the others to read their commit logs. In a new training it commits
-                checkpoint 0. ``attach`` returns when all ranks have come so far
+    begin       each rank opens the pools of the others on its host to read their commit logs. In a new training it
+                commits checkpoint 0. ``attach`` returns when all ranks have come so far. If there are several hosts,
+                a helper thread exchanges what the pools hold from now on
 
 Invariant: before *adopt* nothing in a pool is changed, and *adopt* changes no checkpoint. So after a kill at any moment
 the ranks decide for the same checkpoint again. A new training returns from attach only when all ranks hold step 0, so
@@ -35,12 +36,13 @@ from lightck.pool.storage.durability import TIER_CACHE
 from lightck.ranks.agreement import Report, Start, decide, refuse_differences
 from lightck.ranks.meet import Meeting
 from lightck.ranks.neighbours import GroupRule, Neighbour
-from lightck.ranks.rule import Adoption, CheckpointId, Knowledge
+from lightck.ranks.publication import Publication
+from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
 from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
 from lightck.restore.usable import parse, usable_by_name
 from lightck.session.arguments import Arguments
-from lightck.session.group import Group, Place, host_name, made_directory, path_of_own_pool, place_of
+from lightck.session.group import Group, Place, boot_id, host_name, made_directory, path_of_own_pool, place_of
 from lightck.session.pool_file import PoolFile
 from lightck.state.parts import mesh_of
 
@@ -66,6 +68,8 @@ class GroupStart:
     _adoption: Adoption = field(default_factory=lambda: Adoption(None, 1))
     _ids: dict[int, CheckpointId] = field(default_factory=dict)
     """Generation -> checkpoint, for those in this rank's pool."""
+    _places: list[str] = field(default_factory=list)
+    """Rank -> where its pool lies (``place_of``)."""
 
     @classmethod
     @contextmanager
@@ -161,6 +165,7 @@ class GroupStart:
         report = Report(
             host=host_name(),
             directory=os.path.dirname(file.path),
+            boot_id=boot_id(),
             place=place_of(os.path.dirname(file.path)),
             arguments=_arguments_to_compare(file.arguments),
             tensors=_digest(file),
@@ -170,7 +175,9 @@ class GroupStart:
             checkpoints=tuple((one.incarnation, one.step) for one in stored),
             incarnation=0 if reader is None else reader.commit_log().incarnation,
         )
-        return [Report.unpack(data) for data in self.meeting.exchange("reports", report.pack())]
+        reports = [Report.unpack(data) for data in self.meeting.exchange("reports", report.pack())]
+        self._places = [one.place for one in reports]
+        return reports
 
     def _create(self, file: PoolFile, pipeline: Pipeline, start: Start) -> None:
         mesh_shape, coordinate = mesh_of(file.capture.tensors())
@@ -239,7 +246,7 @@ class GroupStart:
     # -- the group begins --------------------------------------------------------------------------------
 
     def join(self, file: PoolFile, pipeline: Pipeline) -> None:
-        """Open the pools of the other ranks, and put the commit rule into the pipeline."""
+        """Open the pools of the other ranks on this host, and put the commit rule into the pipeline."""
         writer = pipeline.pool.writer
         assert writer is not None, "a rank's pool exists from attach on"
         own = msgpack.packb([file.path, writer.superblock.uuid])
@@ -247,7 +254,7 @@ class GroupStart:
         must_sync = pipeline.durability.tier != TIER_CACHE
         try:
             for rank, (path, uuid) in enumerate(map(msgpack.unpackb, self.meeting.exchange("pools", own))):
-                if rank != self.group.rank:
+                if rank != self.group.rank and self._places[rank] == self._places[self.group.rank]:
                     neighbours.append(Neighbour(rank, open_pool(path), self._adoption, must_sync=must_sync))
                     self._check_neighbour(neighbours[-1], uuid)
         except BaseException:
@@ -279,9 +286,14 @@ class GroupStart:
         """Wait until all ranks have come so far: they have adopted the same checkpoint, or committed checkpoint 0."""
         self.meeting.exchange("readiness", b"")
         assert self.rule is not None, "join was called"
+        start = self._adoption.adopted or CheckpointId(self._adoption.incarnation, 0)
         if self._adoption.adopted is None:
-            first = CheckpointId(self._adoption.incarnation, 0)
-            self.rule.knowledge = replace(self.rule.knowledge, common=first)
+            self.rule.knowledge = replace(self.rule.knowledge, common=start)
+        if len(set(self._places)) > 1:
+            own = PoolView.of([start])
+            self.rule.follow(
+                Publication(self.group.store, self.meeting.key, self.group.rank, self.group.world_size, own)
+            )
 
 
 def _restored(restore: LiveRestore, many: list[StoredCheckpoint]) -> tuple[StoredCheckpoint | None, str]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightck.errors import CheckpointExistsError, RankError, UnsupportedError
+from lightck.errors import CheckpointExistsError, RankError
 from lightck.ranks.agreement import Report, decide, refuse_differences
 from lightck.ranks.rule import CheckpointId, newest_common
 
@@ -23,6 +23,7 @@ def report(*steps: int | tuple[int, int], run: bytes = RUN, incarnation: int | N
     return Report(
         **{
             "host": "h",
+            "boot_id": "b",
             "directory": "/d",
             "place": "p",
             "arguments": ARGUMENTS,
@@ -50,7 +51,7 @@ def test_the_report_of_another_release_is_named():
 
 def test_a_report_takes_at_most_a_kibibyte():
     ids = [(1 << 40, (1 << 40) + i) for i in range(8)]
-    one = report(*ids, host="h" * 64, directory="d" * 200, place="p" * 64, tensors="t" * 32)
+    one = report(*ids, host="h" * 64, directory="d" * 200, boot_id="b" * 36, place="p" * 64, tensors="t" * 32)
     assert len(one.pack()) <= 1024
 
 
@@ -147,7 +148,7 @@ def test_the_decision_is_that_of_the_rule(held, overwrite):
         ),
         (
             {"place": "q", "directory": "/e"},
-            UnsupportedError,
+            RankError,
             r"The directory '/d' on rank 0 \(host h\) is not the directory '/e' on rank 1 \(host h\)",
         ),
     ],
@@ -156,3 +157,22 @@ def test_differences_are_named(fields, error, message):
     with pytest.raises(error, match=message):
         refuse_differences([report(), replace(report(), **fields)])
     refuse_differences([report(), report()])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"place": "q"},  # containers on one host, each with a directory of its own
+        {"boot_id": "c", "place": "q"},
+        {"boot_id": "c", "place": "q", "directory": "/e"},
+    ],
+)
+def test_hosts_may_have_a_directory_each(fields):
+    refuse_differences([report(), replace(report(), **fields)])
+
+
+def test_directories_are_compared_on_each_host():
+    elsewhere = replace(report(), boot_id="c", place="r", directory="/e")
+    refuse_differences([report(), elsewhere, elsewhere])
+    with pytest.raises(RankError, match=r"'/e' on rank 1 .* is not the directory '/f' on rank 2"):
+        refuse_differences([report(), elsewhere, replace(elsewhere, place="s", directory="/f")])
