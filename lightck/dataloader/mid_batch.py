@@ -47,10 +47,11 @@ class MidBatch:
             each.training_fetch_tick = now
 
     def holds_batch(self, step: int) -> bool:
-        """Whether the loop still holds the batch of the last update. Then the next forward is perhaps for logging only.
-        So it is no boundary, and the checkpoint closes at the next ``next()``. If another update comes before that
-        ``next()``, the checkpoint closes at the pre-step hook of that update, with a warning. From then on this method
-        returns False, so forwards are boundaries again."""
+        """Whether a forward now is no boundary, because the loop still holds the batch of the last update, and the
+        forward is perhaps for logging only.
+
+        The checkpoint then closes at the next ``next()``. If another update comes before that, the checkpoint closes at
+        the pre-step hook of the update, with a warning, and from then on forwards are boundaries again."""
         return any(
             _is_mid_batch(loader.current_pass, step) and not loader.mid_batch_reported for loader in self._loaders
         )
@@ -90,7 +91,7 @@ def _pass_and_count(pass_: Pass | None) -> _PassAndCount:
 
 
 def _is_mid_batch(pass_: Pass | None, step: int) -> bool:
-    return pass_ is not None and pass_.state.given > 0 and (pass_.has_trained(step) or pass_.fetched_at == step)
+    return pass_ is not None and pass_.state.given > 0 and (pass_.has_trained(step) or pass_.updates_at_fetch == step)
 
 
 def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:
@@ -99,7 +100,8 @@ def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:
     if inner is None or not inner.has_trained(step):
         return False
     return (
-        inner.previous_end_tick < outer.fetched_tick < inner.begun_tick and inner.updates_at_begin == outer.fetched_at
+        inner.previous_end_tick < outer.fetched_tick < inner.begun_tick
+        and inner.updates_at_begin == outer.updates_at_fetch
     )
 
 

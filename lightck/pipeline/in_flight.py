@@ -25,8 +25,8 @@ class InFlightCheckpoint:
     watched: SourceWatch
     step: int
     needs_no_validation: bool
-    """Whether no later write can reach the copies of the checkpoint: each is made at the boundary by the host, or by a
-    device before the work that is queued on it after the boundary."""
+    """Whether no later write can reach the copies of the checkpoint. The host makes these copies at the boundary; a
+    device makes them before it does any work that is queued after the boundary."""
 
     @property
     def n_jobs(self) -> int:

@@ -95,7 +95,7 @@ class Pipeline:
     @property
     def on_background_thread(self) -> bool:
         """Whether the caller runs on a background thread of this pipeline, for which ``close`` waits."""
-        return self.staging.is_staging_thread or self.events.called_from_own_thread
+        return self.staging.is_transfer_thread or self.events.called_from_own_thread
 
     def adopted(
         self, step: int, copied_at_boundary: Sequence[str], slots: int | None, generation: int, stale_after: int | None
@@ -128,8 +128,8 @@ class Pipeline:
 
     def begin_checkpoint(self, closed_step: ClosedStep) -> None:
         """Begin to write the checkpoint of a closed step, if the commit decisions allow it. When this returns, the
-        copies at the boundary are made. The checkpoint is committed if a relayout was needed, or if the last one was
-        given up and a group of ranks waits for this one."""
+        copies at the boundary are made. In two cases this method also waits for the commit: if a relayout was needed,
+        and if the last checkpoint was given up in the pool of a rank."""
         self._collect_ended()
         self._newest = None
         self.guard.copied_at_boundary.update(closed_step.written_outside_step)

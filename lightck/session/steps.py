@@ -330,7 +330,7 @@ class Steps(StepListener):
         self.capture.devices.join_updates()
         if not self.boundary.closes_at(event):
             is_skip = event is not Event.FLUSH and self._scalers.skipped()
-            self.boundary.passed_without_update(event, is_skip)
+            self.boundary.closed_nothing(event, is_skip)
             return
         if event is Event.FORWARD and self.capture.mid_batch.holds_batch(self.boundary.step):
             return  # the loop still has the batch of the last update, so this forward may be for logging only

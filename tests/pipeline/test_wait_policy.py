@@ -202,7 +202,7 @@ from lightck.pipeline import wait_policy
 from lightck.pool.engine import find_openmp
 assert not find_openmp("libc.so.6") and not find_openmp("no-such-library.so")
 assert not engine.set_passive_waiting(True)
-wait_policy.OPENMP_OF = "libc.so.6"
+wait_policy.LIBRARY_WITH_OPENMP = "libc.so.6"
 for _ in range(3):
     policy.checkpoint_ended(100 << 20, 60 << 20)
     policy.gate_passed()
