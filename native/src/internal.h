@@ -73,7 +73,7 @@ void cpu_fence(void);
 enum kill_site { KILL_HEADER, KILL_BLOCK, KILL_MANIFEST, KILL_SEALED, KILL_BODY, KILL_WORD, KILL_ACK, KILL_SITES };
 
 int32_t fault_take(uint32_t op); /* the errno with which this call of the operation must fail, or 0 */
-void kill_point(enum kill_site site); /* called at a passing of the site; does not return if the process is to be killed now */
+void kill_point(enum kill_site site); /* called at a passing of the site; does not return if it must kill the process */
 
 /* ---- guard.c ----------------------------------------------------------------------------------------- */
 
