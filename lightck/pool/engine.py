@@ -186,13 +186,13 @@ class Engine:
         """CPU time of all threads of the engine so far, in seconds, also after ``close``."""
         return self.query(lambda handle: lib.lck_engine_cpu_ns(handle) * 1e-9, self._cpu_seconds)
 
-    def query(self, call: Callable[[CData], T], closed: T) -> T:
-        """Return ``call(handle)``, or ``closed`` if the engine is closed or this process was forked from its owner. Any
-        thread can call this method at any time."""
+    def query(self, call: Callable[[CData], T], if_closed: T) -> T:
+        """Return ``call(handle)``, or ``if_closed`` if the engine is closed or this process was forked from its owner.
+        Any thread can call this method at any time."""
         if self.is_forked:  # another thread of the parent may have held the lock at the fork
-            return closed
+            return if_closed
         with self._handle_lock:
-            return closed if self.handle is None else call(self.handle)
+            return if_closed if self.handle is None else call(self.handle)
 
     @property
     def is_forked(self) -> bool:
@@ -299,9 +299,9 @@ class Job:
         """Wait until all bytes are copied (``COPIED``) or the job has ended (``ENDED``), and copy on this thread
         meanwhile.
 
-        Returns True when that is so, and False if ``timeout`` seconds pass before. ``pause`` is called after every
-        ``_SLICE_MS`` of waiting. An exception that ``pause`` raises ends the wait and leaves the job unchanged. Raises
-        ``BackgroundError`` if the job failed or was dropped.
+        Returns True when the job has reached ``until``, and False if ``timeout`` seconds pass before. ``pause`` is
+        called after every ``_SLICE_MS`` of waiting. An exception that ``pause`` raises ends the wait and leaves the job
+        unchanged. Raises ``BackgroundError`` if the job failed or was dropped.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         for part in self.parts:

@@ -44,7 +44,7 @@ class PlannedRecords:
         """The two columns of the image's records that change: generations and steps. None if the plan does not write
         every record."""
 
-    def are_of(self, plan: CopyPlan, template: npt.NDArray[np.void]) -> bool:
+    def matches(self, plan: CopyPlan, template: npt.NDArray[np.void]) -> bool:
         """Whether these records were computed for the arrays of this plan and for this template."""
         return template is self._template and all(map(is_, self._arrays, _arrays_of(plan)))
 

@@ -89,7 +89,7 @@ class PoolReader:
         """The last medium error of ``read``."""
         self.superblock = self._read_superblock()
         self.group: GroupIdentity | None = None
-        """If the pool is that of a rank: its place in the group. Then entries may have pieces."""
+        """The identity of a rank's pool, whose entries may have pieces; None for another pool."""
         self.table, self.entries = self._read_table()
 
     @property
@@ -170,9 +170,9 @@ class PoolReader:
         )
 
     def _matching_superblock(self, first: Superblock, last: Superblock) -> Superblock:
-        """Return that one of two valid superblocks which belongs to this pool. If the two differ, one of them belongs
-        to another pool and was written here by mistake. Checked with the uuid of that other pool, no commit record of
-        this pool is valid."""
+        """Return the one of two valid superblocks that belongs to this pool. If the two differ, one of them belongs to
+        another pool and was written here by mistake. The commit records of this pool are not valid with the uuid of
+        that other pool."""
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first

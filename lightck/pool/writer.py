@@ -332,8 +332,8 @@ class PoolWriter:
     def begin(self, plan: CopyPlan, slot: Slot, keep: object, reservation: Reservation | None = None) -> Pending:
         """Start a checkpoint: invalidate the slot, make the copies at the boundary, and queue the background copies.
 
-        ``keep``: an object that keeps the source memory alive. ``reservation``: the reservation of this slot, whose
-        copies have been started; their records are in ``plan.recorded_only``.
+        ``keep``: an object that keeps the source memory alive. ``reservation``: the reservation of this slot. Its
+        copies have been started, and ``plan.recorded_only`` contains the record numbers of these copies.
 
         Raises before anything is written: ``RelayoutNeededError`` if the small state has no room, ``SessionError`` if
         the plan is incomplete or leaves out a tensor whose present bytes are not in the slot, ``BackgroundError`` if
@@ -403,9 +403,9 @@ class PoolWriter:
         return status, ticket[0]
 
     def _planned(self, slot: Slot, plan: CopyPlan) -> PlannedRecords:
-        """Return what this checkpoint has in common with the last one of the slot, or compute it."""
+        """Return the records of the slot's last checkpoint if they match this plan, else new ones."""
         planned = slot.image.planned
-        if planned is not None and planned.are_of(plan, self._template):
+        if planned is not None and planned.matches(plan, self._template):
             return planned
         return PlannedRecords(plan, self._template, slot.offset)
 
@@ -462,7 +462,7 @@ class PoolWriter:
     def _fill_commit_struct(
         self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int
     ) -> Commit:
-        """Fill ``_commit_struct`` and return it. ``position``: of the commit record in the log."""
+        """Fill ``_commit_struct`` and return it. ``position``: position of the commit record in the log."""
         sb = self.superblock
         lo, hi = uuid_words(sb.uuid)
         commit = self._commit_struct

@@ -240,8 +240,9 @@ static int ordered_before(uint64_t from, uint64_t to)
     return 0;
 }
 
-/* Event `word` stores the first word of a commit record. Check that fences order all stores to the record's slot, from
- * the slot header on, before the body of the record, and the slot header and the body before `word`. */
+/* Event `word` stores the first word of a commit record. Check that a fence comes between each store to the record's
+ * slot (from the slot header on) and the body of the record, between the slot header and `word`, and between the body
+ * and `word`. */
 static void check_fences_before(uint64_t word, uint64_t generation)
 {
     uint64_t slot = slot_off(generation), header = 0, body = 0;
@@ -330,8 +331,8 @@ static void test_unattended(void)
     teardown();
 }
 
-/* lck_job_commit seals on the calling thread: of a job whose copies were all made inside lck_job_submit, no worker
- * copies or seals anything. */
+/* lck_job_commit seals on the calling thread. If all copies of a job were made inside lck_job_submit, no worker copies
+ * or seals anything. */
 static void test_commit_on_this_thread(void)
 {
     setup(2);
@@ -622,7 +623,7 @@ static void test_lost_part(void)
     teardown();
 }
 
-/* Empty the sources before the submit: as with a device transfer, give_sources fills them afterwards. */
+/* Empty the sources before the submit. give_sources fills them after it, as a device transfer does. */
 static void take_sources(struct checkpoint *v, unsigned char **kept)
 {
     for (int i = 0; i < TENSORS; i++) {

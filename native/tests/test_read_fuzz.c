@@ -20,7 +20,7 @@ typedef struct {
 
 typedef struct {
     int32_t status;
-    uint64_t bad;      /* number of the last block that is read: if one does not match, that one */
+    uint64_t bad;      /* number of the first block that is short or does not match; of the last block if all match */
     uint64_t verified; /* bytes of the blocks that match */
     uint64_t refused;  /* bytes of the first block that does not match */
     unsigned char bytes[EXTENTS_MAX * FILE_NBYTES];

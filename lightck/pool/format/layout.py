@@ -27,9 +27,9 @@ INT_MAX = 1 << 62
 NAME_NBYTES_MAX = 4096
 """Maximum length of a name in UTF-8."""
 LIST_PIECES_MAX, LIST_PAIRS_MAX = 1 << 20, 1 << 28
-"""Limits for all entries of a table together, or for all extra entries of a checkpoint: of their pieces, and of the sum
-of the squares of each entry's number of pieces. The first one bounds memory; the second one bounds time, because the
-pieces of an entry are compared with each other."""
+"""Maximum sums over all entries of a table, or over all extra entries of a checkpoint. ``LIST_PIECES_MAX`` limits the
+number of pieces, and so the memory. ``LIST_PAIRS_MAX`` limits the sum of the squares of each entry's number of pieces,
+and so the time, because the pieces of an entry are compared with each other."""
 ROLES = ("param", "buffer", "optimizer", "state")
 
 # Bytes per element of every dtype name that a table may contain. The pool knows names and sizes, but not torch.
@@ -57,9 +57,10 @@ class Entry(NamedTuple):
     layer: int = -1
     alias: str | None = None
     logical_shape: tuple[int, ...] | None = None
-    """Shape of the tensor of which this one is a part. None, as is ``pieces``: nothing says that it is a part."""
+    """Shape of the logical tensor of which this tensor is a part. ``logical_shape`` and ``pieces`` are both None if the
+    entry does not say that its tensor is a part."""
     pieces: tuple[Piece, ...] | None = None
-    """What it holds of the logical tensor, and where. Only in the pool of a rank."""
+    """The pieces of the logical tensor that this tensor holds. Only the pool of a rank stores pieces."""
 
     def fits(self, other: Entry) -> bool:
         """Whether a tensor described by ``other`` fits this extent: same dtype, shape, strides, alias, device and
@@ -73,8 +74,8 @@ class Entry(NamedTuple):
         ) and (self.logical_shape, self.pieces) == (other.logical_shape, other.pieces)
 
     def to_map(self, *, has_group: bool = False) -> dict[str, object]:
-        """Return the entry as the map that the table contains. ``has_group``: whether the pool is that of a rank. If it
-        is not, the last four keys carry no information: they are None, or follow from the shape.
+        """Return the entry as the map that the table contains. ``has_group``: whether the pool is that of a rank. In
+        another pool the last four keys of the map carry no information: they are None, or follow from the shape.
 
         Raises ``ValueError`` if the entry has pieces that this pool cannot have."""
         plain: dict[str, object] = dict(zip(_PLAIN_FIELDS, self, strict=False))
@@ -121,8 +122,8 @@ def blocks_of(nbytes: int, block: int) -> int:
 
 
 def encode(entries: Sequence[Entry], group: GroupIdentity | None = None) -> bytes:
-    """Return the layout table of these entries. ``group``: if the pool is that of a rank. Raises ``ValueError`` as
-    ``Entry.to_map`` does."""
+    """Return the layout table of these entries. ``group``: the identity of a rank's pool; None for another pool.
+    Raises ``ValueError`` as ``Entry.to_map`` does."""
     head = {} if group is None else {"group": group.to_map()}
     return bytes(msgpack.packb(head | {"entries": _maps(entries, group is not None)}, use_bin_type=True))
 
@@ -222,8 +223,8 @@ def check_ties(present: Mapping[str, Entry]) -> None:
     shape. Raises ``DamagedError``.
 
     If they differed, a restore would write bytes of one shape into a tensor of another. (In the layout table they may
-    differ: a checkpoint can hold an extra entry in place of one of two tied entries of the table, so only the entries
-    that one checkpoint really holds must agree.)"""
+    differ. A checkpoint can hold an extra entry in place of a tied entry of the table, and only the entries that one
+    checkpoint holds must agree.)"""
     check_aliases(present)
     for entry in present.values():
         if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
@@ -235,8 +236,8 @@ def _kind(entry: Entry) -> tuple[object, ...]:
 
 
 def _items(data: bytes, keys: Sequence[str], has_group: bool = False) -> Iterator[object]:
-    """Yield the items of the list of entries. ``keys``: of the table, in their order; if one is "group", its value
-    comes first. Empty: ``data`` is the list alone. Raises ``DamagedError``.
+    """Yield the items of the list of entries. ``keys``: the keys of the layout table, in their order. If "group" is one
+    of the keys, its value is yielded first. If there are no keys, ``data`` is only the list. Raises ``DamagedError``.
 
     msgpack allocates as many items as a list claims to have. So this function iterates over the long list, and msgpack
     unpacks only the short lists inside an entry."""
@@ -300,7 +301,7 @@ def _with_parts(items: Iterator[object]) -> Iterator[Entry]:
 
 
 def _entry(item: object, keys: set[str] = _PLAIN_KEYS) -> Entry:
-    """Parse one entry, without its pieces. ``keys``: those that it must have. Raises ``DamagedError``."""
+    """Parse one entry, without its pieces. ``keys``: the keys that it must have. Raises ``DamagedError``."""
     if not isinstance(item, dict) or item.keys() != keys:
         raise DamagedError("list of tensors: an entry has the wrong keys")
     name, role, dtype, shape, stride, nbytes, device, offset, layer, alias = _VALUES(item)
@@ -330,7 +331,7 @@ def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
         return None
     numel = math.prod(shape)
-    # An empty tensor must have no huge sizes, so for it the product of the sizes other than 0 is limited.
+    # The product of an empty tensor's sizes is 0, so the product of its sizes other than 0 is limited instead.
     if (numel or math.prod(filter(None, shape))) >= INT_MAX or not is_dense(shape, stride):
         return None
     return numel

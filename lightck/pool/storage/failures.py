@@ -27,7 +27,7 @@ _CURES = {
     errno.EROFS: "Its file system is mounted read-only: choose another folder, or mount it for writing.",
 }
 TRANSIENT_ERRNOS = (errno.ENOMEM, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO)
-"""Errors of a query about a file that leave the answer unknown. After any other error the answer is "no"."""
+"""Errors after which the answer to a question about a file is unknown. After any other error the answer is "no"."""
 PATH_ERRNOS = (
     errno.EACCES,
     errno.EPERM,

@@ -57,8 +57,8 @@ now, or because the worker of a killed training may close its descriptor in a mo
 _PAUSE_SECONDS = 0.005
 """Pause between two attempts."""
 _CHECK_VALID_SECONDS = 0.001
-"""Seconds for which a full check of the lock (``PoolLock.refuse_if_lost``) stays valid. Another training needs more
-time than this to open a pool."""
+"""Seconds for which a full check of the lock (``PoolLock.refuse_if_lost``) stays valid. This is less time than
+another training needs to open a pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +223,8 @@ class PoolLock:
         try:
             st = os.stat(self.path, follow_symlinks=False)
         except OSError as err:
-            # If this process may hold the lock, it must not open a second descriptor of the file: the close of that
-            # descriptor would drop the lock.
+            # After a transient error this process may hold the lock. Raise, so that the file is not opened a second
+            # time: the close of the second descriptor would drop the lock.
             if err.errno in TRANSIENT_ERRNOS:
                 raise io_error(f"The lock file {self.path!r} cannot be inspected", err.errno, err.strerror) from err
             return False
