@@ -1,4 +1,4 @@
-"""What the commands say of the pool of a rank: its group, and of which tensors it holds a part."""
+"""What the commands print about the pool of a rank: the group of the rank, and the tensors that are parts."""
 
 from __future__ import annotations
 

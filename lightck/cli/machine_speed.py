@@ -67,8 +67,8 @@ class Speed:
     state_nbytes: int
     """Bytes of the tensors in a checkpoint of the training."""
     is_synced: bool
-    """Whether torch.save is followed by fsync. It is if a pool in this folder survives a crash of the OS, so that what
-    torch.save writes survives the same."""
+    """Whether torch.save is followed by fsync. This is so if a pool in this folder survives a crash of the OS, because
+    then the file of torch.save must survive it too."""
     rounds: int
     """The number of rounds of trainings that count."""
     step_seconds: dict[str, float]

@@ -30,7 +30,7 @@ from lightck.errors import LightckError
 
 EPOCHS = 3
 SILENCE_SECONDS_MAX = 180.0  # a child that reports nothing for this time is considered to hang
-SITE_GRACE = 2  # the updates after the planned update at which the parent kills a child that missed its kill site
+SITE_GRACE = 2  # a child that reports this many updates more than planned missed its kill site: the parent kills it
 LOG_TAIL_BYTES = 2000  # how much of a child's output an error message quotes
 
 

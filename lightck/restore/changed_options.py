@@ -48,7 +48,8 @@ def options(
             kept = values.unpack(contents.state[name], tensor=lambda name: torch.empty(0))
             if _is_equal(_step_counts(now), _step_counts(then)) and isinstance(kept, Mapping):
                 edited = _edited(then, now, kept)
-                public = [one for one in edited if not one[0].startswith("_")]  # private values can derive from these
+                # Private values usually follow from public ones, and are named only if no public value was edited.
+                public = [one for one in edited if not one[0].startswith("_")]
                 found += [f"{type(obj).__name__}'s {key} {text}" for key, text in public or edited]
     return found
 

@@ -171,7 +171,7 @@ def refuse_other_than_module(model: object) -> None:
 
 
 def refuse_other_than_bool(**flags: object) -> None:
-    """Raise ``TypeError`` for a flag that is no bool. (The string in ``overwrite="no"`` counts as true, and would
+    """Raise ``TypeError`` for a flag that is no bool. (Every nonempty string is true, so ``overwrite="no"`` would
     discard checkpoints.)"""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):

@@ -41,7 +41,7 @@ def read_state(
     params = dict(live.params)
     used: set[int] = set()
     made: dict[int, torch.Tensor] = {}
-    """id of a tensor that is written -> what the optimizer holds: keys that share a tensor share its DTensor too."""
+    """id of a local tensor -> what ``state_of`` made of it. Keys that share a local tensor also share its DTensor."""
     counted = counted_on_device(saved)
     state: dict[str, object] = {}
     for name in saved.all_names:

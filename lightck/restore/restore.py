@@ -190,13 +190,13 @@ def _match_tensors(
                 reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
             else:
                 retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
-        # For an alias that was an alias of the same tensor when it was saved, nothing is planned, because that tensor
-        # is written.
+        # A name that was tied to the same tensor when it was saved needs no write of its own: the write of that tensor
+        # restores both.
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
             if live.alias is not None and tensors.get(live.alias) is live.tensor and live.alias in contents.entries:
                 notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
             else:
-                # The name is no alias now, or it is an alias through another tensor object with the same memory. In the
+                # Either the name is not tied now, or it is tied by another tensor object on the same memory. In the
                 # second case ``_refuse_contradiction`` compares the saved values of the two before the first write.
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(unmatched), tuple(reshaped), tuple(retyped)
