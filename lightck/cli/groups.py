@@ -29,8 +29,8 @@ def group_words(group: Facts) -> str:
     return f"rank {group['rank']} of {group['world_size']}, {mesh if group['mesh'] else 'without a mesh'}"
 
 
-def needs_all_words(group: Facts) -> str:
-    """Return the sentence that says what a recovery needs."""
+def recovery_note(group: Facts) -> str:
+    """Return the sentence that says which pools a recovery needs."""
     return f"This is the pool of one rank: a recovery needs the pools of {count(group['world_size'], 'rank')}."
 
 

@@ -355,7 +355,7 @@ def _show_next(path: str, facts: Facts, step: int | None) -> None:
         print_verdict(f"{which} can be used. Next: lightck verify --deep {name}", good=False)
     elif facts["group"] is not None:
         which = "" if step is None else f"--step {step} "
-        print_line(f"{groups.needs_all_words(facts['group'])} To check every byte: lightck verify {which}{name}")
+        print_line(f"{groups.recovery_note(facts['group'])} To check every byte: lightck verify {which}{name}")
     elif step is None:
         print_line(
             f"attach(..., resume=True) resumes from step {shown['step']}. To check every byte: lightck verify {name}"

@@ -294,7 +294,7 @@ def _show_verdict(facts: Facts, path: str) -> None:
     step = facts["recoverable_step"]
     if facts["group"] is not None and step is not None:
         print_verdict(f"{'OK' if facts['ok'] else 'DAMAGED'}: step {step} of this rank is intact.", good=facts["ok"])
-        print_line(groups.needs_all_words(facts["group"]))
+        print_line(groups.recovery_note(facts["group"]))
         return
     if facts["ok"]:
         if not facts["checkpoints"]:

@@ -24,12 +24,12 @@ from lightck.state.inventory import ModelView, OptimizerView
 log = logging.getLogger("lightck")
 
 
-def options(
+def descriptions(
     contents: Contents, pairs: Sequence[tuple[OptimizerContents, OptimizerView]], objects: Mapping[str, object]
 ) -> list[str]:
-    """Return a text for each option of an optimizer or scheduler that this script builds differently and that the
-    restore will replace. Call this function before the restore. ``pairs``: saved and live optimizers. ``objects``: name
-    in ``state`` -> live object."""
+    """Return a text for each option of an optimizer or scheduler to which this script gives another value than at the
+    start of the training, and whose value the restore will replace. Call this function before the restore. ``pairs``:
+    saved and live optimizers. ``objects``: name in ``state`` -> live object."""
     built = contents.built
     if built is None:
         return []

@@ -124,7 +124,7 @@ class Checkpoint:
     def record_restored(self, model: nn.Module, plan: _restore.RestorePlan) -> None:
         """For lightck itself: record that ``plan`` has restored this checkpoint into ``model``."""
         self.drift = plan.drift
-        remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, untaken(plan)))
+        remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, unused_parts(plan)))
 
     @property
     def _source(self) -> MemorySource:
@@ -230,7 +230,7 @@ def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Modu
         error.args = (message, *error.args[1:])
 
 
-def untaken(plan: _restore.RestorePlan) -> tuple[str, ...]:
+def unused_parts(plan: _restore.RestorePlan) -> tuple[str, ...]:
     """Return a description of each part of the checkpoint that this restore did not use. ``attach`` refuses to continue
     from a restore that left such parts out."""
     taken = {id(saved) for saved, _ in plan.optimizers}

@@ -64,7 +64,7 @@ def _newest(readers: Sequence[PoolReader], step: int | None, device: torch.devic
             if step is not None and name.step != step:
                 continue
             try:
-                return _load([_intact(of_rank[name]) for of_rank in held], device, rejected)
+                return _load([_newest_intact(of_rank[name]) for of_rank in held], device, rejected)
             except DamagedError as err:
                 record = held[0][name][0].record
                 rejected.append(RejectedCheckpoint(name.step, record.generation, str(err)))
@@ -76,14 +76,14 @@ def _newest(readers: Sequence[PoolReader], step: int | None, device: torch.devic
     )
 
 
-def _intact(many: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
-    """Return the newest of these checkpoints of one step that verifies, or the last one, which is verified when it is
-    loaded."""
-    for stored in many[:-1]:
+def _newest_intact(checkpoints: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
+    """Return the first of these checkpoints of one step, newest first, that verifies. If only the last is left, it is
+    returned unverified, because ``_load`` verifies it."""
+    for stored in checkpoints[:-1]:
         with suppress(DamagedError):
             stored.verify()
             return stored
-    return many[-1]
+    return checkpoints[-1]
 
 
 def _nothing_left(

@@ -85,8 +85,9 @@ class RestorePlan:
     """Names in ``state`` for which the user passed None: what was saved under them is not restored."""
     extra_state: list[tuple[str, nn.Module]] = field(default_factory=list)
     """(name, module) of each module with a saved extra state, to pass to ``set_extra_state``."""
-    edited: list[str] = field(default_factory=list)
-    """A text for each option that the script builds differently and that the restore replaces."""
+    overridden_options: list[str] = field(default_factory=list)
+    """A text for each option to which the script gives another value than at the start of the training. The restore
+    sets the value in the checkpoint."""
     restored: dict[str, torch.Tensor] = field(default_factory=dict)
     """Entry name -> tensor that ``apply`` has written or loaded so far."""
     unfit: set[str] = field(default_factory=set)
@@ -140,7 +141,7 @@ def check(
             f"optimizer or state. {cure}.",
             plan.drift,
         )
-    plan.edited = changed_options.options(contents, plan.optimizers, plan.objects)
+    plan.overridden_options = changed_options.descriptions(contents, plan.optimizers, plan.objects)
     return plan
 
 
@@ -355,7 +356,7 @@ def apply(plan: RestorePlan, source: Source) -> None:
         check_optimizer(live, state, rest, saved.groups)
     for name, check_one in checks.items():  # the state is unpacked again: load_state_dict may have changed its argument
         check_one.after(values.unpack(plan.contents.state[name], tensor=plan.restored.__getitem__))
-    changed_options.warn_options(plan.edited)
+    changed_options.warn_options(plan.overridden_options)
 
 
 def _refuse_contradiction(plan: RestorePlan, source: Source) -> None:

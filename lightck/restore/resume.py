@@ -120,7 +120,7 @@ class RestoredFrom:
     uuid: bytes
     record: CommitRecord
     contents: Contents
-    untaken: tuple[str, ...]
+    unused_parts: tuple[str, ...]
     """Descriptions of the parts of the checkpoint that the restore did not use (not ``Drift.missing``)."""
 
 
