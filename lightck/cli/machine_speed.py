@@ -199,8 +199,8 @@ class _Training:
 
 
 class _Rounds:
-    """Rounds, in each of which every training makes one step, in random order. ``session`` saves the training SAVED;
-    ``file`` is the file of torch.save for the training TORCH_SAVE."""
+    """Rounds of trainings: in a round every training makes one step, in random order. ``session`` saves the training
+    SAVED; ``file`` is the file of torch.save for the training TORCH_SAVE."""
 
     def __init__(self, session: lightck.Session, trainings: dict[str, _Training], file: str, is_synced: bool) -> None:
         self._session, self._trainings, self._draw = session, trainings, random.Random(1)

@@ -161,7 +161,7 @@ def _put_together(name: str, entry: Entry, holders: Sequence[StoredCheckpoint]) 
     parts = [stored.entries[name] for stored in holders]
     if any(part.dtype != entry.dtype or _whole_entry(part).shape != entry.shape for part in parts):
         raise DamagedError(f"its tensor {name!r} has another shape or dtype on another rank")
-    # A tensor may be tied on one rank only: then the bytes lie under the other name.
+    # If a tensor is tied on one rank only, its bytes on that rank lie under the other name.
     locals_ = [load_tensor(stored, part.alias or name) for stored, part in zip(holders, parts, strict=True)]
     if all(part.pieces is None for part in parts):
         return locals_[0], all(_same_bytes(locals_[0], other) for other in locals_[1:])

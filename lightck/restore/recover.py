@@ -171,7 +171,7 @@ def newest(
 
 def refuse_part(reader: PoolReader) -> None:
     """Raise ``UnsupportedError`` if the pool is that of a rank: its tensors may be parts, and a part must not be taken
-    for the whole. Nothing has been read from a checkpoint by then, and nothing was changed."""
+    for the whole. Call this function before anything is read from a checkpoint."""
     group = reader.group
     if group is not None:
         raise UnsupportedError(
@@ -295,7 +295,7 @@ class LiveRestore:
 
     def take(self, stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
         """Restore a checkpoint. Raises ``DamagedError`` at a block that does not match its checksum; live tensors may
-        have been written by then."""
+        have been written before the error."""
         reader, model = self._reader, self._model
         plan = plan_restore(
             contents,

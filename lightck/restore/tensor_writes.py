@@ -180,7 +180,7 @@ class TensorWrites:
 
     def run(self) -> None:
         """Read and write all added tensors. Raises ``DamagedError`` at a bad block; other tensors may have been written
-        by then."""
+        before the error."""
         added, self._added = self._added, []
         apart, others = self._split(added)
         self.source.read_many([(name, tensor.data_ptr()) for name, tensor in apart])
