@@ -1,4 +1,5 @@
-"""Load and check the native library: ``ffi`` and ``lib``, whose constants are ``lib.LCK_...``.
+"""Load the native library, and check it. ``lib`` holds its functions and constants (``lib.LCK_...``), ``ffi`` is cffi's
+object for types, casts and buffers.
 
 All access to ``liblck.so`` goes through this module. Prototypes and structs come from ``_lck_ffi``, which the build
 generates from the library's header. This module checks once that ``liblck.so`` and ``_lck_ffi`` match, because cffi

@@ -56,8 +56,8 @@ def _open() -> Iterator[tuple[nn.Module, FollowedTraining]]:
 def has_open_session(model: nn.Module, *, shared_parts: bool = False) -> bool:
     """Whether an open session saves this module, one of its submodules, or a module that contains it.
 
-    ``shared_parts``: whether it counts, too, if the model of an open session shares a submodule, parameter or buffer
-    with this model."""
+    ``shared_parts``: also return True if the model of an open session shares a submodule, parameter or buffer with this
+    module."""
     others = [other for other, _ in _open()]
     if not others:
         return False

@@ -26,8 +26,8 @@ class Stats:
     wait_seconds: float = 0.0
     """The part of ``stall_seconds`` in which the training thread waited for copies and commits, or helped to copy."""
     rank_wait_seconds: float = 0.0
-    """The part of ``wait_seconds`` in which this rank waited because other ranks had not committed yet what it needed
-    to overwrite an older checkpoint. 0 without a group."""
+    """The part of ``wait_seconds`` in which this rank waited for other ranks: it may overwrite an older checkpoint only
+    after they have committed a newer one. 0 without a group."""
     cpu_seconds: float = 0.0
     """CPU time of all threads and hooks of lightck."""
     bytes_written: int = 0
@@ -62,8 +62,8 @@ class Stats:
     interval: int = 1
     """The number of updates from one checkpoint to the next, at present."""
     emulated: str | None = None
-    """The memory whose speed was emulated (``LIGHTCK_EMULATE``), so that the times are not those of the real medium;
-    None without emulation."""
+    """The memory whose speed was emulated (``LIGHTCK_EMULATE``); None without emulation. With emulation the times are
+    not those of the real medium."""
 
     @property
     def added_seconds(self) -> float:
@@ -136,7 +136,7 @@ class Meter:
         """The trace that is being recorded, if any."""
         self._slowdown = slowdown
         self.fixed_seconds = 0.0
-        """The part of ``slowdown_seconds`` that the loop would have without a checkpoint."""
+        """What ``slowdown_seconds`` would be if no step had saved a checkpoint."""
         self.stall_seconds = self.slowdown_seconds = self.wait_seconds = 0.0
         self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = 0.0
         self.kept = 0
@@ -179,7 +179,8 @@ class Meter:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Count the time of this block in ``wait_seconds``, and in CPU time only what the thread really used."""
+        """Count the time of this block in ``wait_seconds``. Only the CPU time of the thread in the block counts as CPU
+        time."""
         start, cpu = time.perf_counter(), time.thread_time()
         try:
             yield

@@ -213,7 +213,7 @@ def _medium(machine: Machine, folder: str) -> Finding:
     if folder == SHARED and space.total <= DOCKER_SHARED_NBYTES:
         return Finding(folder, NOTE, said, _MORE_SHARED)
     if durability.medium.startswith("unknown"):
-        cure = "On an unknown medium, a pool surely survives only a killed process: prefer a local disk."
+        cure = "It is not known whether a pool in this folder survives more than a killed process: prefer a local disk."
         return Finding(folder, NOTE, said, cure)
     return Finding(folder, OK, said)
 

@@ -40,8 +40,8 @@ ROWS_MAX = 40
 @click.option("--tensors", is_flag=True, help="List every tensor by name.")
 @json_option
 def command(pool: str, step: int | None, tensors: bool, as_json: bool) -> int:
-    """Show the geometry of POOL, its medium and its checkpoints. Nothing is written, and the pool may be in use. Of the
-    directory of a group of ranks: what each rank has, and what all of them have.
+    """Show the geometry of POOL, its medium and its checkpoints. Nothing is written, and the pool may be in use. For
+    the directory of a group of ranks, show what each rank has and what all of them have.
 
     Exit status 1 if checkpoints were committed and none of them can be used.
     """
@@ -335,7 +335,7 @@ def folded(layers: list[Facts], rows_max: int = ROWS_MAX) -> list[Facts]:
         return [".".join(path[:depth]) for path in paths]
 
     depths = range(1, max(map(len, paths), default=1) + 1)
-    # bisect_right: the number of rows grows with the depth.
+    # Bisection finds the largest depth with at most ``rows_max`` rows, because the number of rows grows with the depth.
     fitting = bisect_right(depths, rows_max, key=lambda depth: len(set(names(depth))))
     rows: dict[str, Facts] = {}
     for name, layer in zip(names(max(fitting, 1)), layers, strict=True):
@@ -355,7 +355,7 @@ def _show_next(path: str, facts: Facts, step: int | None) -> None:
         print_verdict(f"{which} can be used. Next: lightck verify --deep {name}", good=False)
     elif facts["group"] is not None:
         which = "" if step is None else f"--step {step} "
-        print_line(f"{groups.needs_all_words(facts['group'])} To check every byte: lightck verify {which}{name}")
+        print_line(f"{groups.recovery_note(facts['group'])} To check every byte: lightck verify {which}{name}")
     elif step is None:
         print_line(
             f"attach(..., resume=True) resumes from step {shown['step']}. To check every byte: lightck verify {name}"

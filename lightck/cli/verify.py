@@ -1,8 +1,8 @@
 """``lightck verify``: checks structures, manifests and blocks of a pool against their checksums.
 
 If a structure exists twice, both copies are checked. The blocks of checkpoints are read from the newest checkpoint on,
-until one checkpoint is intact; ``--deep`` reads the blocks of every checkpoint. A structure that a kill, or a training
-that has the pool open, left half written is not reported as damage.
+until one checkpoint is intact; ``--deep`` reads the blocks of every checkpoint. A half-written structure is not
+reported as damage if a kill, or a training that has the pool open, explains it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from lightck.pool.reader import PoolReader, StoredCheckpoint
 SHOWN_MAX = 10
 """The largest number of damaged tensors of one checkpoint that the text names."""
 _GENERATIONS_TRIED = 1000
-"""A commit record of an adoption has a larger generation than its checkpoint. ``_lacks_last_store`` tries differences
-between these two generations up to this one, to find the missing generation of an unfinished record."""
+"""How far above the generation of its checkpoint ``_lacks_last_store`` searches for the missing generation of an
+unfinished record. (The record of an adoption has a larger generation than its checkpoint.)"""
 _READS, _PAUSE_SECONDS = 5, 0.02
 """The largest number of reads of a structure whose check fails, and the pause between two reads. (If a training is
 writing the structure, its check succeeds at the next read.)"""
@@ -49,8 +49,8 @@ writing the structure, its check succeeds at the next read.)"""
 @step_option
 @json_option
 def command(pool: str, deep: bool, step: int | None, as_json: bool) -> int:
-    """Check the structures of POOL, its manifests, and every block of the newest checkpoint. POOL may be the directory
-    of a group of ranks: then also whether the parts of all ranks make whole tensors.
+    """Check the structures of POOL, its manifests, and every block of the newest checkpoint. For the directory of
+    a group of ranks, check also whether the parts of all ranks make whole tensors.
 
     Nothing is written, and the pool may be in use. Exit status 1 if anything is damaged.
     """
@@ -150,10 +150,10 @@ def _record_reason(reader: PoolReader, position: int) -> Reason:
 def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
     """Whether a commit record is complete except for its first 8 bytes, the generation, which are stored last.
 
-    If so, these 8 bytes still hold the generation of the older record that was overwritten. That record is no longer in
-    the log, and no two records have the same generation. So, if a record in the log has the generation in these 8
-    bytes, they are not left over from an older record: a bit was flipped. The missing generation equals that of the
-    payload or, for an adoption, is larger. All possible generations are tried until the checksum of the record matches.
+    The first 8 bytes of such a record still hold the generation of the older record that it overwrote. No record in the
+    log has this generation, because no two records have the same. So the result is False if a record in the log has it:
+    then a bit was flipped. The missing generation is that of the payload or, for an adoption, a larger one. Possible
+    generations are tried until the checksum of the record matches.
     """
     (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
     commit_log = reader.commit_log()
@@ -294,7 +294,7 @@ def _show_verdict(facts: Facts, path: str) -> None:
     step = facts["recoverable_step"]
     if facts["group"] is not None and step is not None:
         print_verdict(f"{'OK' if facts['ok'] else 'DAMAGED'}: step {step} of this rank is intact.", good=facts["ok"])
-        print_line(groups.needs_all_words(facts["group"]))
+        print_line(groups.recovery_note(facts["group"]))
         return
     if facts["ok"]:
         if not facts["checkpoints"]:

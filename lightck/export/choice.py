@@ -24,7 +24,7 @@ from lightck.state import values
 
 WHATS = ("model", "all")
 AS_TORCH = 'Export with format="torch", which has every dtype and every name.'
-"""The cure in error messages of an export that the user called."""
+"""The advice at the end of error messages of ``export_checkpoint``. (``keep=`` gives other advice.)"""
 
 
 @dataclass(slots=True)

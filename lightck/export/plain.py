@@ -101,7 +101,8 @@ def _as_tensor(value: object) -> torch.Tensor:
 
 
 def everything(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the content of a ``format="torch"`` file with ``what="all"``, as nested dicts with torch's conventions."""
+    """Return the content of a ``format="torch"`` file with ``what="all"``: a dict of state_dicts, numbers and random
+    states."""
     rng = checkpoint.rng
     return {
         "step": checkpoint.step,
@@ -151,15 +152,15 @@ def count_tensors(value: object) -> int:
     """Count the distinct tensors in a nested value."""
     found: set[int] = set()
 
-    def peek(item: object) -> None:
+    def visit(item: object) -> None:
         if isinstance(item, torch.Tensor):
             found.add(id(item))
         elif isinstance(item, Mapping):
             for part in item.values():
-                peek(part)
+                visit(part)
         elif isinstance(item, (list, tuple, set)):
             for part in item:
-                peek(part)
+                visit(part)
 
-    peek(value)
+    visit(value)
     return len(found)

@@ -261,7 +261,7 @@ class Recording:
 
 
 class Traces:
-    """The recordings of one session, of which at most one runs at a time."""
+    """The recordings of one session. At most one of them runs at a time."""
 
     def __init__(self, step_events: StepEvents, commits: CommitEvents, engine: Engine, meter: Meter) -> None:
         self._record = partial(Recording, step_events=step_events, commits=commits, engine=engine, meter=meter)

@@ -38,7 +38,7 @@ _PAUSE_NS = 200_000
 """If the pause between two blocks is longer than this, they become two events, because the thread did something else in
 between, or had no processor."""
 _CELLS = 1 << 16
-"""The number of entries in the engine's queue. Each copied block needs an entry (of 72 bytes: a span and a number). So,
+"""The number of cells in the engine's queue. Each copied block needs a cell (72 bytes: a span and the cell's turn). So,
 with blocks of 1 MiB, 64 GiB can be copied between two calls of ``take``."""
 _COMMIT_EVENTS = {
     lib.LCK_SPAN_MANIFEST: "manifest",

@@ -143,8 +143,8 @@ def _share(event: Event, others: Intervals) -> float:
 def is_part(event: Event) -> bool:
     """Whether the event is a single copy at the boundary, and so a part of the event of all copies at this boundary.
 
-    The training thread makes copies at the boundary (``helped`` is False), and copies of the copy threads while it
-    waits for them (``helped`` is True)."""
+    The other copies of the training thread are those with which it helps the copy threads while it waits for them: in
+    their events ``helped`` is True."""
     return event.row == TRAINER_COPY and event.args.get("helped") is False
 
 

@@ -124,7 +124,7 @@ class Checkpoint:
     def record_restored(self, model: nn.Module, plan: _restore.RestorePlan) -> None:
         """For lightck itself: record that ``plan`` has restored this checkpoint into ``model``."""
         self.drift = plan.drift
-        remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, untaken(plan)))
+        remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, unused_parts(plan)))
 
     @property
     def _source(self) -> MemorySource:
@@ -171,7 +171,7 @@ def refuse_other_than_module(model: object) -> None:
 
 
 def refuse_other_than_bool(**flags: object) -> None:
-    """Raise ``TypeError`` for a flag that is no bool. (The string in ``overwrite="no"`` counts as true, and would
+    """Raise ``TypeError`` for a flag that is no bool. (Every nonempty string is true, so ``overwrite="no"`` would
     discard checkpoints.)"""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
@@ -230,7 +230,7 @@ def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Modu
         error.args = (message, *error.args[1:])
 
 
-def untaken(plan: _restore.RestorePlan) -> tuple[str, ...]:
+def unused_parts(plan: _restore.RestorePlan) -> tuple[str, ...]:
     """Return a description of each part of the checkpoint that this restore did not use. ``attach`` refuses to continue
     from a restore that left such parts out."""
     taken = {id(saved) for saved, _ in plan.optimizers}

@@ -74,8 +74,8 @@ class OptimizerContents:
     rest: bytes
     """Packed: the state under keys of ``optimizer.state`` that are no parameters."""
     wraps: bool = False
-    """Whether this optimizer wraps another one. Then the pool's state tensors of its parameters belong to the wrapped
-    optimizer."""
+    """Whether this optimizer wraps another one. If so, the state tensors that the pool holds for its parameters belong
+    to the wrapped optimizer."""
 
     @property
     def all_names(self) -> list[str]:
@@ -118,8 +118,8 @@ class Contents:
     fingerprint: dict[str, object]
     entries: Mapping[str, Entry]
     stale_after: int | None = None
-    """A generation. Of the checkpoints before this one, those with a generation larger than ``stale_after`` are stale:
-    they hold old bytes of a tensor. None if none is stale."""
+    """Checkpoints before this one are stale (they hold old bytes of a tensor) if their generation is larger than this
+    number. None if none is stale."""
     persistent_started: bool = False
     """Whether a DataLoader outside the session had started its persistent workers."""
     done: bool = False

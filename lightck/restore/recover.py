@@ -33,7 +33,7 @@ from lightck.restore.usable import STALE_REASON, StaleCheckpoints, parse
 
 T = TypeVar("T")
 _ATTEMPTS = 20
-"""While a training reuses slots of the pool, all checkpoints are tried again, at most this number of times."""
+"""The largest number of attempts. All checkpoints are tried again if a training reused slots of the pool meanwhile."""
 
 
 @contextmanager
@@ -41,8 +41,8 @@ def collector_paused() -> Iterator[None]:
     """Disable Python's automatic cyclic garbage collection in this block; ``gc.collect()`` still works. After the
     block the collector is enabled if it was enabled before.
 
-    A recovery makes about ten lasting objects per tensor. Their number triggers collection after collection. These
-    collections free nothing, and took a fifth of the time of a recovery of 100,000 tensors."""
+    A recovery makes about ten lasting objects per tensor, so that Python would run many collections. They free nothing,
+    and took a fifth of the time of a recovery of 100,000 tensors."""
     if not gc.isenabled():
         yield
         return
@@ -68,8 +68,9 @@ def recover(
     """Load or restore the newest checkpoint of a pool that verifies.
 
     Args:
-        pool_path: the pool, or the directory of a group of ranks; it may be in use (it is only read). Of a directory,
-            the parts of all ranks are put together, and what each rank has of its own is that of rank 0.
+        pool_path: the pool, or the directory of a group of ranks; it may be in use (it is only read). From a directory,
+            the parts of all ranks are put together into whole tensors; random states, loader positions and objects in
+            ``state`` are those of rank 0.
         model: restore into this module in place; without ``model`` the checkpoint is loaded into new tensors.
         optimizer: an optimizer, or a list of them, restored by parameter name.
         state: name -> object with ``load_state_dict``, restored from what was saved under the same name.
@@ -170,7 +171,7 @@ def newest(
 
 def refuse_part(reader: PoolReader) -> None:
     """Raise ``UnsupportedError`` if the pool is that of a rank: its tensors may be parts, and a part must not be taken
-    for the whole. Nothing has been read from a checkpoint by then, and nothing was changed."""
+    for the whole. Call this function before anything is read from a checkpoint."""
     group = reader.group
     if group is not None:
         raise UnsupportedError(
@@ -294,7 +295,7 @@ class LiveRestore:
 
     def take(self, stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
         """Restore a checkpoint. Raises ``DamagedError`` at a block that does not match its checksum; live tensors may
-        have been written by then."""
+        have been written before the error."""
         reader, model = self._reader, self._model
         plan = plan_restore(
             contents,

@@ -85,8 +85,9 @@ class RestorePlan:
     """Names in ``state`` for which the user passed None: what was saved under them is not restored."""
     extra_state: list[tuple[str, nn.Module]] = field(default_factory=list)
     """(name, module) of each module with a saved extra state, to pass to ``set_extra_state``."""
-    edited: list[str] = field(default_factory=list)
-    """A text for each option that the script builds differently and that the restore replaces."""
+    overridden_options: list[str] = field(default_factory=list)
+    """A text for each option to which the script gives another value than at the start of the training. The restore
+    sets the value in the checkpoint."""
     restored: dict[str, torch.Tensor] = field(default_factory=dict)
     """Entry name -> tensor that ``apply`` has written or loaded so far."""
     unfit: set[str] = field(default_factory=set)
@@ -140,7 +141,7 @@ def check(
             f"optimizer or state. {cure}.",
             plan.drift,
         )
-    plan.edited = changed_options.options(contents, plan.optimizers, plan.objects)
+    plan.overridden_options = changed_options.descriptions(contents, plan.optimizers, plan.objects)
     return plan
 
 
@@ -190,13 +191,13 @@ def _match_tensors(
                 reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
             else:
                 retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
-        # For an alias that was an alias of the same tensor when it was saved, nothing is planned, because that tensor
-        # is written.
+        # A name that was tied to the same tensor when it was saved needs no write of its own: the write of that tensor
+        # restores both.
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
             if live.alias is not None and tensors.get(live.alias) is live.tensor and live.alias in contents.entries:
                 notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
             else:
-                # The name is no alias now, or it is an alias through another tensor object with the same memory. In the
+                # Either the name is not tied now, or it is tied by another tensor object on the same memory. In the
                 # second case ``_refuse_contradiction`` compares the saved values of the two before the first write.
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(unmatched), tuple(reshaped), tuple(retyped)
@@ -355,7 +356,7 @@ def apply(plan: RestorePlan, source: Source) -> None:
         check_optimizer(live, state, rest, saved.groups)
     for name, check_one in checks.items():  # the state is unpacked again: load_state_dict may have changed its argument
         check_one.after(values.unpack(plan.contents.state[name], tensor=plan.restored.__getitem__))
-    changed_options.warn_options(plan.edited)
+    changed_options.warn_options(plan.overridden_options)
 
 
 def _refuse_contradiction(plan: RestorePlan, source: Source) -> None:

@@ -190,13 +190,13 @@ class PoolFile:
         """Return the checkpoint that the script restored into the model before attach. Raises ``SessionError`` if parts
         of the checkpoint were restored nowhere, and ``CheckpointExistsError`` if the pool no longer holds the
         checkpoint."""
-        untaken = [
-            what for what in known.untaken if what not in {f"state {name!r}" for name in self.arguments.declined}
+        unused_parts = [
+            what for what in known.unused_parts if what not in {f"state {name!r}" for name in self.arguments.declined}
         ]
-        if untaken:
+        if unused_parts:
             raise SessionError(
                 f"This model was restored from step {known.contents.step} of {self.path!r}, but "
-                f"{', '.join(untaken)} of that checkpoint was restored nowhere, and would be lost. Pass what is "
+                f"{', '.join(unused_parts)} of that checkpoint was restored nowhere, and would be lost. Pass what is "
                 "missing to recover() or restore() too, use attach(..., resume=True), or train into another pool. "
                 "overwrite=True discards what this pool holds."
             )

@@ -53,8 +53,8 @@ class Keep:
     _: KW_ONLY
     every: int
     """The number of updates between exports: for ``every=1000`` an export is due at step 1000, 2000 and so on. An
-    export writes the first checkpoint that is committed at or after the step at which the export is due, and after the
-    end of the previous export."""
+    export that is due writes the next checkpoint that is committed. If the previous export still runs then, the new
+    one begins after it, with the next checkpoint that is committed."""
     to: str | os.PathLike[str]
     """The folder of the files; it is created if its parent exists."""
     last: int | None = None

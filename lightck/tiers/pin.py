@@ -165,7 +165,7 @@ def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: froze
     slot = writer.slots.choose(held)
     assert slot is not None, "a new pool has a slot for each held checkpoint"
     pending = writer.begin(plan, slot, tensors)
-    pending.job.release()  # this ends no hold: it allows the commit, because ``begin`` has made all copies
+    pending.job.release()  # allows the commit: ``begin`` has made all copies
     pending.job.wait(ENDED)
     recorded = stored.reader.next_batches(stored.record)
     if recorded is not None:
