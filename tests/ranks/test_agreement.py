@@ -24,10 +24,10 @@ def report(*steps: int | tuple[int, int], run: bytes = RUN, incarnation: int | N
         **{
             "host": "h",
             "directory": "/d",
-            "place": "p",
+            "directory_id": "p",
             "arguments": ARGUMENTS,
             "tensors": "t",
-            "new_run": b"n" * 16 + b"m" * 16,
+            "new_ids": b"n" * 16 + b"m" * 16,
             "run_id": run if ids else b"",
             "world_id": WORLD if ids else b"",
             "checkpoints": ids,
@@ -50,7 +50,7 @@ def test_the_report_of_another_release_is_named():
 
 def test_a_report_takes_at_most_a_kibibyte():
     ids = [(1 << 40, (1 << 40) + i) for i in range(8)]
-    one = report(*ids, host="h" * 64, directory="d" * 200, place="p" * 64, tensors="t" * 32)
+    one = report(*ids, host="h" * 64, directory="d" * 200, directory_id="p" * 64, tensors="t" * 32)
     assert len(one.pack()) <= 1024
 
 
@@ -146,7 +146,7 @@ def test_the_decision_is_that_of_the_rule(held, overwrite):
             r"interval= of lightck.attach is 1 on rank 0 \(host h\) and 2 on rank 1 \(host h\)",
         ),
         (
-            {"place": "q", "directory": "/e"},
+            {"directory_id": "q", "directory": "/e"},
             UnsupportedError,
             r"The directory '/d' on rank 0 \(host h\) is not the directory '/e' on rank 1 \(host h\)",
         ),
