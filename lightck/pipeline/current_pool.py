@@ -82,8 +82,8 @@ class CurrentPool:
 
     def request_slots(self, slots: int | None) -> None:
         """If the pool does not have exactly ``slots`` slots besides the spare ones, request a relayout at the next
-        boundary that gives it this number. None: request a relayout only if the pool has fewer than two slots besides
-        the spare ones, for two."""
+        boundary that gives it this number. None: a pool with at least two slots besides the spare ones keeps its
+        number; a smaller one gets two."""
         wanted = slots + self.spare_slots if slots is not None else max(self.n_slots, 2 + self.spare_slots)
         if wanted != self.n_slots:
             log.info(
