@@ -1,11 +1,13 @@
-"""What a rank learns of its group while training runs: it reads the commit logs in the pools of the ranks on its host.
+"""What a rank learns of its group while training runs, by reading the commit logs in the pools of other ranks.
 
-These pools are the messages, and nothing is sent. What ranks on other hosts have, a helper thread learns
-(``ranks/publication.py``). ``GroupRule`` is the rule of ``ranks/rule.py`` as a decision of the pipeline: it holds those
-slots of this rank's pool that must not be overwritten yet. If no slot is left, it waits until it has learnt enough.
+A rank reads the pools of the ranks on its host, so these ranks send no messages. What the ranks on other hosts have, a
+helper thread learns (``ranks/publication.py``). ``GroupRule`` makes the rule of ``ranks/rule.py`` a decision of the
+pipeline: it holds the slots of this rank's pool that must not be overwritten yet. If it holds all slots, the rank waits
+until it has learnt that one of them may be overwritten.
 
-A commit record is visible before it is durable. So, on a medium that must be synced, a rank's newest record counts only
-when the rank has written a newer one: before a rank writes a record it syncs its pool, and with it the record before.
+A commit record is visible before it is durable. A rank syncs its pool before it writes a record, and this sync makes
+the previous record durable. So on a medium that must be synced, the last record in a pool does not count yet, and the
+records before it do.
 """
 
 from __future__ import annotations
@@ -25,25 +27,27 @@ from lightck.ranks.waiting import wait_until
 
 log = logging.getLogger("lightck")
 _PAUSES = (0.00005, 0.005)
-"""Seconds between two reads of the neighbours' commit logs while a rank waits: at first, and at most."""
+"""Seconds between two reads of the neighbours' commit logs while a rank waits: the first pause, and the longest
+one."""
 
 
 class Neighbour:
     """The pool of another rank, as this rank sees it."""
 
     def __init__(self, rank: int, reader: PoolReader, adoption: Adoption, *, must_sync: bool) -> None:
-        """``reader``: of that rank's pool; it belongs to this object from now on. ``adoption``: of the whole group.
-        ``must_sync``: whether a record in this pool is durable only after a sync."""
+        """``reader``: reads that rank's pool; ``close`` closes it. ``adoption``: the adoption that all ranks of the
+        group made. ``must_sync``: whether a record in this pool is durable only after a sync."""
         self.rank = rank
         self._reader, self._adoption, self._must_sync = reader, adoption, must_sync
         reader.table, reader.entries = b"", ()  # only the commit log is read
         sb = reader.superblock
         self._span = sb.ring_offset, (sb.ring_lines - 1) * sb.ring_stride + COMMIT_RECORD_NBYTES
         self._positions = tuple(range(0, sb.ring_lines * sb.ring_stride, sb.ring_stride))
-        """Where each commit record begins, relative to the first one."""
+        """Where each commit record begins, in bytes from the beginning of the first one."""
         self._data = bytes(self._span[1])
+        """The bytes of the commit log when it was last read."""
         self._found: dict[int, tuple[int, CheckpointId]] = {}
-        """Beginning of a commit record -> generation and name of the checkpoint that it names."""
+        """Position of a commit record -> its generation, and the id of its checkpoint."""
         self.view = PoolView.of(())
 
     @property
@@ -51,8 +55,8 @@ class Neighbour:
         return self._reader.superblock.uuid
 
     def has_news(self, common: CheckpointId | None) -> bool:
-        """Read the commit log, and return whether ``view`` has changed. ``common``: the newest checkpoint that is known
-        to be common; older ones are left out of ``view``."""
+        """Read the commit log, update ``view``, and return whether ``view`` has changed. ``common``: the newest
+        checkpoint that is known to be common. Older checkpoints are left out of ``view``."""
         data, last = self._reader.read(*self._span), self._data
         if data == last or len(data) < len(last):
             return False
@@ -66,7 +70,8 @@ class Neighbour:
         return is_new
 
     def _parse(self, at: int, data: bytes) -> None:
-        """Parse one commit record. One that is being written at this moment fails its check, and counts as none."""
+        """Parse the commit record at position ``at``. If it is being written at this moment, its checksum does not
+        match, and it is ignored."""
         self._found.pop(at, None)
         try:
             record = CommitRecord.unpack(data, self._reader.superblock.uuid)
@@ -103,14 +108,15 @@ class GroupRule(CommitListener):
         name_of: Callable[[int], str],
     ) -> None:
         """``neighbours``: the other ranks on this host. ``knowledge``: what every rank knows when attach returns.
-        ``ids``: generation -> checkpoint, for those that lie in this rank's pool. ``timeout``: seconds after which a
-        wait for other ranks ends with an error. ``name_of``: rank -> text with its host."""
+        ``ids``: generation -> id of each checkpoint in this rank's pool. ``timeout``: seconds after which a wait for
+        other ranks ends with an error. ``name_of``: returns the name of a rank for messages."""
         self.knowledge = knowledge
         self.wait_seconds = 0.0
-        """How long this rank has waited for other ranks, because no slot could be overwritten."""
+        """Seconds that this rank has waited for other ranks, because it could overwrite no slot."""
         self._neighbours, self._timeout, self._name_of = neighbours, timeout, name_of
         self._ids = dict(ids)
         self._own: frozenset[CheckpointId] = frozenset()
+        """The committed checkpoints in this rank's pool at the last call of ``_learn``."""
         self._elsewhere: Publication | None = None
         self._together: PoolView | None = None
         """What all ranks have together, as far as this rank has learnt it from ``_elsewhere``."""
@@ -125,7 +131,7 @@ class GroupRule(CommitListener):
         return True
 
     def held(self, writer: PoolWriter) -> frozenset[int]:
-        """Return the slots that this rank must not overwrite, by what the other pools say now."""
+        """Read the other pools, and return the slots of this rank's pool that must not be overwritten."""
         contents = self._contents(writer)
         self._learn(frozenset(one for one in contents.values() if one is not None))
         return frozenset(i for i, content in contents.items() if not self.knowledge.may_overwrite(content))
@@ -140,18 +146,21 @@ class GroupRule(CommitListener):
                 timeout=self._timeout,
                 pauses=_PAUSES,
                 report=lambda seconds: log.warning(
-                    "lightck: waiting for %s, since %.0f seconds", self._behind(), seconds
+                    "lightck: %s has committed no newer checkpoint for %.0f seconds, and this rank waits for it",
+                    self._slowest(),
+                    seconds,
                 ),
-                error=lambda: self._stands_still(len(writer.slots.slots) - 1),
+                error=lambda: self._timeout_error(len(writer.slots.slots) - 1),
                 between=pause,
             )
         finally:
             self.wait_seconds += time.monotonic() - began
         return True
 
-    def _stands_still(self, n_ahead: int) -> RankError:
+    def _timeout_error(self, n_ahead: int) -> RankError:
+        """Return the error of a wait that took too long. ``n_ahead``: how many saved checkpoints this rank is ahead."""
         return RankError(
-            f"{self._behind()} has committed no newer checkpoint for {self._timeout:g} seconds (timeout=). This rank "
+            f"{self._slowest()} has committed no newer checkpoint for {self._timeout:g} seconds (timeout=). This rank "
             f"is {n_ahead} saved checkpoints ahead, and may not overwrite what that rank still needs. What all ranks "
             "have is intact. Look for an error of that rank. All ranks must make the same number of updates; a larger "
             "slots= of attach lets them be further apart."
@@ -177,13 +186,15 @@ class GroupRule(CommitListener):
     # -- knowledge ---------------------------------------------------------------------------------------
 
     def _contents(self, writer: PoolWriter) -> dict[int, CheckpointId | None]:
-        """Return slot -> its committed checkpoint. A slot that a checkpoint in flight uses has none."""
+        """Return slot -> its committed checkpoint (None: it has none, for example because an in-flight checkpoint uses
+        it)."""
         return {
             slot.index: None if slot.generation is None else self._ids.get(slot.generation)
             for slot in writer.slots.slots
         }
 
     def _learn(self, own: frozenset[CheckpointId]) -> None:
+        """Read the other pools, and update ``knowledge``. ``own``: the committed checkpoints in this rank's pool."""
         common = self.knowledge.common
         news = [neighbour.has_news(common) for neighbour in self._neighbours]
         together = None if self._elsewhere is None else self._elsewhere.together
@@ -192,14 +203,14 @@ class GroupRule(CommitListener):
             views = [neighbour.view for neighbour in self._neighbours]
             self.knowledge = self.knowledge.learn(own, views if together is None else [*views, together])
 
-    def _behind(self) -> str:
-        """Return the names of the ranks whose newest checkpoint is the oldest one, with its step."""
+    def _slowest(self) -> str:
+        """Return a text with the other ranks that are farthest behind, and with the step of their newest checkpoint."""
         elsewhere = self._elsewhere
-        views = dict(elsewhere.views) if elsewhere is not None else {}
-        views.update({neighbour.rank: neighbour.view for neighbour in self._neighbours})
         if elsewhere is not None and elsewhere.error is not None:
             err = elsewhere.error
             return f"ranks on other hosts (the store of the process group fails: {type(err).__name__}: {err})"
+        views = dict(elsewhere.views) if elsewhere is not None else {}
+        views.update({neighbour.rank: neighbour.view for neighbour in self._neighbours})
         steps = {rank: -1 if view.newest is None else view.newest.step for rank, view in views.items()}
         least = min(steps.values(), default=-1)
         names = [self._name_of(rank) for rank, step in steps.items() if step == least]
