@@ -13,6 +13,7 @@ records before it do.
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -44,10 +45,15 @@ class Neighbour:
         self._span = sb.ring_offset, (sb.ring_lines - 1) * sb.ring_stride + COMMIT_RECORD_NBYTES
         self._positions = tuple(range(0, sb.ring_lines * sb.ring_stride, sb.ring_stride))
         """Where each commit record begins, in bytes from the beginning of the first one."""
+        self._first_words = struct.Struct("<" + f"Q{sb.ring_stride - 8}x" * (sb.ring_lines - 1) + "Q")
+        """The first word of each commit record, which is its generation, and is stored last."""
+        self._parsed = [0] * sb.ring_lines
+        """The generation of each commit record that was parsed."""
         self._data = bytes(self._span[1])
         """The bytes of the commit log when it was last read."""
         self._found: dict[int, tuple[int, CheckpointId]] = {}
-        """Position of a commit record -> its generation, and the id of its checkpoint."""
+        """Position of a commit record -> its generation, and the id of its checkpoint. Without those older than the
+        newest common checkpoint."""
         self.view = PoolView.of(())
 
     @property
@@ -60,36 +66,39 @@ class Neighbour:
         data, last = self._reader.read(*self._span), self._data
         if data == last or len(data) < len(last):
             return False
-        for at in self._positions:
-            record = data[at : at + COMMIT_RECORD_NBYTES]
-            if record != last[at : at + COMMIT_RECORD_NBYTES]:
-                self._parse(at, record)
+        for i, generation in enumerate(self._first_words.unpack_from(data)):
+            if generation != self._parsed[i] and self._parse(self._positions[i], data):
+                self._parsed[i] = generation
         self._data = data
         view = self._current_view(common)
         is_new, self.view = view != self.view, view
         return is_new
 
-    def _parse(self, at: int, data: bytes) -> None:
-        """Parse the commit record at position ``at``. If it is being written at this moment, its checksum does not
-        match, and it is ignored."""
+    def _parse(self, at: int, data: bytes) -> bool:
+        """Parse the commit record at position ``at``, and return True. If it is being written at this moment, its
+        checksum does not match; then return False."""
         self._found.pop(at, None)
         try:
-            record = CommitRecord.unpack(data, self._reader.superblock.uuid)
+            record = CommitRecord.unpack(data[at : at + COMMIT_RECORD_NBYTES], self._reader.superblock.uuid)
         except DamagedError:
-            return
+            return False
         if record is not None and record.incarnation == self._adoption.incarnation:
             is_checkpoint = record.kind == KIND_CHECKPOINT
             named = CheckpointId(record.incarnation, record.step) if is_checkpoint else self._adoption.adopted
             if named is not None:
                 self._found[at] = record.generation, named
+        return True
 
     def _current_view(self, common: CheckpointId | None) -> PoolView:
         found = self._found
+        if common is not None:
+            for at in [at for at, (_, one) in found.items() if one < common]:
+                del found[at]
         if self._must_sync:
             newest = max(found, key=found.__getitem__, default=None)
             if newest is not None and found[newest][1] != self._adoption.adopted:  # it may not be durable yet
                 found = {at: one for at, one in found.items() if at != newest}
-        return PoolView.of((one for _, one in found.values() if common is None or one >= common), self.view.newest)
+        return PoolView.of([one for _, one in found.values()], self.view.newest)
 
     def close(self) -> None:
         self._reader.close()

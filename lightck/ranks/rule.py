@@ -118,7 +118,8 @@ class PoolView(NamedTuple):
         """Return the view of one pool at one moment. ``committed``: the checkpoints in it. ``newest``: the newest that
         was ever committed in it (None: it is among ``committed``)."""
         held = frozenset(committed)
-        return cls(held, max((*held, newest) if newest is not None else held, default=None))
+        found = max(held, default=None)
+        return cls(held, newest if found is None or (newest is not None and newest > found) else found)
 
     @classmethod
     def together(cls, views: Collection[PoolView]) -> PoolView:
