@@ -82,7 +82,7 @@ class Meeting:
             else:
                 self._nonce = self._challenge().hex()
                 self.store.set(self.key("here", self.rank), b"1")
-        self.hosts = [value.decode("utf-8", "replace") for value in self.exchange("hosts", host.encode())]
+        self.hosts = [value.decode("utf-8", "replace") for value in self.exchange("host names", host.encode())]
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
         """Return the value of each rank, in the order of the ranks. ``what``: says what is exchanged, for messages.
@@ -94,8 +94,9 @@ class Meeting:
                 self._raise_error_of(rank, message)
             if message["what"] != what:
                 raise RankError(
-                    f"{self.name_of(rank)} is at another place of attach ({message['what']}) than rank {self.rank} "
-                    f"({what}). All ranks must run the same release of lightck, and the same script."
+                    f"{self.name_of(rank)} and rank {self.rank} are at different points of lightck.attach: the first "
+                    f"sent its {message['what']}, the second its {what}. All ranks must run the same release of "
+                    "lightck, and the same script."
                 )
         return [message["value"] for message in messages]
 
@@ -111,7 +112,7 @@ class Meeting:
             self._raise_failure()
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
-        self._wait(missing, f"their {what}")
+        self._wait(missing, f"the {what}")
         return [msgpack.unpackb(message) for message in self.store.multi_get(keys)]
 
     @contextmanager
@@ -152,7 +153,7 @@ class Meeting:
                     nonce = answer[_CHALLENGE_NBYTES:]
             return [] if nonce else [0]
 
-        self._wait(missing, "rank 0")
+        self._wait(missing, "the answer")
         return nonce
 
     def _answer_challenges(self) -> None:
@@ -172,12 +173,12 @@ class Meeting:
                     self.store.set(f"{_PREFIX}/answer/{rank}", challenge + nonce)
             return away
 
-        self._wait(missing, "them")
+        self._wait(missing, "the first message")
 
     # -- waiting -----------------------------------------------------------------------------------------
 
     def _wait(self, missing: Callable[[], list[int]], what: str) -> None:
-        """Wait until ``missing`` returns no rank. ``what``: what this rank waits for, for messages."""
+        """Wait until ``missing`` returns no rank. ``what``: what the missing ranks are to send, for messages."""
         ranks: list[int] = []
 
         def is_over() -> bool:
@@ -186,11 +187,11 @@ class Meeting:
 
         def report(seconds: float) -> None:
             log.warning(
-                "lightck: rank %d waits in attach for %s (%s), since %.0f seconds",
+                "lightck: rank %d has waited %.0f seconds in attach for %s of %s",
                 self.rank,
+                seconds,
                 what,
                 self._names(ranks).lower(),
-                seconds,
             )
 
         def error() -> RankError:
