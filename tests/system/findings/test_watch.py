@@ -388,7 +388,7 @@ def count(counter: Any) -> None:
 def test_what_moved_since_the_restore_is_named(pool, caplog):
     counter = Counter()
     (said,) = resumed(pool, counter, lambda model, optimizer: count(counter), caplog)
-    assert re.search(r"state\['n'\] changed between the restore.*step 3 was closed at that point.*end_step\(\)", said)
+    assert re.search(r"state\['n'\] changed between the restore.*Step 3 was closed at that point.*end_step\(\)", said)
 
 
 @pytest.mark.usefixtures("commits_early")
