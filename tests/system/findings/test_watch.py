@@ -669,4 +669,4 @@ def test_a_forked_child_that_trains_says_that_nothing_is_saved(pool: Path) -> No
 
     with lightck.attach(model, pool, optimizer=optimizer):
         (said,) = in_child(trains)
-    assert "trained in a process that was forked after attach(). Nothing is saved of that" in said
+    assert "trained in a process that was forked after attach(). These updates are not saved" in said
