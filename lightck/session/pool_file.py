@@ -251,7 +251,8 @@ class PoolFile:
             fact = f"The state of {names} cannot be predicted" if names else "There is no optimizer yet"
             cure = "Use another optimizer of torch.optim" if names else "Build the optimizer before attach"
             raise UnsupportedError(
-                f"{fact}, so the pool cannot be laid out before the first update, and that of a rank must be. {cure}."
+                f"{fact}, so the pool cannot be laid out before the first update. The pool of a rank must be laid out "
+                f"in attach. {cure}."
             )
         pipeline.pool.create(list(entries.values()), self.capture.expected_state_nbytes)
 
