@@ -247,7 +247,7 @@ def _damage(stored: StoredCheckpoint, advance: Callable[[int], None]) -> Iterato
             stored.read_into(name, 0)  # 0: verify the blocks, and keep no bytes
         except DamagedError as error:
             yield {"tensor": name, "reason": str(error), "logical_shape": groups.logical_shape_of(entry)}
-            if not stored.is_intact():
+            if not stored.owns_slot():
                 return
         advance(entry.nbytes)
 

@@ -63,7 +63,7 @@ class SessionLoader:
                 ...
 
     A new ``iter()`` ends the pass before it. The restored position is used up once an update is made in the restored
-    pass, or the restored pass ends. A batch that the script takes before the loop does not count.
+    pass, or the restored pass ends. A batch that the script takes before the loop does not use it up.
     """
 
     loader: Any
@@ -156,14 +156,14 @@ class SessionLoader:
 
     @property
     def has_trained(self) -> bool:
-        """Whether an earlier pass was a pass of the training loop, or updates were made since the present one began."""
+        """Whether an earlier pass was a pass of the training loop, or this process made updates in the present one."""
         pass_ = self._pass
         return self._has_trained or (pass_ is not None and pass_.has_updated(self._host.updates))
 
     @property
     def is_training(self) -> bool:
-        """Whether an earlier pass or the present one is a pass of the training loop, so that each ``next()`` belongs to
-        that loop. An evaluation that has left the model in eval mode does not change this."""
+        """Whether an earlier pass or the present one is a pass of the training loop (`Pass.is_of_training`), so that
+        each ``next()`` belongs to that loop. An evaluation that left the model in eval mode does not change this."""
         return self._has_trained or (self._pass is not None and self._is_of_training(self._pass))
 
     def _is_of_training(self, pass_: Pass) -> bool:
@@ -195,8 +195,8 @@ class SessionLoader:
 
     @property
     def start(self) -> int:
-        """Number of batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass. Until an
-        update is made in the restored pass, the value stays while the loop holds the iterator of that pass."""
+        """Number of batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass. While the
+        loop holds the iterator of the restored pass, the value becomes 0 only when an update is made in this pass."""
         self.position_was_read = True
         self._drop_used_position()
         skipped = self._pending.state.given if self._pending is not None else 0
@@ -302,12 +302,12 @@ class SessionLoader:
             self._ends_at_once = True
 
     def _drop_used_position(self) -> None:
-        """Drop the restored position if it is used up: if the loop has left a pass that was no preview, or has made an
-        update in the present pass.
+        """Drop the restored position if it is used up: by a pass that the loop has left and that was no preview, or by
+        an update in the present pass. If no pass with updates was saved, any update since the restore uses the position
+        up as well, and so does a present pass that evaluates.
 
-        If no pass with updates was saved, any update since the restore uses the position up, and so does a pass that
-        evaluates. But if such an update comes before a pass over this loader, the position stays, and the saved pass is
-        counted as finished."""
+        If no pass has begun in this process, the position stays. But after an update, a saved pass without updates
+        counts as finished."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
@@ -351,8 +351,8 @@ class SessionLoader:
             self._dataloader._iterator = None  # its workers' random streams have advanced
 
     def put_back(self) -> None:
-        """If a pass was left since the restore, return to the restored position. Called if the killed run closed the
-        checkpoint at a ``next()``: this run has then repeated passes that the position counts already."""
+        """If a pass was left since the restore, return to the restored position. To be called if a ``next()`` closed
+        the checkpoint: its position counts passes that came before the loop, and this run has made them again."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or not pass_.was_left or self._host.updates > self._updates_at_start:
             return

@@ -47,8 +47,8 @@ class MidBatch:
             each.training_fetch_tick = now
 
     def holds_batch(self, step: int) -> bool:
-        """Whether a forward now is no boundary, because the loop still holds the batch of the last update, and the
-        forward is perhaps for logging only.
+        """Whether the loop still holds the batch of the last update. If so, a forward closes no checkpoint, because
+        the forward is perhaps for logging only.
 
         The checkpoint then closes at the next ``next()``. If another update comes before that, the checkpoint closes at
         the pre-step hook of the update, with a warning, and from then on forwards are boundaries again."""
@@ -57,7 +57,8 @@ class MidBatch:
         )
 
     def boundary(self, event: Event, step: int, is_saved: bool) -> None:
-        """Check a boundary, before the checkpoint of ``step`` is captured if it is saved."""
+        """Check the boundary of ``step``. ``is_saved``: whether its checkpoint will be saved. (It is not captured
+        yet.)"""
         if not self._loaders:
             return
         counts = [_pass_and_count(loader.current_pass) for loader in self._loaders]

@@ -133,7 +133,7 @@ class StartRead:
 
 
 class RestoredRng:
-    """The random state of a checkpoint, for the pass with which its training goes on."""
+    """The random state of the restored checkpoint, for the pass with which the loop goes on after the resume."""
 
     def __init__(self, state: RngState | None) -> None:
         self.state = state

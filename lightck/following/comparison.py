@@ -235,11 +235,11 @@ class Comparison:
         pass had no batch left. If a loader's batch was recorded, warn only if the loop of this run has requested a
         batch, too."""
         kinds = {kind for _, kind in self._recorded}
-        has_asked = bool(self._seen.loaders) or self._was_batch_requested
+        has_requested_batch = bool(self._seen.loaders) or self._was_batch_requested
         has_recorded_update = not kinds.isdisjoint(KINDS)
         # A loader's batch is recorded when the loop requests it. So a recorded batch alone does not show that an update
         # followed.
-        is_missed = (has_asked and has_recorded_update) if BATCH in kinds else (FORWARD in kinds)
+        is_missed = (has_requested_batch and has_recorded_update) if BATCH in kinds else (FORWARD in kinds)
         if self._is_judged or not is_missed:
             return
         log.warning(

@@ -26,9 +26,9 @@ log = logging.getLogger("lightck")
 
 
 def warn_unsaved_by_ddp(model: nn.Module | None, *, is_resumed: bool) -> None:
-    """Warn if a live DistributedDataParallel sums in another order in this iteration than in later ones
-    (``is_resumed``: this is the first iteration after a resume), or has a communication hook whose state is in no
-    checkpoint. ``model``: the model of the session."""
+    """Warn if a live DistributedDataParallel has a communication hook whose state is in no checkpoint. With
+    ``is_resumed`` (this is the first iteration after a resume), also warn if one sums gradients in another order in
+    this iteration than in later ones. ``model``: the model of the session."""
     rank_and_size = rank_and_world_size()
     if rank_and_size is None:
         return

@@ -23,10 +23,10 @@ _FRAMES_MAX = 60
 _PASSES_MAX = 4
 """The second check is put off to the next pass as long as every pass has had exactly one update, because a counter of
 passes looks like a counter of updates then. After ``_PASSES_MAX`` passes the check is made even so."""
-_REFERENCES_TO_COPIES = 3
-"""``frame.f_locals`` of a function is a dict with copies of the function's variables. This is the reference count of
-the dict if no other code holds it: one reference from the frame, one from a variable of this file, one from the
-argument of ``getrefcount``."""
+_OWN_REFERENCES = 3
+"""The reference count of a function's ``frame.f_locals`` (a dict with copies of the function's variables) while no
+other code holds the dict: one reference from the frame, one from a variable of this file, one from the argument of
+``getrefcount``."""
 _Variables = dict[tuple[CodeType, str], int]
 """(function or module, name) -> value."""
 
@@ -138,7 +138,7 @@ def _variables_of_the_loop(frame: FrameType | None) -> _Variables:
             variables = frame.f_locals
             found.update({(frame.f_code, name): value for name, value in variables.items() if type(value) is int})
             is_copy = type(variables) is dict and frame.f_code.co_flags & CO_OPTIMIZED
-            if is_copy and sys.getrefcount(variables) <= _REFERENCES_TO_COPIES:
+            if is_copy and sys.getrefcount(variables) <= _OWN_REFERENCES:
                 _forget_copies(variables)
         frame = frame.f_back
     return found

@@ -59,9 +59,10 @@ class Boundary:
         return max(self._updates.values(), default=0)
 
     def closes_at(self, event: Event) -> bool:
-        """Whether this event closes a checkpoint. With several optimizers, a call of the user closes one after
-        any update; ``next()`` and the pre-step hook close one only when every optimizer has stepped; other events close
-        none."""
+        """Whether this event closes a checkpoint. A call of the user closes one after any update. So does every other
+        event if there is at most one optimizer. With several optimizers, ``next()`` and the pre-step hook close one
+        when every optimizer has stepped, and other events close none. With ``explicit``, only calls of the user close
+        checkpoints."""
         if not self._updates:
             return False
         if event in _BY_USER:

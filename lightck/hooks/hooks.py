@@ -164,9 +164,9 @@ class Hooks:
         return False
 
     def _wrapped(self, closure: own_hooks.Closure, gate_after_first: bool) -> own_hooks.Closure:
-        """Return a function that calls the user's closure. ``gate_after_first``: whether this function passes the gate,
-        when the closure has returned for the first time (an optimizer of torch.optim updates nothing before that).
-        False: the caller has passed the gate already."""
+        """Return a function that calls the user's closure. ``gate_after_first``: whether the returned function passes
+        the gate, once the closure has returned for the first time (an optimizer of torch.optim updates nothing before
+        that). False: the gate was passed already."""
         must_pass_gate = gate_after_first
 
         def wrapped(*args: object, **kwargs: object) -> object:

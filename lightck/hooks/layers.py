@@ -1,5 +1,5 @@
-"""One layer of a layer-wise update: the optimizer that steps the layer, and the detection of changes to what its update
-used.
+"""One layer of a layer-wise update: the optimizer that steps the layer, and the gradients, options and state that its
+update used, with which later changes are detected.
 
 ``PartialUpdate`` records which updates are not complete: some layers are updated, and ``step()`` was not called yet.
 """
@@ -18,7 +18,7 @@ from lightck.errors import SessionError, StateChangedError
 from lightck.state.blocks import checksums
 from lightck.state.signatures import version_counter_of
 
-_NOT_SHARED = ("step", "_optimizer_")
+_NOT_COPIED = ("step", "_optimizer_")
 """Prefixes of the attributes that are not copied from the user's optimizer to a layer's optimizer. ``step`` is an
 attribute of an instance only if a scheduler has wrapped the method; a copy of this attribute would keep the user's
 optimizer alive. ``_optimizer_`` begins the names of the hook registries. Without registries, attach does not find a
@@ -128,7 +128,7 @@ def make_layer(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Gr
     for p in params:
         groups.setdefault(id(group_of[id(p)]), (group_of[id(p)], []))[1].append(p)
     of_layer = type(optimizer).__new__(type(optimizer))
-    of_layer.__dict__.update((k, v) for k, v in optimizer.__dict__.items() if not k.startswith(_NOT_SHARED))
+    of_layer.__dict__.update((k, v) for k, v in optimizer.__dict__.items() if not k.startswith(_NOT_COPIED))
     of_layer.param_groups = [{**group, "params": own} for group, own in groups.values()]
     return Layer(name, of_layer, list(params), [group for group, _ in groups.values()])
 

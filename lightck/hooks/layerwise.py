@@ -255,8 +255,8 @@ class Layerwise:
         if not self._used:
             _refuse_many_ranks()
             _refuse_scaled(optimizer)
-            # The used gradients are hidden from lightck's pre hook to lightck's post hook. Other hooks must see them,
-            # so lightck's pre hook runs as the last pre hook, and its post hook as the first post hook.
+            # lightck's pre hook removes the used gradients, and its post hook puts them back. Other hooks must see the
+            # gradients. So lightck's pre hook runs as the last pre hook, and its post hook as the first post hook.
             own_hooks.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
             self._updates += 1
@@ -276,13 +276,13 @@ class Layerwise:
         version counter, so the bytes of some gradients are compared as well: in the first ``_FULLY_COMPARED`` updates
         the gradients of all layers, later those of the first layer and of at most one more layer.
 
-        The layers take turns at being this one more layer. The parameters are numbered in the order of their updates,
-        and successive updates have these numbers in turn. The gradients of a layer are compared in the update that has
-        the number of the layer's first parameter."""
+        The other layers take turns. The parameters are numbered in the order in which they are updated. Each update
+        chooses one number, the next update the number after it. A layer is compared if the number of its first
+        parameter is chosen."""
         layer.used_options = [options_of(group) for group in layer.groups]
         first_number = len(self._used)  # the number of the layer's first parameter
-        number_of_update = self._updates % max(len(self._layer_of), 1)
-        is_compared = self._updates <= _FULLY_COMPARED or first_number in (0, number_of_update)
+        chosen_number = self._updates % max(len(self._layer_of), 1)
+        is_compared = self._updates <= _FULLY_COMPARED or first_number in (0, chosen_number)
         for p in params:
             grad = p.grad
             assert grad is not None

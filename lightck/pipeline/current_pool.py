@@ -82,8 +82,8 @@ class CurrentPool:
 
     def request_slots(self, slots: int | None) -> None:
         """If the pool does not have exactly ``slots`` slots besides the spare ones, request a relayout at the next
-        boundary that gives it this number. None: request a relayout only if the pool has fewer than two slots besides
-        the spare ones, for two."""
+        boundary that gives it this number. None: a pool with at least two slots besides the spare ones keeps its
+        number; a smaller one gets two."""
         wanted = slots + self.spare_slots if slots is not None else max(self.n_slots, 2 + self.spare_slots)
         if wanted != self.n_slots:
             log.info(
@@ -184,7 +184,7 @@ def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Ent
     # A tied tensor stays only if the layout holds the tensor whose bytes it shares, and if that tensor is not tied.
     tied = {e.name for e in layout.values() if e.alias is not None}
     layout = {n: e for n, e in layout.items() if e.alias is None or (e.alias in layout and e.alias not in tied)}
-    return layout, [e for e in held if e.name not in layout or not layout[e.name].fits(e)]
+    return layout, [e for e in held if e.name not in layout or not layout[e.name].can_hold(e)]
 
 
 def _kept_entries(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:

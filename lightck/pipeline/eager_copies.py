@@ -1,4 +1,4 @@
-"""Eager copies: copies that begin before the boundary, of layers whose update is over while other layers still wait.
+"""Eager copies begin before the boundary: a layer that is updated already is copied while others are still to come.
 
 A layer-wise update (``hooks/layerwise.py``) reports which tensors are updated. The updated tensors that the last
 checkpoint copied in the background are copied at once into the slot of the next checkpoint, several layers in one job
@@ -83,9 +83,10 @@ class EagerCopies:
 
     def reusable(self, background: Sequence[Live], numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
         """Return the record numbers of the eager copies that the checkpoint can use, and the number of eager copies
-        that it cannot use. A tensor with an unusable copy is copied again to the same place. So, if there are unusable
-        copies, wait until all eager copies have ended: they cannot overwrite the new copies then. ``background``: the
-        tensors that the checkpoint copies in the background. ``numbers``: the record numbers of these tensors."""
+        that it cannot use. The caller copies a tensor with an unusable copy again, to the same place. If there is such
+        a copy, this method first waits until all eager copies have ended, so that none overwrites a new copy.
+        ``background``: the tensors that the checkpoint copies in the background. ``numbers``: the record numbers of
+        these tensors."""
         if self._begun is None:
             return NO_RECORDS, 0
         begun = self._begun

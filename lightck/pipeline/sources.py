@@ -166,7 +166,8 @@ class _Rounds:
         self.verified_until = self._began = generation
 
     def ended(self, generation: int) -> None:
-        """Note that the last tensor of the round was read just now. ``generation``: as in ``all_read``."""
+        """Note that the last tensor of the round was read just now. ``generation``: as in ``all_read``. Every tensor
+        was read after the round began, so the checkpoints up to generation ``_began`` hold their right bytes."""
         self.verified_until = self._began if self._began is not None else self.verified_until
         self._began = generation
 

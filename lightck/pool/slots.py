@@ -85,8 +85,8 @@ class Slot:
     in_flight: bool = False
     """Whether the slot belongs to a checkpoint in flight or to a reservation."""
     original_generation: int | None = None
-    """The generation that the checkpoint had before a relayout carried it over (before the first one, if there were
-    several in this session). None if no relayout of this session carried it over."""
+    """The generation that the checkpoint had before the first relayout of this session that carried it over. None if
+    no relayout of this session carried it over."""
 
 
 @dataclass(slots=True)

@@ -150,8 +150,8 @@ class PoolWriter:
         sb = self.superblock
         self._compute_template()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
-        # A slot may hold a checkpoint that never committed. The adoption record must make that checkpoint dead, and so
-        # must have a larger generation than this checkpoint.
+        # A slot may hold a checkpoint that never committed. The adoption record makes that checkpoint dead only if the
+        # record's generation is larger than the checkpoint's.
         self.generation = max(self.generation, *(slot.generation or 0 for slot in self.slots.slots))
         self._engine.run_on(processors_near(self.durability.numa_node, self._engine.threads))
         if self.durability.tier != TIER_DISK:  # populating would read the whole pool from disk, and dirty all pages
@@ -191,7 +191,7 @@ class PoolWriter:
         """Whether the tensor that ``entry`` describes has an extent whose dtype, shape, strides, alias and device are
         those of ``entry``."""
         number = self.numbers.get(entry.name)
-        return number is not None and self.entries[number].fits(entry)
+        return number is not None and self.entries[number].can_hold(entry)
 
     def add(self, entries: Sequence[Entry], present: set[str]) -> None:
         """Find extents in the reserve for new or changed tensors. Raises ``RelayoutNeededError`` if there is no room.

@@ -124,7 +124,7 @@ def _load(
             if not is_equal:
                 differing.append(name)
     check_ties(entries)
-    if not all(stored.is_intact() for stored in of_ranks):
+    if not all(stored.owns_slot() for stored in of_ranks):
         raise DamagedError("its slot was reused while it was read")
     if differing:
         log.warning(

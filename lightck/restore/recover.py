@@ -156,7 +156,7 @@ def newest(
             except DamagedError as err:
                 rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, str(err)))
                 continue
-            if stored.is_intact():
+            if stored.owns_slot():
                 return taken
             rejected.append(
                 RejectedCheckpoint(stored.step, stored.record.generation, "its slot was reused while it was read")
@@ -310,7 +310,7 @@ class LiveRestore:
         # If ``_touched`` is not empty, the restore of a newer checkpoint failed halfway. So this checkpoint is read and
         # verified as a whole before live tensors are written again.
         source = in_memory(stored, "cpu") if self._in_use or self._touched else stored
-        if source is not stored and not stored.is_intact():
+        if source is not stored and not stored.owns_slot():
             raise DamagedError("its slot was reused while it was read")
         try:
             _restore.apply(plan, source)

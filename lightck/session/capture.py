@@ -73,9 +73,9 @@ class _PackedOptimizer:
         self.packed = b""
         self.options = OptionsWatch()
         self.tensor_list: TensorList | None = None
-        """As long as ``Capture`` still has this tensor list, ``packed`` can be out of date only if an option has
-        changed. None: it can be out of date for other reasons as well, because the optimizer has state that is no
-        tensor, or wraps another optimizer."""
+        """The tensor list for which ``packed`` was made. If ``Capture`` still has this list and no option has changed,
+        ``packed`` is up to date. None: ``packed`` must be made again in any case, for example because the optimizer has
+        state that is no tensor, or wraps another optimizer."""
         self.groups = CachedPacker()
         self.packer = StatePacker(never_mutated=("names",))
 
@@ -117,7 +117,7 @@ class Capture:
         self._object_states: defaultdict[str, CachedPacker] = defaultdict(CachedPacker)
         self._n_followed = 0
         """How many optimizers are followed, wrappers included."""
-        self._is_stale_reported = False
+        self._is_unsharded_reported = False
         self._is_shared_checked = False
         """Whether the check for shared memory was made. It is made once, as soon as optimizer state exists."""
         self._fork_rng_watch = ForkRngWatch()
@@ -194,9 +194,9 @@ class Capture:
         for view in self.optimizers:
             if view.root != index:
                 continue
-            waiting = self._never_had_grad[view.index]
-            if waiting:
-                self._remove_ready(waiting)
+            never_had_grad = self._never_had_grad[view.index]
+            if never_had_grad:
+                self._remove_with_grad(never_had_grad)
             if self._frozen:
                 frozen = self._frozen
                 self._updated_frozen |= {
@@ -210,14 +210,15 @@ class Capture:
         found, self._updated_frozen = self._updated_frozen, set()
         return found
 
-    def _remove_ready(self, waiting: dict[int, torch.Tensor]) -> None:
-        """Remove from ``waiting`` the parameters that have a gradient now, because the update may change them."""
-        ready = [key for key, p in waiting.items() if p.grad is not None]
-        for key in ready:
-            del waiting[key]
-        if ready:
+    def _remove_with_grad(self, never_had_grad: dict[int, torch.Tensor]) -> None:
+        """Remove from ``never_had_grad`` the parameters that have a gradient now, because the update may change
+        them."""
+        with_grad = [key for key, p in never_had_grad.items() if p.grad is not None]
+        for key in with_grad:
+            del never_had_grad[key]
+        if with_grad:
             self._tensor_list = None
-            self._seen_grad = self._seen_grad | frozenset(ready)
+            self._seen_grad = self._seen_grad | frozenset(with_grad)
 
     def stepped_outside_wrapper(self, index: int) -> None:
         """An optimizer inside the wrapper ``index`` is stepped outside the wrapper's ``step``: by another method of the
@@ -237,7 +238,7 @@ class Capture:
         checkpoint of this update will not be saved, or is certain to close before that forward or ``next()``. Then
         nothing is read."""
         self.devices.add_update_streams()
-        self._warn_stale_weights()
+        self._warn_unsharded()
         if not is_needed:
             self.provisional = None
             return
@@ -252,11 +253,11 @@ class Capture:
         for live in provisional.extra_large:
             live.tensor = in_plain_memory(live.tensor).clone()
 
-    def _warn_stale_weights(self) -> None:
+    def _warn_unsharded(self) -> None:
         """Warn once if a module of ``fully_shard`` was unsharded during the update. Its next forward then computes with
         the plain parameters that it holds, whose values are those from before the update."""
-        if not self._is_stale_reported and self.model.is_sharded and (name := self.model.swapped()) is not None:
-            self._is_stale_reported = True
+        if not self._is_unsharded_reported and self.model.is_sharded and (name := self.model.swapped()) is not None:
+            self._is_unsharded_reported = True
             log.warning(
                 "lightck: the model was unsharded while its optimizer updated it (for example the parameter %r). Until "
                 "it is resharded, it computes with the values from before the update. A checkpoint holds the new "

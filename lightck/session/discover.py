@@ -88,7 +88,7 @@ def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | 
     Raises ``AmbiguousError`` if two live objects could fill one role, and ``TypeError`` or ``UnsupportedError`` for an
     optimizer that cannot be followed.
     """
-    reshard(model)  # what it holds now are the parameters that optimizers update
+    reshard(model)  # now the model holds the parameters that optimizers update
     given, params = dict(state or {}), param_positions(model)
     live = LiveObjects()
     if optimizer is None:

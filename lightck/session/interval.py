@@ -30,8 +30,8 @@ class Cadence(Protocol):
         ...
 
     def will_be_due(self, step: int, saved_step: int) -> bool:
-        """Asked while update number ``step`` is still going on: whether it is certain already that its checkpoint will
-        be saved."""
+        """Whether the checkpoint of ``step`` is certain to be saved. Called before the update number ``step`` has
+        ended."""
         ...
 
     def boundary_passed(self, now: float, stall_seconds: float, saved: bool) -> None:

@@ -88,8 +88,8 @@ class LoopTopCheck:
             if event is Event.FORWARD and boundary.n_optimizers > 1:
                 return True  # with several optimizers a forward closes nothing
             self._point = event
-            # Many loops compute options from the step number before each update, which a resume may repeat: the
-            # options are the same again.
+            # Options are left out. Many loops compute them from the step number before each update. A resumed loop does
+            # so again, and gets the same values.
             options = {options_label(view) for view in self._capture.optimizers}
             self._candidates = set(self._changed(self._before, with_buffers=event is Event.FORWARD)) - options
             return bool(self._candidates)

@@ -41,12 +41,14 @@ _UNTIMED = 2
 
 
 def slowdown() -> Slowdown:
-    """Return the slowdown of a step, in seconds.
+    """Return the slowdown of a step, in seconds. The first call that can measure it does so; until then the result is
+    zeros. A measurement is not possible in these cases:
 
-    Return zeros if this machine has an accelerator: there the loop only starts operations, and mostly waits for the
-    device. Return zeros also if nothing was measured yet and torch has global hooks, which the measurement would run,
-    if the process has made no optimizer yet, so that making one here would load a large part of torch, or if the system
-    starts no thread for the measurement."""
+    - This machine has an accelerator. There the loop only starts operations, and mostly waits for the device.
+    - Torch has global hooks. The measurement would run them.
+    - The process has made no optimizer yet. The measurement makes one, which would load a large part of torch.
+    - The system starts no thread for the measurement.
+    """
     if _measured_slowdown.cache_info().currsize:  # the hooks may be those of an open session
         return _measured_slowdown()
     has_hooks = (

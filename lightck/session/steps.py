@@ -160,14 +160,14 @@ class Steps(StepListener):
             self.commits.run(self.pipeline.gate)
 
     def add_early_gate(self) -> None:
-        """For a rank of a group: pass the gate in the backward pass already, before the last gradients are sent."""
+        """For a rank of a group: pass the gate earlier, in the backward pass, before the last gradients are sent."""
         model = self.model
         if model is not None:
             gate = EarlyGate(model, lambda: not self.pipeline.is_idle, self._early_gate)
             self.hooks.handles += gate.handles
 
     def _early_gate(self) -> None:
-        """An error of a checkpoint is raised by the next step, and not in the backward pass."""
+        """Pass the gate in the backward pass. An error of a checkpoint is not raised here, but at the next step."""
         if self.commits.failure is None and not self.pipeline.is_idle and self.session_lock.is_live:
             with self.meter.stall("early gate"), suppress(BackgroundError):
                 self.commits.run(self.pipeline.gate)

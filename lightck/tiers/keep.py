@@ -225,7 +225,7 @@ class Retention(CommitListener):
         chosen = choose(parse(stored), self._keep.what, lambda name: load_tensor(stored, name), _CURE)
         chosen.metadata[_MARK] = self._mark
         export_chosen(chosen, str(path), overwrite=True, temporary=str(self._temporary))
-        if not stored.is_intact():
+        if not stored.owns_slot():
             path.unlink()
             raise DamagedError("its slot was reused while it was read")
         self._prune(path)

@@ -151,7 +151,7 @@ int32_t lck_m_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t n
 int32_t lck_m_flush(lck_medium *medium, uint64_t off, uint64_t nbytes);
 /* Order this thread's earlier stores and flushes before its later ones (sfence). Other threads are not affected. */
 int32_t lck_m_fence(lck_medium *medium);
-/* Make durable what this thread has flushed; on LCK_TIER_DISK, make durable what any thread has stored. */
+/* Make durable all stores that this thread has flushed; on LCK_TIER_DISK, all stores of every thread. */
 int32_t lck_m_sync(lck_medium *medium);
 /* Add a mark to the trace: LCK_MARK_... and a value. lck_job_submit marks BEGIN and a commit marks ACK, both with the
  * generation as the value. */
@@ -236,7 +236,7 @@ int32_t lck_engine_populate(lck_engine *engine, lck_medium *medium);
  * not ended. */
 int32_t lck_engine_quiesce(lck_engine *engine, lck_medium *medium);
 /* Find the GNU OpenMP that `library` (a file name) uses. `library` must be loaded already. LCK_EMISSING if it uses no
- * GNU OpenMP, or one older than OpenMP 5.0. The first GNU OpenMP that is found is used for the whole process: later
+ * GNU OpenMP, or one without OpenMP 5.0. The first GNU OpenMP that is found is used for the whole process: later
  * calls return LCK_OK. */
 int32_t lck_openmp_find(const char *library);
 /* Switch passive waiting on (on != 0) or off. While it is on and a job is being copied, waiting OpenMP threads sleep
@@ -259,12 +259,12 @@ typedef struct lck_copy {
     uint64_t dst;        /* offset in the medium */
     uint64_t nbytes;     /* may be 0 */
     uint64_t tensor;     /* record number, for the checksum seed */
-    uint32_t crc_index;  /* index of the first of its ceil(nbytes / block) checksums in the arrays of lck_commit */
+    uint32_t crc_index;  /* index of this tensor's first block checksum, in the arrays of lck_commit */
     uint32_t flags;      /* LCK_NOW, LCK_PLACED */
 } lck_copy;
 
 enum {
-    /* A partial job copies some tensors of a checkpoint before all are known (eager copies, device transfers).
+    /* A partial job copies some tensors of a checkpoint before its other tensors are known (eager copies, transfers).
      * It writes neither manifest nor commit record. It ends as LCK_JOB_COMMITTED when its copies are fenced and it is
      * released. A later job of the same generation commits the checkpoint. The later job fails (LCK_ESTATE) if a
      * partial job of that generation has failed or was dropped and still has an entry (see lck_job_forget). */
@@ -329,8 +329,8 @@ int32_t lck_job_start(lck_engine *engine, uint64_t ticket, int32_t outcome);
  * record). Returns the failure if the job has failed, LCK_EDROPPED if it was dropped, and LCK_ESTATE if it was released
  * before. */
 int32_t lck_job_release(lck_engine *engine, uint64_t ticket);
-/* Release the job and wait until it has ended, as lck_job_wait with until = 3. This thread seals the job, so that no
- * worker is woken to do it. After LCK_ETIMEDOUT the job stays released, and a worker seals it. */
+/* Release the job and wait until it has ended, as lck_job_wait with LCK_JOB_COMMITTED. This thread seals the job, so
+ * that no worker is woken to do it. After LCK_ETIMEDOUT the job stays released, and a worker seals it. */
 int32_t lck_job_commit(lck_engine *engine, uint64_t ticket, uint32_t timeout_ms);
 /* Cancel a job that is not released: skip copies that have not begun, and wait for running ones. LCK_ESTATE if the job
  * was released or dropped before. LCK_OK also for a job that has failed, which stays failed. */
@@ -382,9 +382,9 @@ int32_t lck_spans_take(lck_engine *engine, lck_span *out, uint64_t most, uint64_
 
 /* ---- verified reads ---------------------------------------------------------------------------------- */
 
-enum { LCK_MEMORY = -2 };
+enum { LCK_MEMORY = -2 }; /* instead of a descriptor: read from memory, see lck_read_verified */
 /* Map the first nbytes of fd for reading (shared, excluded from core dumps), and store the address in *out. For a
- * device without read(), whose bytes are read from the mapping (LCK_MEMORY below). */
+ * device without read(), whose bytes are read from the mapping (LCK_MEMORY). */
 int32_t lck_map(int32_t fd, uint64_t nbytes, const void **out);
 /* End a mapping of lck_map. */
 int32_t lck_unmap(const void *address, uint64_t nbytes);

@@ -114,7 +114,7 @@ static inline bool trace_on(struct trace *trace)
 
 /* ---- extent.c ---------------------------------------------------------------------------------------- */
 
-/* The total length of the extents; LCK_EINVAL if they are impossible. */
+/* Set *nbytes to the total length of the extents. LCK_EINVAL if they are impossible. */
 int32_t extents_total(const lck_extent *extents, uint64_t count, uint64_t *nbytes);
 /* The index of the extent that contains the pool offset off; *inside becomes the offset in that extent. Returns count
  * if no extent contains off. */
@@ -281,8 +281,8 @@ struct lck_engine {
     struct job jobs[ENGINE_JOBS];
     struct populate populates[ENGINE_POPULATES];
     pthread_t workers[ENGINE_THREADS];
-    pthread_t team; /* the thread that owns an OpenMP team: openmp.c */
-    _Atomic bool has_team; /* whether the thread `team` was started */
+    pthread_t team; /* the thread lightck-openmp, which makes and ends an OpenMP team: openmp.c */
+    _Atomic bool has_team; /* the thread `team` was started, whether or not it has a team now */
     _Atomic bool no_room;  /* no further OpenMP thread could be started: not tried again */
 };
 

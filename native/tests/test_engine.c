@@ -32,7 +32,7 @@ enum {
 static const uint64_t nbytes_of[TENSORS] = {100, 300000, BLOCK, 0, 250001};
 
 /* One checkpoint: its sources, the image of its manifest, and the arguments of lck_job_submit. Variables of this type
- * are named v. */
+ * are named v, for the version of the state that the checkpoint holds. */
 struct checkpoint {
     uint64_t generation, ticket;
     unsigned char *source[TENSORS];
@@ -198,7 +198,7 @@ static void check_payload(struct checkpoint *v)
     }
 }
 
-/* Check that the medium holds the committed checkpoint. */
+/* Check that the medium holds the committed checkpoint ("version") v. */
 static void check_version(struct checkpoint *v)
 {
     unsigned char image[IMAGE];
@@ -240,9 +240,8 @@ static int ordered_before(uint64_t from, uint64_t to)
     return 0;
 }
 
-/* Event `word` stores the first word of a commit record. Check that a fence comes between each store to the record's
- * slot (from the slot header on) and the body of the record, between the slot header and `word`, and between the body
- * and `word`. */
+/* Event `word` stores the first word of a commit record. Check the fences before it: each store to the record's slot
+ * (from the slot header on) is fenced before the body of the record is stored, and the body is fenced before `word`. */
 static void check_fences_before(uint64_t word, uint64_t generation)
 {
     uint64_t slot = slot_off(generation), header = 0, body = 0;

@@ -31,6 +31,7 @@ static uint64_t below(uint64_t *state, uint64_t n)
     return random64(state) % n;
 }
 
+/* A random number below `usual`, or in one of 60 cases a number of `edges`. */
 static uint64_t number(uint64_t *state, uint64_t usual)
 {
     if (below(state, 60) == 0)

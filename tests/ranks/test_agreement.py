@@ -25,10 +25,10 @@ def report(*steps: int | tuple[int, int], run: bytes = RUN, incarnation: int | N
             "host": "h",
             "boot_id": "b",
             "directory": "/d",
-            "place": "p",
+            "directory_id": "p",
             "arguments": ARGUMENTS,
             "tensors": "t",
-            "new_run": b"n" * 16 + b"m" * 16,
+            "new_ids": b"n" * 16 + b"m" * 16,
             "run_id": run if ids else b"",
             "world_id": WORLD if ids else b"",
             "checkpoints": ids,
@@ -51,7 +51,7 @@ def test_the_report_of_another_release_is_named():
 
 def test_a_report_takes_at_most_a_kibibyte():
     ids = [(1 << 40, (1 << 40) + i) for i in range(8)]
-    one = report(*ids, host="h" * 64, directory="d" * 200, boot_id="b" * 36, place="p" * 64, tensors="t" * 32)
+    one = report(*ids, host="h" * 64, directory="d" * 200, boot_id="b" * 36, directory_id="p" * 64, tensors="t" * 32)
     assert len(one.pack()) <= 1024
 
 
@@ -147,7 +147,7 @@ def test_the_decision_is_that_of_the_rule(held, overwrite):
             r"interval= of lightck.attach is 1 on rank 0 \(host h\) and 2 on rank 1 \(host h\)",
         ),
         (
-            {"place": "q", "directory": "/e"},
+            {"directory_id": "q", "directory": "/e"},
             RankError,
             r"The directory '/d' on rank 0 \(host h\) is not the directory '/e' on rank 1 \(host h\)",
         ),
@@ -162,9 +162,9 @@ def test_differences_are_named(fields, error, message):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"place": "q"},  # containers on one host, each with a directory of its own
-        {"boot_id": "c", "place": "q"},
-        {"boot_id": "c", "place": "q", "directory": "/e"},
+        {"directory_id": "q"},  # containers on one host, each with a directory of its own
+        {"boot_id": "c", "directory_id": "q"},
+        {"boot_id": "c", "directory_id": "q", "directory": "/e"},
     ],
 )
 def test_hosts_may_have_a_directory_each(fields):
@@ -172,7 +172,7 @@ def test_hosts_may_have_a_directory_each(fields):
 
 
 def test_directories_are_compared_on_each_host():
-    elsewhere = replace(report(), boot_id="c", place="r", directory="/e")
+    elsewhere = replace(report(), boot_id="c", directory_id="r", directory="/e")
     refuse_differences([report(), elsewhere, elsewhere])
     with pytest.raises(RankError, match=r"'/e' on rank 1 .* is not the directory '/f' on rank 2"):
-        refuse_differences([report(), elsewhere, replace(elsewhere, place="s", directory="/f")])
+        refuse_differences([report(), elsewhere, replace(elsewhere, directory_id="s", directory="/f")])

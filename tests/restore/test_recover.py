@@ -372,7 +372,7 @@ def test_checkpoints_that_are_written_over_while_they_are_read_leave_the_model_a
         train(model, optimizer, 2)
         session.flush()
         with monkeypatch.context() as patched, pytest.raises(LightckError, match="reused") as caught:
-            patched.setattr(StoredCheckpoint, "is_intact", lambda self: False)
+            patched.setattr(StoredCheckpoint, "owns_slot", lambda self: False)
             lightck.recover(pool, other)
         assert "NaN" not in str(caught.value)
         assert same(weights(other), before)

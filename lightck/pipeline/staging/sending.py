@@ -203,13 +203,13 @@ class Staging:
 def _groups(
     method: TransferMethod, reservation: Reservation, staged: Sequence[StagedTensor], jobs_max: int
 ) -> tuple[list[Group], list[StagedTensor]]:
-    """Return groups whose jobs are submitted and wait until they are started, and the tensors for which no job was
-    free."""
+    """Split the tensors into groups, and submit a job for each group, which waits until it is started. Return the
+    groups, and the tensors for which no job was free."""
     in_order = [one for one in staged if one.in_order and method.reads_during_step]
-    later = [one for one in staged if not (one.in_order and method.reads_during_step)]
-    parts = split_into_parts(later, min(jobs_max - bool(in_order), GROUPS_MAX))
+    others = [one for one in staged if not (one.in_order and method.reads_during_step)]
+    parts = split_into_parts(others, min(jobs_max - bool(in_order), GROUPS_MAX))
     plans = ([(in_order, True)] if in_order else []) + [(part, False) for part in parts]
-    if later and not parts:
+    if others and not parts:
         return [], list(staged)
     largest_nbytes = max((packed_layout(part)[1] for part in parts), default=0)
     groups: list[Group] = []

@@ -28,8 +28,8 @@ NAME_NBYTES_MAX = 4096
 """Maximum length of a name in UTF-8."""
 LIST_PIECES_MAX, LIST_PAIRS_MAX = 1 << 20, 1 << 28
 """Maximum sums over all entries of a table, or over all extra entries of a checkpoint. ``LIST_PIECES_MAX`` limits the
-number of pieces, and so the memory. ``LIST_PAIRS_MAX`` limits the sum of the squares of each entry's number of pieces,
-and so the time, because the pieces of an entry are compared with each other."""
+number of pieces, and so the memory. The pieces of an entry are compared with each other, so ``LIST_PAIRS_MAX`` limits
+the time: the sum, over the entries, of the square of the number of pieces."""
 ROLES = ("param", "buffer", "optimizer", "state")
 
 # Bytes per element of every dtype name that a table may contain. The pool knows names and sizes, but not torch.
@@ -62,9 +62,9 @@ class Entry(NamedTuple):
     pieces: tuple[Piece, ...] | None = None
     """The pieces of the logical tensor that this tensor holds. Only the pool of a rank stores pieces."""
 
-    def fits(self, other: Entry) -> bool:
-        """Whether a tensor described by ``other`` fits this extent: same dtype, shape, strides, alias, device and
-        pieces."""
+    def can_hold(self, other: Entry) -> bool:
+        """Whether this extent can hold the tensor that ``other`` describes: same dtype, shape, strides, alias, device
+        and pieces."""
         return (self.dtype, self.shape, self.stride, self.alias, self.device) == (
             other.dtype,
             other.shape,
@@ -81,7 +81,7 @@ class Entry(NamedTuple):
         plain: dict[str, object] = dict(zip(_PLAIN_FIELDS, self, strict=False))
         plain |= {"shape": list(self.shape), "stride": list(self.stride)}
         if has_group:
-            return plain | self._parts()
+            return plain | self._rank_fields()
         if self.logical_shape is not None or self.pieces is not None:
             raise ValueError(f"{self.name!r} is a part of a tensor, and only the pool of a rank can hold parts")
         return plain | {
@@ -91,18 +91,18 @@ class Entry(NamedTuple):
             "offsets": [0] * len(self.shape),
         }
 
-    def _parts(self) -> dict[str, object]:
+    def _rank_fields(self) -> dict[str, object]:
         if self.logical_shape is None and self.pieces is None:
-            return dict.fromkeys(_PART_FIELDS)
+            return dict.fromkeys(_RANK_FIELDS)
         try:
             parse_pieces(self.pieces, self.logical_shape, self.shape)
         except DamagedError as err:
             raise ValueError(f"{self.name!r} cannot be stored: {err}") from err
-        pieces = [[list(part) for part in piece] for piece in self.pieces or ()]
+        pieces = [[list(numbers) for numbers in piece] for piece in self.pieces or ()]
         return {"logical_shape": list(self.logical_shape or ()), "pieces": pieces}
 
 
-_PLAIN_FIELDS, _PART_FIELDS = Entry._fields[:-2], Entry._fields[-2:]
+_PLAIN_FIELDS, _RANK_FIELDS = Entry._fields[:-2], Entry._fields[-2:]
 
 
 def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
@@ -174,7 +174,7 @@ def is_name(text: str) -> bool:
 _VALUES = itemgetter(*_PLAIN_FIELDS)
 _INT = {int}
 _PLAIN_KEYS = {*_PLAIN_FIELDS, "global_shape", "placements", "mesh", "offsets"}
-_RANK_KEYS = {*_PLAIN_FIELDS, *_PART_FIELDS}
+_RANK_KEYS = {*_PLAIN_FIELDS, *_RANK_FIELDS}
 
 
 def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
@@ -219,12 +219,11 @@ def check_aliases(present: Mapping[str, Entry]) -> None:
 
 
 def check_ties(present: Mapping[str, Entry]) -> None:
-    """Check the aliases of one checkpoint: what ``check_aliases`` checks, and that tied entries have the same dtype and
-    shape. Raises ``DamagedError``.
+    """Check the aliases of one checkpoint as ``check_aliases`` does, and check that tied entries have the same dtype
+    and shape. Raises ``DamagedError``.
 
-    If they differed, a restore would write bytes of one shape into a tensor of another. (In the layout table they may
-    differ. A checkpoint can hold an extra entry in place of a tied entry of the table, and only the entries that one
-    checkpoint holds must agree.)"""
+    If tied entries differed, a restore would write bytes of one shape into a tensor of another. In the layout table
+    they may differ, because a checkpoint can hold an extra entry in place of one of them."""
     check_aliases(present)
     for entry in present.values():
         if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
@@ -275,7 +274,7 @@ def _items(data: bytes, keys: Sequence[str], has_group: bool = False) -> Iterato
 
 def _checked(items: Iterator[object], low: int, high: int, has_group: bool) -> tuple[Entry, ...]:
     """Parse the items, and check that the extents lie in [low, high) and do not overlap. Raises ``DamagedError``."""
-    entries = tuple(_with_parts(items) if has_group else map(_entry, items))
+    entries = tuple(_rank_entries(items) if has_group else map(_entry, items))
     at = low
     for entry in sorted((e for e in entries if e.nbytes), key=attrgetter("offset")):
         if entry.offset % EXTENT_ALIGN or entry.offset < at or entry.offset + entry.nbytes > high:
@@ -284,7 +283,7 @@ def _checked(items: Iterator[object], low: int, high: int, has_group: bool) -> t
     return entries
 
 
-def _with_parts(items: Iterator[object]) -> Iterator[Entry]:
+def _rank_entries(items: Iterator[object]) -> Iterator[Entry]:
     """Parse the entries of a rank's pool. Raises ``DamagedError``."""
     n_pieces = n_pairs = 0
     for item in items:
@@ -308,8 +307,8 @@ def _entry(item: object, keys: set[str] = _PLAIN_KEYS) -> Entry:
     for text in (name, device) if alias is None else (name, device, alias):
         if type(text) is not str or not is_name(text):
             raise DamagedError("list of tensors: an entry has a name that is not text")
-    is_whole = type(nbytes) is type(offset) is type(layer) is int
-    if not is_whole or not 0 <= nbytes < INT_MAX or not 0 <= offset < INT_MAX or not -1 <= layer < INT_MAX:
+    are_ints = type(nbytes) is type(offset) is type(layer) is int
+    if not are_ints or not 0 <= nbytes < INT_MAX or not 0 <= offset < INT_MAX or not -1 <= layer < INT_MAX:
         raise DamagedError("list of tensors: an entry has a number out of range")
     if not type(shape) is type(stride) is list or not _INT.issuperset(map(type, shape + stride)):
         raise DamagedError("list of tensors: an entry has a shape or stride that is no list of numbers")

@@ -26,12 +26,14 @@ from lightck.errors import UnsupportedError
 from lightck.pool.format.structures import NUMBER_MAX, DamagedError
 
 Ints: TypeAlias = tuple[int, ...]
+_Corner: TypeAlias = npt.NDArray[np.int64]
+"""A corner of one box; shape (number of dimensions,)."""
 _Corners: TypeAlias = npt.NDArray[np.int64]
-"""A corner of each of many boxes: (number of boxes, number of dimensions)."""
+"""A corner of each of many boxes; shape (number of boxes, number of dimensions)."""
 
 PIECES_MAX = 1 << 12
 """Maximum number of pieces of one local tensor that a pool may have. Each is compared with many others."""
-MEETINGS_MAX = 1 << 20
+OVERLAPS_MAX = 1 << 20
 """Maximum number of pairs of different boxes, in one tensor, that have elements in common. (If two groups hold a tensor
 in different ways, there are about as many such pairs as boxes.)"""
 PARTS_MAX = 1 << 18
@@ -44,7 +46,7 @@ _CANDIDATES_MAX = 1 << 20
 
 
 class Box(NamedTuple):
-    """A part of a tensor: the elements from ``start`` on, ``size`` many in each dimension."""
+    """A part of a tensor: in each dimension ``size`` elements, from ``start`` on."""
 
     start: Ints
     size: Ints
@@ -241,7 +243,7 @@ def parse_pieces(items: object, shape: object, local_shape: Sequence[int]) -> tu
         raise DamagedError("pieces: they are no list, or more than the tensor can have")
     pieces = tuple(_parsed(item, shape, local_shape) for item in items)
     in_local = _corners([Box(piece.local_start, piece.size) for piece in pieces], len(local_shape))
-    for first, second in _meetings(*in_local):
+    for first, second in _overlapping_pairs(*in_local):
         one, other = pieces[first[0]].local_start, pieces[second[0]].local_start
         raise DamagedError(f"pieces: those at {one} and {other} of the local tensor overlap")
     return pieces
@@ -325,7 +327,7 @@ class _Held:
         """Box -> its first holder, and where the box lies in the local tensor of that holder. In order of the
         holders."""
         self._repeated: list[Box] = []
-        """Boxes that are held more than once. The first such box in C order is among them."""
+        """Boxes whose elements are held more than once: not all of them, but always the first one in C order."""
         for holder, pieces in enumerate(holders):
             for start, size, local_start in pieces:
                 if not (len(start) == len(size) == len(shape) and _is_in(start, size, shape)):
@@ -343,11 +345,11 @@ class _Held:
         """Return, for each box that has elements in common with earlier boxes, the numbers of those boxes."""
         low, high = self._corners
         earlier: dict[int, list[int]] = {}
-        n_meetings = 0
-        for first, second in _meetings(low, high):
-            n_meetings += len(first)
-            if n_meetings > MEETINGS_MAX:
-                raise DamagedError(f"pieces: more than {MEETINGS_MAX} pairs of them overlap, which no sharding makes")
+        n_overlaps = 0
+        for first, second in _overlapping_pairs(low, high):
+            n_overlaps += len(first)
+            if n_overlaps > OVERLAPS_MAX:
+                raise DamagedError(f"pieces: more than {OVERLAPS_MAX} pairs of them overlap, which no sharding makes")
             start = np.maximum(low[first], low[second])
             least = np.lexsort(start.T[::-1])[0]
             end = np.minimum(high[first[least]], high[second[least]])
@@ -387,8 +389,8 @@ class _Held:
         """Return the elements of ``box`` that are in none of the boxes with the corners ``lows`` and ``highs``, as
         boxes without common elements.
 
-        The one of these boxes that covers most of ``box`` is taken out first. The rest of ``box`` is cut into slabs,
-        and each slab is treated in the same way."""
+        The box that covers most of ``box`` is removed first. The rest of ``box`` is cut into slabs, and each slab is
+        treated in the same way."""
         left: list[Box] = []
         todo = [(np.array(box.start, np.int64), np.array(box.start, np.int64) + box.size, lows, highs)]
         while todo:
@@ -396,8 +398,8 @@ class _Held:
             if self._n_parts > PARTS_MAX:
                 raise DamagedError(f"pieces: their overlaps cut the tensor into more than {PARTS_MAX} parts")
             low, high, lows, highs = todo.pop()
-            meets = ((lows < high) & (low < highs)).all(axis=1)
-            lows, highs = lows[meets], highs[meets]
+            overlaps = ((lows < high) & (low < highs)).all(axis=1)
+            lows, highs = lows[overlaps], highs[overlaps]
             if not len(lows):
                 left.append(_box(low, high))
                 continue
@@ -419,12 +421,12 @@ def _corners(boxes: Sequence[Box], ndim: int) -> tuple[_Corners, _Corners]:
     return low, low + np.array([box.size for box in boxes], np.int64).reshape(len(boxes), ndim)
 
 
-def _box(low: _Corners, high: _Corners) -> Box:
+def _box(low: _Corner, high: _Corner) -> Box:
     """Return the box between two corners."""
     return Box(tuple(low.tolist()), tuple((high - low).tolist()))
 
 
-def _slabs(low: _Corners, high: _Corners, taken_low: _Corners, taken_high: _Corners) -> Iterator[tuple[_Corners, ...]]:
+def _slabs(low: _Corner, high: _Corner, taken_low: _Corner, taken_high: _Corner) -> Iterator[tuple[_Corner, ...]]:
     """Yield start and end of each slab of the rest of a box after another box (``taken_low``, ``taken_high``) is taken
     out of it."""
     low, high = low.copy(), high.copy()
@@ -441,7 +443,7 @@ def _slabs(low: _Corners, high: _Corners, taken_low: _Corners, taken_high: _Corn
             high[dim] = taken_high[dim]
 
 
-def _meetings(low: _Corners, high: _Corners) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
+def _overlapping_pairs(low: _Corners, high: _Corners) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
     """Find the pairs of boxes that have elements in common, each pair once. Yields many pairs at a time, as two arrays:
     the number of each pair's first box, and the number of its second box. The first number is the smaller one.
 
@@ -463,8 +465,8 @@ def _meetings(low: _Corners, high: _Corners) -> Iterator[tuple[npt.NDArray[np.in
         first = np.repeat(numbers, lengths)
         second = first + 1 + np.arange(len(first)) - np.repeat(ends[begin:end] - lengths - done, lengths)
         for dim in range(ndim):
-            meets = (low[first, dim] < high[second, dim]) & (low[second, dim] < high[first, dim])
-            first, second = first[meets], second[meets]
+            overlaps = (low[first, dim] < high[second, dim]) & (low[second, dim] < high[first, dim])
+            first, second = first[overlaps], second[overlaps]
         if len(first):
             yield np.minimum(order[first], order[second]), np.maximum(order[first], order[second])
         begin = end

@@ -280,8 +280,8 @@ class CommitRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes, uuid: bytes) -> CommitRecord | None:
-        """Parse one record. Returns None if the first 8 bytes, the generation, are zeros, and cannot be
-        reconstructed from the other bytes. Raises ``DamagedError`` if a check fails."""
+        """Parse one record. Returns None if the generation (the first 8 bytes) is 0 and cannot be reconstructed from
+        the other bytes. Raises ``DamagedError`` if a check fails."""
         if len(data) < COMMIT_RECORD_NBYTES:
             raise DamagedError("the commit record is cut short")
         body, (check,) = data[:56], _U64.unpack(data[56:64])
@@ -365,9 +365,9 @@ def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, .
     damaged, or belongs to another generation."""
     if len(data) < _NEXT.size:
         return None
-    magic, whose, count, _ = _NEXT.unpack_from(data)
+    magic, named, count, _ = _NEXT.unpack_from(data)
     end = _NEXT.size + count * _NEXT_ENTRY.size
-    if magic != NEXT_MAGIC or whose != generation or count > NEXT_ENTRIES_MAX or len(data) < end + _U64.size:
+    if magic != NEXT_MAGIC or named != generation or count > NEXT_ENTRIES_MAX or len(data) < end + _U64.size:
         return None
     if crc64(uuid + data[:end]) != _U64.unpack_from(data, end)[0]:
         return None
@@ -376,8 +376,8 @@ def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, .
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
 _N_BEFORE_RECORDS = 8
-"""Number of the fields of ``ManifestHeader`` before two fields that only the packed header has: the offset of the
-tensor records, and the length of one record. These two are the same in every manifest."""
+"""The packed header has two more fields than ``ManifestHeader``, after its first 8 fields: the offset of the tensor
+records, and the length of one record. These two are the same in every manifest."""
 
 
 class ManifestHeader(NamedTuple):

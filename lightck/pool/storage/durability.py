@@ -201,10 +201,10 @@ def _overlay(folder: str, seen: str, system: System, nested_left: int) -> Durabi
         )
         return _process_only("overlay", TIER_DISK, f"{seen}: overlay, which passes fdatasync on", unseen)
     below = _probe(upper, None, system, nested_left - 1)
-    first = (f"{seen}: overlay, which passes writes and fdatasync to its upper folder {upper}", *below.evidence)
+    evidence = (f"{seen}: overlay, which passes writes and fdatasync to its upper folder {upper}", *below.evidence)
     if below.tier == TIER_CACHE:
-        return replace(below, medium=f"overlay on {below.medium}", evidence=first)
-    return replace(below, medium=f"overlay on {below.medium}", evidence=first, tier=TIER_DISK, numa_node=None)
+        return replace(below, medium=f"overlay on {below.medium}", evidence=evidence)
+    return replace(below, medium=f"overlay on {below.medium}", evidence=evidence, tier=TIER_DISK, numa_node=None)
 
 
 def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: System, nested_left: int) -> Durability:

@@ -60,8 +60,8 @@ def io_error(fact: str, code: int | None, reason: str | None = None) -> PoolIOEr
 def too_long(path: str) -> PoolPathError:
     """Return the error for ENAMETOOLONG."""
     return PoolPathError(
-        f"The path {path!r} is too long: file systems allow names of 255 bytes, and the lock file beside a pool has "
-        "its name with '.lock' appended. Choose a shorter one."
+        f"The path {path!r} is too long: file systems allow names of 255 bytes, and the name of the lock file beside a "
+        "pool is longer by '.lock'. Choose a shorter one."
     )
 
 

@@ -3,8 +3,8 @@
 A POSIX record lock (on byte 0) ends with its process, even if forked children continue, and the kernel reports the
 lock's owner. But the kernel also drops a record lock when the process closes any descriptor of the file, for example
 after a read of the file for a backup of the folder. An open file description lock (OFD lock, on byte 1) survives such a
-close. An OFD lock would also survive a killed training, in a DataLoader worker that inherited the descriptor. Therefore
-a forked child closes the descriptor at its start, and a process that finds only an OFD lock tries again for a moment.
+close. But it also survives a killed training if a DataLoader worker has inherited the descriptor. Therefore a forked
+child closes the descriptor at its start, and a process that finds only an OFD lock tries again for a moment.
 
 A killed process keeps its locks until its last thread has ended, which can take long on a busy machine. A new process
 waits for a dying holder (``dying_holder``). A holder that is not dying makes the new process raise at once.
@@ -398,7 +398,7 @@ def lock_file(path: str) -> int:
 
 
 def is_locked(fd: int) -> bool:
-    """Whether another holder than this descriptor has a lock on the open file."""
+    """Whether a holder other than this descriptor has a lock on the open file."""
     return _conflict(fd) is not None
 
 
