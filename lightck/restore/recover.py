@@ -117,8 +117,9 @@ def _check_arguments(model: object, optimizer: object, state: object, step: obje
         arguments = (("optimizer=", optimizer), ("state=", state))
         given = " and ".join(name for name, value in arguments if value is not None)
         raise TypeError(
-            f"{given} without model=: they are restored together with the model, because state is saved by parameter "
-            "name. Pass model= too; or leave them out, and read .optimizer and .state of the checkpoint."
+            f"{given} cannot be passed without model=: optimizer and state are restored together with the model, "
+            "because state is saved by parameter name. Pass model= too; or leave them out, and read .optimizer "
+            "and .state of the checkpoint."
         )
 
 
@@ -161,7 +162,7 @@ def newest(
                 RejectedCheckpoint(stored.step, stored.record.generation, "its slot was reused while it was read")
             )
         if reader.commit_log() == commit_log:
-            raise _nothing_left(reader, commit_log, step, rejected)
+            raise _no_checkpoint_error(reader, commit_log, step, rejected)
     raise PoolLockedError(
         f"The pool {reader.path!r} is in use, and its checkpoints were overwritten faster than they could be read, "
         f"{_ATTEMPTS} times. The pool is not damaged. Try again, end the training first, or give the pool more slots: "
@@ -181,7 +182,7 @@ def refuse_part(reader: PoolReader) -> None:
         )
 
 
-def _nothing_left(
+def _no_checkpoint_error(
     reader: PoolReader, commit_log: CommitLog, step: int | None, rejected: list[RejectedCheckpoint]
 ) -> Exception:
     """Return the error for a pool in which no checkpoint (of ``step``, if given) can be used."""
@@ -200,8 +201,8 @@ def _nothing_left(
             "leave step= out."
         )
     return CorruptPoolError(
-        f"No checkpoint in the pool {reader.path!r} verifies: {'; '.join(reasons)}. Nothing was restored. Use another "
-        "copy of the pool; attach(..., overwrite=True) discards this pool and starts afresh.",
+        f"No checkpoint in the pool {reader.path!r} can be used: {'; '.join(reasons)}. Nothing was restored. Use "
+        "another copy of the pool; attach(..., overwrite=True) discards this pool and starts afresh.",
         reasons,
     )
 
