@@ -25,7 +25,7 @@ from lightck.ranks.directory import open_all
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.checkpoint import Checkpoint
 from lightck.restore.contents import Contents, MemorySource, load_tensor
-from lightck.restore.usable import usable_by_name
+from lightck.restore.usable import usable_by_id
 from lightck.state.inventory import contiguous_stride
 from lightck.state.storable import dtype_from_name
 
@@ -57,17 +57,17 @@ def _newest(readers: Sequence[PoolReader], step: int | None, device: torch.devic
     """Load the newest common checkpoint (of ``step``, if given) that verifies on all ranks."""
     for _ in range(_ATTEMPTS):
         logs = [reader.commit_log() for reader in readers]
-        held = [usable_by_name(reader) for reader in readers]
+        held = [usable_by_id(reader) for reader in readers]
         common = sorted(frozenset.intersection(*map(frozenset, held)), reverse=True)
         rejected: list[RejectedCheckpoint] = []
-        for name in common:
-            if step is not None and name.step != step:
+        for checkpoint_id in common:
+            if step is not None and checkpoint_id.step != step:
                 continue
             try:
-                return _load([_newest_intact(of_rank[name]) for of_rank in held], device, rejected)
+                return _load([_newest_intact(of_rank[checkpoint_id]) for of_rank in held], device, rejected)
             except DamagedError as err:
-                record = held[0][name][0].record
-                rejected.append(RejectedCheckpoint(name.step, record.generation, str(err)))
+                record = held[0][checkpoint_id][0].record
+                rejected.append(RejectedCheckpoint(checkpoint_id.step, record.generation, str(err)))
         if [reader.commit_log() for reader in readers] == logs:
             raise _no_checkpoint_error(readers, step, common, rejected)
     raise PoolLockedError(
@@ -129,8 +129,8 @@ def _load(
         raise DamagedError("its slot was reused while it was read")
     if differing:
         log.warning(
-            "lightck: %d tensors of step %d differ between ranks, and those of rank 0 are taken: %s. Statistics of "
-            "BatchNorm do so, because each rank has its own; parameters should not",
+            "lightck: %d tensors of step %d differ between ranks, and those of rank 0 are taken: %s. Each rank has its "
+            "own statistics of BatchNorm, so these may differ; parameters should not differ",
             len(differing),
             of_ranks[0].step,
             listed(differing),

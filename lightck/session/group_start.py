@@ -41,7 +41,7 @@ from lightck.ranks.publication import Publication
 from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
 from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
-from lightck.restore.usable import parse, usable_by_name
+from lightck.restore.usable import parse, usable_by_id
 from lightck.session.arguments import Arguments
 from lightck.session.group import (
     Group,
@@ -154,7 +154,7 @@ class GroupStart:
                 "changed. Use another directory; or remove the pool if nobody needs it."
             )
         file.refuse_erased_log(reader)
-        return usable_by_name(reader)
+        return usable_by_id(reader)
 
     def _refuse_other_tensors(self, file: PoolFile, reports: list[Report]) -> None:
         """Raise ``RankError`` if the tensors of a rank differ from those of rank 0. The ranks exchange the names of
