@@ -162,7 +162,13 @@ class PoolFile:
         refuse_part(reader)
         self._check_optimizer_in_time(reader)
         checkpoint = restore_newest(
-            reader, None, self.arguments.model, list(self.found.optimizers), self._state, strict=True, complete=True
+            reader,
+            None,
+            self.arguments.model,
+            list(self.found.optimizers),
+            self._state,
+            strict=True,
+            unused_is_drift=True,
         )
         for rejected in checkpoint.rejected:
             log.warning("lightck: a newer checkpoint cannot be used, and an older one is restored: %s", rejected)
@@ -177,7 +183,7 @@ class PoolFile:
         """Return what restores checkpoints of ``reader`` into the objects of this attach."""
         self._check_optimizer_in_time(reader)
         return LiveRestore(
-            reader, self.arguments.model, list(self.found.optimizers), self._state, strict=True, complete=True
+            reader, self.arguments.model, list(self.found.optimizers), self._state, strict=True, unused_is_drift=True
         )
 
     @staticmethod
