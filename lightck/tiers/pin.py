@@ -141,9 +141,13 @@ class Holds(CommitListener):
         with self._lock:
             for hold, record in self._carried:
                 hold.record = record
-        self.relayout_failed()  # forgets what exists only during a relayout
+        self._forget_relayout()
 
     def relayout_failed(self) -> None:
+        self._forget_relayout()
+
+    def _forget_relayout(self) -> None:
+        """Clear the fields that are used only during a relayout."""
         with self._lock:
             self._to_carry, self._carried, self._new = [], [], None
 
