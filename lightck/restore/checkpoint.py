@@ -112,7 +112,7 @@ class Checkpoint:
         are restored, and ``drift`` lists what does not fit.
         """
         plan = plan_restore(self.contents, model, optimizer, state, strict=strict)
-        source = self._source
+        source = self.source
         try:
             _restore.apply(plan, source)
         except BaseException as err:
@@ -127,7 +127,8 @@ class Checkpoint:
         remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, unused_parts(plan)))
 
     @property
-    def _source(self) -> MemorySource:
+    def source(self) -> MemorySource:
+        """The tensors, read into memory when they are first used; for lightck itself."""
         if self._loaded_source is None:
             with ordinary_tensors():
                 self._loaded_source = self._read_source()
@@ -138,7 +139,7 @@ class Checkpoint:
 
         Raises ``NoTensorError`` for an unknown name, and for a tied name, whose tensor is stored under another name."""
         refuse_unknown(name, self.contents.entries)
-        return self._source.tensors[name]
+        return self.source.tensors[name]
 
     @ordinary_tensors()
     def _optimizer_dict(self, saved: OptimizerContents) -> dict[str, object]:
