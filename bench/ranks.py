@@ -6,8 +6,8 @@
 - *Early gate*: where in a step of DistributedDataParallel on a transformer the early gate is passed, as a share of the
   step, and where ``optimizer.step()`` begins; with 256 tokens in a batch, and with 1,024.
 - *Hosts*: which share of the time two ranks wait for each other if they learn through the store of the process group
-  which checkpoints the other has, as ranks on two hosts do; on the transformer, and in steps of about a millisecond with
-  3 and with 8 slots.
+  which checkpoints the other has, as ranks on two hosts do; on the transformer, and in steps of a few milliseconds
+  with 3 and with 8 slots.
 - *Step*: what interval 1 adds to a step, on one rank and on two. Loops without lightck, with it, and without it again
   take turns; the difference between the two loops without it is the A/A line.
 """

@@ -126,7 +126,7 @@ def _show_verified(facts: Facts) -> None:
             print_verdict(f"{one['pool']}: damaged (`lightck verify --deep` of this file says where)", good=False)
     if facts["recoverable_step"] is not None:
         step = facts["recoverable_step"]
-        print_verdict(f"step {step} verifies on all ranks, and the parts of its tensors are complete", good=True)
+        print_verdict(f"step {step} is intact on all ranks, and the parts of its tensors are complete", good=True)
 
 
 def refuse_step(step: int | None, tensors: bool = False) -> None:

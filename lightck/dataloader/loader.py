@@ -73,8 +73,7 @@ class SessionLoader:
     restored_epoch = 0
     """`epoch` as the restored checkpoint had it."""
     mid_batch_reported = position_was_read = has_drifted = False
-    """``mid_batch_reported``: `MidBatch` has warned about this loader. ``position_was_read``: the script has read
-    `epoch` or `start`. ``has_drifted``: the loader differs from the saved one."""
+    """Whether `MidBatch` has warned; whether `epoch` or `start` was read; whether the loader was built differently."""
     in_eval = False
     """Whether the model is in eval mode, set by the host at each ``next()``."""
     training_fetch_tick = 0
@@ -488,9 +487,9 @@ class SessionLoader:
             return False
         if not self.is_begun:
             log.warning(
-                "lightck: loader %r goes on in a later pass of persistent workers: the order of its samples is exact, "
-                "but random augmentation and other state in the workers is not. Both are exact with "
-                "persistent_workers=False",
+                "lightck: loader %r goes on in a later pass of persistent workers. The workers of the interrupted run "
+                "are gone, and new ones are started: the order of the samples is exact, but random augmentation and "
+                "other state in the workers is not. Both are exact with persistent_workers=False",
                 self.name,
             )
         self._generators.restore(position.worker_rng)
@@ -534,7 +533,8 @@ class SessionLoader:
         if pass_ is None or pass_ is not batches.of_pass:
             raise SessionError(
                 f"loader {self.name!r} was iterated again, which ended this pass: a session loader has only one "
-                "position. Wrap a second DataLoader, or take batches for other purposes from .loader."
+                "position. Pass a second DataLoader to session.loader(), or take batches for other purposes from the "
+                "wrapped loader, which is the attribute .loader."
             )
         self._host.loader_next(self)
         self._restore_rng(pass_)
@@ -572,8 +572,8 @@ class SessionLoader:
     def _count_batch(self, pass_: Pass, batch: object, before: RngSnapshot | None) -> None:
         if TAKEN_BEFORE in self._identity and self._risk is None:
             self._warn_risk(
-                "it is an iterator, which has only one pass, and a second `for` over it has begun. A new process "
-                "starts at its first batch, so a resume in mid-pass will be refused. Pass the iterable that creates it"
+                "it is an iterator, which has only one pass, and a second `for` over it has begun. In a new process "
+                "it begins at its first batch, so a resume in mid-pass will be refused. Pass the iterable that made it"
             )
         state = pass_.state
         state.given += 1

@@ -122,11 +122,11 @@ class StartRead:
             and left.was_left_without_update
         ):
             log.warning(
-                "lightck: loader %r: .start was %d when the loop read it for the last time, but the pass that begins "
-                "now skips no batch. A variable still held the iterator of the resumed pass, so that pass counted as "
-                "not left. If the loop read .start for the new pass (to count its batches, or to run code at its top), "
-                "0 was the right value, and the training is not exact. Delete that variable before you read .start, or "
-                "loop over the loader without it",
+                "lightck: loader %r: the loop read .start as %d, and then began a pass that skips no batch, for which "
+                ".start should be 0. A variable still held the iterator of the resumed pass, so lightck expected the "
+                "loop to continue that pass. If the loop read .start for the new pass (to count its batches, or to run "
+                "code at its top), the training is not exact. Delete the variable that holds the iterator before you "
+                "read .start, or loop over the loader without such a variable",
                 name,
                 self._skipped,
             )

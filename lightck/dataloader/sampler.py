@@ -68,9 +68,9 @@ class _WorkerFetchWatch:
         if self._state is None or torch.equal(self._state, torch.get_rng_state()):
             return None
         return (
-            "its sampler draws from torch's global random generator at each next(), from which the loop may draw too. "
-            "A resume fetches the earlier batches of the pass again, but does not run the loop for them. So the loop's "
-            f"draws are missing then, and the sampler may draw other numbers: {_CURE}"
+            "its sampler draws from torch's global random generator at each next(), and the loop may draw from the "
+            "same generator. A resume fetches the earlier batches of the pass again, but does not run the loop for "
+            f"them. Without the loop's draws the sampler may draw other numbers: {_CURE}"
         )
 
 
@@ -89,9 +89,9 @@ class _InProcessWatch:
     def risk(self) -> str | None:
         if self._sampler.has_drawn:
             return (
-                "its sampler draws from torch's global random generator at next(), and the loop draws from it too. "
-                "A resume fetches the earlier batches of the pass again without the loop's draws in between, so the "
-                f"sampler may draw other numbers: {_CURE}"
+                "its sampler draws from torch's global random generator at next(), and the loop draws from the same "
+                "generator. A resume fetches the earlier batches of the pass again, but does not run the loop for "
+                f"them. Without the loop's draws the sampler may draw other numbers: {_CURE}"
             )
         self._state = None if self._sampler.is_watched else torch.get_rng_state()
         return None

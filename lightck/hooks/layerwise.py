@@ -393,8 +393,9 @@ def _refuse_parallel(model: nn.Module) -> None:
     have received them."""
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise UnsupportedError(
-            "The model is wrapped in DistributedDataParallel, which puts other gradients in the place of those that a "
-            "layer-wise update would use. Leave out DistributedDataParallel, or lightck.layerwise()."
+            "The model is wrapped in DistributedDataParallel, which replaces each gradient by the reduced one from "
+            "its buckets. A layer-wise update would use the gradient from before. Leave out DistributedDataParallel, "
+            "or lightck.layerwise()."
         )
 
 

@@ -42,9 +42,9 @@ class InFlightCheckpoint:
     def drop(self, reason: str, names: Sequence[str]) -> None:
         """Give the checkpoint up with a warning that names the tensors."""
         log.warning(
-            "lightck: the checkpoint of step %d is given up: %s. Tensor: %s. From now on this tensor is copied at the "
-            "end of each step, before training goes on. If the loop swaps weights and puts them back, let it do so "
-            "inside `with session.paused():`.",
+            "lightck: the checkpoint of step %d is given up: %s. Tensor: %s. The copy may mix bytes from before and "
+            "after the write. From now on this tensor is copied at the end of each step, before training goes on. If "
+            "the loop swaps weights and puts them back, let it do so inside `with session.paused():`.",
             self.step,
             reason,
             listed(names),

@@ -143,9 +143,9 @@ class WaitPolicy:
             return
         waits = "sleep instead of spinning" if trial.current else "go on spinning, as usual,"
         log.info(
-            "lightck: OpenMP's idle threads %s while checkpoints are copied, because that costs less here: %s",
+            "lightck: OpenMP's idle threads %s while checkpoints are copied, because %s",
             waits,
-            _summary(trial),
+            _reason(trial),
         )
         self._trial, self._is_passive = None, trial.current
         self._starved.clear()
@@ -157,14 +157,15 @@ class WaitPolicy:
         self._meter.wait_policy = TRIAL if self._trial is not None else PASSIVE if self._is_passive else None
 
 
-def _summary(trial: Trial[bool]) -> str:
-    """Return the median times that decided the trial, for a message."""
+def _reason(trial: Trial[bool]) -> str:
+    """Return what decided the trial, with the median times, for a message."""
     passive, active = ([1e3 * seconds for seconds in trial.medians(one)] for one in (_WAIT_PASSIVELY, _WAIT_ACTIVELY))
     if not passive or not active:
-        return "too few checkpoints were saved to compare the two"
+        return "too few checkpoints were saved to compare sleeping with spinning"
     return (
-        "from a checkpoint to the next update it took {:.1f} ms with sleeping threads (the training waited {:.1f} ms "
-        "of it for the copy), and {:.1f} ms with spinning ones ({:.1f} ms); these are medians".format(*passive, *active)
+        "that costs less here. Medians of the time from a checkpoint to the next update: {:.1f} ms with sleeping "
+        "threads, of which the training waited {:.1f} ms for the copy; {:.1f} ms with spinning threads, of which it "
+        "waited {:.1f} ms".format(*passive, *active)
     )
 
 

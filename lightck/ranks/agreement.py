@@ -95,8 +95,8 @@ def refuse_differences(reports: Sequence[Report]) -> None:
             raise RankError(
                 f"The directory {reports[first].directory!r} on {_name(reports, first)} is not the directory "
                 f"{report.directory!r} on {_name(reports, rank)}, and both ranks run on the same host. The ranks on a "
-                "host must pass the same directory. (Two sessions in one group are attached in the same order on all "
-                "ranks.)"
+                "host must pass the same directory. (If the group has two sessions, all ranks must attach them in the "
+                "same order.)"
             )
 
 

@@ -88,8 +88,8 @@ def _in_order(directory: str, readers: list[PoolReader]) -> list[PoolReader]:
     if missing:
         many = "s" * (len(missing) > 1)
         raise RankError(
-            f"Of the {world_size} ranks of this training, {directory!r} lacks the pool{many} of rank{many} "
-            f"{listed(missing, 8)}. Put what is missing back: it may hold parts of the model that no other rank has. "
-            "If the ranks ran on several hosts, copy the pools of all hosts into one directory."
+            f"The directory {directory!r} lacks the pool{many} of rank{many} {listed(missing, 8)} of this training, "
+            f"which has {world_size} ranks. Put what is missing back: it may hold parts of the model that no other "
+            "rank has. If the ranks ran on several hosts, copy the pools of all hosts into one directory."
         )
     return [of_rank[rank] for rank in range(world_size)]

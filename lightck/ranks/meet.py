@@ -84,7 +84,7 @@ class Meeting:
             else:
                 self._nonce = self._nonce_of_rank_0().hex()
                 self.store.set(self.key("here", self.rank), b"1")
-        self.hosts = [value.decode("utf-8", "replace") for value in self.exchange("hosts", host.encode())]
+        self.hosts = [value.decode("utf-8", "replace") for value in self.exchange("host names", host.encode())]
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
         """Return the value of each rank, in the order of the ranks. ``value``: that of this rank. ``what``: a noun for
@@ -96,8 +96,9 @@ class Meeting:
                 self._raise_error_of(rank, message)
             if message["what"] != what:
                 raise RankError(
-                    f"{self.name_of(rank)} is at another place of attach ({message['what']}) than rank {self.rank} "
-                    f"({what}). All ranks must run the same release of lightck, and the same script."
+                    f"{self.name_of(rank)} and rank {self.rank} are at different points of lightck.attach: the first "
+                    f"sent its {message['what']}, the second its {what}. All ranks must run the same release of "
+                    "lightck, and the same script."
                 )
         return [message["value"] for message in messages]
 

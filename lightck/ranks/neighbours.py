@@ -155,9 +155,7 @@ class GroupRule(CommitListener):
                 timeout=self._timeout,
                 pauses=_PAUSES,
                 report=lambda seconds: log.warning(
-                    "lightck: %s has committed no newer checkpoint for %.0f seconds, and this rank waits for it",
-                    self._slowest(),
-                    seconds,
+                    "lightck: this rank has waited %.0f seconds for a newer checkpoint of %s", seconds, self._slowest()
                 ),
                 error=lambda: self._timeout_error(len(writer.slots.slots) - 1),
                 between=pause,
@@ -169,10 +167,10 @@ class GroupRule(CommitListener):
     def _timeout_error(self, n_ahead: int) -> RankError:
         """Return the error of a wait that took too long. ``n_ahead``: how many saved checkpoints this rank is ahead."""
         return RankError(
-            f"{self._slowest()} has committed no newer checkpoint for {self._timeout:g} seconds (timeout=). This rank "
-            f"is {n_ahead} saved checkpoints ahead, and may not overwrite what that rank still needs. What all ranks "
-            "have is intact. Look for an error of that rank. All ranks must make the same number of updates; a larger "
-            "slots= of attach lets them be further apart."
+            f"For {self._timeout:g} seconds (timeout=) no newer checkpoint came from {self._slowest()}. This rank is "
+            f"{n_ahead} saved checkpoints ahead, and may not overwrite checkpoints that are still needed there. The "
+            "checkpoints that all ranks have are intact. Look for an error there. All ranks must make the same number "
+            "of updates; a larger slots= of attach lets them be further apart."
         )
 
     def committed(self, writer: PoolWriter, step: int) -> None:
@@ -222,6 +220,6 @@ class GroupRule(CommitListener):
         views.update({neighbour.rank: neighbour.view for neighbour in self._neighbours})
         steps = {rank: -1 if view.newest is None else view.newest.step for rank, view in views.items()}
         least = min(steps.values(), default=-1)
-        names = [self._name_of(rank) for rank, step in steps.items() if step == least]
-        at = f", whose newest checkpoint is that of step {least}," if least >= 0 else ""
+        names = [self._name_of(rank).replace("Rank", "rank", 1) for rank, step in steps.items() if step == least]
+        at = f", whose newest checkpoint is that of step {least}" if least >= 0 else ""
         return f"{listed(names, 8) or 'ranks on other hosts'}{at}"

@@ -96,8 +96,8 @@ def _nothing_left(
     if rejected:
         reasons = tuple(map(str, rejected))
         return CorruptPoolError(
-            f"No checkpoint that all ranks have in {directory!r} verifies: {'; '.join(reasons)}. Nothing was restored. "
-            "Use another copy of the pools.",
+            f"No checkpoint that all ranks have in {directory!r} can be used: {'; '.join(reasons)}. Nothing was "
+            "restored. Use another copy of the pools.",
             reasons,
         )
     steps = listed([str(one.step) for one in common], 8) or "none"

@@ -117,8 +117,9 @@ def _check_arguments(model: object, optimizer: object, state: object, step: obje
         arguments = (("optimizer=", optimizer), ("state=", state))
         given = " and ".join(name for name, value in arguments if value is not None)
         raise TypeError(
-            f"{given} without model=: they are restored together with the model, because state is saved by parameter "
-            "name. Pass model= too; or leave them out, and read .optimizer and .state of the checkpoint."
+            f"{given} cannot be passed without model=: optimizer and state are restored together with the model, "
+            "because state is saved by parameter name. Pass model= too; or leave them out, and read .optimizer "
+            "and .state of the checkpoint."
         )
 
 
@@ -200,8 +201,8 @@ def _nothing_left(
             "leave step= out."
         )
     return CorruptPoolError(
-        f"No checkpoint in the pool {reader.path!r} verifies: {'; '.join(reasons)}. Nothing was restored. Use another "
-        "copy of the pool; attach(..., overwrite=True) discards this pool and starts afresh.",
+        f"No checkpoint in the pool {reader.path!r} can be used: {'; '.join(reasons)}. Nothing was restored. Use "
+        "another copy of the pool; attach(..., overwrite=True) discards this pool and starts afresh.",
         reasons,
     )
 

@@ -183,9 +183,9 @@ def follow_late(
         raise LateError(
             f"The parameter {replaced[0]!r} was replaced in the model after attach (as by load_state_dict(..., "
             f"assign=True)), and an optimizer that was made since ({type(optimizer).__name__}) steps the new "
-            "parameter. lightck saves the state of the old optimizer under that name, so the state of the other one "
-            "would be lost. Replace parameters and build the optimizer before attach, or close the session and attach "
-            "again."
+            "parameter. lightck saves the state of the old optimizer under the parameter's name, so the state of the "
+            "new optimizer would be lost. Replace parameters and build the optimizer before attach, or close the "
+            "session and attach again."
         )
     log.warning(
         "lightck: %s was made after attach, or had no parameter of this model at attach. Its state is saved from now "
@@ -267,7 +267,7 @@ def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given
             raise AmbiguousError(
                 f"{len(schedulers)} live LR schedulers drive {_describe(opt)}: "
                 f"{', '.join(type(s).__name__ for s in schedulers)}. lightck cannot know which of them your loop "
-                'steps. Pass them by name: attach(..., state={"warmup": a, "decay": b}).'
+                'steps. Pass those that it steps, by name: attach(..., state={"warmup": a, "decay": b}).'
             )
         found[name] = schedulers[0]
     return found

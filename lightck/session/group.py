@@ -61,7 +61,10 @@ def group_of(group: object) -> Group | None:
         return None
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
-            raise TypeError(f"group is a {type(group).__name__}, and no process group is initialized in this process.")
+            raise TypeError(
+                f"group is a {type(group).__name__}, and no process group is initialized in this process. Call "
+                "torch.distributed.init_process_group before attach, or leave group= out."
+            )
         return None
     if group is not None and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise _no_member()

@@ -97,8 +97,9 @@ class GroupStart:
     def check(self, arguments: Arguments) -> None:
         """Raise ``UnsupportedError`` or ``ValueError`` for what a group cannot do yet."""
         options = arguments.save_options
+        is_adaptive = type(options.interval) is not int
         refused = (
-            (type(options.interval) is not int, f"interval={options.interval!r}", "each rank would choose its own"),
+            (is_adaptive, f"interval={options.interval!r}", "each rank would choose an interval of its own"),
             (options.keep is not None, "keep=", "use `lightck export` on the directory, also while training runs"),
             (options.pause_on_nonfinite, "pause_on_nonfinite=True", "one rank could pause and another go on"),
             (arguments.backend == "devdax", 'backend="devdax"', "a device holds one pool"),

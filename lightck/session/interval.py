@@ -297,7 +297,7 @@ def cadence_of(interval: int | str | Auto) -> Cadence:
         return Adaptive(interval)
     if type(interval) is not int or interval < 1:
         raise ValueError(
-            f'interval={interval!r}: the number of updates between checkpoints, an int of at least 1; or "auto", or '
-            "lightck.Auto(budget=0.03)."
+            f"interval={interval!r}: pass the number of updates between checkpoints, an int of at least 1; or "
+            '"auto", or lightck.Auto(budget=0.03).'
         )
     return Every(interval)

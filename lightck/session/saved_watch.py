@@ -139,13 +139,13 @@ class SavedWatch:
         if self._boundary.explicit and n >= MANY_EXPLICIT and not self._end_steps:
             self._warn(
                 f"{n} updates were made since the last checkpoint. The interrupted run called session.end_step(), and "
-                "from then on only end_step() closes a checkpoint, also after a resume; this run has not called it, so "
+                "from then on only end_step() closes a step, also after a resume; this run has not called it, so "
                 "nothing is saved. Call it as the last statement of the loop"
             )
         elif self._boundary.explicit and self._end_steps and n >= max(MANY, 3 * self._longest_interval):
             self._warn(
                 f"{n} updates were made since session.end_step() was last called, and none of them is saved. Once "
-                "end_step() was called, only end_step(), flush() and close() close a checkpoint; next() on a session "
+                "end_step() was called, only end_step(), flush() and close() close a step; next() on a session "
                 "loader and the model's forward no longer do. Call end_step() as the last statement of every "
                 "iteration; or never call it, and call session.flush() where you need a checkpoint"
             )
@@ -210,7 +210,8 @@ class SavedWatch:
         if not (changed or self._has_gradients() or self._n_steps_elsewhere):
             return None  # the model was called but not trained
         fact = f" ({_some(changed)} changed)" if changed else ""
-        return f"Nothing was saved of {self._idle_forwards} training forwards{fact}: {_NO_OPTIMIZER}. {_CURE}."
+        forwards = f"{self._idle_forwards} training forwards ran{fact}"
+        return f"Nothing was saved, although {forwards}: {_NO_OPTIMIZER}. {_CURE}."
 
     # -- no optimizer is followed ------------------------------------------------------------------------
 
@@ -247,7 +248,7 @@ class SavedWatch:
         self._at_end_step = now if self._end_steps < _FIRST // 2 else {}
         if is_same and not self._is_reported and self._has_gradients():
             self._warn(
-                "end_step() was called although no parameter had changed since the call before. No optimizer is "
+                "end_step() was called although no parameter had changed since the previous call. No optimizer is "
                 "followed, so each end_step() counts as an update. If the loop accumulates gradients over several "
                 "batches, a resume loses them, because a checkpoint holds no gradients. Call end_step() only after an "
                 "update"
@@ -266,7 +267,7 @@ class SavedWatch:
                 classes = ", ".join(view.class_name for view in self._capture.optimizers)
                 self._warn(
                     f"{MANY} iterations passed without a step of {classes}, and {_some(changed)} changed between the "
-                    "last two. An update that lightck does not see closes no checkpoint, so nothing is saved. Call "
+                    "last two. An update that lightck does not see closes no step, so nothing is saved. Call "
                     f"step() of {classes}, or, where the loop updates by hand, attach(..., optimizer=[]) and call "
                     "session.end_step() after each update"
                 )
@@ -277,10 +278,10 @@ class SavedWatch:
         roots = sorted({view.root for view in self._capture.optimizers if not view.wraps})
         names = [self._named(root) for root in roots if not self._boundary.pending(root)]
         self._warn(
-            f"Since a checkpoint closed, {self._named(index)} made {n} updates, and {' and '.join(names)} made none. "
-            "With several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass "
-            "only the optimizers that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as "
-            "the last statement of the loop"
+            f"Since the last step closed, {self._named(index)} made {n} updates, and {' and '.join(names)} made none. "
+            "With several optimizers a step closes when each of them has made an update, so nothing is saved "
+            "meanwhile. Pass only the optimizers that make updates in this loop: attach(..., optimizer=[...]), or call "
+            "session.end_step() as the last statement of the loop"
         )
 
     def _named(self, root: int) -> str:

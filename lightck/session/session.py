@@ -253,7 +253,9 @@ class Session:
         problem = None
         try:
             if self._steps.partial_update:
-                log.warning("lightck: the session was closed between backward() and step(): the open step is not saved")
+                log.warning(
+                    "lightck: the session was closed between backward() and step(): the unfinished step is not saved"
+                )
             elif not self._steps.session_lock.is_forked and self._steps.commits.failure is None:
                 self._steps.continuation.session_ends()
                 self._steps.watch.session_ends()

@@ -281,7 +281,7 @@ class Steps(StepListener):
             self._is_forward_known = True
             log.info(
                 "lightck: the model's forward hook does not fire (the model was compiled before attach, or the loop "
-                "calls only its submodules). So a checkpoint closes only when optimizer.step() is called for the next "
+                "calls only its submodules). So a step closes only when optimizer.step() is called for the next "
                 "update, and that call waits for the copy. To avoid the wait, iterate over session.loader(loader), or "
                 "call session.end_step() at the end of each iteration"
             )

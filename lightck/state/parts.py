@@ -44,8 +44,8 @@ def part_of(name: str, held: torch.Tensor | None) -> tuple[Ints | None, tuple[Pi
         raise UnsupportedError(
             f"The tensor {name!r} cannot be stored: it is a DTensor whose local tensor has the shape "
             f"{list(local.shape)}, where its placements {held.placements} say {list(expected)}. torch makes such "
-            "DTensors if fully_shard cuts a dimension that tensor parallelism cuts unevenly. Use a size that the "
-            "number of ranks divides."
+            "DTensors if fully_shard cuts a dimension that tensor parallelism cuts unevenly. Use a size that "
+            "is divisible by the number of ranks."
         )
     return shape, held_pieces
 

@@ -46,7 +46,7 @@ def test_inspect_shows_ranks_their_checkpoints_and_what_is_common(pools):
 def test_verify_puts_the_parts_together(pools):
     status, facts = call_json("verify", pools)
     assert (status, facts["ok"], facts["recoverable_step"]) == (OK, True, 4)
-    assert "step 4 verifies on all ranks, and the parts of its tensors are complete" in call("verify", pools).stdout
+    assert "step 4 is intact on all ranks, and the parts of its tensors are complete" in call("verify", pools).stdout
 
 
 def test_verify_finds_damage_in_the_part_of_one_rank(pools):

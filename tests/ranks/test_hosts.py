@@ -160,7 +160,7 @@ def test_a_store_that_fails_is_named_after_the_timeout_and_what_is_common_stays(
     topology = replace(ALONE, n_ranks=2)
     for message in values(run_ranks(2, rank_body)):
         assert "the store of the process group fails: ConnectionError: the server is gone" in message
-        assert "What all ranks have is intact" in message
+        assert "The checkpoints that all ranks have are intact" in message
     assert [run.began for run in values(run_ranks(2, body(topology, pools, 9)))] in ([1, 1], [2, 2], [3, 3])
 
 
@@ -216,7 +216,8 @@ def test_a_rank_on_another_host_that_stands_still_is_named(pools):
 
     for message in values(run_ranks(3, rank_body))[::2]:
         assert message.startswith(
-            "Rank 1 (host host-1), whose newest checkpoint is that of step 0, has committed no newer"
+            "For 3 seconds (timeout=) no newer checkpoint came from rank 1 (host host-1), whose newest checkpoint is "
+            "that of step 0."
         )
 
 
@@ -249,7 +250,7 @@ def test_a_lost_pool_of_another_host_is_named(pools):
 def test_the_pools_of_all_hosts_in_one_directory_are_recovered(pools):
     topology = TOPOLOGIES["hsdp, 2 hosts"]
     runs = values(run_ranks(4, body(topology, pools, 5)))
-    with pytest.raises(RankError, match=r"lacks the pools of ranks 2, 3\. .*several hosts.*copy"):
+    with pytest.raises(RankError, match=r"lacks the pools of ranks 2, 3 of this training.*several hosts.*copy"):
         lightck.recover(pools / "host-0")
     both = pools / "both"
     both.mkdir()

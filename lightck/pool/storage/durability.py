@@ -43,7 +43,8 @@ _PRETENDED = ("e820", "nfit_test")
 (``nfit_test.0``)."""
 _DOMAINS = {
     "cpu_cache": "the processor's caches are in the persistence domain (eADR): a store is durable without a write-back",
-    "memory_controller": "the memory controller is in the persistence domain (ADR): a line written back is durable",
+    "memory_controller": "the memory controller is in the persistence domain (ADR): a cache line that is written back "
+    "is durable",
 }
 TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR = 0, 1, 2, 3
 """What the choke point does to make stores durable: ``LCK_TIER_*`` in native/include/lck.h."""
@@ -110,7 +111,10 @@ def probe_device(device: DaxDevice, *, system: System | None = None) -> Durabili
     system, region = system or System(), device.region
     seen = f"{device.name} is a device-dax device of {device.nbytes} bytes: its mapping is the memory itself"
     if region is None:
-        volatile = "it is not on the NVDIMM bus (it is hmem or CXL RAM): lightck expects it to end with the system"
+        volatile = (
+            "it is not on the NVDIMM bus (it is hmem or CXL RAM): lightck expects its content to be lost when the "
+            "system ends"
+        )
         return _process_only("memory (device-dax)", TIER_CACHE, seen, volatile)
     if _is_pretended(region):
         return _process_only("memory (device-dax)", TIER_CACHE, seen, *_why_volatile([Device(device.name, region)]))
@@ -151,7 +155,8 @@ def _probe(folder: str, file: str | None, system: System, nested_left: int) -> D
     seen = f"statfs f_type {kind:#x}"
     if kind in _MEMORY:
         name = _MEMORY[kind]
-        return _process_only(name, TIER_CACHE, f"{seen}: {name}, which lives in memory and ends with the system")
+        lost = f"{seen}: {name}, which lives in memory: its files are lost when the system ends"
+        return _process_only(name, TIER_CACHE, lost)
     if kind == _OVERLAY:
         return _overlay(folder, seen, system, nested_left)
     if kind in _ON_A_DEVICE:
@@ -231,7 +236,7 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
 def _why_volatile(devices: Iterable[Device]) -> tuple[str, ...]:
     def sentence(device: Device) -> str:
         if device.region is None:
-            return f"the device {device.name} is a disk in ordinary memory: it ends with the system"
+            return f"the device {device.name} is a disk in ordinary memory: its content is lost when the system ends"
         region = device.region
         return (
             f"{device.name} ({region.name} of {region.bus}, provider {region.provider}) is ordinary memory that "

@@ -333,8 +333,8 @@ def _is_regular(path: str) -> bool:
 def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
     if err.errno == errno.ENOENT or err.errno == errno.ENOTDIR:
         return PoolNotFoundError(
-            f"There is no pool at {path!r}. None was made there, or it was removed. Check the path; lightck.attach() "
-            "makes a pool."
+            f"There is no pool at {path!r}. No pool was made there, or the pool was removed. Check the path; "
+            "lightck.attach() makes a pool."
         )
     if err.errno == errno.ELOOP:
         return PoolPathError(
