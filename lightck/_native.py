@@ -122,7 +122,7 @@ _REASONS = {
     lib.LCK_ENOMEM: "out of memory",
     lib.LCK_EFORK: "called in a forked child, which cannot use its parent's pool",
     lib.LCK_ETIMEDOUT: "timed out",
-    lib.LCK_EBUSY: "all entries are in use",
+    lib.LCK_EBUSY: "all entries for jobs or mappings are in use",
     lib.LCK_ECHECKSUM: "a block does not match its checksum",
     lib.LCK_ESHORT: "the file ends early",
     lib.LCK_EDROPPED: "the checkpoint was dropped before its commit",

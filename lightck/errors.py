@@ -28,7 +28,7 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     ├── StateValueError               (TypeError)           a value that cannot be stored
     ├── UnsupportedError              (NotImplementedError) something that lightck does not support: see the message
     ├── LateError                     (RuntimeError)        an optimizer or scheduler was created after attach
-    ├── RankError                     (RuntimeError)        ranks disagree, or one of them failed or did not come
+    ├── RankError                     (RuntimeError)        ranks disagree, or one failed or did not arrive in time
     ├── SessionError                  (RuntimeError)        a call that is not allowed now
     ├── NothingSavedError             (RuntimeError)        close(): lightck saw no update, so nothing was saved
     ├── StateChangedError             (RuntimeError)        a tensor was written while a checkpoint still needed it
@@ -38,7 +38,7 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     │   ├── KeepError                 (OSError)             keep= could not export a checkpoint
     │   └── TraceError                (OSError)             session.trace() could not write its file
     ├── TraceFormatError              (ValueError)          a file that is no trace, or a damaged one
-    ├── BenchError                    (RuntimeError)        a bench cannot run here, or saved what did not load back
+    ├── BenchError                    (RuntimeError)        a bench cannot run, or its checkpoint loads with other bits
     └── BackgroundError               (OSError)             a background copy or commit failed
 """
 
@@ -186,7 +186,7 @@ class LateError(LightckError, RuntimeError):
 
 
 class RankError(LightckError, RuntimeError):
-    """The ranks of a process group disagree, or another rank failed or did not come in time. It is raised on every
+    """The ranks of a process group disagree, or another rank failed or did not arrive in time. It is raised on every
     rank that still runs, and names the ranks and their hosts."""
 
 
@@ -237,4 +237,4 @@ class FlushTimeoutError(LightckError, TimeoutError):
 
 
 class BenchError(LightckError, RuntimeError):
-    """A benchmark cannot run here, or the state that it saved did not load back unchanged."""
+    """A benchmark cannot run here, or the checkpoint that it saved differs from the training."""

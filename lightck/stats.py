@@ -94,8 +94,8 @@ class Observer(Protocol):
 
 
 class Stall:
-    """The context manager that ``Meter.stall`` returns. It is a class, because a generator takes longer and several of
-    these blocks run at each step.
+    """The context manager that ``Meter.stall`` returns. It is a class, because a ``@contextmanager`` function takes
+    longer, and several of these blocks run at each step.
 
     The wall time of the block counts as CPU time, except inside ``Meter.wait``. The CPU clock of the thread is not
     read, because at a step that saves nothing a read takes longer than the whole block.
@@ -135,7 +135,7 @@ class Meter:
         self.observer: Observer | None = None
         """The trace that is being recorded, if any."""
         self._slowdown = slowdown
-        self.fixed_seconds = 0.0
+        self.unsaved_slowdown_seconds = 0.0
         """What ``slowdown_seconds`` would be if no step had saved a checkpoint."""
         self.stall_seconds = self.slowdown_seconds = self.wait_seconds = 0.0
         self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = 0.0
@@ -156,7 +156,7 @@ class Meter:
 
     def count_step(self, is_saved: bool) -> None:
         """Count the slowdown of one closed step. ``is_saved``: whether its checkpoint is saved."""
-        self.fixed_seconds += self._slowdown.unsaved
+        self.unsaved_slowdown_seconds += self._slowdown.unsaved
         self.slowdown_seconds += self._slowdown.saved if is_saved else self._slowdown.unsaved
 
     def count_hook(self, seconds: float) -> None:

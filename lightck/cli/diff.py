@@ -94,7 +94,7 @@ def _side(reader: PoolReader, step: int | None) -> stored_checkpoints.FoundCheck
         raise NoCheckpointError(
             f"The pool {reader.path!r} holds no checkpoint to compare: no step was committed yet. Train a step first."
         )
-    reasons = tuple(f"step {v.step}: {v.reason}" for v in checkpoints)
+    reasons = tuple(f"step {each.step}: {each.reason}" for each in checkpoints)
     raise CorruptPoolError(
         f"No checkpoint in the pool {reader.path!r} can be compared ({'; '.join(reasons)}). "
         f"lightck verify {reader.path} shows the damage.",
@@ -197,7 +197,7 @@ def _show_tensors(tensors: list[Facts], most: int | None) -> None:
     Within a group the model's tensors come first. Among the model's tensors, and among all other tensors, the largest
     distance comes first.
     """
-    ordered = sorted(tensors, key=_rank)
+    ordered = sorted(tensors, key=_sort_key)
     rows = [("tensor", "differing", "max abs", "max rel", "")]
     rows += [_row(each) for each in ordered[:most]]
     for line in columns(rows, right=(1, 2, 3)):
@@ -205,7 +205,7 @@ def _show_tensors(tensors: list[Facts], most: int | None) -> None:
     _show_more(len(tensors), most, "tensor")
 
 
-def _rank(each: Facts) -> tuple[int, int, float]:
+def _sort_key(each: Facts) -> tuple[int, int, float]:
     found = each["distance"]
     other_role = int(not each["tensor"].startswith("model/"))
     if found is None:

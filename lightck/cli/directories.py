@@ -129,7 +129,7 @@ def _show_verified(facts: Facts) -> None:
         print_verdict(f"step {step} is intact on all ranks, and the parts of its tensors are complete", good=True)
 
 
-def refuse_step(step: int | None, tensors: bool = False) -> None:
+def refuse_options_of_one_pool(step: int | None, tensors: bool = False) -> None:
     """Raise ``PoolPathError`` for options that are about one pool."""
     if step is not None or tensors:
         raise PoolPathError(

@@ -46,7 +46,7 @@ def command(pool: str, step: int | None, tensors: bool, as_json: bool) -> int:
     Exit status 1 if checkpoints were committed and none of them can be used.
     """
     if os.path.isdir(pool):
-        directories.refuse_step(step, tensors)
+        directories.refuse_options_of_one_pool(step, tensors)
         return directories.inspect(pool, as_json)
     facts = pool_facts(pool, step, tensors)
     if as_json:
@@ -235,11 +235,11 @@ def _who(holder: Facts | None) -> str:
 
 def _show_checkpoints(facts: Facts) -> None:
     rows = [("step", "iteration", "run", "generation", "slot", "size", "state")]
-    for v in facts["checkpoints"]:
-        iteration = "-" if v["iteration"] is None else str(v["iteration"])
-        nbytes = "-" if v["nbytes"] is None else size(v["nbytes"])
-        numbers = (str(v["step"]), iteration, str(v["incarnation"]), str(v["generation"]), str(v["slot"]), nbytes)
-        rows.append((*numbers, _state(v)))
+    for row in facts["checkpoints"]:
+        step, run, generation, slot = (str(row[key]) for key in ("step", "incarnation", "generation", "slot"))
+        iteration = "-" if row["iteration"] is None else str(row["iteration"])
+        nbytes = "-" if row["nbytes"] is None else size(row["nbytes"])
+        rows.append((step, iteration, run, generation, slot, nbytes, _state(row)))
     if len(rows) == 1:
         print_line("no checkpoint was committed yet")
     else:
@@ -250,12 +250,12 @@ def _show_checkpoints(facts: Facts) -> None:
         print_line(f"slot {each['slot']}: the checkpoint of generation {each['generation']} {why}; it is not committed")
 
 
-def _state(stored: Facts) -> str:
-    if stored["state"] == stored_checkpoints.REJECTED:
-        return f"rejected: {stored['reason']}"
-    if stored["state"] == stored_checkpoints.DEAD:
+def _state(row: Facts) -> str:
+    if row["state"] == stored_checkpoints.REJECTED:
+        return f"rejected: {row['reason']}"
+    if row["state"] == stored_checkpoints.DEAD:
         return "dead: training resumed from an older step; only recover(step=) returns it"
-    return "committed, newest" if stored["newest"] else "committed"
+    return "committed, newest" if row["newest"] else "committed"
 
 
 def _show_contents(shown: Facts) -> None:

@@ -146,9 +146,8 @@ def _timed(kinds: dict[str, Callable[[], object]]) -> dict[str, float]:
             began = time.perf_counter()
             copy()
             taken[name].append(time.perf_counter() - began)
-    return {
-        name: _COPY_NBYTES / median(seconds[1:]) for name, seconds in taken.items()
-    }  # the first copy allocated the pages
+    # The first copy is left out, because it allocated the pages.
+    return {name: _COPY_NBYTES / median(seconds[1:]) for name, seconds in taken.items()}
 
 
 # -- a training ------------------------------------------------------------------------------------------------------

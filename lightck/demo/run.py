@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from lightck.demo.compare import Kill, Record, differences
 from lightck.demo.place import MIB, Place, open_place
-from lightck.demo.plan import SITES, Planned, draw, kill_setting
+from lightck.demo.plan import SITES, PlannedKill, draw, kill_setting
 from lightck.demo.process import Child
 from lightck.errors import LightckError
 
@@ -277,7 +277,7 @@ class _KilledRun(_Run):
                 return
         self.run_child(None)
 
-    def run_child(self, planned: Planned | None) -> None:
+    def run_child(self, planned: PlannedKill | None) -> None:
         """Run one child until it is killed or the training ends. ``planned``: the kill; None: do not kill the child."""
         setting = planned and kill_setting(planned, self.position, self.options.size.blocks, self.options.seed)
         self.counters.append({})
@@ -297,14 +297,14 @@ class _KilledRun(_Run):
                     due = self._due(planned)
             self._child_ended(child.status(), sent_kill or _at_site(setting or None))
 
-    def _describe_sent_kill(self, planned: Planned | None) -> str:
+    def _describe_sent_kill(self, planned: PlannedKill | None) -> str:
         """Return a description of a kill that the parent has sent, for ``Kill.how``."""
         assert planned is not None
         if planned.site is None:
             return f"timed, {planned.delay:.2f} steps after update {planned.after}"
         return f"timed, because the training did not reach the moment when {SITES[planned.site]}"
 
-    def _due(self, planned: Planned | None) -> float:
+    def _due(self, planned: PlannedKill | None) -> float:
         """Return the ``time.monotonic()`` at which to kill the child; infinity if this time is not known yet, or if the
         child is not to be killed. Called when the child has reported an update."""
         if planned is None:

@@ -138,8 +138,9 @@ def for_torch(value: object) -> object:
 
 
 class _NoBytes:
-    """Stands for empty bytes in a pickle, and loads as ``b""``. Pickle would write ``b""`` itself as a call of a
-    function that ``torch.load(..., weights_only=True)`` refuses."""
+    """Stands for ``b""`` in a pickle, and loads as ``b""``. Python pickles ``b""`` itself as a call of ``bytes``, which
+    ``torch.load(..., weights_only=True)`` refuses. This class is pickled as a call of ``codecs.encode``, which is
+    allowed."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return codecs.encode, ("", "latin1")

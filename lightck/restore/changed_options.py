@@ -27,9 +27,10 @@ log = logging.getLogger("lightck")
 def descriptions(
     contents: Contents, pairs: Sequence[tuple[OptimizerContents, OptimizerView]], objects: Mapping[str, object]
 ) -> list[str]:
-    """Return a text for each option of an optimizer or scheduler to which this script gives another value than at the
-    start of the training, and whose value the restore will replace. Call this function before the restore. ``pairs``:
-    saved and live optimizers. ``objects``: name in ``state`` -> live object."""
+    """Return a text for each option of an optimizer or scheduler that the script now builds with another value, and
+    that the restore will replace. The values are compared with those that the script built at the start of the
+    training. Call this function before the restore. ``pairs``: saved and live optimizers. ``objects``: name in
+    ``state`` -> live object."""
     built = contents.built
     if built is None:
         return []

@@ -69,7 +69,7 @@ def _newest(readers: Sequence[PoolReader], step: int | None, device: torch.devic
                 record = held[0][name][0].record
                 rejected.append(RejectedCheckpoint(name.step, record.generation, str(err)))
         if [reader.commit_log() for reader in readers] == logs:
-            raise _nothing_left(readers, step, common, rejected)
+            raise _no_checkpoint_error(readers, step, common, rejected)
     raise PoolLockedError(
         f"The pools in {os.path.dirname(readers[0].path)!r} are in use, and their checkpoints were overwritten faster "
         f"than they could be read, {_ATTEMPTS} times. They are not damaged. Try again, or end the training first."
@@ -77,8 +77,8 @@ def _newest(readers: Sequence[PoolReader], step: int | None, device: torch.devic
 
 
 def _newest_intact(checkpoints: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
-    """Return the first of these checkpoints of one step, newest first, that verifies. If only the last is left, it is
-    returned unverified, because ``_load`` verifies it."""
+    """Return the newest checkpoint that verifies. If all but the oldest fail, return the oldest unverified, because
+    ``_load`` verifies it. ``checkpoints``: the checkpoints of one step in one pool, newest first."""
     for stored in checkpoints[:-1]:
         with suppress(DamagedError):
             stored.verify()
@@ -86,12 +86,13 @@ def _newest_intact(checkpoints: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
     return checkpoints[-1]
 
 
-def _nothing_left(
+def _no_checkpoint_error(
     readers: Sequence[PoolReader],
     step: int | None,
     common: Sequence[CheckpointId],
     rejected: Sequence[RejectedCheckpoint],
 ) -> Exception:
+    """Return the error for pools that have no common checkpoint (of ``step``, if given) that verifies."""
     directory = os.path.dirname(readers[0].path)
     if rejected:
         reasons = tuple(map(str, rejected))
@@ -161,7 +162,7 @@ def _put_together(name: str, entry: Entry, holders: Sequence[StoredCheckpoint]) 
     parts = [stored.entries[name] for stored in holders]
     if any(part.dtype != entry.dtype or _whole_entry(part).shape != entry.shape for part in parts):
         raise DamagedError(f"its tensor {name!r} has another shape or dtype on another rank")
-    # If a tensor is tied on one rank only, its bytes on that rank lie under the other name.
+    # The name may be a tied name on some ranks only. On such a rank the bytes lie under ``part.alias``.
     locals_ = [load_tensor(stored, part.alias or name) for stored, part in zip(holders, parts, strict=True)]
     if all(part.pieces is None for part in parts):
         return locals_[0], all(_same_bytes(locals_[0], other) for other in locals_[1:])

@@ -162,7 +162,7 @@ def newest(
                 RejectedCheckpoint(stored.step, stored.record.generation, "its slot was reused while it was read")
             )
         if reader.commit_log() == commit_log:
-            raise _nothing_left(reader, commit_log, step, rejected)
+            raise _no_checkpoint_error(reader, commit_log, step, rejected)
     raise PoolLockedError(
         f"The pool {reader.path!r} is in use, and its checkpoints were overwritten faster than they could be read, "
         f"{_ATTEMPTS} times. The pool is not damaged. Try again, end the training first, or give the pool more slots: "
@@ -182,7 +182,7 @@ def refuse_part(reader: PoolReader) -> None:
         )
 
 
-def _nothing_left(
+def _no_checkpoint_error(
     reader: PoolReader, commit_log: CommitLog, step: int | None, rejected: list[RejectedCheckpoint]
 ) -> Exception:
     """Return the error for a pool in which no checkpoint (of ``step``, if given) can be used."""

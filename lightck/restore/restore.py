@@ -191,8 +191,8 @@ def _match_tensors(
                 reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
             else:
                 retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
-        # A name that was tied to the same tensor when it was saved needs no write of its own: the write of that tensor
-        # restores both.
+        # If the name is tied to ``live.alias`` now, and was so when it was saved, nothing is added to the plan: the
+        # write of ``live.alias`` restores both names.
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
             if live.alias is not None and tensors.get(live.alias) is live.tensor and live.alias in contents.entries:
                 notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
@@ -327,7 +327,7 @@ def apply(plan: RestorePlan, source: Source) -> None:
     tensors share memory and were saved with different values, or if an object or an optimizer does not take its state.
     After an error, ``plan.restored`` contains the live tensors that may have been written."""
     _refuse_contradiction(plan, source)
-    fresh = {name: load_tensor(source, name) for name, _ in plan.resizable if name is not None}
+    new_buffers = {name: load_tensor(source, name) for name, _ in plan.resizable if name is not None}
     with torch.no_grad():
         writes = TensorWrites(source)
         for name, tensor in plan.tensors:
@@ -341,7 +341,7 @@ def apply(plan: RestorePlan, source: Source) -> None:
     rests = [unpack_dict(saved.rest, tensor=read) for saved, _ in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
     extra_states = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra_state}
-    _set_resizable(plan, fresh)
+    _set_resizable(plan, new_buffers)
     for name, module in plan.extra_state:
         module.set_extra_state(extra_states[name])
     checks = {name: ObjectCheck(name, obj) for name, obj in plan.objects.items()}
@@ -370,18 +370,18 @@ def _refuse_contradiction(plan: RestorePlan, source: Source) -> None:
         )
 
 
-def _set_resizable(plan: RestorePlan, fresh: Mapping[str, torch.Tensor]) -> None:
-    """Add, remove or resize buffers. A buffer that is resized keeps its tensor object. ``fresh``: entry name -> tensor,
-    read and verified before."""
+def _set_resizable(plan: RestorePlan, new_buffers: Mapping[str, torch.Tensor]) -> None:
+    """Add, remove or resize buffers. A buffer that is resized keeps its tensor object. ``new_buffers``: entry name ->
+    tensor with the saved size and values."""
     device = next((tensor.device for _, tensor in plan.tensors), torch.device("cpu"))
     for name, live in plan.resizable:
         assert live.home is not None
         if name is None:
             live.home[live.key] = None
         elif live.home.get(live.key) is None:
-            live.home[live.key] = fresh[name].to(device)
+            live.home[live.key] = new_buffers[name].to(device)
         else:
-            live.tensor.data = fresh[name].to(live.tensor.device)
+            live.tensor.data = new_buffers[name].to(live.tensor.device)
         if name is not None:
             plan.restored[name] = live.home[live.key]
 

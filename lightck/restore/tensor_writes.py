@@ -58,7 +58,7 @@ def write_constant(target: torch.Tensor, value: float) -> None:
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of the tensor share memory. Also True in cases that would take long to determine."""
-    reach = 0  # in elements: from the first to the last element over the dimensions so far
+    reach = 0  # the distance, in elements, from the first to the last element over the dimensions that were visited
     strides_and_sizes = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in strides_and_sizes if size != 1):
         if stride <= reach:

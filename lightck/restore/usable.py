@@ -29,10 +29,10 @@ class StaleCheckpoints:
     def of_pool(cls, reader: PoolReader) -> StaleCheckpoints:
         """Return the stale checkpoints that were not struck yet, according to the readable checkpoints of a pool.
 
-        A ``stale_after`` no longer counts if a struck slot has a newer generation than the checkpoint with this
-        ``stale_after``, or if a newer checkpoint has no ``stale_after``: then the stale checkpoints were struck. After
-        the strike it must not count, because a relayout may carry over a pinned checkpoint that is not stale, with a
-        new generation for which ``includes`` would be true."""
+        The checkpoints are read from newest to oldest. The search ends at the first checkpoint that shows that the
+        stale ones were struck: it has no ``stale_after``, or a struck slot has a newer generation than it. From there
+        on ``stale_after`` must not be used: after the strike, a relayout may have carried over a pinned checkpoint that
+        is not stale, with a new generation for which ``includes`` would be true."""
         stale, struck_generation = cls(), reader.newest_struck_generation()
         for stored in reader.checkpoints():
             if isinstance(stored, StoredCheckpoint):
