@@ -24,7 +24,7 @@ from lightck.restore.readback import ObjectCheck, check_optimizer, has_same_keys
 from lightck.restore.tensor_writes import TensorWrites
 from lightck.state import values
 from lightck.state.inventory import Live, ModelView, OptimizerView, optimizer_views
-from lightck.state.local_tensors import local_of, refuse_other_parameters, reshard
+from lightck.state.local_tensors import local_of, refuse_optimizer_before_dtensors, reshard
 from lightck.state.parts import part_of, refuse_parts
 from lightck.state.storable import class_name_of, dtype_from_name, refuse_unstorable
 
@@ -122,7 +122,7 @@ def check(
         refuse_unstorable(live.name, live.tensor, "restored")
     if not of_rank:
         refuse_parts(tensors, "restored")
-    refuse_other_parameters(view.parameters(), [(one.class_name, one.params) for one in opt_views])
+    refuse_optimizer_before_dtensors(view.parameters(), [(one.class_name, one.params) for one in opt_views])
     left = _match_resizable(contents, view, tensors, plan)
     missing, extra, reshaped, retyped = _match_tensors(contents, left, plan, notes)
     _match_optimizers(contents, opt_views, plan, notes, complete)

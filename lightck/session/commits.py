@@ -130,8 +130,8 @@ class Commits:
         is_saved = event is Event.FLUSH or self.will_be_saved(step)
         meter = self._meter
         meter.count_step(is_saved)
-        # The cadence measures itself how much a checkpoint slows down the step after it. So only
-        # unsaved_slowdown_seconds is added here, the slowdown of a step without a checkpoint.
+        # Only unsaved_slowdown_seconds is added, the slowdown of a step without a checkpoint, because the cadence
+        # itself measures how much a checkpoint slows down the step after it.
         self.cadence.boundary_passed(
             time.perf_counter(), meter.stall_seconds + meter.unsaved_slowdown_seconds, is_saved
         )

@@ -151,10 +151,10 @@ class _Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The time from one boundary to the next. ``own``: seconds outside lightck; ``stall``: seconds inside lightck;
-    ``saved``: whether the checkpoint that closed at the first of the two boundaries was saved."""
+    """The time from one boundary to the next. ``outside``: seconds outside lightck; ``stall``: seconds inside
+    lightck; ``saved``: whether the checkpoint that closed at the first of the two boundaries was saved."""
 
-    own: float
+    outside: float
     stall: float
     saved: bool
 
@@ -217,7 +217,7 @@ class Adaptive:
         else:
             self._unsaved_stalls.append(step.stall)
             if self._steps and self._steps[-1].saved:
-                self._extra.measured(self._steps[-1].own - step.own)
+                self._extra.measured(self._steps[-1].outside - step.outside)
         self._steps.append(step)
 
     def _warn_fixed_cost(self) -> None:
@@ -244,7 +244,7 @@ class Adaptive:
         if len(self._unsaved_stalls) < _UNSAVED or not self._steps:
             return 0.0, 0.0
         fixed = min(self._unsaved_stalls)
-        whole = fixed + sorted(step.own for step in self._steps)[len(self._steps) // 2]
+        whole = fixed + sorted(step.outside for step in self._steps)[len(self._steps) // 2]
         return fixed, fixed / whole if whole > 0 else 0.0
 
     def _decide(self) -> None:
@@ -277,7 +277,7 @@ class Adaptive:
         longer. Return the present interval if no step was measured yet, or if ``extra`` is out of date: longer than the
         steps are now."""
         extra = max(extra, 0.0)
-        steps = sorted([s.own - extra * s.saved for s in self._steps])
+        steps = sorted([s.outside - extra * s.saved for s in self._steps])
         step = steps[len(steps) // 2] if steps else 0.0
         if step <= 0:
             return self.interval

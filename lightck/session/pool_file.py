@@ -131,8 +131,8 @@ class PoolFile:
             if not self.arguments.overwrite:
                 raise
             # overwrite=True discards a pool that cannot be opened, if the backend recognises it as a pool. It never
-            # discards a file that is no pool. On a device it discards some other contents too: the error then has
-            # ``discard_helps``.
+            # discards a file that is no pool. Contents of a device that are no pool are discarded if the error says so
+            # (``discard_helps``).
             may_discard = err.discard_helps if isinstance(err, NotAPoolError) else self.backend.recognises(self.path)
             if may_discard:
                 return None

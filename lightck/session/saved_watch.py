@@ -22,11 +22,12 @@ from lightck.session.capture import Capture
 from lightck.session.state_marks import Marks, changed_names, tensor_marks
 
 log = logging.getLogger("lightck")
-MANY = 100
-"""Iterations without a checkpoint before a check: more than any loop accumulates or skips in a row."""
-MANY_EXPLICIT = 1000
-"""Updates without a checkpoint before a warning, if an earlier run called ``end_step()`` and this one has not yet. More
-than ``MANY``, because some loops call ``end_step()`` only once in an epoch."""
+_CHECK_AFTER = 100
+"""The watch checks after this many training forwards, calls of ``end_step()`` or updates without a checkpoint: more
+than any loop accumulates or skips in a row."""
+_WARN_AFTER_EXPLICIT = 1000
+"""A warning comes after this many updates without a checkpoint, if an earlier run called ``end_step()`` and this one
+has not yet. It is more than ``_CHECK_AFTER``, because some loops call ``end_step()`` only once in an epoch."""
 _FIRST = 8
 """If no optimizer is followed, the model's tensors are compared at each of the first ``_FIRST`` training forwards, or
 at each of the first ``_FIRST // 2`` calls of ``end_step()``."""
@@ -134,15 +135,15 @@ class SavedWatch:
         """The optimizer ``index`` is about to make an update. If this event closes a checkpoint, the checkpoint is
         closed already."""
         n = self._boundary.pending(index)
-        if n < MANY or self._is_reported:
+        if n < _CHECK_AFTER or self._is_reported:
             return
-        if self._boundary.explicit and n >= MANY_EXPLICIT and not self._end_steps:
+        if self._boundary.explicit and n >= _WARN_AFTER_EXPLICIT and not self._end_steps:
             self._warn(
                 f"{n} updates were made since the last checkpoint. The interrupted run called session.end_step(), and "
                 "from then on only end_step() closes a step, also after a resume; this run has not called it, so "
                 "nothing is saved. Call it as the last statement of the loop"
             )
-        elif self._boundary.explicit and self._end_steps and n >= max(MANY, 3 * self._longest_interval):
+        elif self._boundary.explicit and self._end_steps and n >= max(_CHECK_AFTER, 3 * self._longest_interval):
             self._warn(
                 f"{n} updates were made since session.end_step() was last called, and none of them is saved. Once "
                 "end_step() was called, only end_step(), flush() and close() close a step; next() on a session "
@@ -216,14 +217,15 @@ class SavedWatch:
     # -- no optimizer is followed ------------------------------------------------------------------------
 
     def _forward_without_optimizer(self) -> None:
-        """Warn at the first sign of an update in the first ``_FIRST`` forwards, and otherwise after ``MANY`` forwards.
-        Before the warning, search for an optimizer that was made after attach. If there is one, do not warn."""
+        """Warn at the first sign of an update in the first ``_FIRST`` forwards, and otherwise after ``_CHECK_AFTER``
+        forwards. Before the warning, search for an optimizer that was made after attach. If there is one, do not
+        warn."""
         n = self._idle_forwards
         if n == 1:
             self._before = self._params()
-        elif not self._is_reported and (n <= _FIRST or n == MANY):
+        elif not self._is_reported and (n <= _FIRST or n == _CHECK_AFTER):
             changed = changed_names(self._before, self._params())
-            is_due = n == MANY or (not self._was_searched and (changed or self._n_steps_elsewhere > 1))
+            is_due = n == _CHECK_AFTER or (not self._was_searched and (changed or self._n_steps_elsewhere > 1))
             if is_due and not self._look_for_optimizer():
                 fact = f"{_some(changed)} changed" if changed else f"{n} training forwards ran"
                 self._warn(f"{fact}, and {_NO_OPTIMIZER}. Nothing is saved, and close() will raise an error. {_CURE}")
@@ -259,16 +261,16 @@ class SavedWatch:
     def _idle_iterations(self, n: int) -> None:
         """Check after ``n`` iterations without an update. If no parameter changes in them, the loop accumulates
         gradients, and nothing is wrong."""
-        if n == MANY:
+        if n == _CHECK_AFTER:
             self._before = self._params()
-        elif n == MANY + 1 and not self._is_reported:
+        elif n == _CHECK_AFTER + 1 and not self._is_reported:
             changed = changed_names(self._before, self._params())
             if changed:
                 classes = ", ".join(view.class_name for view in self._capture.optimizers)
                 self._warn(
-                    f"{MANY} iterations passed without a step of {classes}, and {_some(changed)} changed between the "
-                    "last two. An update that lightck does not see closes no step, so nothing is saved. Call "
-                    f"step() of {classes}, or, where the loop updates by hand, attach(..., optimizer=[]) and call "
+                    f"{_CHECK_AFTER} iterations passed without a step of {classes}, and {_some(changed)} changed "
+                    "between the last two. An update that lightck does not see closes no step, so nothing is saved. "
+                    f"Call step() of {classes}, or, where the loop updates by hand, attach(..., optimizer=[]) and call "
                     "session.end_step() after each update"
                 )
 

@@ -28,7 +28,7 @@ from lightck.profiler.recording import Recording, Traces
 from lightck.session.group import Membership
 from lightck.session.loaders import LoaderEvents
 from lightck.session.steps import Steps
-from lightck.sessions import existing
+from lightck.sessions import followed_trainings
 from lightck.stats import Stats
 from lightck.tiers.pin import Hold, Pin
 
@@ -58,7 +58,7 @@ class Session:
     def __init__(
         self, steps: Steps, lock: PoolLock, found: Mapping[str, str], membership: Membership | None = None
     ) -> None:
-        """Called by ``attach`` only. ``membership``: that of this session in its group (None: no group)."""
+        """Called by ``attach`` only. ``membership``: of this session in its group (None: no group)."""
         self.found: Mapping[str, str] = dict(found)
         """What attach found by itself: name -> class name."""
         self._steps, self._pipeline, self._membership = steps, steps.pipeline, membership
@@ -67,7 +67,7 @@ class Session:
         self._finalizer = weakref.finalize(self, _end, steps.pipeline, lock, steps.hooks.handles)
         self._finalizer.atexit = False
         steps.session = self
-        existing.add(steps)
+        followed_trainings.add(steps)
 
     # -- what a user reads -------------------------------------------------------------------------------
 

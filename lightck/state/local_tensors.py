@@ -88,7 +88,7 @@ def state_of(param: torch.Tensor, key: object, local: torch.Tensor) -> torch.Ten
     return made
 
 
-def refuse_other_state(name: str, param: torch.Tensor, key: object, value: torch.Tensor) -> None:
+def refuse_unrestorable_state(name: str, param: torch.Tensor, key: object, value: torch.Tensor) -> None:
     """Raise ``UnsupportedError`` for state that ``state_of`` would not restore as it is: a plain tensor where
     ``state_of`` makes a DTensor, or a DTensor with another shape, mesh or placements than the parameter's. To be called
     if the parameter or the value is a DTensor. ``name``: the name of the state."""
@@ -105,7 +105,7 @@ def refuse_other_state(name: str, param: torch.Tensor, key: object, value: torch
         )
 
 
-def refuse_other_parameters(
+def refuse_optimizer_before_dtensors(
     of_model: Iterable[torch.Tensor], of_optimizers: Sequence[tuple[str, Sequence[tuple[str, torch.Tensor]]]]
 ) -> None:
     """Raise ``UnsupportedError`` if the model got its DTensors after its optimizer was made. The optimizer then updates

@@ -1,4 +1,4 @@
-"""Parts of tensors: which elements of its logical tensor the local tensor of a DTensor holds.
+"""Parts of tensors: which elements of a logical tensor the local tensor of its DTensor holds.
 
 A DTensor on a mesh of several ranks counts as a part, even if each rank holds all elements. Its entry in the pool says
 which part it is (``pieces``), so that nobody takes it for the whole tensor. Only the pools of ranks that checkpoint
@@ -74,8 +74,8 @@ def _placement(placement: Any) -> pieces.Placement:
 
 
 def refuse_parts(lives: Iterable[Live], action: str = "stored") -> None:
-    """Raise ``StateValueError`` if one of these tensors is a part. To be called for a pool that is not that of a rank.
-    ``action``: "stored" or "restored", for the message."""
+    """Raise ``StateValueError`` if one of these tensors is a part. To be called for a pool that belongs to no rank of a
+    group. ``action``: "stored" or "restored", for the message."""
     for live in lives:
         if live.dtensor is not None and is_part(live.dtensor):
             raise StateValueError(
