@@ -88,7 +88,7 @@ class FileContainer:
         assert self.lock_fd is not None, "published once"
         with _creation_errors(self.path):
             os.fsync(self.fd)
-            os.rename(temporary.name_of(self.path), self.path)
+            os.rename(temporary.path_of(self.path), self.path)
             self._unlock()
             sync_folder(os.path.dirname(self.path))
 
@@ -108,7 +108,7 @@ class FileContainer:
             return
         if self.lock_fd is not None and os.getpid() == self._pid:
             with contextlib.suppress(OSError):
-                os.unlink(temporary.name_of(self.path))
+                os.unlink(temporary.path_of(self.path))
         self._unlock()
         os.close(self.fd)
         self.fd = -1
@@ -156,7 +156,7 @@ class FileBackend:
         with undo_on_error(container.close):
             with _creation_errors(path):
                 _allocate(path, fd, nbytes)
-            if durability.probe(os.path.dirname(path), temporary.name_of(path)).is_persistent_memory:
+            if durability.probe(os.path.dirname(path), temporary.path_of(path)).is_persistent_memory:
                 _prewrite(path, fd, nbytes)
         return container
 
