@@ -52,7 +52,8 @@ def check(status: int, what: str) -> None:
 
 
 class Medium:
-    """A writable mapping of a pool; every store goes through the choke point in C (native/src/medium.c).
+    """A writable mapping of a pool on its medium (``lck_medium``). Every store goes through the choke point in C
+    (native/src/medium.c).
 
     Each method that writes raises ``BackgroundError`` if the native library fails."""
 

@@ -89,7 +89,7 @@ class PoolReader:
         """The last medium error of ``read``."""
         self.superblock = self._read_superblock()
         self.group: GroupIdentity | None = None
-        """The identity of a rank's pool, whose entries may have pieces; None for another pool."""
+        """The identity of a rank's pool, whose entries may have pieces; None if the pool is not that of a rank."""
         self.table, self.entries = self._read_table()
 
     @property
@@ -260,11 +260,11 @@ class PoolReader:
         return unpack_next(data, record.payload_generation, sb.uuid)
 
     def has_lost_slot(self, record: CommitRecord) -> bool:
-        """Whether the slot's header names a newer generation than this commit record: the slot was reused, or its
-        checkpoint was struck.
+        """Whether the checkpoint of this commit record has lost its slot: the slot was reused, or the checkpoint was
+        struck. Then the slot's header names a newer generation than the record.
 
-        If the header names an older generation, the slot was not reused: a faulty medium lost the write of the header.
-        (A crash cannot cause this, because the header is durable before the commit record.)"""
+        A header that names an older generation shows that a faulty medium lost the write of the header. (A crash cannot
+        cause this, because the header is durable before the commit record.)"""
         return (self.slot_generation(record.slot) or 0) > record.payload_generation
 
     def _is_struck(self, slot: int) -> bool:

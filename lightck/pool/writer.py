@@ -188,8 +188,8 @@ class PoolWriter:
     # -- layout ------------------------------------------------------------------------------------------
 
     def has_extent_for(self, entry: Entry) -> bool:
-        """Whether the tensor that ``entry`` describes has an extent whose dtype, shape, strides, alias and device are
-        those of ``entry``."""
+        """Whether a tensor of this name has an extent that can hold the tensor that ``entry`` describes
+        (``Entry.can_hold``)."""
         number = self.numbers.get(entry.name)
         return number is not None and self.entries[number].can_hold(entry)
 
@@ -275,7 +275,7 @@ class PoolWriter:
         """Return where a record's bytes lie in this slot: (offset in the mapping, number of bytes)."""
         return slot.offset + int(self._template["dst"][number]), self.entries[number].nbytes
 
-    # -- identity ----------------------------------------------------------------------------------------
+    # -- adoption and strikes ----------------------------------------------------------------------------
 
     def adopt(self, record: CommitRecord) -> None:
         """Write a durable adoption record for the checkpoint of ``record``, and protect the checkpoint's slot."""
@@ -410,8 +410,8 @@ class PoolWriter:
         return PlannedRecords(plan, self._template, slot.offset)
 
     def _fill_image(self, slot: Slot, plan: CopyPlan, planned: PlannedRecords, generation: int) -> int:
-        """Write the manifest into the slot's image, except the block checksums. Returns its length in bytes. Raises
-        ``RelayoutNeededError`` or ``SessionError``."""
+        """Write the manifest, except the block checksums, into the slot's image. Returns the manifest's length in
+        bytes. Raises ``RelayoutNeededError`` or ``SessionError``."""
         image = slot.image
         extras = self._extras
         if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:

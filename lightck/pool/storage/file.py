@@ -49,7 +49,7 @@ _HUGE_SECONDS = 2.0
 _OVERFLOW_UID_FILE = "/proc/sys/kernel/overflowuid"
 """Contains the uid that the kernel shows for an owner who has no uid in this user namespace."""
 _N_ALL_UIDS = "4294967295"
-"""Number of uids in the uid map outside of user namespaces, where every owner has a uid."""
+"""Number of uids in the uid map of the initial user namespace, where every owner has a uid."""
 _IS_FOLDER = (
     "{path!r} is a directory. A pool is one regular file. Name a file in that directory: add '/run.pool', or the name "
     "of a pool in it."
@@ -285,9 +285,9 @@ def _allocate_huge_pages(fd: int, nbytes: int) -> int:
 
     The file is allocated in slices of ``_SLICE`` bytes. Between two slices Ctrl-C is handled and ``_HUGE_SECONDS`` is
     checked, because a GB can take seconds in a virtual machine whose host must find the memory first. After
-    ``_HUGE_SECONDS`` the rest of the file gets small pages from ``_allocate``. (The kernel zeroes a small page at its
-    first write.) A file that does not fit gets no huge pages: they would use up the free space before ``_allocate``
-    refuses the file."""
+    ``_HUGE_SECONDS`` the rest of the file gets small pages from ``_allocate``. That is fast, because the kernel zeroes
+    a small page only at its first write. A file that does not fit gets no huge pages, because they would use up the
+    free space before ``_allocate`` refuses the file."""
     try:
         space = os.fstatvfs(fd)
     except OSError:

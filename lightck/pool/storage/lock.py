@@ -154,7 +154,8 @@ def _descriptors_in(folder: str) -> list[str]:
 
 
 def _holds(info: str, file: str) -> bool:
-    """Whether a descriptor (its fdinfo file ``info``) holds an OFD lock on ``file``, as fdinfo names it."""
+    """Whether the descriptor with the fdinfo file ``info`` holds an OFD lock on ``file`` ("major:minor:inode ", as in
+    fdinfo)."""
     with contextlib.suppress(OSError), open(info) as f:
         return any(line.startswith("lock:") and "OFDLCK" in line and file in line for line in f)
     return False
