@@ -160,7 +160,7 @@ class PoolFile:
                 "...), or pass overwrite=True to discard it."
             )
         refuse_part(reader)
-        self._check_optimizer_in_time(reader)
+        self._refuse_missing_optimizer(reader)
         checkpoint = restore_newest(
             reader, None, self.arguments.model, list(self.found.optimizers), self._state, strict=True, complete=True
         )
@@ -175,7 +175,7 @@ class PoolFile:
 
     def live_restore(self, reader: PoolReader) -> LiveRestore:
         """Return what restores checkpoints of ``reader`` into the objects of this attach."""
-        self._check_optimizer_in_time(reader)
+        self._refuse_missing_optimizer(reader)
         return LiveRestore(
             reader, self.arguments.model, list(self.found.optimizers), self._state, strict=True, complete=True
         )
@@ -212,7 +212,7 @@ class PoolFile:
         self.capture.built.use_record(known.contents.built)
         return known.contents, known.record
 
-    def _check_optimizer_in_time(self, reader: PoolReader) -> None:
+    def _refuse_missing_optimizer(self, reader: PoolReader) -> None:
         """Raise ``LateError`` if no optimizer is followed, and the newest readable checkpoint holds the state of
         one."""
         if self.found.optimizers:

@@ -58,7 +58,7 @@ class Session:
     def __init__(
         self, steps: Steps, lock: PoolLock, found: Mapping[str, str], membership: Membership | None = None
     ) -> None:
-        """Called by ``attach`` only. ``membership``: of this session in its group (None: no group)."""
+        """Called by ``attach`` only. ``membership``: the session's place in its group (None: no group)."""
         self.found: Mapping[str, str] = dict(found)
         """What attach found by itself: name -> class name."""
         self._steps, self._pipeline, self._membership = steps, steps.pipeline, membership
