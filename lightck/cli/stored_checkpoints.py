@@ -146,7 +146,7 @@ def _parsed(reader: PoolReader, record: CommitRecord, state: str) -> FoundCheckp
 def is_in_slot(reader: PoolReader, record: CommitRecord) -> bool:
     """Whether the slot still holds the bytes that the commit record names. True if the slot's header is damaged: only a
     header that names a newer checkpoint shows that the slot was reused."""
-    return not reader.is_reused(record)
+    return not reader.has_lost_slot(record)
 
 
 def first_usable(checkpoints: tuple[FoundCheckpoint, ...], step: int | None) -> FoundCheckpoint | None:

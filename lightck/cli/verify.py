@@ -96,7 +96,7 @@ def _structures(reader: PoolReader) -> Iterator[Facts]:
         yield _structure(f"layout table {name}", None if good else "it does not match its hash; the other copy is used")
     for position in range(sb.ring_lines):
         yield _structure(f"commit record {position}", *_stable_result(lambda at=position: _check_record(reader, at)))  # type: ignore[misc]
-    if reader.unnamed_generations():
+    if reader.generations_of_erased_records():
         yield _structure(
             "commit log", "all records are erased, but slots hold checkpoints: it is unknown which were committed"
         )

@@ -193,7 +193,7 @@ def _no_checkpoint_error(
             "If that training has ended, start it afresh: attach(..., resume=True) does so on a pool without "
             "checkpoints."
         )
-    steps = {record.step for record in commit_log.records.values() if not reader.is_reused(record)}
+    steps = {record.step for record in commit_log.records.values() if not reader.has_lost_slot(record)}
     if step is not None and step not in steps:
         return NoCheckpointError(
             f"The pool {reader.path!r} does not hold step {step}. It holds {', '.join(map(str, sorted(steps)))}: older "
@@ -208,9 +208,9 @@ def _no_checkpoint_error(
 
 
 def erased_log_error(reader: PoolReader) -> CorruptPoolError | None:
-    """Return the error for a pool whose commit records were erased (``PoolReader.unnamed_generations``), or None for
-    any other pool."""
-    generations = ", ".join(map(str, reader.unnamed_generations()))
+    """Return the error for a pool whose commit records were erased (``PoolReader.generations_of_erased_records``), or
+    None for any other pool."""
+    generations = ", ".join(map(str, reader.generations_of_erased_records()))
     if not generations:
         return None
     return CorruptPoolError(
