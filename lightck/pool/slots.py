@@ -84,9 +84,6 @@ class Slot:
     """Whether a write to the slot failed. This process does not use the slot again."""
     in_flight: bool = False
     """Whether the slot belongs to a checkpoint in flight or to a reservation."""
-    original_generation: int | None = None
-    """The generation that the checkpoint had before a relayout carried it over (before the first one, if there were
-    several in this session). None if no relayout of this session carried it over."""
 
 
 @dataclass(slots=True)

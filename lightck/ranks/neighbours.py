@@ -6,6 +6,10 @@ yet. If no slot is left, it waits until it has learnt enough.
 
 A commit record is visible before it is durable. So, on a medium that must be synced, a rank's newest record counts only
 when the rank has written a newer one: before a rank writes a record it syncs its pool, and with it the record before.
+
+A relayout gives a rank's pool a new file. The rank carries over what the rule does not let it overwrite. The others
+have the old file open, which says nothing new any more. So each of them soon has no slot left and must wait, and then
+it looks whether the paths still name the files that it has open. Looking costs nothing where nobody waits.
 """
 
 from __future__ import annotations
@@ -13,11 +17,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from lightck.errors import RankError, listed
+from lightck.errors import PoolError, RankError, listed
 from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, KIND_CHECKPOINT, CommitRecord, DamagedError
 from lightck.pool.listener import CommitListener
-from lightck.pool.reader import PoolReader
+from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.writer import PoolWriter
 from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
 from lightck.ranks.waiting import wait_until
@@ -34,7 +39,15 @@ class Neighbour:
         """``reader``: of that rank's pool; it belongs to this object from now on. ``adoption``: of the whole group.
         ``must_sync``: whether a record in this pool is durable only after a sync."""
         self.rank = rank
-        self._reader, self._adoption, self._must_sync = reader, adoption, must_sync
+        self._adoption, self._must_sync = adoption, must_sync
+        self._refused = b""
+        """The uuid of a pool that has taken the path of this one, and that is not its new file."""
+        self.view = PoolView.of(())
+        self._use(reader)
+
+    def _use(self, reader: PoolReader) -> None:
+        """Read this pool from now on."""
+        self._reader = reader
         reader.table, reader.entries = b"", ()  # only the commit log is read
         sb = reader.superblock
         self._span = sb.ring_offset, (sb.ring_lines - 1) * sb.ring_stride + COMMIT_RECORD_NBYTES
@@ -43,11 +56,43 @@ class Neighbour:
         self._data = bytes(self._span[1])
         self._found: dict[int, tuple[int, CheckpointId]] = {}
         """Beginning of a commit record -> generation and name of the checkpoint that it names."""
-        self.view = PoolView.of(())
 
     @property
     def uuid(self) -> bytes:
         return self._reader.superblock.uuid
+
+    def follow(self) -> None:
+        """If the pool has got a new file since it was opened, read that file from now on."""
+        if self._reader.container.is_current():
+            return
+        try:
+            reader = open_pool(self._reader.path)
+        except PoolError as err:  # the rank itself finds that its pool was removed or damaged
+            log.debug("lightck: the pool of rank %d cannot be opened now: %s", self.rank, err)
+            return
+        if self._is_new_file(reader):
+            old = self._reader
+            self._use(reader)
+            old.close()
+            return
+        if reader.superblock.uuid != self._refused:
+            self._refused = reader.superblock.uuid
+            log.warning(
+                "lightck: the pool %r of rank %d was replaced by another one, or by an older copy. What it holds now "
+                "does not count",
+                reader.path,
+                self.rank,
+            )
+        reader.close()
+
+    def _is_new_file(self, reader: PoolReader) -> bool:
+        """Whether a pool is the new file of this one: it belongs to the same rank of the same run and world, and has a
+        checkpoint that is at least as new as every one that was seen in the old file."""
+        if reader.group is None or reader.group != self._reader.group:
+            return False
+        seen = max((name for _, name in self._found.values()), default=None)
+        named = [self._name(record) for record in reader.commit_log().records.values()]
+        return seen is None or any(name is not None and name >= seen for name in named)
 
     def has_news(self, common: CheckpointId | None) -> bool:
         """Read the commit log, and return whether ``view`` has changed. ``common``: the newest checkpoint that is known
@@ -71,11 +116,16 @@ class Neighbour:
             record = CommitRecord.unpack(data, self._reader.superblock.uuid)
         except DamagedError:
             return
-        if record is not None and record.incarnation == self._adoption.incarnation:
-            is_checkpoint = record.kind == KIND_CHECKPOINT
-            named = CheckpointId(record.incarnation, record.step) if is_checkpoint else self._adoption.adopted
-            if named is not None:
-                self._found[at] = record.generation, named
+        named = None if record is None else self._name(record)
+        if record is not None and named is not None:
+            self._found[at] = record.generation, named
+
+    def _name(self, record: CommitRecord) -> CheckpointId | None:
+        """Return the name of the checkpoint that a record names; None if the group had left it when it began."""
+        name, adopted = CheckpointId(record.incarnation, record.step), self._adoption.adopted
+        if record.incarnation == self._adoption.incarnation:
+            return name if record.kind == KIND_CHECKPOINT else adopted
+        return adopted if name == adopted and record.kind == KIND_CHECKPOINT else None
 
     def _current_view(self, common: CheckpointId | None) -> PoolView:
         found = self._found
@@ -89,27 +139,39 @@ class Neighbour:
         self._reader.close()
 
 
+class Keeper(Protocol):
+    """What holds checkpoints during a relayout, so that they are carried over: ``Holds`` (tiers/pin.py)."""
+
+    def take_slot(self, writer: PoolWriter, index: int, *, is_for_ranks: bool) -> Any: ...
+
+    def release(self, hold: Any) -> None: ...
+
+
 class GroupRule(CommitListener):
-    """The commit rule of a group, as a decision of this rank's pipeline (``CommitDecision``)."""
+    """The commit rule of a group, as a decision of this rank's pipeline (``GroupDecision``)."""
 
     def __init__(
         self,
         neighbours: Sequence[Neighbour],
         knowledge: Knowledge,
         ids: Mapping[int, CheckpointId],
+        keeper: Keeper,
         *,
         timeout: float,
         name_of: Callable[[int], str],
     ) -> None:
         """``knowledge``: what every rank knows when attach returns. ``ids``: generation -> checkpoint, for those that
-        lie in this rank's pool. ``timeout``: seconds after which a wait for other ranks ends with an error.
-        ``name_of``: rank -> text with its host."""
+        lie in this rank's pool. ``keeper``: a commit listener that was added before this one. ``timeout``: seconds
+        after which a wait for other ranks ends with an error. ``name_of``: rank -> text with its host."""
         self.knowledge = knowledge
         self.wait_seconds = 0.0
         """How long this rank has waited for other ranks, because no slot could be overwritten."""
         self._neighbours, self._timeout, self._name_of = neighbours, timeout, name_of
         self._ids = dict(ids)
         self._own: frozenset[CheckpointId] = frozenset()
+        self._keeper = keeper
+        self._kept: list[Any] = []
+        """Holds of what a relayout carries over."""
 
     # -- decisions and events of the pipeline ------------------------------------------------------------
 
@@ -122,26 +184,33 @@ class GroupRule(CommitListener):
         self._learn(frozenset(one for one in contents.values() if one is not None))
         return frozenset(i for i, content in contents.items() if not self.knowledge.may_overwrite(content))
 
-    def wait_for_slot(self, writer: PoolWriter, pause: Callable[[], object]) -> bool:
-        """Wait until a slot may be overwritten, and return True. ``pause``: called at times, to let a signal's handler
-        run. Raises ``RankError`` after the timeout."""
+    def wait_until(self, has_room: Callable[[], bool], pause: Callable[[], object]) -> None:
+        """Wait until ``has_room()``, which asks ``held``, is true. ``pause``: called at times, to let a signal's
+        handler run. Raises ``RankError`` after the timeout."""
         began = time.monotonic()
+
+        def is_over() -> bool:
+            for neighbour in self._neighbours:
+                neighbour.follow()
+            return has_room()
+
         try:
             wait_until(
-                lambda: writer.slots.choose(self.held(writer)) is not None,
+                is_over,
                 timeout=self._timeout,
                 pauses=_PAUSES,
                 report=lambda seconds: log.warning(
                     "lightck: waiting for %s, since %.0f seconds", self._behind(), seconds
                 ),
-                error=lambda: self._stands_still(len(writer.slots.slots) - 1),
+                error=self._stands_still,
                 between=pause,
             )
         finally:
             self.wait_seconds += time.monotonic() - began
-        return True
 
-    def _stands_still(self, n_ahead: int) -> RankError:
+    def _stands_still(self) -> RankError:
+        common = self.knowledge.common
+        n_ahead = sum(common is None or one > common for one in self._own)
         return RankError(
             f"{self._behind()} has committed no newer checkpoint for {self._timeout:g} seconds (timeout=). This rank "
             f"is {n_ahead} saved checkpoints ahead, and may not overwrite what that rank still needs. What all ranks "
@@ -155,6 +224,23 @@ class GroupRule(CommitListener):
         generations = {one.generation for one in writer.slots.slots}
         self._ids = {at: one for at, one in self._ids.items() if at in generations}
         self._ids[slot.generation] = CheckpointId(writer.incarnation, step)
+
+    def relayout_begins(self, old: PoolWriter) -> None:
+        """Have everything carried over that must not be overwritten. Then the change of the file's name overwrites, all
+        at once, only what the rule lets this rank overwrite."""
+        for index in sorted(self.held(old)):
+            self._kept.append(self._keeper.take_slot(old, index, is_for_ranks=True))
+
+    def relayout_done(self, new: PoolWriter) -> None:
+        self._release_kept()
+
+    def relayout_failed(self) -> None:
+        self._release_kept()
+
+    def _release_kept(self) -> None:
+        for hold in self._kept:
+            self._keeper.release(hold)
+        self._kept = []
 
     def closed(self) -> None:
         for neighbour in self._neighbours:

@@ -137,13 +137,15 @@ def _attach(arguments: Arguments, together: GroupStart | None, *, is_rank_known:
             arguments.save_options, path, backend, durable, meter, lock, is_of_rank=together is not None
         )
         undo.callback(pipeline.close)
-        participants = _commit_participants(arguments.save_options, found, path, meter)
+        participants = _commit_participants(
+            arguments.save_options, found, path, meter, SLOTS if together is not None else 2
+        )
         participants.join(pipeline)
         backend.remove_stale(path)
         first = _first_step(found, arguments, is_rank_known)
         resumed = file.open(pipeline) if together is None else together.open(file, pipeline)
         if together is not None:
-            together.join(file, pipeline)
+            together.join(file, pipeline, participants.holds)
         if resumed is not None:
             first.after_restore(resumed.has_recorded_options)
         steps = Steps(
@@ -201,8 +203,11 @@ def _pipeline(
     )
 
 
-def _commit_participants(save_options: SaveOptions, found: Found, path: str, meter: Meter) -> CommitParticipants:
-    holds = Holds()
+def _commit_participants(
+    save_options: SaveOptions, found: Found, path: str, meter: Meter, slots: int
+) -> CommitParticipants:
+    """``slots``: how many slots the training needs besides those of pins."""
+    holds = Holds(slots)
     keeper = Retention(save_options.keep, path, meter, holds) if save_options.keep is not None else None
     return CommitParticipants(
         holds, keeper, NonfiniteCheck(found.state, meter) if save_options.pause_on_nonfinite else None

@@ -43,6 +43,7 @@ from lightck.session.arguments import Arguments
 from lightck.session.group import Group, Place, host_name, made_directory, path_of_own_pool, place_of
 from lightck.session.pool_file import PoolFile
 from lightck.state.parts import mesh_of
+from lightck.tiers.pin import Holds
 
 log = logging.getLogger("lightck")
 SLOTS = 3
@@ -194,12 +195,6 @@ class GroupStart:
         start: Start,
     ) -> Resumed:
         """Restore the chosen checkpoint, and adopt it."""
-        slots = file.arguments.save_options.slots
-        if slots is not None and slots != len(reader.superblock.slots):
-            raise UnsupportedError(
-                f"slots={slots}, and the pool {reader.path!r} has {len(reader.superblock.slots)} slots. The pool of a "
-                "rank cannot be given another number of slots yet. Leave slots= out."
-            )
         restore = file.live_restore(reader)
         with restore.poisons_on_error():
             start, chosen, is_done = self._restore_and_vote(restore, stored, reports, start)
@@ -238,8 +233,8 @@ class GroupStart:
 
     # -- the group begins --------------------------------------------------------------------------------
 
-    def join(self, file: PoolFile, pipeline: Pipeline) -> None:
-        """Open the pools of the other ranks, and put the commit rule into the pipeline."""
+    def join(self, file: PoolFile, pipeline: Pipeline, holds: Holds) -> None:
+        """Open the pools of the other ranks, and put the commit rule into the pipeline. ``holds``: of this session."""
         writer = pipeline.pool.writer
         assert writer is not None, "a rank's pool exists from attach on"
         own = msgpack.packb([file.path, writer.superblock.uuid])
@@ -258,6 +253,7 @@ class GroupStart:
             neighbours,
             Knowledge.at_start(self._adoption),
             self._ids,
+            holds,
             timeout=self.meeting.timeout,
             name_of=self.meeting.name_of,
         )
