@@ -41,15 +41,15 @@ def replay(
     report: ReplayReport,
 ) -> object:
     """Fetch the batches given before, drop all but the last one, and return the last one. This also advances each
-    worker's random stream and the prefetching. If a fetch raised an error in the run before, which the loop ignored,
-    the fetch is repeated as well, and ``report`` warns if it gives a batch now. ``inner``: the iterator of the new
-    pass. ``restore``: sets the random states. Raises ``PassTooShort``."""
+    worker's random stream and the prefetching. A fetch that raised an error in the run before is repeated as well, and
+    ``report`` warns if it gives a batch now. ``inner``: the iterator of the new pass. ``restore``: sets the random
+    states. Raises ``PassTooShort``."""
     batch = None
     if position.state.at_first is not None:
         restore(position.state.at_first)
     for index in range(position.state.given):
         _repeat_failed_fetches(inner, position, index, report)
-        snapshot = position.before(index)
+        snapshot = position.rng_before(index)
         if snapshot is not None:
             restore(snapshot)
         try:

@@ -1,5 +1,5 @@
-"""One layer of a layer-wise update: the optimizer that steps the layer, and the detection of changes to what its update
-used.
+"""One layer of a layer-wise update: the optimizer that steps the layer, and the gradients, options and state that its
+update used, with which later changes are detected.
 
 ``PartialUpdate`` records which updates are not complete: some layers are updated, and ``step()`` was not called yet.
 """
@@ -18,11 +18,11 @@ from lightck.errors import SessionError, StateChangedError
 from lightck.state.blocks import checksums
 from lightck.state.signatures import version_counter_of
 
-_NOT_SHARED = ("step", "_optimizer_")
+_NOT_COPIED = ("step", "_optimizer_")
 """Prefixes of the attributes that are not copied from the user's optimizer to a layer's optimizer. ``step`` is an
 attribute of an instance only if a scheduler has wrapped the method; a copy of this attribute would keep the user's
-optimizer alive. The hook registries have names that begin with ``_optimizer_``. They are left out, because the search
-for optimizers at attach skips every instance without registries, and it must skip a layer's optimizer."""
+optimizer alive. ``_optimizer_`` begins the names of the hook registries. Without registries, attach does not find a
+layer's optimizer when it searches for optimizers."""
 BLOCK = 1 << 20
 """Bytes of a gradient that one checksum covers."""
 Group = dict[str, object]
@@ -127,21 +127,21 @@ def make_layer(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Gr
     groups: dict[int, tuple[Group, list[torch.Tensor]]] = {}
     for p in params:
         groups.setdefault(id(group_of[id(p)]), (group_of[id(p)], []))[1].append(p)
-    part = type(optimizer).__new__(type(optimizer))
-    part.__dict__.update((k, v) for k, v in optimizer.__dict__.items() if not k.startswith(_NOT_SHARED))
-    part.param_groups = [{**group, "params": own} for group, own in groups.values()]
-    return Layer(name, part, list(params), [group for group, _ in groups.values()])
+    of_layer = type(optimizer).__new__(type(optimizer))
+    of_layer.__dict__.update((k, v) for k, v in optimizer.__dict__.items() if not k.startswith(_NOT_COPIED))
+    of_layer.param_groups = [{**group, "params": own} for group, own in groups.values()]
+    return Layer(name, of_layer, list(params), [group for group, _ in groups.values()])
 
 
 def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
     """Step a layer, without the hooks of ``step``. ``optimizer``: the user's optimizer, whose present options and state
     are used. ``params``: the parameters of the layer that have gradients."""
-    part = layer.optimizer
-    part.state = optimizer.state
-    for mine, theirs in zip(part.param_groups, layer.groups, strict=True):
-        mine.update((key, value) for key, value in theirs.items() if key != "params")
+    of_layer = layer.optimizer
+    of_layer.state = optimizer.state
+    for own, group in zip(of_layer.param_groups, layer.groups, strict=True):
+        own.update((key, value) for key, value in group.items() if key != "params")
     counters = [p._version for p in params]
-    type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]  # without the hooks around it
+    type(optimizer).step.__wrapped__(of_layer)  # type: ignore[attr-defined]  # without the hooks around it
     silent = [p for p, before in zip(params, counters, strict=True) if p._version == before]
     if silent:
         # A fused kernel moves no version counter. Autograd uses the counter to detect that a tensor which it saved for

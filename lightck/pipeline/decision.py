@@ -33,7 +33,8 @@ class GroupDecision(CommitDecision, Protocol):
     """The decision of a group of ranks: it may hold all slots, until other ranks have committed."""
 
     def wait_until(self, has_room: Callable[[], bool], pause: Callable[[], object]) -> None:
-        """Wait until ``has_room()`` is true, because other ranks have committed. ``pause`` is called at times."""
+        """Wait until ``has_room()`` is true, because other ranks have committed. ``pause`` is called repeatedly during
+        the wait."""
         ...
 
 
@@ -54,8 +55,8 @@ class Decisions:
 
     @property
     def commits_after_give_up(self) -> bool:
-        """Whether the checkpoint after one that was given up must be committed within its boundary. (It is the decision
-        of ``commits_within_boundary`` in ranks/rule.py; the pipeline knows without names which one was given up.)"""
+        """Whether the checkpoint after one that was given up must be committed within its boundary. In a group of ranks
+        it must (``commits_within_boundary`` in ``ranks/rule.py`` says why)."""
         return self._of_group is not None
 
     def wait_for_slot(self, writer: PoolWriter, pause: Callable[[], object]) -> bool:

@@ -108,9 +108,9 @@ class Slots:
         overwritten."""
         kept = held | {self.protected}
         free = [s for s in self.slots if s.index not in kept and not s.is_bad and not s.in_flight]
-        return min(free, key=self._rank, default=None)
+        return min(free, key=self._sort_key, default=None)
 
-    def _rank(self, slot: Slot) -> tuple[bool, int]:
+    def _sort_key(self, slot: Slot) -> tuple[bool, int]:
         """Return the sort key of ``choose``, which takes the slot with the smallest key."""
         low, high = self.dead
         is_live = slot.generation is not None and not low < slot.generation < high

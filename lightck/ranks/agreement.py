@@ -1,7 +1,7 @@
-"""What the ranks of a group report in attach, and what follows from the reports of all of them.
+"""What the ranks of a group report in attach, and how they decide from all reports.
 
 Every rank gets the same reports and computes the same decision, so no rank has to announce it. The functions are pure.
-A decision that is an error is raised on all ranks.
+If the decision is an error, all ranks raise it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import msgpack
 
-from lightck.errors import CheckpointExistsError, RankError, UnsupportedError, listed
+from lightck.errors import CheckpointExistsError, RankError, listed
 from lightck.pool.format.structures import SLOTS_MAX
 from lightck.ranks.rule import CheckpointId, may_start_from_nothing, newest_common, next_incarnation
 
@@ -20,25 +20,28 @@ _NONE: Mapping[CheckpointId, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank says of itself before anything is restored or created."""
+    """What one rank sends to the others before anything is restored or created."""
 
     host: str
     """Name of the host, for messages."""
     directory: str
     """Path of the directory, for messages."""
-    place: str
+    boot_id: str
+    """Identifies the host."""
+    directory_id: str
     """Identifies the host and the directory: ranks with equal values see the same files."""
     arguments: dict[str, str]
     """Arguments of attach that must be the same on all ranks: name -> text."""
     tensors: str
     """Digest of names, logical shapes and dtypes of the tensors."""
-    new_run: bytes
-    """Random; that of rank 0 becomes the id of a new run."""
+    new_ids: bytes
+    """32 random bytes. If the ranks begin a new training, those of rank 0 become its run id and its world id."""
     run_id: bytes = b""
-    """The run of the rank's pool; empty: it has no pool."""
+    """Id of the training in the rank's pool (``GroupIdentity.run_id``); empty if the rank has no pool."""
     world_id: bytes = b""
+    """Id of the group in the rank's pool (``GroupIdentity.world_id``); empty if the rank has no pool."""
     checkpoints: tuple[tuple[int, int], ...] = ()
-    """(incarnation, step) of each checkpoint in the pool that counts and whose manifest verifies."""
+    """(incarnation, step) of each usable checkpoint in the pool (``usable_by_name``)."""
     incarnation: int = 0
     """The largest incarnation in the pool."""
 
@@ -63,19 +66,19 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How the group begins."""
+    """The decision with which the group begins."""
 
     adopted: CheckpointId | None
     """The checkpoint to continue from; None: a new training."""
     incarnation: int
-    """The incarnation of what the ranks write from now on."""
+    """The incarnation of the checkpoints that the ranks write from now on."""
     run_id: bytes
     world_id: bytes
 
 
 def refuse_differences(reports: Sequence[Report]) -> None:
-    """Raise ``RankError`` or ``UnsupportedError`` if the ranks cannot be one group: other arguments, or another host.
-    (The caller compares ``tensors``, because it has their names.)"""
+    """Raise ``RankError`` if the arguments of attach differ between ranks, or the directories of ranks on one host.
+    (``tensors`` is compared by the caller, which has the names for the message.)"""
     for name in reports[0].arguments:
         values = [report.arguments[name] for report in reports]
         if len(set(values)) > 1:
@@ -84,23 +87,29 @@ def refuse_differences(reports: Sequence[Report]) -> None:
                 f"{name} of lightck.attach is {values[0]} on {_name(reports, 0)} and {values[other]} on "
                 f"{_name(reports, other)}. It must be the same on all ranks."
             )
-    elsewhere = [rank for rank, report in enumerate(reports) if report.place != reports[0].place]
-    if elsewhere:
-        other = elsewhere[0]
-        raise UnsupportedError(
-            f"The directory {reports[0].directory!r} on {_name(reports, 0)} is not the directory "
-            f"{reports[other].directory!r} on {_name(reports, other)}. The ranks of a group must run on one host and "
-            "pass the same directory. (Two sessions in one group are attached in the same order on all ranks.) Groups "
-            "of several hosts are not supported yet."
-        )
+    first_on: dict[str, int] = {}
+    for rank, report in enumerate(reports):
+        first = first_on.setdefault(report.boot_id, rank)
+        # Containers on one host may have a directory each under the same path: they are as hosts are.
+        if report.directory_id != reports[first].directory_id and report.directory != reports[first].directory:
+            raise RankError(
+                f"The directory {reports[first].directory!r} on {_name(reports, first)} is not the directory "
+                f"{report.directory!r} on {_name(reports, rank)}, and both ranks run on the same host. The ranks on a "
+                "host must pass the same directory. (If the group has two sessions, all ranks must attach them in the "
+                "same order.)"
+            )
 
 
 def decide(
     reports: Sequence[Report], *, resume: bool, overwrite: bool, struck: Mapping[CheckpointId, str] = _NONE
 ) -> Start:
-    """Return how the group begins. ``struck``: checkpoints that some rank could not restore, with the reason. Raises
-    ``CheckpointExistsError`` if there are checkpoints, and the caller asked neither to continue nor to discard them.
-    Raises ``RankError`` if ranks hold checkpoints and have none in common."""
+    """Return how the group begins.
+
+    resume, overwrite: the arguments of attach. struck: checkpoint -> reason, for each that some rank could not restore.
+
+    Raises ``CheckpointExistsError`` if there are checkpoints, and neither ``resume`` nor ``overwrite`` is True. Raises
+    ``RankError`` if ranks hold checkpoints and have none in common, or pools of different trainings.
+    """
     held = [report.ids for report in reports]
     incarnation = next_incarnation(report.incarnation for report in reports)
     if overwrite or not any(held):
@@ -141,8 +150,8 @@ def decide(
 
 
 def _new_run(reports: Sequence[Report]) -> Start:
-    new = reports[0].new_run
-    return Start(None, 1, new[:16], new[16:])
+    ids = reports[0].new_ids
+    return Start(None, 1, ids[:16], ids[16:])
 
 
 def _name(reports: Sequence[Report], rank: int) -> str:
@@ -150,7 +159,7 @@ def _name(reports: Sequence[Report], rank: int) -> str:
 
 
 def _listed_steps(reports: Sequence[Report]) -> str:
-    """Return which steps each rank holds."""
+    """Return a text with the steps that each rank holds."""
     texts = []
     for rank, report in enumerate(reports):
         steps = sorted({checkpoint.step for checkpoint in report.ids})

@@ -1,17 +1,19 @@
-"""How the ranks of a group attach together: meet, report, decide, restore and vote or create, and begin.
+"""How the ranks of a group attach together.
 
-    meet        all ranks are here; from here on an error of one rank is raised on all
-    report      each rank says which arguments, tensors and checkpoints it has; all compute the same decision
-    restore     each rank restores its part of the chosen checkpoint, and votes. If a rank finds its part damaged, that
-                checkpoint is struck from the reports, and all decide again
-    create      instead of that, for a new training: each rank creates its pool
-    adopt       each rank records the checkpoint and the agreed incarnation in its pool
-    begin       each rank opens the pools of the others to read their commit logs. In a new training it commits
-                checkpoint 0. ``attach`` returns when all ranks have come so far
+    meet        The ranks wait for each other. From now on an error of one rank is raised on all.
+    report      Each rank sends its arguments, a digest of its tensors, and the list of its checkpoints. All compute the
+                same decision: a checkpoint to continue from, or a new training.
+    restore     To continue, each rank restores its part of the chosen checkpoint, and votes. If a rank finds its part
+                damaged, that checkpoint is struck from the reports, and all decide again.
+    adopt       To continue, each rank records the checkpoint and the agreed incarnation in its pool.
+    create      For a new training, each rank creates its pool.
+    begin       Each rank opens the pools of the others on its host, to read their commit logs. In a new training each
+                rank also commits checkpoint 0. ``attach`` returns when all ranks have done this. If there are several
+                hosts, a helper thread exchanges from now on what the pools hold.
 
-Invariant: before *adopt* nothing in a pool is changed, and *adopt* changes no checkpoint. So after a kill at any moment
-the ranks decide for the same checkpoint again. A new training returns from attach only when all ranks hold step 0, so
-"nothing in common" later means a loss and never a start that was cut off.
+Invariant: a rank that continues changes nothing in its pool before *adopt*, and *adopt* changes no checkpoint. So if a
+process is killed at any moment, the ranks choose the same checkpoint at the next start. In a new training ``attach``
+returns only when all ranks hold step 0. So if the ranks have no checkpoint in common later, one was lost.
 """
 
 from __future__ import annotations
@@ -35,26 +37,33 @@ from lightck.pool.storage.durability import TIER_CACHE
 from lightck.ranks.agreement import Report, Start, decide, refuse_differences
 from lightck.ranks.meet import Meeting
 from lightck.ranks.neighbours import GroupRule, Neighbour
-from lightck.ranks.rule import Adoption, CheckpointId, Knowledge
+from lightck.ranks.publication import Publication
+from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
 from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
 from lightck.restore.usable import parse, usable_by_name
 from lightck.session.arguments import Arguments
-from lightck.session.group import Group, Place, host_name, made_directory, path_of_own_pool, place_of
+from lightck.session.group import (
+    Group,
+    Membership,
+    boot_id,
+    directory_id,
+    ensure_directory,
+    host_name,
+    path_of_own_pool,
+)
 from lightck.session.pool_file import PoolFile
 from lightck.state.parts import mesh_of
 from lightck.tiers.pin import Holds
 
 log = logging.getLogger("lightck")
-SLOTS = 3
-"""The least number of slots of a rank's pool: of the newest checkpoint, of the one before, which may be the newest that
-all ranks have, and of the one that is written."""
-
-
+SLOTS_MIN = 3
+"""The least number of slots in a rank's pool. One slot holds the newest checkpoint, and one is being written. A third
+one holds the checkpoint before, which may be the newest that all ranks have."""
 _NAMES_NBYTES_MAX = 1 << 20
-"""At most so many bytes of names are exchanged to say how the tensors of two ranks differ."""
+"""The largest number of bytes that a rank sends of its tensors' names, for the error that lists differences."""
 Stored: TypeAlias = dict[CheckpointId, list[StoredCheckpoint]]
-"""The checkpoints in one pool by their names. A step that was saved twice has two, the newer one first."""
+"""The usable checkpoints in one pool, by id. If a step was saved twice, its list has two items, the newer one first."""
 
 
 @dataclass(slots=True)
@@ -64,14 +73,18 @@ class GroupStart:
     group: Group
     meeting: Meeting
     rule: GroupRule | None = None
+    """None until ``join`` is called."""
     _adoption: Adoption = field(default_factory=lambda: Adoption(None, 1))
     _ids: dict[int, CheckpointId] = field(default_factory=dict)
-    """Generation -> checkpoint, for those in this rank's pool."""
+    """Generation -> id of each checkpoint in this rank's pool."""
+    _directory_ids: list[str] = field(default_factory=list)
+    """Rank -> host and directory of its pool (``directory_id``)."""
 
     @classmethod
     @contextmanager
     def of(cls, group: Group | None, timeout: float) -> Iterator[GroupStart | None]:
-        """Meet the other ranks. If the block raises, the other ranks raise ``RankError``. None without a group."""
+        """Meet the other ranks, and yield the start of the group. If the block raises an error, the other ranks raise
+        ``RankError``. Without a group, yield None. ``timeout``: seconds that one wait for other ranks may take."""
         if group is None:
             yield None
             return
@@ -85,8 +98,9 @@ class GroupStart:
     def check(self, arguments: Arguments) -> None:
         """Raise ``UnsupportedError`` or ``ValueError`` for what a group cannot do yet."""
         options = arguments.save_options
+        is_adaptive = type(options.interval) is not int
         refused = (
-            (type(options.interval) is not int, f"interval={options.interval!r}", "each rank would choose its own"),
+            (is_adaptive, f"interval={options.interval!r}", "each rank would choose an interval of its own"),
             (options.keep is not None, "keep=", "use `lightck export` on the directory, also while training runs"),
             (options.pause_on_nonfinite, "pause_on_nonfinite=True", "one rank could pause and another go on"),
             (arguments.backend == "devdax", 'backend="devdax"', "a device holds one pool"),
@@ -97,21 +111,22 @@ class GroupStart:
                     f"{what} is not supported in a group of ranks yet ({why}). Leave it out; or pass group=False, to "
                     "save this process alone."
                 )
-        if options.slots is not None and options.slots < SLOTS:
+        if options.slots is not None and options.slots < SLOTS_MIN:
             raise ValueError(
-                f"slots={options.slots}: in a group of ranks a pool has at least {SLOTS} slots, because a rank must "
-                "keep a checkpoint until all ranks have committed a newer one."
+                f"slots={options.slots}: in a group of ranks a pool has at least {SLOTS_MIN} slots, because a rank "
+                "must keep a checkpoint until all ranks have committed a newer one."
             )
         _refuse_old_fsdp(arguments)
 
     def own_path(self, arguments: Arguments) -> str:
-        """Return the path of this rank's pool in the directory, which is created if need be."""
-        return path_of_own_pool(made_directory(arguments.pool_path), self.group)
+        """Return the path of this rank's pool in the directory. Create the directory if it does not exist."""
+        return path_of_own_pool(ensure_directory(arguments.pool_path), self.group)
 
     # -- the pool ----------------------------------------------------------------------------------------
 
     def open(self, file: PoolFile, pipeline: Pipeline) -> Resumed | None:
-        """Continue from the newest checkpoint that all ranks have, or create this rank's pool. None: a new training."""
+        """Continue from the newest checkpoint that all ranks have, or create this rank's pool. Returns None for a new
+        training."""
         reader = file.existing()
         try:
             stored = {} if reader is None else self._stored(reader, file)
@@ -132,7 +147,8 @@ class GroupStart:
             raise
 
     def _stored(self, reader: PoolReader, file: PoolFile) -> Stored:
-        """Return the checkpoints of this rank's pool that count."""
+        """Return the usable checkpoints of this rank's pool. Raises ``UnsupportedError`` if the pool is that of a
+        single process, and ``CorruptPoolError`` if its commit records were erased."""
         if reader.group is None:
             raise UnsupportedError(
                 f"The pool {reader.path!r} is that of a training in a single process, and not of a rank. Nothing was "
@@ -142,8 +158,8 @@ class GroupStart:
         return usable_by_name(reader)
 
     def _refuse_other_tensors(self, file: PoolFile, reports: list[Report]) -> None:
-        """Raise ``RankError`` if the tensors of a rank differ from those of rank 0. Only then are their names
-        exchanged."""
+        """Raise ``RankError`` if the tensors of a rank differ from those of rank 0. The ranks exchange the names of
+        their tensors only in this case, for the message."""
         other = next((rank for rank, one in enumerate(reports) if one.tensors != reports[0].tensors), None)
         if other is None:
             return
@@ -162,16 +178,19 @@ class GroupStart:
         report = Report(
             host=host_name(),
             directory=os.path.dirname(file.path),
-            place=place_of(os.path.dirname(file.path)),
+            boot_id=boot_id(),
+            directory_id=directory_id(os.path.dirname(file.path)),
             arguments=_arguments_to_compare(file.arguments),
             tensors=_digest(file),
-            new_run=os.urandom(2 * ID_NBYTES),
+            new_ids=os.urandom(2 * ID_NBYTES),
             run_id=b"" if identity is None else identity.run_id,
             world_id=b"" if identity is None else identity.world_id,
             checkpoints=tuple((one.incarnation, one.step) for one in stored),
             incarnation=0 if reader is None else reader.commit_log().incarnation,
         )
-        return [Report.unpack(data) for data in self.meeting.exchange("reports", report.pack())]
+        reports = [Report.unpack(data) for data in self.meeting.exchange("reports", report.pack())]
+        self._directory_ids = [one.directory_id for one in reports]
+        return reports
 
     def _create(self, file: PoolFile, pipeline: Pipeline, start: Start) -> None:
         mesh_shape, coordinate = mesh_of(file.capture.tensors())
@@ -209,9 +228,9 @@ class GroupStart:
     def _restore_and_vote(
         self, restore: LiveRestore, stored: Stored, reports: list[Report], start: Start
     ) -> tuple[Start, StoredCheckpoint, bool]:
-        """Restore the chosen checkpoint; if a rank cannot, the next older common one, and so on. Returns the decision
-        that all ranks could restore, what this rank has restored, and whether all ranks had declared the training
-        finished there."""
+        """Restore the chosen checkpoint. If a rank cannot restore it, restore the next older common one, and so on.
+        Returns the last decision, the checkpoint that this rank has restored, and whether the training was declared
+        finished in that checkpoint on all ranks."""
         struck: dict[CheckpointId, str] = {}
         while True:
             assert start.adopted is not None, "resume=True, so a checkpoint is chosen or an error is raised"
@@ -234,7 +253,8 @@ class GroupStart:
     # -- the group begins --------------------------------------------------------------------------------
 
     def join(self, file: PoolFile, pipeline: Pipeline, holds: Holds) -> None:
-        """Open the pools of the other ranks, and put the commit rule into the pipeline. ``holds``: of this session."""
+        """Open the pools of the other ranks on this host, and add the commit rule of the group to the pipeline.
+        ``holds``: of this session."""
         writer = pipeline.pool.writer
         assert writer is not None, "a rank's pool exists from attach on"
         own = msgpack.packb([file.path, writer.superblock.uuid])
@@ -242,7 +262,7 @@ class GroupStart:
         must_sync = pipeline.durability.tier != TIER_CACHE
         try:
             for rank, (path, uuid) in enumerate(map(msgpack.unpackb, self.meeting.exchange("pools", own))):
-                if rank != self.group.rank:
+                if rank != self.group.rank and self._directory_ids[rank] == self._directory_ids[self.group.rank]:
                     neighbours.append(Neighbour(rank, open_pool(path), self._adoption, must_sync=must_sync))
                     self._check_neighbour(neighbours[-1], uuid)
         except BaseException:
@@ -260,11 +280,13 @@ class GroupStart:
         pipeline.decisions.add_group(self.rule)
         pipeline.events.add(self.rule)
 
-    def place(self) -> Place:
+    def membership(self) -> Membership:
         assert self.rule is not None, "join was called"
-        return Place(self.group.rank, self.group.world_size, self.rule)
+        return Membership(self.group.rank, self.group.world_size, self.rule)
 
     def _check_neighbour(self, neighbour: Neighbour, uuid: bytes) -> None:
+        """Raise ``RankError`` if this is not the pool that the other rank has opened. ``uuid``: that of the pool that
+        it has opened."""
         if neighbour.uuid != uuid:
             raise RankError(
                 f"The pool of {self.meeting.name_of(neighbour.rank).lower()} was replaced while the ranks attached. Is "
@@ -272,19 +294,24 @@ class GroupStart:
             )
 
     def begin(self) -> None:
-        """Wait until all ranks have come so far: they have adopted the same checkpoint, or committed checkpoint 0."""
+        """Wait until each rank has adopted the chosen checkpoint, or, in a new training, has committed checkpoint 0."""
         self.meeting.exchange("readiness", b"")
         assert self.rule is not None, "join was called"
+        start = self._adoption.adopted or CheckpointId(self._adoption.incarnation, 0)
         if self._adoption.adopted is None:
-            first = CheckpointId(self._adoption.incarnation, 0)
-            self.rule.knowledge = replace(self.rule.knowledge, common=first)
+            self.rule.knowledge = replace(self.rule.knowledge, common=start)
+        if len(set(self._directory_ids)) > 1:
+            own = PoolView.of([start])
+            self.rule.follow(
+                Publication(self.group.store, self.meeting.key, self.group.rank, self.group.world_size, own)
+            )
 
 
-def _restored(restore: LiveRestore, many: list[StoredCheckpoint]) -> tuple[StoredCheckpoint | None, str]:
-    """Restore one of these checkpoints, which are of one step: the first one that verifies. Returns it, or None and
-    the reason."""
+def _restored(restore: LiveRestore, candidates: list[StoredCheckpoint]) -> tuple[StoredCheckpoint | None, str]:
+    """Restore the first of these checkpoints of one step that verifies. Returns the checkpoint and "", or None and the
+    reason why the first one does not verify."""
     problem = ""
-    for stored in many:
+    for stored in candidates:
         try:
             restore.take(stored, parse(stored), [])
             return stored, ""
@@ -294,6 +321,7 @@ def _restored(restore: LiveRestore, many: list[StoredCheckpoint]) -> tuple[Store
 
 
 def _arguments_to_compare(arguments: Arguments) -> dict[str, str]:
+    """Return the arguments of attach that must be the same on all ranks: name -> text."""
     options = arguments.save_options
     return {
         "interval=": repr(options.interval),
@@ -306,12 +334,14 @@ def _arguments_to_compare(arguments: Arguments) -> dict[str, str]:
 
 
 def _digest(file: PoolFile) -> str:
-    """Return a digest of the tensors of model and optimizers. Parts of a tensor count as the whole of it."""
+    """Return a digest of the names, dtypes and logical shapes of the tensors of model and optimizers. Ranks that hold
+    different parts of the same tensors have the same digest."""
     return blake2b("\n".join(_tensor_lines(file)).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _tensor_lines(file: PoolFile) -> list[str]:
-    """Return a line for each tensor of model and optimizers, and for each optimizer."""
+    """Return a line with name, dtype and logical shape of each tensor of model and optimizers, and one with the class
+    of each optimizer."""
     lines = [
         f"{entry.name} ({entry.dtype}, {list(entry.logical_shape or entry.shape)})"
         for entry in file.entries.values()

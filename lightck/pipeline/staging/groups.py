@@ -129,8 +129,9 @@ class Group:
                 arrival.synchronize()
 
 
-def split_into_groups(tensors: Sequence[StagedTensor], parts_max: int) -> list[list[StagedTensor]]:
-    """Return at most ``parts_max`` groups of about the same size. The order of the tensors is kept."""
+def split_into_parts(tensors: Sequence[StagedTensor], parts_max: int) -> list[list[StagedTensor]]:
+    """Split tensors into at most ``parts_max`` parts of about the same size, one for each group. Keep the order of the
+    tensors."""
     if parts_max < 1:
         return []
     share = max(GROUP_NBYTES_MIN, -(-sum(one.record.nbytes for one in tensors) // parts_max))
