@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import lightck
 from lightck.errors import BackgroundError, RankError, SessionError
 from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.ranks.directory import pools_in
+from lightck.restore import directory
 
 from .kills import RELAYOUT_POINTS, Kill
 from .trainings import TOPOLOGIES, Grown, Net, Run, Topology, batch, fsdp, is_equal
@@ -294,7 +296,31 @@ def test_another_file_at_the_path_of_a_rank_does_not_count(pools, replacement):
     assert "rank 1 (" in first.lower()
     assert second.startswith("BackgroundError: ")
     assert "was removed, moved, replaced" in second
-    assert any("was replaced by another one, or by an older copy" in line for line in lines)
+    assert any("was replaced by the pool of another rank or training, or by an older copy" in line for line in lines)
+
+
+def test_recover_reads_new_files_that_appear_while_it_reads(pools, monkeypatch):
+    """It has opened the old file of rank 0; rank 1 has gone on meanwhile, and has nothing that is in that file."""
+    values(run_ranks(2, training("ddp", pools, grows_at=GROWS_AT, updates=2)))
+    old, new = pools_in(pools)[0], pools.parent / "new"
+    early = old.read_bytes()
+    values(run_ranks(2, training("ddp", pools, grows_at=GROWS_AT)))
+    old.rename(new)
+    old.write_bytes(early)
+    old.chmod(0o600)
+    opened = directory.open_all
+
+    @contextmanager
+    def open_all(path: str) -> Iterator[Any]:
+        with opened(path) as readers:
+            if new.exists():
+                new.rename(old)
+            yield readers
+
+    monkeypatch.setattr(directory, "open_all", open_all)
+    checkpoint = lightck.recover(pools)
+    assert checkpoint.step == UPDATES
+    assert len(checkpoint.state["grown"]["value"]) == 10 + sum(GROWS_AT[0].values()), "the object of rank 0"
 
 
 # -- pins --------------------------------------------------------------------------------------------------------------
