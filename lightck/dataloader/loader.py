@@ -73,6 +73,7 @@ class SessionLoader:
     restored_epoch = 0
     """`epoch` as the restored checkpoint had it."""
     mid_batch_reported = position_was_read = has_drifted = False
+    """Whether `MidBatch` has warned; whether `epoch` or `start` was read; whether the loader was built differently."""
     in_eval = False
     """Whether the model is in eval mode, set by the host at each ``next()``."""
     training_fetch_tick = 0
@@ -302,12 +303,10 @@ class SessionLoader:
             self._ends_at_once = True
 
     def _drop_used_position(self) -> None:
-        """Drop the restored position if it is used up: by a pass that the loop has left and that was no preview, or by
-        an update in the present pass. If no pass with updates was saved, any update since the restore uses the position
-        up as well, and so does a present pass that evaluates.
-
-        If no pass has begun in this process, the position stays. But after an update, a saved pass without updates
-        counts as finished."""
+        """Drop the restored position if it is used up: the loop has left a pass that was no preview, or has made an
+        update in the present pass. If the saved pass had no updates (or none was saved), the position is also used up
+        after any update since the restore, and while the present pass evaluates. While no pass has begun in this
+        process, the position stays, but after an update a saved pass without updates counts as finished."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
@@ -351,8 +350,8 @@ class SessionLoader:
             self._dataloader._iterator = None  # its workers' random streams have advanced
 
     def put_back(self) -> None:
-        """If a pass was left since the restore, return to the restored position. To be called if a ``next()`` closed
-        the checkpoint: its position counts passes that came before the loop, and this run has made them again."""
+        """Return to the restored position if the loop has left a pass since the restore. Call if a ``next()`` closed
+        the checkpoint: the position then counts the passes before the loop, which this run has made once more."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or not pass_.was_left or self._host.updates > self._updates_at_start:
             return
@@ -439,7 +438,7 @@ class SessionLoader:
         assert position.state.at_iter is not None  # checked when the position was read
         self._compare_length(position)
         pass_ = self._new_pass()
-        pass_.trained, pass_.restored, pass_.skipped = position.trained, True, position.state.given
+        pass_.trained_before, pass_.restored, pass_.skipped = position.trained, True, position.state.given
         if self._ends_at_once:
             pass_.state.given = position.state.given
             self._generators_at_next = self._generators.states()
@@ -470,8 +469,8 @@ class SessionLoader:
         return iterate_after_skip(self.loader, count, set_last_rng)
 
     def _was_replayed(self) -> bool:
-        """Whether the loader is an iterator with only one pass that an earlier preview has replayed, so that it stands
-        at the restored place already. Raises ``DriftError`` if batches were taken from it since."""
+        """Whether the loader is an iterator with only one pass, and a preview has replayed this pass already. Raises
+        ``DriftError`` if an earlier pass in this process took batches from the iterator."""
         if self._has_one_pass and self._n_given_before:
             raise DriftError(
                 f"loader {self.name!r} cannot go on in mid-pass: it is an iterator, which has only one pass, and "
@@ -480,8 +479,8 @@ class SessionLoader:
         return self._has_one_pass and self.is_begun
 
     def _start_workers(self, position: Position) -> bool:
-        """Start persistent workers with the seed of their first pass. Return whether the restored pass is a later one
-        of these workers."""
+        """Return whether the restored pass is a later pass of persistent workers. If so, start the workers with the
+        seed of their first pass."""
         if self._stateful or not self._persistent or position.worker_rng is None:
             return False
         if any(same_rng(position.worker_rng, one) for one in (position.state.at_iter, position.state.at_first)):

@@ -40,7 +40,7 @@ class Pass:
     """Number of finished updates when the last batch was fetched."""
     in_eval: bool = False
     """Whether the model was in eval mode when the last batch was fetched."""
-    trained: bool = False
+    trained_before: bool = False
     """Whether an earlier run made updates in the pass."""
     restored: bool = False
     """Whether an earlier run began the pass."""
@@ -86,7 +86,7 @@ class Pass:
 
     def has_trained(self, updates: int) -> bool:
         """Whether updates were made in the pass, in any run."""
-        return self.trained or self.has_updated(updates)
+        return self.trained_before or self.has_updated(updates)
 
     def is_of_training(self, updates: int, training_fetch_tick: int) -> bool:
         """Whether the pass belongs to the training, even if the model is in eval mode now: updates were made in it, and

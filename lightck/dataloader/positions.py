@@ -2,9 +2,9 @@
 loops that use batches again after a pass.
 
 A position belongs to the loader that has its name. The first update after a resume decides about a position that no
-loader took. A position in mid-pass is dropped. But if the loop instead trains on another loader, from the first batch
-of this other loader, the resume is refused, because batches would be given twice. A position between two passes is kept
-in later checkpoints, for a loader that is wrapped later.
+loader took. A position between two passes is kept in later checkpoints, for a loader that is wrapped later. A position
+in mid-pass is dropped. But if the loop continues no restored pass, and trains on another loader from the first batch
+of that loader, the resume is refused, because batches would be given twice.
 
 Batches that are used again after their pass has ended (``itertools.cycle``, a list) are part of no position.
 """

@@ -63,8 +63,8 @@ class Previews:
     expected: int = 0
     """Number of previews that the killed run took before its first update."""
     is_resumed: bool = False
-    """Whether a position was restored. Then this run takes ``expected`` previews and no more: another pass without an
-    update is the end of the restored pass, which the loop has left by ``break``."""
+    """Whether a position was restored. Then this run takes ``expected`` previews and no more. A further pass that is
+    left without an update is the restored pass, which the loop has left by ``break``."""
 
     def restored(self, position: Position) -> None:
         self.expected, self.in_loop, self.is_resumed = position.previews, position.previews_in_loop, True

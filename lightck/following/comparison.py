@@ -65,9 +65,9 @@ class Recorder:
     def batch_given(
         self, name: str, pass_: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
     ) -> None:
-        after = self._since_closed  # read once: another thread may close the session now
-        if after is not None:
-            after.batch_given(name, pass_, batch, checksum, read)
+        first_inputs = self._since_closed  # read once: another thread may close the session now
+        if first_inputs is not None:
+            first_inputs.batch_given(name, pass_, batch, checksum, read)
 
     def forward(self, inputs: object, will_close: bool) -> None:
         """A training forward begins, and no checkpoint was closed at it yet. ``will_close``: this forward, or the
@@ -84,9 +84,9 @@ class Recorder:
         if self._since_closed is not None and self._since_closed.update(index, self._parts.to_record):
             self._record(self._since_closed)
 
-    def _record(self, after: FirstInputs) -> None:
-        if after.inputs:
-            self._store([NextBatch(next_key(name), kind, checksum) for name, kind, checksum in after.inputs])
+    def _record(self, first_inputs: FirstInputs) -> None:
+        if first_inputs.inputs:
+            self._store([NextBatch(next_key(name), kind, checksum) for name, kind, checksum in first_inputs.inputs])
 
 
 class Continuation:

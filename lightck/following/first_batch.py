@@ -21,7 +21,7 @@ BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM, RANDOM_OF_BATCH, RANDOM_A
 """Kinds of first inputs; pools store these numbers. ``BATCH``: a session loader's first batch, if it came before the
 first update; ``LATER_BATCH``: the same, if it came after the first update. ``FORWARD``: the arguments of the first
 training forward; ``FORWARD_OF_BATCH``: the arguments of the first forward after a session loader gave a batch.
-``RANDOM``, ``RANDOM_OF_BATCH``: torch's random state at the beginning of the forward of ``FORWARD``, and of that of
+``RANDOM``: torch's random state when the forward of ``FORWARD`` begins; ``RANDOM_OF_BATCH``: the same for
 ``FORWARD_OF_BATCH``; ``RANDOM_AT_UPDATE``: torch's random state before the first update, if no forward was seen."""
 RANDOM_STATES = (RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE)
 

@@ -21,8 +21,8 @@ log = logging.getLogger("lightck")
 _FRAMES_MAX = 60
 """The largest number of frames of the call stack that are searched for the loop's variables."""
 _PASSES_MAX = 4
-"""The second check is put off to the next pass as long as every pass has had exactly one update, because a counter of
-passes looks like a counter of updates then. After ``_PASSES_MAX`` passes the check is made even so."""
+"""As long as every pass has exactly one update, a counter of passes has the same values as a counter of updates. So the
+second check is put off until a pass has another number of updates, but for at most ``_PASSES_MAX`` passes."""
 _OWN_REFERENCES = 3
 """The reference count of a function's ``frame.f_locals`` (a dict with copies of the function's variables) while no
 other code holds the dict: one reference from the frame, one from a variable of this file, one from the argument of
@@ -46,10 +46,10 @@ class LoopCounterCheck:
         """Whether a training pass has ended since the first update, and the second check was not tried since."""
         self._n_ended_passes = 0
         """Number of training passes that have ended since the resume."""
-        self._n_ended_before = 0
+        self._n_ended_at_first_update = 0
         """The value of ``_n_ended_passes`` at the first update: 0, unless the restored pass had no batch left."""
         self._pass_counters: set[tuple[CodeType, str]] = set()
-        """Variables of the loop that were equal to ``_n_ended_before`` at the first update."""
+        """Variables of the loop that were equal to ``_n_ended_passes`` at the first update."""
         self._update_counters: set[tuple[CodeType, str]] = set()
         """Variables of the loop that were equal to the number of updates at the first update."""
 
@@ -76,7 +76,7 @@ class LoopCounterCheck:
         else:
             self._is_second_check_due = False
             # If each pass had one update, a counter of updates has the same values as a counter of passes.
-            passes = self._n_ended_passes - self._n_ended_before
+            passes = self._n_ended_passes - self._n_ended_at_first_update
             self._is_over = self._updates() - self._step != passes or passes == _PASSES_MAX
             if self._is_over:
                 self._before_next_pass(later[0])
@@ -89,8 +89,8 @@ class LoopCounterCheck:
             self._was_step_read = False
             if later:
                 variables, updates = _variables_of_the_loop(sys._getframe(1)), self._updates()
-                self._n_ended_before = self._n_ended_passes
-                self._pass_counters = {key for key, value in variables.items() if value == self._n_ended_before}
+                n_ended = self._n_ended_at_first_update = self._n_ended_passes
+                self._pass_counters = {key for key, value in variables.items() if value == n_ended}
                 self._update_counters = {key for key, value in variables.items() if value == updates}
             return
         self._is_over = True

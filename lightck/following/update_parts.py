@@ -197,8 +197,8 @@ def _state_checksum(view: OptimizerView, p: torch.Tensor) -> int:
 
 
 class _StateReads:
-    """Returns what ``_state_checksum`` returns, in less time: as long as the tensors lie where they lay at the last
-    call, it reads them without looking for them again."""
+    """Returns what ``_state_checksum`` returns, in less time: tensors that have not moved since the last call are read
+    without a new search for their memory."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []

@@ -52,7 +52,7 @@ class Hooks:
         """Number of closures of ``step`` that are running now."""
         self._stepping: dict[int, FrameType] = {}
         """Optimizer index -> the frame of torch's wrapper function around its running ``step``."""
-        self._updated_frame: FrameType | None = None
+        self._reported_step_frame: FrameType | None = None
         """While the user's post-step hooks run: the frame of the ``step`` whose update was reported. Otherwise None."""
         before_any, after_any = self._hooks_of_any_step()
         self.handles: list[own_hooks.Handle] = [
@@ -90,7 +90,7 @@ class Hooks:
         self._optimizers.clear()
         self._index_by_id.clear()
         self._stepping.clear()
-        self._updated_frame = None
+        self._reported_step_frame = None
 
     @property
     def is_in_step(self) -> bool:
@@ -107,7 +107,7 @@ class Hooks:
     def _forward_pre(self, module: nn.Module, *inputs: object) -> None:
         if module.training and torch.is_grad_enabled() and not self._in_closure and _is_forward_of_loop():
             self._stepping.clear()  # if a step raised, its frame is still here, and would keep variables alive
-            self._updated_frame = None
+            self._reported_step_frame = None
             self._events.before_forward(inputs)
             self._events.forward_begins()
 
@@ -196,13 +196,13 @@ class Hooks:
         else:
             self._events.after_step(index)
             if len(optimizer._optimizer_step_post_hooks) > 1:
-                self._updated_frame = frame
+                self._reported_step_frame = frame
 
     @counted
     def _step_hooks_ended(self) -> None:
         """Report that the user's own post-step hooks have returned. They are part of the update, because they may draw
         random numbers and write buffers."""
-        self._updated_frame = None
+        self._reported_step_frame = None
         self._events.after_step_hooks()
 
     def _hooks_of_any_step(self) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -220,7 +220,7 @@ class Hooks:
 
         def after(*_: object) -> None:
             hooks = ref()
-            frame = None if hooks is None else hooks._updated_frame
+            frame = None if hooks is None else hooks._reported_step_frame
             # This function is not ``counted``, so torch's wrapper function is one frame nearer.
             if hooks is not None and frame is not None and frame is sys._getframe(_STEP_FRAME - 1):
                 hooks._step_hooks_ended()

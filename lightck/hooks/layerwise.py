@@ -47,7 +47,7 @@ from lightck.state.ranks import rank_and_world_size
 _NEEDS_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 """Optimizers that cannot be stepped layer by layer."""
 _FULLY_COMPARED = 3
-"""In the first ``_FULLY_COMPARED`` updates of a ``Layerwise``, the bytes of every gradient are compared."""
+"""In the first ``_FULLY_COMPARED`` steps of a ``Layerwise``, the bytes of every gradient are compared."""
 _CURE = (
     "To accumulate gradients, put every backward() except the last one before step() into "
     "`with layers.accumulate():`, where layers is what lightck.layerwise() returned. After a backward() that failed, "
@@ -117,7 +117,7 @@ class Layerwise:
         self._is_first_gradient = True
         """Whether the next gradient is the first one since the last ``step()``."""
         self._updates = 0
-        """Number of updates that this object has begun."""
+        """Number of steps in which this object has updated a layer."""
         self._accumulating = 0
         """Number of ``accumulate()`` blocks that are entered now."""
         self._structure: list[object] = []
@@ -272,13 +272,13 @@ class Layerwise:
             listener.layer_updated(layer.name, begin, [t for p in params for t in tensors_of(optimizer, p)])
 
     def _record_used(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
-        """Record what the update uses, so that ``step()`` can detect later changes. A write through ``.data`` moves no
-        version counter, so the bytes of some gradients are compared as well: in the first ``_FULLY_COMPARED`` updates
-        the gradients of all layers, later those of the first layer and of at most one more layer.
+        """Record what the layer's update uses, so that ``step()`` can detect later changes. A write through ``.data``
+        moves no version counter, so the bytes of some gradients are compared as well: in the first ``_FULLY_COMPARED``
+        steps those of all layers, later those of the first updated layer and of at most one more layer.
 
-        The other layers take turns. The parameters are numbered in the order in which they are updated. Each update
-        chooses one number, the next update the number after it. A layer is compared if the number of its first
-        parameter is chosen."""
+        The other layers take turns. The parameters are numbered in the order in which a step updates them. Each step
+        chooses one number, and the next step chooses the number after it. A layer is compared if the number of its
+        first parameter is chosen."""
         layer.used_options = [options_of(group) for group in layer.groups]
         first_number = len(self._used)  # the number of the layer's first parameter
         chosen_number = self._updates % max(len(self._layer_of), 1)

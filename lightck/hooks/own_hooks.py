@@ -105,8 +105,8 @@ class OwnHook:
 
     @property
     def __name__(self) -> str:
-        """Raise ``UnsupportedError`` if torch.jit.script reads this attribute, to explain why it fails. Otherwise raise
-        ``AttributeError``."""
+        """If torch.jit.script reads this attribute, raise ``UnsupportedError``, which explains why torch.jit.script
+        fails. Otherwise raise ``AttributeError``."""
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.jit"):
             raise UnsupportedError(
                 "torch.jit.script() compiles a module with its hooks, and an open lightck session has hooks on this "

@@ -96,8 +96,8 @@ class CurrentPool:
     def ready_writer(self) -> PoolWriter:
         """The writer for the next checkpoint. Raises ``RelayoutNeededError`` if a relayout is needed first."""
         if self.writer is None:
-            # If a signal interrupted a relayout, a request for ``n_slots`` slots is left. It is not needed: the first
-            # file gets ``n_slots`` slots in any case.
+            # A relayout that a signal interrupted requests ``n_slots`` slots for the next attempt. This request is not
+            # needed here, because the first file gets ``n_slots`` slots in any case.
             self.requested_slots = None
             raise RelayoutNeededError("there is no pool yet")
         if self.requested_slots is not None:
@@ -172,10 +172,10 @@ class CurrentPool:
 
 def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Entry]) -> tuple[Layout, list[Entry]]:
     """Return the layout of the file that replaces ``old``, and those tensors of held checkpoints that do not fit into
-    this layout, because their shape or dtype has changed since. The slots hold such tensors in their reserve
-    (docs/format.md). ``now``: the tensors of the training (empty: those of ``old``). ``held``: the tensors of held
-    checkpoints. The layout keeps the extents of optimizer state that does not exist now, because it may be created
-    again. It drops the extents of tensors of the user's objects that do not exist now."""
+    this layout, because the training's tensor of the same name has another shape or dtype now. The slots hold such
+    tensors in their reserve (docs/format.md). ``now``: the tensors of the training (empty: those of ``old``). ``held``:
+    the tensors of held checkpoints. The layout keeps the extents of optimizer state that does not exist now, because
+    such state may be created again. It drops the extents of tensors of the user's objects that do not exist now."""
     current = {entry.name: entry for entry in now}
     layout = _kept_entries(old, current) if old is not None else {}
     layout |= {entry.name: entry for entry in (*held, *now)}

@@ -55,8 +55,8 @@ class Decisions:
 
     @property
     def commits_after_give_up(self) -> bool:
-        """Whether the checkpoint after one that was given up must be committed within its boundary. In a group of ranks
-        it must (``commits_within_boundary`` in ``ranks/rule.py`` says why)."""
+        """Whether a checkpoint must be committed before its boundary ends if the one before it was given up. A group of
+        ranks needs this (``commits_within_boundary`` in ``ranks/rule.py`` says why)."""
         return self._of_group is not None
 
     def wait_for_slot(self, writer: PoolWriter, pause: Callable[[], object]) -> bool:

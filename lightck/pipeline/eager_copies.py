@@ -99,10 +99,9 @@ class EagerCopies:
         return np.array([one.number for one in good], np.int64), n_unusable
 
     def _wrong(self, begun: _UpdateCopies, copies: Sequence[_Copy]) -> set[_Copy]:
-        """Return the wrong copies. For each copy with checksums, the present bytes of the tensor are compared with its
-        bytes right after its update, and with the bytes in the slot. If they differ from the bytes right after the
-        update, something wrote to the tensor. Then the bytes in the slot are compared for all copies, also for those
-        without checksums."""
+        """Return the wrong copies. A copy with checksums is wrong if the tensor no longer holds the bytes that it held
+        right after its update, or if the slot holds other bytes than the tensor. In the first case something wrote to
+        the tensor after its update. Then the copies without checksums are also compared with their tensors."""
         self._turn += 1
         self._n_params = begun.n_params
         now: dict[_Copy, npt.NDArray[np.uint32]] = {}
@@ -173,8 +172,8 @@ class _UpdateCopies:
         return len(self._copies)
 
     def add(self, tensors: Iterable[torch.Tensor], jobs_max: int, not_eager: set[str]) -> None:
-        """Copy those of these updated tensors that the last checkpoint copied in the background, that its table still
-        describes, and whose names are not in ``not_eager``."""
+        """Copy updated tensors. A tensor is left out if the last checkpoint did not copy it in the background, if its
+        record no longer describes it, or if its name is in ``not_eager``."""
         for tensor in tensors:
             found = self._table.background_of(tensor)
             if found is None or found[0].name in not_eager or not self._tables.describes(*found):

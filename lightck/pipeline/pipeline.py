@@ -80,9 +80,9 @@ class Pipeline:
         self._strategy, self._meter, self._check = strategy, meter, check
         self._in_flight: list[InFlightCheckpoint] = []
         self._tables: WriteTableCache | None = None
-        self._kept_tables = True
-        """Whether the last plan contained every write table as it was given to the strategy, so that no tensor was
-        taken out of a table (``WriteTable.without``)."""
+        self._plan_has_all_tables = True
+        """Whether the last plan contained every write table as the strategy got it. False if the strategy took a tensor
+        out of a table (``WriteTable.without``)."""
         self._newest: tuple[PoolWriter, Slot, int] | None = None
         """Where the newest checkpoint lies, committed or not: writer of its pool, slot, generation."""
         self._was_given_up = False
@@ -171,7 +171,7 @@ class Pipeline:
         tables = self._tables_of(writer, closed_step)
         slot = self._take_slot(writer)
         plan = self._strategy.plan(closed_step, tables, self.guard.target(writer, slot))
-        self._kept_tables = all(planned is given for planned, given in zip_longest(plan.tables, tables))
+        self._plan_has_all_tables = all(planned is given for planned, given in zip_longest(plan.tables, tables))
         return self.submit(writer, slot, plan)
 
     def _tables_of(self, writer: PoolWriter, closed_step: ClosedStep) -> list[WriteTable]:
@@ -229,7 +229,7 @@ class Pipeline:
         copies."""
         self.wait_policy.checkpoint_begins(eager=True)
         tables, writer = self._tables, self.pool.writer
-        if tables is None or writer is None or tables.writer is not writer or not self._kept_tables:
+        if tables is None or writer is None or tables.writer is not writer or not self._plan_has_all_tables:
             return  # if the strategy leaves out some of these tensors, they must not be copied
         jobs_max = job_budget(self._in_flight, self._uncommitted_max)
         if jobs_max > 0 and self.eager.wants_slot(tables):

@@ -141,14 +141,14 @@ class _Known:
 @dataclass(frozen=True, slots=True)
 class _LeftOut:
     """The tensors that can be left out, prepared for reading them again. ``names``, ``blocks``: names and blocks of
-    those in plain host memory."""
+    the tensors in plain host memory."""
 
     names: list[str]
     blocks: Blocks
     crcs: npt.NDArray[np.uint32]
     """The checksums of ``blocks``, as the checkpoints hold them."""
     read_by_copy: list[str]
-    """Names of those that can be read only through a copy."""
+    """Names of the tensors that can be read only through a copy."""
 
 
 class _Rounds:
@@ -167,7 +167,7 @@ class _Rounds:
 
     def ended(self, generation: int) -> None:
         """Note that the last tensor of the round was read just now. ``generation``: as in ``all_read``. Every tensor
-        was read after the round began, so the checkpoints up to generation ``_began`` hold their right bytes."""
+        was read after the round began, so the checkpoints up to generation ``_began`` hold the group's right bytes."""
         self.verified_until = self._began if self._began is not None else self.verified_until
         self._began = generation
 

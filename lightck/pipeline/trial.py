@@ -20,7 +20,7 @@ class Margin(NamedTuple):
 class Trial(Generic[T]):
     """Compare alternatives, given in the order of the resources that they need, least first.
 
-    Every checkpoint of the trial is carried by the alternative that ``begin`` returns. When the checkpoint has ended,
+    Every checkpoint of the trial uses the alternative that ``begin`` returns. When the checkpoint has ended,
     the caller passes its costs to ``finish``, one cost for each margin. The first ``warm_up`` checkpoints do not count.
     Then each round gives every alternative a turn: first ``lead_in`` checkpoints that do not count, because the
     previous alternative may still affect them, and then one checkpoint that counts. Every second round has the reverse
@@ -62,7 +62,7 @@ class Trial(Generic[T]):
         return min(len(self._costs[one]) for one in self.alternatives)
 
     def begin(self) -> T:
-        """Begin a checkpoint, and return the alternative that carries it."""
+        """Begin a checkpoint, and return the alternative that it uses."""
         self._checkpoints_left -= 1
         if self._checkpoints_left < 0 and not self.is_over:
             self.cancel()
@@ -79,8 +79,8 @@ class Trial(Generic[T]):
             self._advance()
 
     def withdraw(self, alternative: T) -> None:
-        """Remove an alternative. Call only while there is another one. If the removed alternative carried the present
-        checkpoint, the new ``current`` carries it instead."""
+        """Remove an alternative. Call only while there is another one. If the present checkpoint used the removed
+        alternative, it uses the new ``current`` instead."""
         self.alternatives.remove(alternative)
         self._turns = [one for one in self._turns if one != alternative]
         self._finished = min(self._finished, 0)

@@ -43,7 +43,7 @@ _CHECKPOINTS_UNTIL_NEXT = 1000
 """Number of checkpoints from the end of the first trial to the second trial. It doubles after each trial, because
 trainings seldom change."""
 
-_ACTIVE, _PASSIVE = False, True
+_WAIT_ACTIVELY, _WAIT_PASSIVELY = False, True
 """The alternatives of a trial: whether the threads wait passively."""
 _NO_SLOWER, _LESS_WAITING = Margin(-0.01), Margin(0.5)
 """Passive waiting stays if the time from boundary to gate is at most 1 % longer, and the wait at the gate less than
@@ -123,8 +123,11 @@ class WaitPolicy:
         elif at_begin is not None:
             trial, (began, waited) = self._trial, at_begin
             trial.finish(time.perf_counter() - began, self._meter.wait_seconds - waited)
-            if trial.rounds >= _ROUNDS_MIN and trial.medians(_PASSIVE)[0] > _MUCH_SLOWER * trial.medians(_ACTIVE)[0]:
-                trial.withdraw(_PASSIVE)
+            if (
+                trial.rounds >= _ROUNDS_MIN
+                and trial.medians(_WAIT_PASSIVELY)[0] > _MUCH_SLOWER * trial.medians(_WAIT_ACTIVELY)[0]
+            ):
+                trial.withdraw(_WAIT_PASSIVELY)
             self._decide_if_over(trial)
 
     def _start_trial_if_due(self) -> None:
@@ -132,7 +135,7 @@ class WaitPolicy:
         if due and (self._is_passive or sum(self._starved) >= _STARVED_CHECKPOINTS) and _has_thread_per_processor():
             self._is_on = find_openmp(LIBRARY_WITH_OPENMP)
             if self._is_on:
-                self._trial = Trial((_ACTIVE, _PASSIVE), (_NO_SLOWER, _LESS_WAITING), rounds=_ROUNDS)
+                self._trial = Trial((_WAIT_ACTIVELY, _WAIT_PASSIVELY), (_NO_SLOWER, _LESS_WAITING), rounds=_ROUNDS)
             self._update_stats()
 
     def _decide_if_over(self, trial: Trial[bool]) -> None:
@@ -156,7 +159,7 @@ class WaitPolicy:
 
 def _reason(trial: Trial[bool]) -> str:
     """Return what decided the trial, with the median times, for a message."""
-    passive, active = ([1e3 * seconds for seconds in trial.medians(one)] for one in (_PASSIVE, _ACTIVE))
+    passive, active = ([1e3 * seconds for seconds in trial.medians(one)] for one in (_WAIT_PASSIVELY, _WAIT_ACTIVELY))
     if not passive or not active:
         return "too few checkpoints were saved to compare sleeping with spinning"
     return (

@@ -107,7 +107,7 @@ class LoopTopCheck:
         if (
             not self._is_pass_check_on
             or pass_ is None
-            or not (pass_.restored and pass_.trained)
+            or not (pass_.restored and pass_.trained_before)
             or pass_ is self._checked_pass
         ):
             return

@@ -84,8 +84,8 @@ class DirectMethod:
     kind: Kind = Direct()
     reads_during_step = True
     ends_before_next = True
-    """A checkpoint that was given up frees its slot. If the device still wrote to that slot when the next checkpoint
-    begins, it would overwrite that checkpoint."""
+    """A checkpoint that was given up frees its slot, and the next checkpoint may get this slot. A device that still
+    writes to the slot would overwrite the next checkpoint."""
 
     def __init__(self, wait_idle: Callable[[], None]) -> None:
         self._wait_idle = wait_idle
