@@ -19,12 +19,13 @@ from ranked import SECONDS_MAX, die, everything, log_lines, run_ranks, values
 from torch import nn
 
 import lightck
-from lightck.errors import BackgroundError, RankError, SessionError
+from lightck.errors import BackgroundError, CorruptPoolError, RankError, SessionError
 from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.ranks.directory import pools_in
 from lightck.restore import directory
 
 from .kills import RELAYOUT_POINTS, Kill
+from .test_attach import damage
 from .trainings import TOPOLOGIES, Grown, Net, Run, Topology, batch, fsdp, is_equal
 
 UPDATES, LATE = 11, 4
@@ -238,6 +239,34 @@ def test_a_rank_waits_before_a_relayout_that_would_drop_what_another_needs(pools
     first, second = map(steps_in, pools_in(pools))
     assert first == [(1, 2), (1, 3), (1, 4)]
     assert second == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_a_damaged_checkpoint_that_others_may_need_is_not_carried_over(pools):
+    """The relayout is refused by name, and both pools stay as they are: all ranks come back to the one before."""
+    grows_at = {0: {}, 1: {5: 800_000}}
+    before: list[bytes] = []
+
+    def on_step(rank: int, step: int, session: Any) -> None:
+        if rank == 1 and step == 5:
+            before.extend(uuids(pools))
+            damage(pools_in(pools)[1], session.committed)
+
+    def body(rank: int) -> None:
+        try:
+            training("ddp", pools, grows_at=grows_at, on_step=on_step)(rank)
+        except CorruptPoolError as err:
+            (pools.parent / "error").write_text(str(err))
+            (pools.parent / "uuids").write_bytes(b"".join(before))
+            die()
+
+    run_ranks(2, body, ends_others_after=0.3)
+    assert "cannot be copied to the new file" in (message := (pools.parent / "error").read_text())
+    assert "Other ranks may need it" in message
+    assert (pools.parent / "uuids").read_bytes() == b"".join(uuids(pools)), "no pool has a new file"
+    assert not list(pools.glob(".lightck-*"))
+    runs = values(run_ranks(2, training("ddp", pools, grows_at=grows_at)))
+    assert runs[0].began == runs[1].began in (3, 4)
+    assert is_equal(runs, values(run_ranks(2, training("ddp", None, grows_at=grows_at))))
 
 
 @pytest.mark.parametrize("slots", [4, 3])
