@@ -85,9 +85,6 @@ class Slot:
     """Whether a write to the slot failed. This process does not use the slot again."""
     in_flight: bool = False
     """Whether the slot belongs to a checkpoint in flight or to a reservation."""
-    original_generation: int | None = None
-    """The generation of the checkpoint before a relayout of this session copied it (before the first of several such
-    relayouts). None if no relayout of this session has copied the checkpoint."""
 
 
 @dataclass(slots=True)

@@ -307,7 +307,7 @@ class PoolWriter:
         "Slot")."""
         self._refuse_lost_lock()
         written = [slot for slot in self.slots.slots if slot.generation is not None]
-        struck = [slot for slot in written if after < (slot.original_generation or slot.generation or 0) < before]
+        struck = [slot for slot in written if after < (slot.generation or 0) < before]
         for slot in struck:
             assert not slot.in_flight, "a checkpoint in flight is never struck"
             assert slot.index != self.slots.protected, "the newest checkpoint is never struck"
@@ -326,7 +326,7 @@ class PoolWriter:
         """Reserve a slot for a checkpoint whose step is not closed yet. Raises ``BackgroundError``."""
         self._refuse_lost_lock()
         self.generation += 1
-        slot.generation, slot.in_flight, slot.original_generation = self.generation, True, None
+        slot.generation, slot.in_flight = self.generation, True
         return Reservation(self, slot, self.generation)
 
     def begin(self, plan: CopyPlan, slot: Slot, keep: object, reservation: Reservation | None = None) -> Pending:
@@ -344,7 +344,7 @@ class PoolWriter:
         planned = self._planned(slot, plan)
         manifest_nbytes = self._fill_image(slot, plan, planned, generation)
         self.generation = max(self.generation, generation)
-        slot.generation, slot.in_flight, slot.original_generation = generation, True, None
+        slot.generation, slot.in_flight = generation, True
         position = self._next_position()
         parts = [] if reservation is None else reservation.parts
         flags = lib.LCK_FOLLOWS if parts else 0

@@ -46,11 +46,23 @@ def recover_directory(
 ) -> Checkpoint:
     """``recover`` for the directory of a group. Raises as ``recover`` does, and ``RankError`` if the pool of a rank is
     missing."""
-    with open_all(os.path.realpath(directory)) as readers:
-        checkpoint = _newest(readers, step, device if model is None else "cpu")
+    checkpoint = _recovered(os.path.realpath(directory), step, device if model is None else "cpu")
     if model is not None:
         checkpoint.restore(model, optimizer, state, strict=strict)
     return checkpoint
+
+
+def _recovered(directory: str, step: int | None, device: torch.device | str) -> Checkpoint:
+    """Load the newest common checkpoint (of ``step``, if given). If a pool has moved to a new file since it was opened,
+    and so nothing was found, open all pools again."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        with open_all(directory) as readers:
+            try:
+                return _newest(readers, step, device)
+            except (NoCheckpointError, CorruptPoolError, PoolLockedError):
+                if attempt == _ATTEMPTS or all(reader.container.is_current() for reader in readers):
+                    raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _newest(readers: Sequence[PoolReader], step: int | None, device: torch.device | str) -> Checkpoint:
@@ -117,7 +129,9 @@ def _load(
     tensors: dict[str, torch.Tensor] = {}
     differing: list[str] = []
     for name in dict.fromkeys(name for stored in of_ranks for name in stored.entries):
-        holders = [stored for stored in of_ranks if name in stored.entries]
+        holders = _holders(name, of_ranks)
+        if not holders:
+            continue
         entry = entries[name] = _whole_entry(holders[0].entries[name])
         if entry.alias is None:
             whole, is_equal = _put_together(name, entry, holders)
@@ -145,6 +159,19 @@ def _load(
     return Checkpoint(
         contents, lambda: source, first.record, os.path.dirname(reader.path), reader.superblock.uuid, rejected
     )
+
+
+def _holders(name: str, of_ranks: Sequence[StoredCheckpoint]) -> list[StoredCheckpoint]:
+    """Return the checkpoints from whose tensors of this name the whole tensor is put together, rank 0 first. Objects in
+    ``state=`` belong to each rank: only those of rank 0 count, and other ranks may have other tensors there."""
+    holders = [stored for stored in of_ranks if name in stored.entries]
+    first = _whole_entry(holders[0].entries[name])
+    if first.role != "state":
+        return holders
+    if holders[0] is not of_ranks[0]:
+        return []
+    others = [(stored, _whole_entry(stored.entries[name])) for stored in holders]
+    return [stored for stored, one in others if (one.shape, one.dtype) == (first.shape, first.dtype)]
 
 
 def _whole_entry(entry: Entry) -> Entry:

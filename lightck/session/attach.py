@@ -143,13 +143,15 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
             is_rank_pool=group_start is not None,
         )
         undo.callback(pipeline.close)
-        participants = _commit_participants(arguments.save_options, found, path, meter)
+        participants = _commit_participants(
+            arguments.save_options, found, path, meter, SLOTS_MIN if group_start is not None else 2
+        )
         participants.register_with(pipeline)
         backend.remove_stale(path)
         first = _first_step(found, arguments, is_rank_known)
         resumed = file.open(pipeline) if group_start is None else group_start.open(file, pipeline)
         if group_start is not None:
-            group_start.join(file, pipeline)
+            group_start.join(file, pipeline, participants.holds)
         if resumed is not None:
             first.after_restore(resumed.has_recorded_options)
         steps = Steps(
@@ -207,8 +209,11 @@ def _pipeline(
     )
 
 
-def _commit_participants(save_options: SaveOptions, found: Found, path: str, meter: Meter) -> CommitParticipants:
-    holds = Holds()
+def _commit_participants(
+    save_options: SaveOptions, found: Found, path: str, meter: Meter, slots: int
+) -> CommitParticipants:
+    """``slots``: how many slots the training needs besides those of pins."""
+    holds = Holds(slots)
     keeper = Retention(save_options.keep, path, meter, holds) if save_options.keep is not None else None
     return CommitParticipants(
         holds, keeper, NonfiniteCheck(found.state, meter) if save_options.pause_on_nonfinite else None

@@ -48,9 +48,10 @@ class CommitParticipants:
             pipeline.events.add(self.keeper)
 
     def pin(self, pipeline: Pipeline) -> Hold:
-        """Hold the newest committed checkpoint, and return the hold. At least two slots must remain that are neither
-        pinned nor reserved for ``keep=``; otherwise a relayout gives the pool more slots. Raises ``SessionError`` if
-        nothing is committed yet, or if the pool cannot have enough slots."""
+        """Hold the newest committed checkpoint, and return the hold. At least two slots (in a
+        group of ranks: three) must remain that are neither pinned nor reserved for ``keep=``; otherwise a relayout
+        gives the pool more slots. Raises ``SessionError`` if nothing is committed yet, or if the pool cannot have
+        enough slots."""
         pipeline.finish()
         writer = pipeline.pool.writer
         if writer is None or pipeline.committed is None:

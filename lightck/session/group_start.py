@@ -54,6 +54,7 @@ from lightck.session.group import (
 )
 from lightck.session.pool_file import PoolFile
 from lightck.state.parts import mesh_of
+from lightck.tiers.pin import Holds
 
 log = logging.getLogger("lightck")
 SLOTS_MIN = 3
@@ -213,12 +214,6 @@ class GroupStart:
         start: Start,
     ) -> Resumed:
         """Restore the chosen checkpoint, and adopt it."""
-        slots = file.arguments.save_options.slots
-        if slots is not None and slots != len(reader.superblock.slots):
-            raise UnsupportedError(
-                f"slots={slots}, and the pool {reader.path!r} has {len(reader.superblock.slots)} slots. The pool of a "
-                "rank cannot be given another number of slots yet. Leave slots= out."
-            )
         restore = file.live_restore(reader)
         with restore.poisons_on_error():
             start, chosen, is_done = self._restore_and_vote(restore, stored, reports, start)
@@ -257,8 +252,9 @@ class GroupStart:
 
     # -- the group begins --------------------------------------------------------------------------------
 
-    def join(self, file: PoolFile, pipeline: Pipeline) -> None:
-        """Open the pools of the other ranks on this host, and add the commit rule of the group to the pipeline."""
+    def join(self, file: PoolFile, pipeline: Pipeline, holds: Holds) -> None:
+        """Open the pools of the other ranks on this host, and add the commit rule of the group to the pipeline.
+        ``holds``: of this session."""
         writer = pipeline.pool.writer
         assert writer is not None, "a rank's pool exists from attach on"
         own = msgpack.packb([file.path, writer.superblock.uuid])
@@ -277,6 +273,7 @@ class GroupStart:
             neighbours,
             Knowledge.at_start(self._adoption),
             self._ids,
+            holds,
             timeout=self.meeting.timeout,
             name_of=self.meeting.name_of,
         )
