@@ -1,10 +1,13 @@
-"""What several ranks cost: python bench/ranks.py [--out DIR], four figures, each within one run.
+"""What several ranks cost: python bench/ranks.py [--out DIR], five figures, each within one run.
 
 - *Agreement*: how long 64 ranks, as threads over one store, take to agree in attach.
 - *Boundary*: CPU seconds of the training thread that a boundary spends on the pools of other ranks, per rank on the
   host (``GroupRule.held``), with 8 ranks.
 - *Early gate*: where in a step of DistributedDataParallel on a transformer the early gate is passed, as a share of the
-  step, and where ``optimizer.step()`` begins.
+  step, and where ``optimizer.step()`` begins; with 256 tokens in a batch, and with 1,024.
+- *Hosts*: which share of the time two ranks wait for each other if they learn through the store of the process group
+  which checkpoints the other has, as ranks on two hosts do; on the transformer, and in steps of a few milliseconds
+  with 3 and with 8 slots.
 - *Step*: what interval 1 adds to a step, on one rank and on two. Loops without lightck, with it, and without it again
   take turns; the difference between the two loops without it is the A/A line.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -32,12 +36,14 @@ from torch.nn.parallel import DistributedDataParallel
 import lightck
 from lightck.ranks.meet import Meeting
 from lightck.ranks.neighbours import GroupRule
+from lightck.session.group import HOST_VARIABLE
 from lightck.session.steps import Steps
 
 if __name__ == "__main__":  # the processes of the ranks are made by a module of the tests
     sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 TOKENS, WIDTH, LAYERS, BATCH = 32, 256, 4, 8
+LARGE_BATCH = 32
 
 
 class Transformer(nn.Module):
@@ -53,7 +59,7 @@ class Transformer(nn.Module):
         return logits
 
 
-def loop(pools: Path | None, steps: int, note: Callable[[float, float, float], None]) -> Any:
+def loop(pools: Path | None, steps: int, note: Callable[[float, float, float], None], batch: int = BATCH) -> Any:
     """Train for some steps. ``note``: called after each with the times at which it began, its update began, and it
     ended. Returns the session's counters, or None."""
     torch.manual_seed(0)
@@ -63,7 +69,7 @@ def loop(pools: Path | None, steps: int, note: Callable[[float, float, float], N
     called = DistributedDataParallel(model) if dist.is_initialized() else model
     for step in range(steps):
         began = time.perf_counter()
-        tokens = torch.randint(1000, (BATCH, TOKENS), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(1000, (batch, TOKENS), generator=torch.Generator().manual_seed(step))
         called(tokens).logsumexp(-1).mean().backward()
         updating = time.perf_counter()
         optimizer.step()
@@ -132,7 +138,7 @@ def agreement(n_ranks: int) -> dict[str, float]:
     return {"ranks": n_ranks, "seconds": time.perf_counter() - began}
 
 
-def early_gate(steps: int) -> dict[str, float]:
+def early_gate(steps: int, batch: int) -> dict[str, float]:
     def body(rank: int) -> tuple[float, float, float]:
         passed: list[float] = []
         gates, updates = [], []
@@ -149,16 +155,46 @@ def early_gate(steps: int) -> dict[str, float]:
                 gates.append((passed[-1] - began) / (ended - began))
                 updates.append((updating - began) / (ended - began))
 
-        stats = loop(folder / "pools", steps, note)
+        stats = loop(folder / "pools", steps, note, batch)
         return median(gates), median(updates), stats.rank_wait_seconds
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         folder = Path(name)
         found = each(2, body)
     return {
+        "tokens": batch * TOKENS,
         "gate": median(one[0] for one in found),
         "update": median(one[1] for one in found),
         "rank_wait_seconds": max(one[2] for one in found),
+    }
+
+
+def hosts(steps: int, slots: int, *, is_transformer: bool) -> dict[str, Any]:
+    def body(rank: int) -> tuple[float, float]:
+        os.environ[HOST_VARIABLE] = f"host-{rank}"
+        torch.manual_seed(0)
+        model: nn.Module = Transformer() if is_transformer else nn.Linear(64, 64)
+        tokens = torch.randint(1000, (BATCH, TOKENS))
+        x = tokens if is_transformer else torch.ones(8, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        session = lightck.attach(model, folder / f"host-{rank}", optimizer=optimizer, slots=slots)
+        called = DistributedDataParallel(model)
+        began = time.perf_counter()
+        for _ in range(steps):
+            called(x).logsumexp(-1).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds = time.perf_counter() - began
+        session.close()
+        return seconds / steps, session.stats().rank_wait_seconds / seconds
+
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        folder = Path(name)
+        found = each(2, body)
+    return {
+        "slots": slots,
+        "step_seconds": max(seconds for seconds, _ in found),
+        "wait_share": max(share for _, share in found),
     }
 
 
@@ -200,15 +236,22 @@ def main() -> None:
     found: dict[str, Any] = {
         "agreement": agreement(64),
         "boundary": boundary(8, 20 if args.small else 200),
-        "early_gate": early_gate(steps),
+        "early_gate": [early_gate(steps, batch) for batch in (BATCH, LARGE_BATCH)],
+        "hosts": [
+            hosts(steps, 3, is_transformer=True),
+            *(hosts(10 * steps, slots, is_transformer=False) for slots in (3, 8)),
+        ],
         "step": [step(n_ranks, steps, turns) for n_ranks in (1, 2)],
     }
     print(f"{found['agreement']['ranks']} ranks as threads agree in {found['agreement']['seconds']:.2f} s")
     at = found["boundary"]
     print(f"boundary, {at['ranks']} ranks: {1e6 * at['seconds_per_rank']:.1f} us of CPU per rank on the host")
-    gate = found["early_gate"]
-    print(f"early gate at {gate['gate']:.2f} of the step, step() at {gate['update']:.2f}")
-    print(f"waited for other ranks: {gate['rank_wait_seconds']:.6f} s")
+    for gate in found["early_gate"]:
+        print(f"{gate['tokens']} tokens: early gate at {gate['gate']:.2f} of the step, step() at {gate['update']:.2f}")
+        print(f"waited for other ranks: {gate['rank_wait_seconds']:.6f} s")
+    for row in found["hosts"]:
+        at = f"{1e3 * row['step_seconds']:.1f} ms a step, {row['slots']} slots"
+        print(f"two hosts, {at}: waited {100 * row['wait_share']:.2f} % of the time")
     for row in found["step"]:
         added, same = ([round(100 * one, 1) for one in row[name]] for name in ("added", "same"))
         print(f"{row['ranks']} ranks, {1e3 * row['step_seconds']:.1f} ms a step: added {added} %, A/A {same} %")

@@ -26,7 +26,7 @@ class Integer(CData):
     def __int__(self) -> int: ...
 
 class Handles(CData):
-    """Where a function puts a pointer."""
+    """Memory into which a function writes a pointer."""
 
     def __getitem__(self, index: int) -> CData: ...
 

@@ -1,4 +1,5 @@
-"""Load and check the native library: ``ffi`` and ``lib``, whose constants are ``lib.LCK_...``.
+"""Load the native library, and check it. ``lib`` holds its functions and constants (``lib.LCK_...``), ``ffi`` is cffi's
+object for types, casts and buffers.
 
 All access to ``liblck.so`` goes through this module. Prototypes and structs come from ``_lck_ffi``, which the build
 generates from the library's header. This module checks once that ``liblck.so`` and ``_lck_ffi`` match, because cffi
@@ -121,7 +122,7 @@ _REASONS = {
     lib.LCK_ENOMEM: "out of memory",
     lib.LCK_EFORK: "called in a forked child, which cannot use its parent's pool",
     lib.LCK_ETIMEDOUT: "timed out",
-    lib.LCK_EBUSY: "all entries are in use",
+    lib.LCK_EBUSY: "all entries for jobs or mappings are in use",
     lib.LCK_ECHECKSUM: "a block does not match its checksum",
     lib.LCK_ESHORT: "the file ends early",
     lib.LCK_EDROPPED: "the checkpoint was dropped before its commit",

@@ -13,9 +13,9 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     │   ├── PoolLockedError           (BlockingIOError)     open in another session, here or in another process
     │   ├── NoSpaceError              (OSError, ENOSPC)     the medium cannot hold the pool
     │   ├── PoolIOError               (OSError)             a system call on the pool's file failed: see errno
-    │   ├── LibraryMissingError       (ImportError)         PMDK's library is missing, which writes PMDK pools
+    │   ├── LibraryMissingError       (ImportError)         the library that writes PMDK pools is missing
     │   ├── MediumError               (OSError, ENOTSUP)    the medium does not survive what require= asks for
-    │   ├── NotAPoolError             (ValueError)          a file of something else, or an empty file
+    │   ├── NotAPoolError             (ValueError)          a file that is no pool, or an empty file
     │   ├── PoolTruncatedError        (EOFError)            the file is shorter or longer than its header says
     │   ├── FormatError               (ValueError)          a newer format, or flags that this lightck lacks
     │   ├── NoCheckpointError         (LookupError)         no checkpoint in the pool, or none of this step
@@ -28,7 +28,7 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     ├── StateValueError               (TypeError)           a value that cannot be stored
     ├── UnsupportedError              (NotImplementedError) something that lightck does not support: see the message
     ├── LateError                     (RuntimeError)        an optimizer or scheduler was created after attach
-    ├── RankError                     (RuntimeError)        ranks disagree, or one of them failed or did not come
+    ├── RankError                     (RuntimeError)        ranks disagree, or one failed or did not arrive in time
     ├── SessionError                  (RuntimeError)        a call that is not allowed now
     ├── NothingSavedError             (RuntimeError)        close(): lightck saw no update, so nothing was saved
     ├── StateChangedError             (RuntimeError)        a tensor was written while a checkpoint still needed it
@@ -38,7 +38,7 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     │   ├── KeepError                 (OSError)             keep= could not export a checkpoint
     │   └── TraceError                (OSError)             session.trace() could not write its file
     ├── TraceFormatError              (ValueError)          a file that is no trace, or a damaged one
-    ├── BenchError                    (RuntimeError)        a bench cannot run here, or saved what did not load back
+    ├── BenchError                    (RuntimeError)        a bench cannot run, or its checkpoint loads with other bits
     └── BackgroundError               (OSError)             a background copy or commit failed
 """
 
@@ -76,7 +76,7 @@ class PoolNotFoundError(PoolError, FileNotFoundError):
 
 class PoolPathError(PoolError, IsADirectoryError):
     """The path cannot name a pool: it is empty or too long, or it names a directory, a socket, a symbolic link, or a
-    device on which this backend cannot create a pool."""
+    device on which no pool can be created."""
 
 
 class PoolPermissionError(PoolError, PermissionError):
@@ -118,7 +118,7 @@ class NotAPoolError(PoolError, ValueError):
     """The file is not a lightck pool."""
 
     discard_helps = False
-    """Whether ``overwrite=True`` may discard the content of this file or device and create a pool there. True only for
+    """Whether a pool can be created here after the present content is discarded (``overwrite=True``). True only for
     some kinds of content of a device."""
 
 
@@ -186,8 +186,8 @@ class LateError(LightckError, RuntimeError):
 
 
 class RankError(LightckError, RuntimeError):
-    """The ranks of a process group disagree, or another rank failed or did not come in time. It is raised on every
-    rank that is left, and names the ranks and their hosts."""
+    """The ranks of a process group disagree, or another rank failed or did not arrive in time. It is raised on every
+    rank that still runs, and names the ranks and their hosts."""
 
 
 class SessionError(LightckError, RuntimeError):
@@ -237,4 +237,4 @@ class FlushTimeoutError(LightckError, TimeoutError):
 
 
 class BenchError(LightckError, RuntimeError):
-    """A benchmark cannot run here, or the state that it saved did not load back unchanged."""
+    """A benchmark cannot run here, or the checkpoint that it saved differs from the training."""

@@ -209,8 +209,9 @@ class StepEvents(StepListener):
         if not self._has_warned_in_child:
             self._has_warned_in_child = True
             log.warning(
-                "lightck: the model of a session is trained in a process that was forked after attach(). Nothing is "
-                "saved of that: the session belongs to the parent process. Call attach() in the process that trains"
+                "lightck: the model of a session is trained in a process that was forked after attach(). These updates "
+                "are not saved, because the session belongs to the parent process. Call attach() in the process that "
+                "trains"
             )
 
     def before_forward(self, inputs: tuple[object, ...]) -> None:

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
 
 
 class FailureRecordingFile(io.FileIO):
-    """A file that keeps the last error of ``write`` in ``failure``. Callers need the error in two cases: torch.save
-    raises a RuntimeError without the reason, and an error of standard output does not say where it comes from."""
+    """A file that keeps the last error of ``write`` in ``failure``. Two callers need it: an export, because torch.save
+    replaces the error by a RuntimeError without the reason; and a command, because it must know whether an error was
+    raised by a write to its standard output."""
 
     failure: OSError | None = None
     """The error of the last failed ``write``; None if none failed."""

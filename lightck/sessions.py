@@ -40,14 +40,14 @@ class FollowedTraining(Protocol):
     def follows_optimizer(self, optimizer: object) -> bool: ...
 
 
-existing: weakref.WeakSet[FollowedTraining] = weakref.WeakSet()
+followed_trainings: weakref.WeakSet[FollowedTraining] = weakref.WeakSet()
 """The ``Steps`` of every session object that exists, open or closed. A ``Steps`` is added after the session's hooks are
 installed."""
 
 
 def _open() -> Iterator[tuple[nn.Module, FollowedTraining]]:
     """Yield (model, ``Steps``) of each open session whose model still exists."""
-    for one in list(existing):
+    for one in list(followed_trainings):
         model = one.model if one.session_lock.is_open else None
         if model is not None:
             yield model, one
@@ -56,8 +56,8 @@ def _open() -> Iterator[tuple[nn.Module, FollowedTraining]]:
 def has_open_session(model: nn.Module, *, shared_parts: bool = False) -> bool:
     """Whether an open session saves this module, one of its submodules, or a module that contains it.
 
-    ``shared_parts``: whether it counts, too, if the model of an open session shares a submodule, parameter or buffer
-    with this model."""
+    ``shared_parts``: also return True if the model of an open session shares a submodule, parameter or buffer with this
+    module."""
     others = [other for other, _ in _open()]
     if not others:
         return False
@@ -105,11 +105,11 @@ def open_sessions() -> list[OpenSession]:
     Each item is a :class:`lightck.Session`. ``session.path`` is the path of its pool. ``session.abandon()`` ends the
     session as an exception would: checkpoints that are closed are committed, and the state of an unfinished step is
     dropped."""
-    found = [one.session for one in list(existing) if one.session_lock.is_live]
+    found = [one.session for one in list(followed_trainings) if one.session_lock.is_live]
     return sorted(found, key=lambda session: session.path)
 
 
 @atexit.register
 def _at_exit() -> None:
-    for one in list(existing):
+    for one in list(followed_trainings):
         one.session.abandon()

@@ -26,8 +26,8 @@ class Stats:
     wait_seconds: float = 0.0
     """The part of ``stall_seconds`` in which the training thread waited for copies and commits, or helped to copy."""
     rank_wait_seconds: float = 0.0
-    """The part of ``wait_seconds`` in which this rank waited because other ranks had not committed yet what it needed
-    to overwrite an older checkpoint. 0 without a group."""
+    """The part of ``wait_seconds`` in which this rank waited for other ranks: it may overwrite an older checkpoint only
+    after they have committed a newer one. 0 without a group."""
     cpu_seconds: float = 0.0
     """CPU time of all threads and hooks of lightck."""
     bytes_written: int = 0
@@ -62,8 +62,8 @@ class Stats:
     interval: int = 1
     """The number of updates from one checkpoint to the next, at present."""
     emulated: str | None = None
-    """The memory whose speed was emulated (``LIGHTCK_EMULATE``), so that the times are not those of the real medium;
-    None without emulation."""
+    """The memory whose speed was emulated (``LIGHTCK_EMULATE``); None without emulation. With emulation the times are
+    not those of the real medium."""
 
     @property
     def added_seconds(self) -> float:
@@ -94,8 +94,8 @@ class Observer(Protocol):
 
 
 class Stall:
-    """The context manager that ``Meter.stall`` returns. It is a class, because a generator takes longer and several of
-    these blocks run at each step.
+    """The context manager that ``Meter.stall`` returns. It is a class, because a ``@contextmanager`` function takes
+    longer, and several of these blocks run at each step.
 
     The wall time of the block counts as CPU time, except inside ``Meter.wait``. The CPU clock of the thread is not
     read, because at a step that saves nothing a read takes longer than the whole block.
@@ -135,8 +135,8 @@ class Meter:
         self.observer: Observer | None = None
         """The trace that is being recorded, if any."""
         self._slowdown = slowdown
-        self.fixed_seconds = 0.0
-        """The part of ``slowdown_seconds`` that the loop would have without a checkpoint."""
+        self.unsaved_slowdown_seconds = 0.0
+        """What ``slowdown_seconds`` would be if no step had saved a checkpoint."""
         self.stall_seconds = self.slowdown_seconds = self.wait_seconds = 0.0
         self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = 0.0
         self.kept = 0
@@ -156,7 +156,7 @@ class Meter:
 
     def count_step(self, is_saved: bool) -> None:
         """Count the slowdown of one closed step. ``is_saved``: whether its checkpoint is saved."""
-        self.fixed_seconds += self._slowdown.unsaved
+        self.unsaved_slowdown_seconds += self._slowdown.unsaved
         self.slowdown_seconds += self._slowdown.saved if is_saved else self._slowdown.unsaved
 
     def count_hook(self, seconds: float) -> None:
@@ -179,7 +179,8 @@ class Meter:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Count the time of this block in ``wait_seconds``, and in CPU time only what the thread really used."""
+        """Count the time of this block in ``wait_seconds``. Only the CPU time of the thread in the block counts as CPU
+        time."""
         start, cpu = time.perf_counter(), time.thread_time()
         try:
             yield

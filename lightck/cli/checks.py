@@ -99,7 +99,8 @@ def native(_: Machine) -> Iterator[Finding]:
     back = ffi.string(lib.lck_write_back_name()).decode()
     forced = " (forced by LIGHTCK_ISA)" if os.environ.get("LIGHTCK_ISA") else ""
     if isa in ("portable", "sse2", "sse2-table"):
-        cure = "Unset LIGHTCK_ISA." if forced else "Nothing to do: the results are the same, and copies take longer."
+        slower = "Nothing to do: without AVX2 copies take longer, and what they write is the same."
+        cure = "Unset LIGHTCK_ISA." if forced else slower
         yield Finding(NATIVE, NOTE, f"copies with {isa}{forced}, {back}", cure)
     else:
         yield Finding(NATIVE, OK, f"copies with {isa}{forced}, {back}")
@@ -139,17 +140,17 @@ def media(machine: Machine, asked: str | None = None) -> Iterator[Finding]:
     no folder is usable, one more finding, the problem "media", says so."""
     folders = [SHARED, machine.env.get("XDG_RUNTIME_DIR", ""), "/tmp", os.getcwd()]
     folders += [mount.point for mount in machine.mounts() if is_dax(mount.options + mount.own_options)]
-    lines = [_medium(machine, folder) for folder in dict.fromkeys(filter(None, folders))]
+    findings = [_medium(machine, folder) for folder in dict.fromkeys(filter(None, folders))]
     first = _asked_medium(machine, asked) if asked is not None else None
     if first is not None:
-        lines = [line for line in lines if line.topic != first.topic]
+        findings = [one for one in findings if one.topic != first.topic]
         yield first
-    elif all(line.level == PROBLEM for line in lines):
+    elif all(one.level == PROBLEM for one in findings):
         yield Finding(
             "media", PROBLEM, "no folder has room for a pool", "Free some space, or name a folder: lightck doctor PATH."
         )
-    for line in lines:
-        yield line if line.level != PROBLEM else Finding(line.topic, NOTE, line.said, line.cure)
+    for one in findings:
+        yield one if one.level != PROBLEM else Finding(one.topic, NOTE, one.said, one.cure)
     for name in machine.listing("/sys/bus/dax/devices"):
         device = _device(machine, f"/dev/{name}")
         if device is not None and (first is None or device.topic != first.topic):
@@ -213,7 +214,7 @@ def _medium(machine: Machine, folder: str) -> Finding:
     if folder == SHARED and space.total <= DOCKER_SHARED_NBYTES:
         return Finding(folder, NOTE, said, _MORE_SHARED)
     if durability.medium.startswith("unknown"):
-        cure = "On an unknown medium, a pool surely survives only a killed process: prefer a local disk."
+        cure = "It is not known whether a pool in this folder survives more than a killed process: prefer a local disk."
         return Finding(folder, NOTE, said, cure)
     return Finding(folder, OK, said)
 

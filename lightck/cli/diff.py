@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from lightck.cli import stored_checkpoints
+from lightck.cli import diff_directories, stored_checkpoints
 from lightck.cli.base import BAD, OK, POOL, ComparingCommand, json_option, usage_error
 from lightck.cli.output import progress_bar
 from lightck.cli.text import Facts, columns, count, print_json, print_line, print_verdict
@@ -44,11 +46,16 @@ class _OverwrittenError(Exception):
 def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bool, as_json: bool) -> int:
     """Compare the newest checkpoints of the pools A and B or, with --steps M N, two checkpoints of one pool.
 
+    A and B can be directories of groups of ranks. Of such a directory the newest checkpoint that all ranks have is
+    compared.
+
     Equal means equal in bits. Exit status: 0 equal, 1 different, 2 the checkpoints could not be compared.
     """
     if b is None and steps is None:
         usage_error("One pool alone cannot be compared: name a second pool, or two steps of this pool (--steps M N).")
-    facts = differences(a, a if b is None else b, steps or (None, None))
+    b = a if b is None else b
+    compare_sides = partial(diff_directories.differences, of_pools=differences)
+    facts = (compare_sides if os.path.isdir(a) or os.path.isdir(b) else differences)(a, b, steps or (None, None))
     if as_json:
         print_json(facts)
     else:
@@ -87,7 +94,7 @@ def _side(reader: PoolReader, step: int | None) -> stored_checkpoints.FoundCheck
         raise NoCheckpointError(
             f"The pool {reader.path!r} holds no checkpoint to compare: no step was committed yet. Train a step first."
         )
-    reasons = tuple(f"step {v.step}: {v.reason}" for v in checkpoints)
+    reasons = tuple(f"step {each.step}: {each.reason}" for each in checkpoints)
     raise CorruptPoolError(
         f"No checkpoint in the pool {reader.path!r} can be compared ({'; '.join(reasons)}). "
         f"lightck verify {reader.path} shows the damage.",
@@ -174,7 +181,7 @@ def _show(facts: Facts, most: int | None) -> None:
         print_line()
     if values:
         for row in values[:most]:
-            print_line(f"{row['path']}: {row['change']}")
+            print_line(f"{_of_rank(row)}{row['path']}: {row['change']}")
         _show_more(len(values), most, "value")
         print_line()
     print_verdict(
@@ -190,7 +197,7 @@ def _show_tensors(tensors: list[Facts], most: int | None) -> None:
     Within a group the model's tensors come first. Among the model's tensors, and among all other tensors, the largest
     distance comes first.
     """
-    ordered = sorted(tensors, key=_rank)
+    ordered = sorted(tensors, key=_sort_key)
     rows = [("tensor", "differing", "max abs", "max rel", "")]
     rows += [_row(each) for each in ordered[:most]]
     for line in columns(rows, right=(1, 2, 3)):
@@ -198,7 +205,7 @@ def _show_tensors(tensors: list[Facts], most: int | None) -> None:
     _show_more(len(tensors), most, "tensor")
 
 
-def _rank(each: Facts) -> tuple[int, int, float]:
+def _sort_key(each: Facts) -> tuple[int, int, float]:
     found = each["distance"]
     other_role = int(not each["tensor"].startswith("model/"))
     if found is None:
@@ -207,14 +214,19 @@ def _rank(each: Facts) -> tuple[int, int, float]:
     return (1 if found["nan_a"] != found["nan_b"] else 2), other_role, -distance
 
 
+def _of_rank(row: Facts) -> str:
+    """Return the rank whose part differs, as the beginning of a line; "" where no ranks are compared one by one."""
+    return f"rank {row['rank']}: " if "rank" in row else ""
+
+
 def _row(each: Facts) -> tuple[str, str, str, str, str]:
-    found = each["distance"]
+    found, name = each["distance"], _of_rank(each) + each["tensor"]
     if found is None:
-        return each["tensor"], "-", "-", "-", each["change"]
+        return name, "-", "-", "-", each["change"]
     nan = f"NaN: {found['nan_a']:,} -> {found['nan_b']:,}" if found["nan_a"] or found["nan_b"] else ""
     share = f"{found['differing']:,} of {found['elements']:,}"
     apart, relative = ("-" if found[key] is None else f"{float(found[key]):.3g}" for key in ("max_abs", "max_rel"))
-    return each["tensor"], share, apart, relative, nan
+    return name, share, apart, relative, nan
 
 
 def _show_more(number: int, most: int | None, thing: str) -> None:

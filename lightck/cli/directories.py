@@ -111,7 +111,7 @@ def _show(facts: Facts) -> None:
         if pool["error"] is not None and pool["error"] != facts["problem"]:
             print_verdict(pool["error"], good=False)
     if any(pool["holder"] for pool in facts["pools"]):
-        print_line("A training has these pools open: each was read at another moment, so the steps may differ.")
+        print_line("A training has these pools open. They were read one after the other, so the steps may differ.")
     if facts["problem"] is not None:
         print_verdict(facts["problem"], good=False)
     elif facts["common"]:
@@ -126,10 +126,10 @@ def _show_verified(facts: Facts) -> None:
             print_verdict(f"{one['pool']}: damaged (`lightck verify --deep` of this file says where)", good=False)
     if facts["recoverable_step"] is not None:
         step = facts["recoverable_step"]
-        print_verdict(f"step {step}: every tensor verifies on all ranks, and the parts cover it", good=True)
+        print_verdict(f"step {step} is intact on all ranks, and the parts of its tensors are complete", good=True)
 
 
-def refuse_step(step: int | None, tensors: bool = False) -> None:
+def refuse_options_of_one_pool(step: int | None, tensors: bool = False) -> None:
     """Raise ``PoolPathError`` for options that are about one pool."""
     if step is not None or tensors:
         raise PoolPathError(

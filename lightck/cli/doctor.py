@@ -26,20 +26,20 @@ def command(path: str | None, as_json: bool) -> int:
 
     Exit status 1 if a problem makes lightck unusable.
     """
-    lines = list(examine(Machine(), path))
-    problems = sum(line.level == PROBLEM for line in lines)
+    findings = list(examine(Machine(), path))
+    problems = sum(one.level == PROBLEM for one in findings)
     if as_json:
-        print_json({"ok": not problems, "lines": [asdict(line) for line in lines]})
+        print_json({"ok": not problems, "lines": [asdict(one) for one in findings]})
     else:
-        _show(lines, problems)
+        _show(findings, problems)
     return BAD if problems else OK
 
 
 def examine(machine: Machine, path: str | None = None) -> Iterator[Finding]:
     """Yield all findings in the order in which they are shown."""
-    found = [line for check in checks.CHECKS_BEFORE_MEDIA for line in check(machine)]
+    found = [one for check in checks.CHECKS_BEFORE_MEDIA for one in check(machine)]
     yield from found
-    if not any(line.topic == checks.NATIVE and line.level == PROBLEM for line in found):
+    if not any(one.topic == checks.NATIVE and one.level == PROBLEM for one in found):
         yield from checks.backends(machine)
         yield from checks.media(machine, path)
     else:
@@ -53,15 +53,15 @@ def examine(machine: Machine, path: str | None = None) -> Iterator[Finding]:
         yield from check(machine)
 
 
-def _show(lines: list[Finding], problems: int) -> None:
-    width = max(len(clean(line.topic)) for line in lines)
-    for line in lines:
-        level = click.style(line.level.ljust(7), fg=_COLOURS.get(line.level))
-        click.echo(f"{level}  {clean(line.topic).ljust(width)}  {clean(line.said)}")
-        if line.cure:
-            click.echo(f"{'':7}  {'':{width}}    -> {clean(line.cure)}")
+def _show(findings: list[Finding], problems: int) -> None:
+    width = max(len(clean(one.topic)) for one in findings)
+    for one in findings:
+        level = click.style(one.level.ljust(7), fg=_COLOURS.get(one.level))
+        click.echo(f"{level}  {clean(one.topic).ljust(width)}  {clean(one.said)}")
+        if one.cure:
+            click.echo(f"{'':7}  {'':{width}}    -> {clean(one.cure)}")
     print_line()
-    notes = sum(line.level == NOTE for line in lines)
+    notes = sum(one.level == NOTE for one in findings)
     if problems:
         print_verdict(
             f"{count(problems, 'problem')}: lightck cannot be used like this. The lines with arrows say what to do.",

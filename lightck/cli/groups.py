@@ -1,4 +1,4 @@
-"""What the commands say of the pool of a rank: its group, and of which tensors it holds a part."""
+"""What the commands print about the pool of a rank: the group of the rank, and the tensors that are parts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def group_words(group: Facts) -> str:
     return f"rank {group['rank']} of {group['world_size']}, {mesh if group['mesh'] else 'without a mesh'}"
 
 
-def needs_all_words(group: Facts) -> str:
-    """Return the sentence that says what a recovery needs."""
+def recovery_note(group: Facts) -> str:
+    """Return the sentence that says which pools a recovery needs."""
     return f"This is the pool of one rank: a recovery needs the pools of {count(group['world_size'], 'rank')}."
 
 

@@ -40,13 +40,13 @@ ROWS_MAX = 40
 @click.option("--tensors", is_flag=True, help="List every tensor by name.")
 @json_option
 def command(pool: str, step: int | None, tensors: bool, as_json: bool) -> int:
-    """Show the geometry of POOL, its medium and its checkpoints. Nothing is written, and the pool may be in use. Of the
-    directory of a group of ranks: what each rank has, and what all of them have.
+    """Show the geometry of POOL, its medium and its checkpoints. Nothing is written, and the pool may be in use. For
+    the directory of a group of ranks, show what each rank has and what all of them have.
 
     Exit status 1 if checkpoints were committed and none of them can be used.
     """
     if os.path.isdir(pool):
-        directories.refuse_step(step, tensors)
+        directories.refuse_options_of_one_pool(step, tensors)
         return directories.inspect(pool, as_json)
     facts = pool_facts(pool, step, tensors)
     if as_json:
@@ -235,11 +235,11 @@ def _who(holder: Facts | None) -> str:
 
 def _show_checkpoints(facts: Facts) -> None:
     rows = [("step", "iteration", "run", "generation", "slot", "size", "state")]
-    for v in facts["checkpoints"]:
-        iteration = "-" if v["iteration"] is None else str(v["iteration"])
-        nbytes = "-" if v["nbytes"] is None else size(v["nbytes"])
-        numbers = (str(v["step"]), iteration, str(v["incarnation"]), str(v["generation"]), str(v["slot"]), nbytes)
-        rows.append((*numbers, _state(v)))
+    for row in facts["checkpoints"]:
+        step, run, generation, slot = (str(row[key]) for key in ("step", "incarnation", "generation", "slot"))
+        iteration = "-" if row["iteration"] is None else str(row["iteration"])
+        nbytes = "-" if row["nbytes"] is None else size(row["nbytes"])
+        rows.append((step, iteration, run, generation, slot, nbytes, _state(row)))
     if len(rows) == 1:
         print_line("no checkpoint was committed yet")
     else:
@@ -250,12 +250,12 @@ def _show_checkpoints(facts: Facts) -> None:
         print_line(f"slot {each['slot']}: the checkpoint of generation {each['generation']} {why}; it is not committed")
 
 
-def _state(stored: Facts) -> str:
-    if stored["state"] == stored_checkpoints.REJECTED:
-        return f"rejected: {stored['reason']}"
-    if stored["state"] == stored_checkpoints.DEAD:
+def _state(row: Facts) -> str:
+    if row["state"] == stored_checkpoints.REJECTED:
+        return f"rejected: {row['reason']}"
+    if row["state"] == stored_checkpoints.DEAD:
         return "dead: training resumed from an older step; only recover(step=) returns it"
-    return "committed, newest" if stored["newest"] else "committed"
+    return "committed, newest" if row["newest"] else "committed"
 
 
 def _show_contents(shown: Facts) -> None:
@@ -335,7 +335,7 @@ def folded(layers: list[Facts], rows_max: int = ROWS_MAX) -> list[Facts]:
         return [".".join(path[:depth]) for path in paths]
 
     depths = range(1, max(map(len, paths), default=1) + 1)
-    # bisect_right: the number of rows grows with the depth.
+    # Bisection finds the largest depth with at most ``rows_max`` rows, because the number of rows grows with the depth.
     fitting = bisect_right(depths, rows_max, key=lambda depth: len(set(names(depth))))
     rows: dict[str, Facts] = {}
     for name, layer in zip(names(max(fitting, 1)), layers, strict=True):
@@ -355,7 +355,7 @@ def _show_next(path: str, facts: Facts, step: int | None) -> None:
         print_verdict(f"{which} can be used. Next: lightck verify --deep {name}", good=False)
     elif facts["group"] is not None:
         which = "" if step is None else f"--step {step} "
-        print_line(f"{groups.needs_all_words(facts['group'])} To check every byte: lightck verify {which}{name}")
+        print_line(f"{groups.recovery_note(facts['group'])} To check every byte: lightck verify {which}{name}")
     elif step is None:
         print_line(
             f"attach(..., resume=True) resumes from step {shown['step']}. To check every byte: lightck verify {name}"

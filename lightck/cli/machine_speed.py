@@ -67,8 +67,8 @@ class Speed:
     state_nbytes: int
     """Bytes of the tensors in a checkpoint of the training."""
     is_synced: bool
-    """Whether torch.save is followed by fsync. It is if a pool in this folder survives a crash of the OS, so that what
-    torch.save writes survives the same."""
+    """Whether torch.save is followed by fsync. This is so if a pool in this folder survives a crash of the OS, because
+    then the file of torch.save must survive it too."""
     rounds: int
     """The number of rounds of trainings that count."""
     step_seconds: dict[str, float]
@@ -146,9 +146,8 @@ def _timed(kinds: dict[str, Callable[[], object]]) -> dict[str, float]:
             began = time.perf_counter()
             copy()
             taken[name].append(time.perf_counter() - began)
-    return {
-        name: _COPY_NBYTES / median(seconds[1:]) for name, seconds in taken.items()
-    }  # the first copy allocated the pages
+    # The first copy is left out, because it allocated the pages.
+    return {name: _COPY_NBYTES / median(seconds[1:]) for name, seconds in taken.items()}
 
 
 # -- a training ------------------------------------------------------------------------------------------------------
@@ -199,8 +198,8 @@ class _Training:
 
 
 class _Rounds:
-    """Rounds, in each of which every training makes one step, in random order. ``session`` saves the training SAVED;
-    ``file`` is the file of torch.save for the training TORCH_SAVE."""
+    """Rounds of trainings: in a round every training makes one step, in random order. ``session`` saves the training
+    SAVED; ``file`` is the file of torch.save for the training TORCH_SAVE."""
 
     def __init__(self, session: lightck.Session, trainings: dict[str, _Training], file: str, is_synced: bool) -> None:
         self._session, self._trainings, self._draw = session, trainings, random.Random(1)

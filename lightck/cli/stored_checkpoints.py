@@ -138,7 +138,7 @@ def _parsed(reader: PoolReader, record: CommitRecord, state: str) -> FoundCheckp
         return None
     try:
         stored = reader.checkpoint(record)
-        return FoundCheckpoint(record, state, None, stored, parse(stored)) if stored.is_intact() else None
+        return FoundCheckpoint(record, state, None, stored, parse(stored)) if stored.owns_slot() else None
     except DamagedError as error:
         return FoundCheckpoint(record, REJECTED, str(error), None, None) if is_in_slot(reader, record) else None
 

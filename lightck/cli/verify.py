@@ -1,8 +1,8 @@
 """``lightck verify``: checks structures, manifests and blocks of a pool against their checksums.
 
 If a structure exists twice, both copies are checked. The blocks of checkpoints are read from the newest checkpoint on,
-until one checkpoint is intact; ``--deep`` reads the blocks of every checkpoint. A structure that a kill, or a training
-that has the pool open, left half written is not reported as damage.
+until one checkpoint is intact; ``--deep`` reads the blocks of every checkpoint. A half-written structure is not
+reported as damage if a kill, or a training that has the pool open, explains it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from lightck.pool.reader import PoolReader, StoredCheckpoint
 SHOWN_MAX = 10
 """The largest number of damaged tensors of one checkpoint that the text names."""
 _GENERATIONS_TRIED = 1000
-"""A commit record of an adoption has a larger generation than its checkpoint. ``_lacks_last_store`` tries differences
-between these two generations up to this one, to find the missing generation of an unfinished record."""
+"""``_lacks_last_store`` tries generations up to this number above the generation of the payload. (The record of an
+adoption has a larger generation than the payload.)"""
 _READS, _PAUSE_SECONDS = 5, 0.02
 """The largest number of reads of a structure whose check fails, and the pause between two reads. (If a training is
 writing the structure, its check succeeds at the next read.)"""
@@ -49,13 +49,13 @@ writing the structure, its check succeeds at the next read.)"""
 @step_option
 @json_option
 def command(pool: str, deep: bool, step: int | None, as_json: bool) -> int:
-    """Check the structures of POOL, its manifests, and every block of the newest checkpoint. POOL may be the directory
-    of a group of ranks: then also whether the parts of all ranks make whole tensors.
+    """Check the structures of POOL, its manifests, and every block of the newest checkpoint. For the directory of
+    a group of ranks, check also whether the parts of all ranks make whole tensors.
 
     Nothing is written, and the pool may be in use. Exit status 1 if anything is damaged.
     """
     if os.path.isdir(pool):
-        directories.refuse_step(step)
+        directories.refuse_options_of_one_pool(step)
         return directories.verify(pool, as_json, lambda path: pool_facts(path, None, deep))
     facts = pool_facts(pool, step, deep)
     if as_json:
@@ -73,8 +73,9 @@ def pool_facts(path: str, step: int | None, deep: bool) -> Facts:
     with stored_checkpoints.open_reader(path) as reader:
         structures = list(_structures(reader))
         checkpoints = _checkpoints(reader, step, deep)
-        usable = [v for v in checkpoints if v["blocks"] == "verified" and v["state"] == stored_checkpoints.COMMITTED]
-        damaged = [v for v in checkpoints if v["damage"]]
+        intact = [row for row in checkpoints if row["blocks"] == "verified"]
+        usable = [row for row in intact if row["state"] == stored_checkpoints.COMMITTED]
+        damaged = [row for row in checkpoints if row["damage"]]
         return {
             "pool": reader.path,
             "group": groups.group_facts(reader.group),
@@ -94,31 +95,31 @@ def _structures(reader: PoolReader) -> Iterator[Facts]:
         good = layout_hash(reader.read(offset, sb.table_nbytes)) == sb.table_hash
         yield _structure(f"layout table {name}", None if good else "it does not match its hash; the other copy is used")
     for position in range(sb.ring_lines):
-        yield _structure(f"commit record {position}", *_stable_reason(lambda at=position: _record_reason(reader, at)))  # type: ignore[misc]
+        yield _structure(f"commit record {position}", *_stable_result(lambda at=position: _check_record(reader, at)))  # type: ignore[misc]
     if reader.unnamed_generations():
         yield _structure(
             "commit log", "all records are erased, but slots hold checkpoints: it is unknown which were committed"
         )
     for slot in range(len(sb.slots)):
-        yield _structure(f"header of slot {slot}", *_stable_reason(lambda at=slot: _header_reason(reader, at)))  # type: ignore[misc]
+        yield _structure(f"header of slot {slot}", *_stable_result(lambda at=slot: _check_header(reader, at)))  # type: ignore[misc]
 
 
 def _structure(name: str, reason: str | None, is_explained: bool = False) -> Facts:
     return {"name": name, "damaged": reason is not None and not is_explained, "note": reason}
 
 
-Reason = tuple[str | None, bool]
+CheckResult = tuple[str | None, bool]
 """(reason, is_explained). ``reason``: what is wrong with a structure; None: nothing is wrong. ``is_explained``: whether
 a kill explains the reason, so that the structure does not count as damaged."""
 
 
-def _stable_reason(read: Callable[[], Reason]) -> Reason:
-    """Check a structure with ``read``, at most ``_READS`` times until it is good, and return the result of the last
+def _stable_result(check: Callable[[], CheckResult]) -> CheckResult:
+    """Check a structure with ``check``, at most ``_READS`` times until it is good, and return the result of the last
     check. A training that has the pool open finishes a record or header within microseconds, so within a pause."""
     for attempt in range(_READS):
         if attempt:
             time.sleep(_PAUSE_SECONDS)
-        reason, is_explained = read()
+        reason, is_explained = check()
         if reason is None:
             break
     return reason, is_explained
@@ -132,7 +133,7 @@ def _superblock_reason(reader: PoolReader, offset: int) -> str | None:
     return None if same else "it differs from the other copy"
 
 
-def _record_reason(reader: PoolReader, position: int) -> Reason:
+def _check_record(reader: PoolReader, position: int) -> CheckResult:
     sb = reader.superblock
     data = reader.read(sb.commit_record_offset(position), COMMIT_RECORD_NBYTES)
     try:
@@ -150,10 +151,10 @@ def _record_reason(reader: PoolReader, position: int) -> Reason:
 def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
     """Whether a commit record is complete except for its first 8 bytes, the generation, which are stored last.
 
-    If so, these 8 bytes still hold the generation of the older record that was overwritten. That record is no longer in
-    the log, and no two records have the same generation. So, if a record in the log has the generation in these 8
-    bytes, they are not left over from an older record: a bit was flipped. The missing generation equals that of the
-    payload or, for an adoption, is larger. All possible generations are tried until the checksum of the record matches.
+    The first 8 bytes of such a record still hold the generation of the record that it overwrote. If a readable record
+    has this generation, a bit was flipped, because no two records have the same generation: return False. The missing
+    generation is that of the payload or, for an adoption, a larger one. Possible generations are tried until the
+    checksum of the record matches.
     """
     (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
     commit_log = reader.commit_log()
@@ -171,7 +172,7 @@ def _is_valid_with(generation: int, data: bytes, uuid: bytes) -> bool:
         return False
 
 
-def _header_reason(reader: PoolReader, slot: int) -> Reason:
+def _check_header(reader: PoolReader, slot: int) -> CheckResult:
     never_written = reader.read(reader.superblock.slots[slot][0], SLOT_HEADER_NBYTES) == bytes(SLOT_HEADER_NBYTES)
     newest = stored_checkpoints.newest_generations(reader.commit_log()).get(slot, 0)
     generation = reader.slot_generation(slot)
@@ -247,7 +248,7 @@ def _damage(stored: StoredCheckpoint, advance: Callable[[int], None]) -> Iterato
             stored.read_into(name, 0)  # 0: verify the blocks, and keep no bytes
         except DamagedError as error:
             yield {"tensor": name, "reason": str(error), "logical_shape": groups.logical_shape_of(entry)}
-            if not stored.is_intact():
+            if not stored.owns_slot():
                 return
         advance(entry.nbytes)
 
@@ -261,28 +262,28 @@ def _show(facts: Facts, path: str) -> None:
     rows = [] if facts["group"] is None else [("group", "", groups.group_words(facts["group"]))]
     rows += [("structures", "damaged" if bad else "OK", count(len(structures), "structure") + " checked")]
     rows += [("", "", f"{s['name']}: {s['note']}") for s in structures if s["note"]]
-    for stored in facts["checkpoints"]:
-        rows += _rows(stored)
+    for checkpoint in facts["checkpoints"]:
+        rows += _rows(checkpoint)
     for line in columns(rows):
         print_line(line)
     print_line()
     _show_verdict(facts, path)
 
 
-def _rows(stored: Facts) -> list[tuple[str, str, str]]:
-    name = f"step {stored['step']}" + (" (dead)" if stored["state"] == stored_checkpoints.DEAD else "")
-    damage = [_damage_words(each) for each in stored["damage"]]
+def _rows(checkpoint: Facts) -> list[tuple[str, str, str]]:
+    name = f"step {checkpoint['step']}" + (" (dead)" if checkpoint["state"] == stored_checkpoints.DEAD else "")
+    damage = [_damage_words(each) for each in checkpoint["damage"]]
     if damage:
         rows = [(name if i == 0 else "", "damaged" if i == 0 else "", reason) for i, reason in enumerate(damage)]
         if len(rows) > SHOWN_MAX:
             rows[SHOWN_MAX:] = [("", "", f"and {len(rows) - SHOWN_MAX} more tensors (--json lists them)")]
         return rows
     said = {
-        "verified": f"every block matches its checksum ({size(stored['nbytes'] or 0)})",
+        "verified": f"every block matches its checksum ({size(checkpoint['nbytes'] or 0)})",
         "not read": "its manifest matches; its blocks were not read (--deep reads them)",
         "overwritten": "not checked: the training overwrote it with a newer checkpoint meanwhile",
     }
-    return [(name, "-" if stored["blocks"] == "overwritten" else "OK", said[stored["blocks"]])]
+    return [(name, "-" if checkpoint["blocks"] == "overwritten" else "OK", said[checkpoint["blocks"]])]
 
 
 def _damage_words(damage: Facts) -> str:
@@ -294,7 +295,7 @@ def _show_verdict(facts: Facts, path: str) -> None:
     step = facts["recoverable_step"]
     if facts["group"] is not None and step is not None:
         print_verdict(f"{'OK' if facts['ok'] else 'DAMAGED'}: step {step} of this rank is intact.", good=facts["ok"])
-        print_line(groups.needs_all_words(facts["group"]))
+        print_line(groups.recovery_note(facts["group"]))
         return
     if facts["ok"]:
         if not facts["checkpoints"]:

@@ -35,7 +35,7 @@ microseconds."""
 _CHECKED_ITEMS = 64
 """The largest number of items of a list that are read."""
 _WORD = 8
-"""Bytes of a word. Of a large tensor, single words are read that are spread over the tensor."""
+"""Bytes of a word. A large tensor is not read whole, but only at single words that are spread over it."""
 _MANY_WORDS, _FEW_WORDS = _CHECKED_BYTES // _WORD, 32
 _PARTIAL = 1
 """The lowest bit of a checksum. It is set if the checksum does not cover the whole batch (a tensor on a device, an

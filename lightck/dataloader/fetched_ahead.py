@@ -37,7 +37,7 @@ class FetchedAheadCheck:
         self._has_forward_before_fetch = False
         """Whether a training forward ran since the last update, before any batch was fetched."""
         self._ahead: SessionLoader | None = None
-        """The loader that gave a batch after a forward of ``_has_forward_before_fetch``. It is set to None at the next
+        """The loader that gave a batch while ``_has_forward_before_fetch`` was True. It is set to None at the next
         forward, which perhaps uses that batch."""
         self._n_in_a_row = 0
         """Number of successive updates, the last one included, at which ``_ahead`` was set."""

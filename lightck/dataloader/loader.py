@@ -39,10 +39,10 @@ from lightck.dataloader.preview import Previews, StartRead, is_lightning_probe, 
 from lightck.dataloader.replay import SKIP_NOTE, PassTooShort, ReplayReport, iterate_after_skip, replay
 from lightck.dataloader.sampler import SamplerWatch, watch_sampler
 from lightck.dataloader.wrapped_loader import (
-    fetches_here,
     inner_dataloader,
     is_accelerated_stateful,
     is_loader_of_torch,
+    may_draw_here,
     may_prefetch,
     pass_number_of,
     reset_first_pass,
@@ -63,7 +63,7 @@ class SessionLoader:
                 ...
 
     A new ``iter()`` ends the pass before it. The restored position is used up once an update is made in the restored
-    pass, or the restored pass ends. A batch that the script takes before the loop does not count.
+    pass, or the restored pass ends. A batch that the script takes before the loop does not use it up.
     """
 
     loader: Any
@@ -73,6 +73,7 @@ class SessionLoader:
     restored_epoch = 0
     """`epoch` as the restored checkpoint had it."""
     mid_batch_reported = position_was_read = has_drifted = False
+    """Whether `MidBatch` has warned; whether `epoch` or `start` was read; whether the loader was built differently."""
     in_eval = False
     """Whether the model is in eval mode, set by the host at each ``next()``."""
     training_fetch_tick = 0
@@ -83,8 +84,8 @@ class SessionLoader:
     """Whether the loader was iterated in this process."""
     _has_trained = False
     """Whether a pass that has ended in this process was a pass of the training loop."""
-    _taken = 0
-    """Number of batches given in earlier passes, including the batches of the restored pass that earlier runs got."""
+    _n_given_before = 0
+    """Number of batches given in earlier passes, those that the restored pass gave in earlier runs included."""
     _end_tick = 0
     """The `tick` at which the last pass ended."""
     _watch: SamplerWatch | None = None
@@ -156,14 +157,14 @@ class SessionLoader:
 
     @property
     def has_trained(self) -> bool:
-        """Whether an earlier pass was a pass of the training loop, or updates were made since the present one began."""
+        """Whether an earlier pass was a pass of the training loop, or this process made updates in the present one."""
         pass_ = self._pass
         return self._has_trained or (pass_ is not None and pass_.has_updated(self._host.updates))
 
     @property
     def is_training(self) -> bool:
-        """Whether an earlier pass or the present one is a pass of the training loop, so that each ``next()`` belongs to
-        that loop. An evaluation that has left the model in eval mode does not change this."""
+        """Whether an earlier pass or the present one is a pass of the training loop (`Pass.is_of_training`), so that
+        each ``next()`` belongs to that loop. An evaluation that left the model in eval mode does not change this."""
         return self._has_trained or (self._pass is not None and self._is_of_training(self._pass))
 
     def _is_of_training(self, pass_: Pass) -> bool:
@@ -184,7 +185,7 @@ class SessionLoader:
     @property
     def current_pass(self) -> Pass | None:
         """The pass whose iterator the loop holds now, or None."""
-        return self._pass if self._pass is not None and self._pass.left_at is None else None
+        return self._pass if self._pass is not None and not self._pass.was_left else None
 
     @property
     def epoch(self) -> int:
@@ -195,8 +196,8 @@ class SessionLoader:
 
     @property
     def start(self) -> int:
-        """Number of batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass. Until an
-        update is made in the restored pass, the value stays while the loop holds the iterator of that pass."""
+        """Number of batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass. While the
+        loop holds the iterator of the restored pass, the value becomes 0 only when an update is made in this pass."""
         self.position_was_read = True
         self._drop_used_position()
         skipped = self._pending.state.given if self._pending is not None else 0
@@ -293,7 +294,8 @@ class SessionLoader:
         return position
 
     def _compare_length(self, position: Position) -> None:
-        """Report a length that is not the saved one. Until the pass is continued, ``set_epoch`` may change it."""
+        """Report the length if it differs from the saved one. It is compared when the pass continues, because
+        ``set_epoch`` may change it until then."""
         self._identity = identity_of(self.loader, self._stateful)
         was, now = position.identity.get("length"), self._identity.get("length")
         if was != now and not self._ends_at_once:
@@ -301,10 +303,10 @@ class SessionLoader:
             self._ends_at_once = True
 
     def _drop_used_position(self) -> None:
-        """Drop the restored position if it is used up, that is, if the loop has left a pass that was no preview, or has
-        made an update in the present pass. If the saved pass had no updates, any update, or an evaluation over this
-        loader, uses it up as well. But an update that was made before a pass over this loader began in this process
-        does not: the position then stays, with the saved pass counted as finished."""
+        """Drop the restored position if it is used up: the loop has left a pass that was no preview, or has made an
+        update in the present pass. If the saved pass had no updates (or none was saved), the position is also used up
+        after any update since the restore, and while the present pass evaluates. While no pass has begun in this
+        process, the position stays, but after an update a saved pass without updates counts as finished."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
@@ -312,7 +314,7 @@ class SessionLoader:
         if pass_ is not None:
             had_updates = position.in_pass and position.trained
             is_used = pass_.has_updated(self._host.updates) if had_updates else is_later or pass_.evaluates
-            if is_used or (pass_.left_at is not None and not self.is_preview(pass_)):
+            if is_used or (pass_.was_left and not self.is_preview(pass_)):
                 self._pending = None
         elif is_later and position.in_pass and not position.trained:
             self._pending = position.between_passes()
@@ -320,9 +322,9 @@ class SessionLoader:
             self._generators_at_next = None
 
     def is_preview(self, pass_: Pass) -> bool:
-        """Whether this pass, begun from the restored position, was not a pass of the training loop."""
+        """Whether this pass, which began from the restored position, was a preview (see ``preview.py``)."""
         is_last = pass_ is self._pass and self._pending is not None
-        return pass_.was_preview or (is_last and self._previews.is_one(pass_, self._pending))  # type: ignore[arg-type]
+        return pass_.was_preview or (is_last and self._previews.is_preview(pass_, self._pending))  # type: ignore[arg-type]
 
     def _leave_pass(self) -> None:
         """End the last pass before a new one begins. If it was a preview, the new pass gets the restored position."""
@@ -333,7 +335,7 @@ class SessionLoader:
             self._start_read.check_new_pass(self.name, self._pass)
         if self._pending is not None and self._pass is not None:
             self._pass.was_preview = True
-            self._taken += self._pass.fetched_here
+            self._n_given_before += self._pass.fetched_here
             self._previews.left(self._pass)
             self._return_to(self._pending)
 
@@ -348,12 +350,12 @@ class SessionLoader:
             self._dataloader._iterator = None  # its workers' random streams have advanced
 
     def put_back(self) -> None:
-        """If a pass was left since the restore, return to the restored position. Called if the killed run closed the
-        checkpoint at a ``next()``: the position counts the passes before it, which this run has made once more."""
+        """Return to the restored position if the loop has left a pass since the restore. Call if a ``next()`` closed
+        the checkpoint: the position then counts the passes before the loop, which this run has made once more."""
         position, pass_ = self._restored_position, self._pass
-        if position is None or pass_ is None or pass_.left_at is None or self._host.updates > self._updates_at_start:
+        if position is None or pass_ is None or not pass_.was_left or self._host.updates > self._updates_at_start:
             return
-        self._taken += pass_.fetched_here
+        self._n_given_before += pass_.fetched_here
         self._previews.left(pass_)
         self._return_to(position)
 
@@ -374,8 +376,8 @@ class SessionLoader:
         if position is not None:
             self._prepare(position)
         self._identity = identity_of(self.loader, self._stateful)
-        if self._has_one_pass and self._taken:
-            self._identity[TAKEN_BEFORE] = self._taken
+        if self._has_one_pass and self._n_given_before:
+            self._identity[TAKEN_BEFORE] = self._n_given_before
         state = pass_.state
         state.at_iter, state.pass_number = self._generators.snapshot(), pass_number_of(self.loader)
         if self._is_accelerated_stateful:
@@ -393,7 +395,7 @@ class SessionLoader:
             pass_.leave(self._host.updates)
             self._previews.left(pass_)
             self._has_trained |= self._is_of_training(pass_)
-            self._taken += pass_.state.given
+            self._n_given_before += pass_.state.given
             self._end_tick = pass_.left_tick
             self._epoch += int(pass_.restored or pass_.has_trained(self._host.updates))
 
@@ -403,7 +405,8 @@ class SessionLoader:
             with self._generators.preserved():
                 self._load(position.state.inner)
                 if self._dataloader is not None:
-                    # It ends the finished pass once more, and draws random numbers. ``preserved`` undoes the draws.
+                    # This iter() continues the finished pass of the loaded state, so that the next iter() begins a new
+                    # pass. It also draws random numbers; ``preserved`` undoes the draws.
                     iter(self._dataloader)
         elif self._persistent and self._worker_rng is not None and self._dataloader is not None:
             with self._generators.preserved():
@@ -426,7 +429,7 @@ class SessionLoader:
         self.is_begun = True
         self._pass = pass_
         self.reused.begins()
-        self._in_process = fetches_here(self.loader, self._dataloader, inner)
+        self._in_process = may_draw_here(self.loader, self._dataloader, inner)
         self._prefetches = self._in_process and not self._stateful and may_prefetch(inner)
         self._watch = watch_sampler(inner, self._in_process) if self._risk is None and not self._stateful else None
         return PassIterator(self._next, lambda: self._host.updates, self._pass, inner)
@@ -435,7 +438,7 @@ class SessionLoader:
         assert position.state.at_iter is not None  # checked when the position was read
         self._compare_length(position)
         pass_ = self._new_pass()
-        pass_.trained, pass_.restored, pass_.skipped = position.trained, True, position.state.given
+        pass_.trained_before, pass_.restored, pass_.skipped = position.trained, True, position.state.given
         if self._ends_at_once:
             pass_.state.given = position.state.given
             self._generators_at_next = self._generators.states()
@@ -466,9 +469,9 @@ class SessionLoader:
         return iterate_after_skip(self.loader, count, set_last_rng)
 
     def _was_replayed(self) -> bool:
-        """Whether the loader is an iterator with only one pass that an earlier preview has replayed, so that it stands
-        at the restored place already. Raises ``DriftError`` if batches were taken from it since."""
-        if self._has_one_pass and self._taken:
+        """Whether the loader is an iterator with only one pass, and a preview has replayed this pass already. Raises
+        ``DriftError`` if an earlier pass in this process took batches from the iterator."""
+        if self._has_one_pass and self._n_given_before:
             raise DriftError(
                 f"loader {self.name!r} cannot go on in mid-pass: it is an iterator, which has only one pass, and "
                 "batches were taken from it since it was created. Pass the iterable that creates the iterator."
@@ -476,16 +479,17 @@ class SessionLoader:
         return self._has_one_pass and self.is_begun
 
     def _start_workers(self, position: Position) -> bool:
-        """Start persistent workers with the seed of their first pass. Return whether the restored pass came later."""
+        """Return whether the restored pass is a later pass of persistent workers. If so, start the workers with the
+        seed of their first pass."""
         if self._stateful or not self._persistent or position.worker_rng is None:
             return False
         if any(same_rng(position.worker_rng, one) for one in (position.state.at_iter, position.state.at_first)):
             return False
         if not self.is_begun:
             log.warning(
-                "lightck: loader %r goes on in a later pass of persistent workers: the order of its samples is exact, "
-                "but random augmentation and other state in the workers is not. Both are exact with "
-                "persistent_workers=False",
+                "lightck: loader %r goes on in a later pass of persistent workers. The workers of the interrupted run "
+                "are gone, and new ones are started: the order of the samples is exact, but random augmentation and "
+                "other state in the workers is not. Both are exact with persistent_workers=False",
                 self.name,
             )
         self._generators.restore(position.worker_rng)
@@ -529,7 +533,8 @@ class SessionLoader:
         if pass_ is None or pass_ is not batches.of_pass:
             raise SessionError(
                 f"loader {self.name!r} was iterated again, which ended this pass: a session loader has only one "
-                "position. Wrap a second DataLoader, or take batches for other purposes from .loader."
+                "position. Pass a second DataLoader to session.loader(), or take batches for other purposes from the "
+                "wrapped loader, which is the attribute .loader."
             )
         self._host.loader_next(self)
         self._restore_rng(pass_)
@@ -567,14 +572,14 @@ class SessionLoader:
     def _count_batch(self, pass_: Pass, batch: object, before: RngSnapshot | None) -> None:
         if TAKEN_BEFORE in self._identity and self._risk is None:
             self._warn_risk(
-                "it is an iterator, which has only one pass, and a second `for` over it has begun. A new process "
-                "starts at its first batch, so a resume in mid-pass will be refused. Pass the iterable that creates it"
+                "it is an iterator, which has only one pass, and a second `for` over it has begun. In a new process "
+                "it begins at its first batch, so a resume in mid-pass will be refused. Pass the iterable that made it"
             )
         state = pass_.state
         state.given += 1
         self.reused.fetched(batch)
         pass_.evaluates |= self.in_eval or not torch.is_grad_enabled()
-        pass_.fetched_at, pass_.fetched_tick, pass_.in_eval = self._host.updates, tick(), self.in_eval
+        pass_.updates_at_fetch, pass_.fetched_tick, pass_.in_eval = self._host.updates, tick(), self.in_eval
         if self._makes_checksums:
             self._read.clear()
             state.checksum = checksum_of(batch, self._read)
@@ -587,7 +592,7 @@ class SessionLoader:
         self._read.clear()
         self._host.loader_pass_ended(self)
         self._has_trained |= self._is_of_training(batches.of_pass)
-        self._taken += batches.of_pass.state.given
+        self._n_given_before += batches.of_pass.state.given
         self._end_tick = tick()
         self._epoch += 1
         batches.of_pass.has_ended = True

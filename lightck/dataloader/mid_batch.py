@@ -47,16 +47,18 @@ class MidBatch:
             each.training_fetch_tick = now
 
     def holds_batch(self, step: int) -> bool:
-        """Whether the loop still holds the batch of the last update. Then the next forward is perhaps for logging only.
-        So it is no boundary, and the checkpoint closes at the next ``next()``. If another update comes before that
-        ``next()``, the checkpoint closes at the pre-step hook of that update, with a warning. From then on this method
-        returns False, so forwards are boundaries again."""
+        """Whether the loop still holds the batch of the last update. If so, a forward closes no checkpoint, because
+        the forward is perhaps for logging only.
+
+        The checkpoint then closes at the next ``next()``. If another update comes before that, the checkpoint closes at
+        the pre-step hook of the update, with a warning, and from then on forwards are boundaries again."""
         return any(
             _is_mid_batch(loader.current_pass, step) and not loader.mid_batch_reported for loader in self._loaders
         )
 
     def boundary(self, event: Event, step: int, is_saved: bool) -> None:
-        """Check a boundary, before the checkpoint of ``step`` is captured if it is saved."""
+        """Check the boundary of ``step``. ``is_saved``: whether its checkpoint will be saved. (It is not captured
+        yet.)"""
         if not self._loaders:
             return
         counts = [_pass_and_count(loader.current_pass) for loader in self._loaders]
@@ -90,7 +92,7 @@ def _pass_and_count(pass_: Pass | None) -> _PassAndCount:
 
 
 def _is_mid_batch(pass_: Pass | None, step: int) -> bool:
-    return pass_ is not None and pass_.state.given > 0 and (pass_.has_trained(step) or pass_.fetched_at == step)
+    return pass_ is not None and pass_.state.given > 0 and (pass_.has_trained(step) or pass_.updates_at_fetch == step)
 
 
 def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:
@@ -99,7 +101,8 @@ def _runs_inside(inner: Pass | None, outer: Pass, step: int) -> bool:
     if inner is None or not inner.has_trained(step):
         return False
     return (
-        inner.previous_end_tick < outer.fetched_tick < inner.begun_tick and inner.updates_at_begin == outer.fetched_at
+        inner.previous_end_tick < outer.fetched_tick < inner.begun_tick
+        and inner.updates_at_begin == outer.updates_at_fetch
     )
 
 

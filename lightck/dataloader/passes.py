@@ -25,11 +25,8 @@ def tick() -> int:
 
 @dataclass(slots=True)
 class Pass:
-    """A pass that is under way.
-
-    ``updates_at_begin``, ``fetched_at`` and ``left_at`` are numbers of finished updates. The fields that end in
-    ``_tick`` are values of `tick`, which are compared to find out what came first; 0: never.
-    """
+    """A pass that is under way. The fields that end in ``_tick`` are values of `tick`, which are compared to find out
+    what came first; 0: never."""
 
     updates_at_begin: int
     """Number of finished updates when the pass began."""
@@ -39,15 +36,15 @@ class Pass:
     state: PassState = field(default_factory=PassState)
     fetched_tick: int = 0
     left_tick: int = 0
-    fetched_at: int | None = None
+    updates_at_fetch: int | None = None
     """Number of finished updates when the last batch was fetched."""
     in_eval: bool = False
     """Whether the model was in eval mode when the last batch was fetched."""
-    trained: bool = False
+    trained_before: bool = False
     """Whether an earlier run made updates in the pass."""
     restored: bool = False
     """Whether an earlier run began the pass."""
-    left_at: int | None = None
+    updates_at_leave: int | None = None
     """Number of finished updates when the loop dropped the pass's iterator, or began another pass; None before that."""
     skipped: int = 0
     """Number of batches that earlier runs got from the pass."""
@@ -56,7 +53,7 @@ class Pass:
     evaluates: bool = False
     """Whether a batch was fetched in eval mode or without gradients."""
     was_preview: bool = False
-    """See ``preview.py``."""
+    """Whether the pass was a preview (see ``preview.py``). This is decided when the next pass begins."""
 
     @property
     def fetched_here(self) -> int:
@@ -64,9 +61,14 @@ class Pass:
         return self.state.given - self.skipped
 
     @property
+    def was_left(self) -> bool:
+        """Whether the loop dropped the pass's iterator, or began another pass."""
+        return self.updates_at_leave is not None
+
+    @property
     def was_left_without_update(self) -> bool:
         """Whether the pass was left before its end, and without an update in this process."""
-        return self.left_at == self.updates_at_begin and not self.has_ended
+        return self.updates_at_leave == self.updates_at_begin and not self.has_ended
 
     @property
     def was_left_at_once(self) -> bool:
@@ -75,25 +77,25 @@ class Pass:
 
     def has_updated(self, updates: int) -> bool:
         """Whether updates were made in the pass, in this process. ``updates``: number of updates finished now."""
-        return (updates if self.left_at is None else self.left_at) > self.updates_at_begin
+        return (updates if self.updates_at_leave is None else self.updates_at_leave) > self.updates_at_begin
 
     def leave(self, updates: int) -> None:
         """Record that the loop dropped the pass's iterator, or began another pass. Only the first call counts."""
-        if self.left_at is None:
-            self.left_tick, self.left_at = tick(), updates
+        if self.updates_at_leave is None:
+            self.left_tick, self.updates_at_leave = tick(), updates
 
     def has_trained(self, updates: int) -> bool:
         """Whether updates were made in the pass, in any run."""
-        return self.trained or self.has_updated(updates)
+        return self.trained_before or self.has_updated(updates)
 
     def is_of_training(self, updates: int, training_fetch_tick: int) -> bool:
-        """Whether updates were made in the pass and its ``next()`` belongs to the training, even if the model is in
-        eval mode now.
+        """Whether the pass belongs to the training, even if the model is in eval mode now: updates were made in it, and
+        it is no evaluation.
 
-        Updates in the pass alone do not show that. While the loop keeps the iterator of an evaluation, updates on
-        batches of another loader count as made in that evaluation. So the pass is an evaluation if its last fetch was
-        in eval mode and before ``training_fetch_tick``, the last fetch of any loader in training mode. A pass without a
-        fetch in this process counts as an evaluation unless it was restored."""
+        The loop may keep the iterator of an evaluation while it trains on batches of another loader. The updates then
+        count as made in the evaluation, too. So a pass is an evaluation if its last fetch was in eval mode, and any
+        loader fetched in training mode after that, at ``training_fetch_tick``. A pass without a fetch in this process
+        is an evaluation unless it was restored."""
         if self.fetched_tick:
             is_evaluation = self.in_eval and training_fetch_tick > self.fetched_tick
         else:
@@ -104,7 +106,7 @@ class Pass:
         """Whether a resume would begin a new pass instead of continuing this pass. A pass without updates (an
         evaluation, a preview) is over when the loop leaves it. A pass with updates is over at the next update after the
         loop left it; a checkpoint before that update still belongs to the pass."""
-        return self.left_at is not None and (not self.has_trained(updates) or updates > self.left_at)
+        return self.updates_at_leave is not None and (not self.has_trained(updates) or updates > self.updates_at_leave)
 
 
 class PassIterator:

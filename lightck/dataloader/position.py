@@ -105,9 +105,9 @@ class Position:
     ``kind``: "plain" or "stateful". ``epoch``: number of finished passes. ``in_pass``: a pass is under way.
     ``trained``: updates were made in the pass under way. ``worker_rng``: the random state from which persistent
     workers were started (the ``at_iter`` or ``at_first`` of their first pass). ``version``: the `VERSION` of the
-    lightck that saved the position; 1 if it saved no version. ``previews``: number of passes that the process left,
-    without an update in them, before its first update; ``previews_in_loop``: whether the process left such passes after
-    its first update as well. ``used_again``: whether updates were made on batches of the last pass after it ended.
+    lightck that saved the position; 1 if it saved no version. ``previews``: number of passes without an update that
+    the process left before its first update; ``previews_in_loop``: whether the process left such passes after its first
+    update as well. ``used_again``: whether updates were made on batches of the last pass after it ended.
     """
 
     kind: str
@@ -212,7 +212,7 @@ class Position:
         snapshots = (self.state.at_iter, self.state.at_first, self.worker_rng, self.state.before_last, self.state.last)
         return [snapshot for snapshot in snapshots if snapshot is not None]
 
-    def before(self, index: int) -> RngSnapshot | None:
+    def rng_before(self, index: int) -> RngSnapshot | None:
         """Return the random state before the ``next()`` that gave batch ``index`` (from 0) of the pass; None if it is
         unknown."""
         if index == self.state.given - 1 and self.state.last is not None:
@@ -269,7 +269,7 @@ _LATER: dict[str, object] = {
     "previews_in_loop": False,
     "used_again": False,
 }
-"""Keys that older pools do not have, and their values there."""
+"""Keys that older pools do not have, and the values that are used for these pools."""
 _KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"} - set(_LATER)
 
 

@@ -2,9 +2,9 @@
 loops that use batches again after a pass.
 
 A position belongs to the loader that has its name. The first update after a resume decides about a position that no
-loader took. A position in mid-pass is dropped. But if the loop instead trains on another loader, from the first batch
-of this other loader, the resume is refused, because batches would be given twice. A position between two passes is kept
-in later checkpoints, for a loader that is wrapped later.
+loader took. A position between two passes is kept in later checkpoints, for a loader that is wrapped later. A position
+in mid-pass is dropped. But if the loop continues no restored pass, and trains on another loader from the first batch
+of that loader, the resume is refused, because batches would be given twice.
 
 Batches that are used again after their pass has ended (``itertools.cycle``, a list) are part of no position.
 """
@@ -46,7 +46,7 @@ class Positions:
         """Whether ``anew=True`` was passed for a loader whose restored position was in mid-pass."""
         self._ended_loader: SessionLoader | None = None
         """The loader whose pass ended last, until a batch is fetched to train on."""
-        self._is_first_update_after_pass = True
+        self._no_update_since_pass = True
         """Whether no update was made since ``_ended_loader``'s pass ended."""
 
     def restored_for(self, name: str, anew: bool) -> dict[str, object] | None:
@@ -118,19 +118,19 @@ class Positions:
     def pass_ended(self, loader: SessionLoader) -> None:
         """Record that a pass over this loader has ended."""
         if loader.is_training:
-            self._ended_loader, self._is_first_update_after_pass = loader, True
+            self._ended_loader, self._no_update_since_pass = loader, True
 
     def updated(self) -> None:
-        """Check, after an update, whether batches are used again. The first update after a pass perhaps only applies
-        gradients of the pass's last batches. So that update counts only if the loop certainly holds old batches."""
+        """Check, after an update, whether batches are used again. The first update after a pass counts only if the loop
+        certainly holds old batches, because that update perhaps only applies gradients of the pass's last batches."""
         loader = self._ended_loader
         if loader is None:
             return
-        if loader.reused.is_held(certain=self._is_first_update_after_pass):
+        if loader.reused.is_held(certain=self._no_update_since_pass):
             loader.reused.warn()
-        if not self._is_first_update_after_pass:
+        if not self._no_update_since_pass:
             self._ended_loader = None
-        self._is_first_update_after_pass = False
+        self._no_update_since_pass = False
 
 
 _BATCHES_DIFFER = (

@@ -1,4 +1,4 @@
-"""Passes that a script begins before its loop goes on, in order to see a batch, and their meaning after a restore.
+"""Previews: passes that a script begins and leaves before its loop continues, for example to look at a batch.
 
 A script takes a batch before the loop (``next(iter(loader))``), or a framework begins a pass to check that the loader
 can be iterated. The killed run began such passes at its start, and the resumed run begins them again. The loop of the
@@ -63,8 +63,8 @@ class Previews:
     expected: int = 0
     """Number of previews that the killed run took before its first update."""
     is_resumed: bool = False
-    """Whether a position was restored. Then this run takes ``expected`` previews and no more: another pass without an
-    update is the end of the restored pass, which the loop has left by ``break``."""
+    """Whether a position was restored. Then this run takes ``expected`` previews and no more. A further pass that is
+    left without an update is the restored pass, which the loop has left by ``break``."""
 
     def restored(self, position: Position) -> None:
         self.expected, self.in_loop, self.is_resumed = position.previews, position.previews_in_loop, True
@@ -73,7 +73,7 @@ class Previews:
         """Return what ``taken`` and ``in_loop`` will be when ``pass_`` has been counted (see ``left``)."""
         if pass_ is None or not pass_.was_left_without_update or pass_.evaluates:
             return self.taken, self.in_loop
-        is_before = pass_.left_at == self.start
+        is_before = pass_.updates_at_leave == self.start
         taken = self.taken + is_before
         return min(taken, self.expected) if self.is_resumed else taken, self.in_loop or not is_before
 
@@ -81,7 +81,7 @@ class Previews:
         """Count a pass that is over."""
         self.taken, self.in_loop = self.with_pass(pass_)
 
-    def is_one(self, pass_: Pass, position: Position) -> bool:
+    def is_preview(self, pass_: Pass, position: Position) -> bool:
         """Whether ``pass_`` was a preview. ``pass_``: the newest pass that began at the restored ``position``; it is
         not counted in ``taken`` yet."""
         if not pass_.was_left_without_update:
@@ -90,18 +90,19 @@ class Previews:
             return True
         if self.taken >= self.expected:
             return False
-        # ``pass_`` was left without an update. If the saved pass had updates, that was a preview, because a loop that
-        # continues the saved pass would have made another update in it. If the saved pass had none, the loop itself may
-        # have left ``pass_``: if it is an evaluation, or if the loop looks at a batch in each epoch. Otherwise it was a
-        # preview.
+        # ``pass_`` was left without an update. If the saved pass had updates, ``pass_`` was a preview, because a loop
+        # that continues the saved pass would have made another update in it. If the saved pass had no updates,
+        # ``pass_`` was a preview, too, except in two cases: it is an evaluation, or the loop takes a preview in each
+        # epoch.
         return (position.in_pass and position.trained) or not (pass_.evaluates or self.in_loop)
 
 
 class StartRead:
     """One reading of `SessionLoader.start`, which tells how many batches the next ``iter()`` skips.
 
-    While a variable holds the iterator of the restored pass, the loop may go on with it or begin a new pass. Until an
-    update is made, the value is that of the restored pass, because a loop may fetch a batch before it reads it.
+    While a variable holds the iterator of the restored pass, the loop may continue this pass or begin a new one. Until
+    an update is made, ``start`` has the value for the restored pass, because a loop may fetch a batch before it reads
+    ``start``.
     """
 
     def __init__(self, skipped: int, pass_: Pass | None) -> None:
@@ -111,8 +112,8 @@ class StartRead:
         self._fetched_tick = pass_.fetched_tick if pass_ is not None else 0
 
     def check_new_pass(self, name: str, left: Pass | None) -> None:
-        """Warn if the value was read right before a new pass and is not true of it. ``left``: the pass that the loop
-        has left for the new one, which skips no batch."""
+        """Warn if the value was read right before a new pass, and is wrong for the new pass, which skips no batch.
+        ``left``: the pass that the loop left before the new one."""
         if (
             self._skipped
             and left is not None
@@ -121,18 +122,18 @@ class StartRead:
             and left.was_left_without_update
         ):
             log.warning(
-                "lightck: loader %r: .start was %d when the loop read it for the last time, but the pass that begins "
-                "now skips no batch. A variable still held the iterator of the resumed pass, so that pass counted as "
-                "not left. If the loop read .start for the new pass (to count its batches, or to run code at its top), "
-                "0 was the right value, and the training is not exact. Delete that variable before you read .start, or "
-                "loop over the loader without it",
+                "lightck: loader %r: the loop read .start as %d, and then began a pass that skips no batch, for which "
+                ".start should be 0. A variable still held the iterator of the resumed pass, so lightck expected the "
+                "loop to continue that pass. If the loop read .start for the new pass (to count its batches, or to run "
+                "code at its top), the training is not exact. Delete the variable that holds the iterator before you "
+                "read .start, or loop over the loader without such a variable",
                 name,
                 self._skipped,
             )
 
 
 class RestoredRng:
-    """The random state of a checkpoint, for the pass with which its training goes on."""
+    """The random state of the restored checkpoint, for the pass with which the loop goes on after the resume."""
 
     def __init__(self, state: RngState | None) -> None:
         self.state = state

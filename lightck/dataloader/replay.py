@@ -1,14 +1,14 @@
 """Replay of the batches that a pass gave before it was saved: they are fetched again and dropped.
 
 A loader may fetch more batches than it has given. A loader that is one batch ahead (Accelerate's, timm's prefetcher)
-fetches two batches at its first ``next()`` and one at each later ``next()``. The loop draws between these calls, so the
-replay restores the random states that were saved before the last two of them. The last call but one fetches the last
-batch that was given, and the last call fetches the batch that waits in the loader. A loader that fetches two batches
-ahead gives another last batch in the replay, and the checksum detects that.
+fetches two batches at its first ``next()`` and one at each later ``next()``. Its last ``next()`` fetched the batch that
+waits in the loader, and the ``next()`` before that fetched the last batch that was given. The loop draws random numbers
+between these calls, so the replay restores the random states that were saved before each of these two calls. A loader
+that fetches two batches ahead gives another last batch in the replay, and the checksum detects that.
 
-``session.loader(dl, replay="skip")`` draws the batches given before from the sampler only, fetches just the last one,
-and compares it. The skipped fetches then draw no random numbers from a dataset's own generator or from a global
-generator inside a worker, and change no state of the dataset. So the user must choose this.
+``session.loader(dl, replay="skip")`` draws the indices of the batches given before from the sampler, fetches only the
+last one, and compares it. So the resume is inexact for a dataset whose fetches change a state of its own, or draw from
+a generator of its own or from a global generator inside a worker. Therefore the user must choose this.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def replay(
     report: ReplayReport,
 ) -> object:
     """Fetch the batches given before, drop all but the last one, and return the last one. This also advances each
-    worker's random stream and the prefetching. If a fetch raised an error in the run before, which the loop ignored,
-    the fetch is repeated as well, and ``report`` warns if it gives a batch now. ``inner``: the iterator of the new
-    pass. ``restore``: sets the random states. Raises ``PassTooShort``."""
+    worker's random stream and the prefetching. A fetch that raised an error in the run before is repeated as well, and
+    ``report`` warns if it gives a batch now. ``inner``: the iterator of the new pass. ``restore``: sets the random
+    states. Raises ``PassTooShort``."""
     batch = None
     if position.state.at_first is not None:
         restore(position.state.at_first)
     for index in range(position.state.given):
         _repeat_failed_fetches(inner, position, index, report)
-        snapshot = position.before(index)
+        snapshot = position.rng_before(index)
         if snapshot is not None:
             restore(snapshot)
         try:

@@ -33,7 +33,7 @@ class SamplerWatch(Protocol):
 
 def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | None:
     """Return a watch for the pass of ``inner``. ``in_process``: whether batches are fetched in this process. Return
-    None if they are, and ``inner`` is not torch's own iterator."""
+    None if batches are fetched in this process by an iterator that is not torch's own."""
     if not in_process:
         return _WorkerFetchWatch(begins_late=not is_made_by_torch(inner))
     drawn_from = getattr(inner, "_sampler_iter", None)  # private to torch; only this warning depends on it
@@ -47,8 +47,9 @@ def watch_sampler(inner: Iterator[object], in_process: bool) -> SamplerWatch | N
 
 
 class _WorkerFetchWatch:
-    """Watches a loader with workers, where only the sampler can draw in this process. ``begins_late``: a wrapper
-    creates torch's iterator, which draws the workers' seed, at its first ``next()``."""
+    """Watches a loader with workers, where only the sampler can draw in this process. ``begins_late``: the loader is a
+    wrapper that creates torch's iterator at its first ``next()``. This creation draws the workers' seed, so the first
+    fetch is not watched."""
 
     def __init__(self, begins_late: bool) -> None:
         self._to_watch = _WATCHED_BATCHES
@@ -67,9 +68,9 @@ class _WorkerFetchWatch:
         if self._state is None or torch.equal(self._state, torch.get_rng_state()):
             return None
         return (
-            "its sampler draws from torch's global random generator at each next(), from which the loop may draw too. "
-            "A resume fetches the earlier batches of the pass again, but does not run the loop for them. So the loop's "
-            f"draws are missing then, and the sampler may draw other numbers: {_CURE}"
+            "its sampler draws from torch's global random generator at each next(), and the loop may draw from the "
+            "same generator. A resume fetches the earlier batches of the pass again, but does not run the loop for "
+            f"them. Without the loop's draws the sampler may draw other numbers: {_CURE}"
         )
 
 
@@ -88,9 +89,9 @@ class _InProcessWatch:
     def risk(self) -> str | None:
         if self._sampler.has_drawn:
             return (
-                "its sampler draws from torch's global random generator at next(), and the loop draws from it too. "
-                "A resume fetches the earlier batches of the pass again without the loop's draws in between, so the "
-                f"sampler may draw other numbers: {_CURE}"
+                "its sampler draws from torch's global random generator at next(), and the loop draws from the same "
+                "generator. A resume fetches the earlier batches of the pass again, but does not run the loop for "
+                f"them. Without the loop's draws the sampler may draw other numbers: {_CURE}"
             )
         self._state = None if self._sampler.is_watched else torch.get_rng_state()
         return None

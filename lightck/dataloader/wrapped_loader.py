@@ -77,7 +77,7 @@ def is_made_by_torch(batches: Iterator[object]) -> bool:
     return type(batches).__module__ == "torch.utils.data.dataloader"
 
 
-def fetches_here(loader: object, dataloader: DataLoader[object] | None, batches: Iterator[object]) -> bool:
+def may_draw_here(loader: object, dataloader: DataLoader[object] | None, batches: Iterator[object]) -> bool:
     """Whether a ``next()`` may draw random numbers for a batch in this process. If workers fetch, torch's and
     Accelerate's iterators do not draw here; another wrapper may change the batches here."""
     has_workers = dataloader is not None and dataloader.num_workers > 0
@@ -105,8 +105,8 @@ def set_pass_number(loader: Any, count: int | None) -> None:
 
 def reset_first_pass(dataloader: Any) -> None:
     """Give a stateful loader a new iterator for its first pass, if its first iterator (which Accelerate creates when it
-    prepares the loader) is used up. (An attribute that is private to torchdata shows that it is. If the meaning of this
-    attribute changes one day, the checksum of the last batch detects the wrong pass.)"""
+    prepares the loader) is used up. (An attribute that is private to torchdata says whether it is used up. If the
+    meaning of this attribute changes one day, the checksum of the last batch detects the wrong pass.)"""
     if not getattr(dataloader, "_initial_iter_for_state_dict", True):
         dataloader.load_state_dict({})
         dataloader.state_dict()

@@ -106,8 +106,9 @@ def counters(session: Any) -> dict[str, Any]:
 
 
 class Reporter:
-    """The watch that ``train_gpt.main`` takes; not a ``Watch`` of ``run.py``. It sends each event to the parent,
-    through the pipe with the descriptor ``fd``. The session is None in a run without a pool."""
+    """The argument ``watch`` of ``train_gpt.main``. It sends each event to the parent, through the pipe with the
+    descriptor ``fd``. (It is not related to the class ``Watch`` in ``run.py``.) The session is None in a run without a
+    pool."""
 
     def __init__(self, fd: int) -> None:
         self.pipe = os.fdopen(fd, "w", encoding="ascii")

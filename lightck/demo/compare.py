@@ -42,28 +42,28 @@ class Record:
     """Step and digests of the checkpoint in the pool at the end of the run; None without a pool."""
 
 
-def differences(reference: Record, survived: Record, kills: tuple[Kill, ...], steps: int) -> tuple[str, ...]:
-    """Return all differences between the reference run and the killed run, ``survived``, as sentences. ``steps``: the
-    number of updates of each run."""
+def differences(reference: Record, killed: Record, kills: tuple[Kill, ...], steps: int) -> tuple[str, ...]:
+    """Return all differences between the reference run and the killed run as sentences. ``steps``: the number of
+    updates of each run."""
     return (
-        *_imports(reference, survived),
-        *_losses(reference, survived, steps),
-        *_digests("at the end", reference.digests, survived.digests),
-        *_pool(reference, survived, steps),
+        *_imports(reference, killed),
+        *_losses(reference, killed, steps),
+        *_digests("at the end", reference.digests, killed.digests),
+        *_pool(reference, killed, steps),
         *_lost(kills),
     )
 
 
-def _imports(reference: Record, survived: Record) -> Iterator[str]:
+def _imports(reference: Record, killed: Record) -> Iterator[str]:
     if reference.imported_lightck:
         yield "the reference run imported lightck, so it proves nothing"
-    if not survived.imported_lightck:
+    if not killed.imported_lightck:
         yield "the killed run did not import lightck, so it proves nothing"
 
 
-def _losses(reference: Record, survived: Record, steps: int) -> Iterator[str]:
+def _losses(reference: Record, killed: Record, steps: int) -> Iterator[str]:
     for update in range(1, steps + 1):
-        expected, found = reference.losses.get(update, []), survived.losses.get(update, [])
+        expected, found = reference.losses.get(update, []), killed.losses.get(update, [])
         if len(expected) != 1:
             yield f"update {update}: the reference run reported this update {len(expected)} times"
         elif not found:
@@ -86,10 +86,10 @@ def _digests(where: str, expected: Mapping[str, str], found: Mapping[str, str]) 
         yield f"{where}: {len(wrong) - NAMED_MAX} more differ, of {len(expected)} compared values"
 
 
-def _pool(reference: Record, survived: Record, steps: int) -> Iterator[str]:
+def _pool(reference: Record, killed: Record, steps: int) -> Iterator[str]:
     """Yield the differences between the checkpoint in the pool and the end of the reference run: the step, the weights
     and the optimizer."""
-    recovered = survived.recovered
+    recovered = killed.recovered
     if recovered is None:
         yield "the killed run did not read its pool at the end"
         return

@@ -44,7 +44,8 @@ def free_nbytes(folder: Path) -> int:
 
 
 def temporary_parent(pool_nbytes: int) -> tuple[Path, str]:
-    """Return the folder in which to create the folder of the pool, and the reason for the choice as text."""
+    """Return the folder in which to create the folder of the pool, and the reason for the choice as text. The folder is
+    /dev/shm if ``ROOM`` times ``pool_nbytes`` are free there, else the temporary folder."""
     free = free_nbytes(SHARED_MEMORY)
     if free >= ROOM * pool_nbytes:
         return SHARED_MEMORY, f"it has {free // MIB:,} MiB free"

@@ -28,7 +28,7 @@ DELAY_STEPS_MAX = 2.0  # the longest delay of a timed kill after the report, in 
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedKill:
     """One kill after update ``after``: at the kill site ``site``; or, if ``site`` is None, ``delay`` steps after the
     report of this update."""
 
@@ -42,19 +42,19 @@ def fewest_steps(kills: int) -> int:
     return GAP * (kills + 1) + TAIL
 
 
-def draw(kills: int, steps: int, seed: int) -> tuple[Planned, ...]:
+def draw(kills: int, steps: int, seed: int) -> tuple[PlannedKill, ...]:
     """Return ``kills`` random kills in a run of ``steps`` updates, ordered by update."""
     assert steps >= fewest_steps(kills)
     rng = random.Random(seed)
     return tuple(
-        Planned(after, site, rng.uniform(0, DELAY_STEPS_MAX))
+        PlannedKill(after, site, rng.uniform(0, DELAY_STEPS_MAX))
         for after, site in zip(_updates(kills, steps, rng), _sites(kills, rng), strict=True)
     )
 
 
 def _updates(kills: int, steps: int, rng: random.Random) -> list[int]:
-    """Return ``kills`` random updates that are at least ``GAP`` apart: numbers are drawn from a range that is shorter
-    by all gaps, and then the gaps are added to these numbers."""
+    """Return ``kills`` random updates that are at least ``GAP`` apart. The range of the drawn numbers is ``kills`` gaps
+    shorter than the run. Then the n-th smallest number, counted from 0, is increased by n gaps."""
     room = steps - TAIL - GAP * kills
     drawn = sorted(rng.randint(1, room) for _ in range(kills))
     return [after + GAP * index for index, after in enumerate(drawn)]
@@ -71,7 +71,7 @@ def _sites(kills: int, rng: random.Random) -> list[str | None]:
     return mixed
 
 
-def kill_setting(planned: Planned, position: int, blocks: int, seed: int) -> str | None:
+def kill_setting(planned: PlannedKill, position: int, blocks: int, seed: int) -> str | None:
     """Return the value of LIGHTCK_KILL for a child that resumes after update ``position``; None for a timed kill.
 
     Each update writes one checkpoint. The write of a checkpoint reaches the site "block" ``blocks`` times, and each

@@ -28,7 +28,7 @@ SURVIVED = {"process": "a killed process", "os": "a crash of the OS", "power": "
 
 
 def progress_on(console: Console) -> Lines:
-    """Return the progress display for ``console``, which is a context manager."""
+    """Return the progress display for ``console``. The display is a context manager."""
     return Bars(console) if console.is_terminal else Lines(console)
 
 
@@ -95,7 +95,7 @@ class Bars(Lines):
 def show(result: Result, options: Options, console: Console) -> None:
     """Print the tables, the verdict and, for a kept pool, the commands that read it."""
     style = box.SIMPLE_HEAD if console.is_terminal else None
-    console.print(_kills(result, style), _facts(result, style))
+    console.print(_kill_table(result, style), _fact_table(result, style))
     for difference in result.differences:
         console.print(f"DIFFERS  {difference}", style="red", markup=False, highlight=False, soft_wrap=True)
     console.print(_verdict(result), style="green" if result.ok else "red", highlight=False, soft_wrap=True)
@@ -103,7 +103,7 @@ def show(result: Result, options: Options, console: Console) -> None:
         console.print(by_hand(result, options), markup=False, highlight=False, soft_wrap=True)
 
 
-def _kills(result: Result, style: box.Box | None) -> Table:
+def _kill_table(result: Result, style: box.Box | None) -> Table:
     table = Table(box=style, pad_edge=False)
     for heading in ("kill", "last update reported", "step recovered", "updates lost", "recovery"):
         table.add_column(heading, justify="left" if heading == "kill" else "right", no_wrap=heading != "kill")
@@ -113,7 +113,7 @@ def _kills(result: Result, style: box.Box | None) -> Table:
     return table
 
 
-def _facts(result: Result, style: box.Box | None) -> Table:
+def _fact_table(result: Result, style: box.Box | None) -> Table:
     table = Table(box=style, pad_edge=False, show_header=False)
     stall, step = result.stall_seconds_per_step, result.step_seconds
     table.add_row("bytes per checkpoint", f"{result.bytes_per_checkpoint:,} ({result.checkpoints} checkpoints)")

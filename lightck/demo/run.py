@@ -24,13 +24,13 @@ from typing import IO, Any
 
 from lightck.demo.compare import Kill, Record, differences
 from lightck.demo.place import MIB, Place, open_place
-from lightck.demo.plan import SITES, Planned, draw, kill_setting
+from lightck.demo.plan import SITES, PlannedKill, draw, kill_setting
 from lightck.demo.process import Child
 from lightck.errors import LightckError
 
 EPOCHS = 3
 SILENCE_SECONDS_MAX = 180.0  # a child that reports nothing for this time is considered to hang
-SITE_GRACE = 2  # the updates after the planned update at which the parent kills a child that missed its kill site
+SITE_GRACE = 2  # a child that reports this many updates more than planned missed its kill site: the parent kills it
 LOG_TAIL_BYTES = 2000  # how much of a child's output an error message quotes
 
 
@@ -156,16 +156,16 @@ def run_demo(options: Options, watch: Watch | None = None) -> Result:
     with _signals_exit(), open_place(options.size.pool_nbytes, options.keep, options.pool_dir) as place:
         watch.opened(place, options)
         with open(place.log, "w+b", buffering=0) as log:
-            reference = _Reference(options, watch, log)
+            reference = _ReferenceRun(options, watch, log)
             reference.run()
-            survivor = _Survivor(options, watch, log, str(place.pool), reference.step_seconds())
-            survivor.run()
-    return _result(options, place, reference, survivor, time.monotonic() - began)
+            killed_run = _KilledRun(options, watch, log, str(place.pool), reference.step_seconds())
+            killed_run.run()
+    return _result(options, place, reference, killed_run, time.monotonic() - began)
 
 
-def _result(options: Options, place: Place, reference: _Reference, survivor: _Survivor, seconds: float) -> Result:
-    kills = tuple(survivor.kills)
-    steps, checkpoints = max(1, survivor.total("updates")), survivor.total("checkpoints")
+def _result(options: Options, place: Place, reference: _ReferenceRun, killed_run: _KilledRun, seconds: float) -> Result:
+    kills = tuple(killed_run.kills)
+    steps, checkpoints = max(1, killed_run.total("updates")), killed_run.total("checkpoints")
     return Result(
         seed=options.seed,
         steps=options.total,
@@ -174,14 +174,14 @@ def _result(options: Options, place: Place, reference: _Reference, survivor: _Su
         kept=options.keep is not None,
         kills_planned=options.kills,
         kills=kills,
-        differences=differences(reference.record, survivor.record, kills, options.total),
+        differences=differences(reference.record, killed_run.record, kills, options.total),
         seconds=seconds,
         step_seconds=reference.step_seconds(),
-        stall_seconds_per_step=statistics.median(survivor.stalls or [0.0]),
-        wait_seconds_per_step=survivor.total("wait_seconds") / steps,
-        bytes_per_checkpoint=round(survivor.total("bytes_written") / max(1, checkpoints)),
+        stall_seconds_per_step=statistics.median(killed_run.stalls or [0.0]),
+        wait_seconds_per_step=killed_run.total("wait_seconds") / steps,
+        bytes_per_checkpoint=round(killed_run.total("bytes_written") / max(1, checkpoints)),
         checkpoints=checkpoints,
-        durability=survivor.durability,
+        durability=killed_run.durability,
     )
 
 
@@ -224,7 +224,7 @@ class _Run:
         raise self.failed(f"the training process was silent for {SILENCE_SECONDS_MAX:.0f} s and was killed")
 
 
-class _Reference(_Run):
+class _ReferenceRun(_Run):
     """The run without lightck and without kills."""
 
     name = "reference"
@@ -250,7 +250,7 @@ class _Reference(_Run):
         return statistics.median(b - a for a, b in itertools.pairwise(self.arrivals))
 
 
-class _Survivor(_Run):
+class _KilledRun(_Run):
     """The run with kills: one child process for each kill, and a last child process that is not killed."""
 
     name = "killed"
@@ -277,7 +277,7 @@ class _Survivor(_Run):
                 return
         self.run_child(None)
 
-    def run_child(self, planned: Planned | None) -> None:
+    def run_child(self, planned: PlannedKill | None) -> None:
         """Run one child until it is killed or the training ends. ``planned``: the kill; None: do not kill the child."""
         setting = planned and kill_setting(planned, self.position, self.options.size.blocks, self.options.seed)
         self.counters.append({})
@@ -297,14 +297,14 @@ class _Survivor(_Run):
                     due = self._due(planned)
             self._child_ended(child.status(), sent_kill or _at_site(setting or None))
 
-    def _describe_sent_kill(self, planned: Planned | None) -> str:
+    def _describe_sent_kill(self, planned: PlannedKill | None) -> str:
         """Return a description of a kill that the parent has sent, for ``Kill.how``."""
         assert planned is not None
         if planned.site is None:
             return f"timed, {planned.delay:.2f} steps after update {planned.after}"
         return f"timed, because the training did not reach the moment when {SITES[planned.site]}"
 
-    def _due(self, planned: Planned | None) -> float:
+    def _due(self, planned: PlannedKill | None) -> float:
         """Return the ``time.monotonic()`` at which to kill the child; infinity if this time is not known yet, or if the
         child is not to be killed. Called when the child has reported an update."""
         if planned is None:

@@ -72,9 +72,9 @@ def atomic_file(path: str, *, overwrite: bool, temporary: str | None = None) -> 
 
 
 def refuse_existing(path: str, *, overwrite: bool) -> None:
-    """Raise ``ExportExistsError`` for a path that must not be replaced: without ``overwrite``, anything that exists;
-    with it, a pool, and anything else that is no regular file. Raises ``ExportError`` if the path cannot be
-    examined."""
+    """Raise ``ExportExistsError`` for a path that must not be replaced. Without ``overwrite`` this is every path that
+    exists; with ``overwrite`` it is a pool, or anything else that is no regular file. Raises ``ExportError`` if the
+    path cannot be examined."""
     if type(overwrite) is not bool:
         raise TypeError(f"overwrite={overwrite!r} is a {type(overwrite).__name__}. Pass True or False.")
     refuse_irreplaceable(path)
@@ -116,7 +116,7 @@ def _kind(mode: int) -> str:
 def _give_name(temporary: str, path: str, overwrite: bool) -> None:
     if not overwrite:
         try:
-            os.link(temporary, path)  # fails if ``path`` was made meanwhile, which a rename would replace
+            os.link(temporary, path)  # unlike a rename, fails if ``path`` was made meanwhile
             return
         except FileExistsError as err:
             raise _exists(path) from err

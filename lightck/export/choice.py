@@ -23,8 +23,8 @@ from lightck.restore.contents import Contents, OptimizerContents, unpack_dict
 from lightck.state import values
 
 WHATS = ("model", "all")
-AS_TORCH = 'Export with format="torch", which has every dtype and every name.'
-"""The cure in error messages of an export that the user called."""
+_CURE = 'Export with format="torch", which has every dtype and every name.'
+"""The advice at the end of error messages of ``export_checkpoint``. (``keep=`` gives other advice.)"""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Chosen:
     metadata: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     """As ``Exported.tied``."""
-    cure: str = AS_TORCH
+    cure: str = _CURE
     """The advice at the end of error messages about this file."""
 
     def add(self, name: str, planned: PlannedTensor) -> str:
@@ -57,13 +57,13 @@ def check_what(what: str) -> None:
         raise ValueError(f"what={what!r} is unknown. Pass one of {', '.join(map(repr, WHATS))}.")
 
 
-def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor], cure: str = AS_TORCH) -> Chosen:
+def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor], cure: str = _CURE) -> Chosen:
     """Return the content of an export of a checkpoint. ``what``: as in ``export_checkpoint``. ``read``: returns a
     tensor by its name in the pool; called when the file is written. ``cure``: see ``Chosen``. Raises as ``Chosen.add``
     does."""
     check_what(what)
     chosen = Chosen(cure=cure)
-    _model(chosen, contents, read)
+    _add_model(chosen, contents, read)
     if what == "all":
         for name, entry in contents.entries.items():
             if not name.startswith("model/") and entry.alias is None:
@@ -80,7 +80,8 @@ def choose(contents: Contents, what: str, read: Callable[[str], torch.Tensor], c
     return chosen
 
 
-def _model(chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tensor]) -> None:
+def _add_model(chosen: Chosen, contents: Contents, read: Callable[[str], torch.Tensor]) -> None:
+    """Add the tensors of the model to ``chosen``, and the names of tied tensors."""
     for name, entry in contents.model_entries.items():
         if entry.alias is not None:
             chosen.tied[name] = entry.alias.removeprefix("model/")

@@ -101,7 +101,8 @@ def _as_tensor(value: object) -> torch.Tensor:
 
 
 def everything(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the content of a ``format="torch"`` file with ``what="all"``, as nested dicts with torch's conventions."""
+    """Return the content of a ``format="torch"`` file with ``what="all"``: a dict of state_dicts, numbers and random
+    states."""
     rng = checkpoint.rng
     return {
         "step": checkpoint.step,
@@ -137,8 +138,9 @@ def for_torch(value: object) -> object:
 
 
 class _NoBytes:
-    """Stands for empty bytes in a pickle, and loads as ``b""``. Pickle would write ``b""`` itself as a call of a
-    function that ``torch.load(..., weights_only=True)`` refuses."""
+    """Stands for ``b""`` in a pickle, and loads as ``b""``. Python pickles ``b""`` itself as a call of ``bytes``, which
+    ``torch.load(..., weights_only=True)`` refuses. This class is pickled as a call of ``codecs.encode``, which is
+    allowed."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return codecs.encode, ("", "latin1")
@@ -151,15 +153,15 @@ def count_tensors(value: object) -> int:
     """Count the distinct tensors in a nested value."""
     found: set[int] = set()
 
-    def peek(item: object) -> None:
+    def visit(item: object) -> None:
         if isinstance(item, torch.Tensor):
             found.add(id(item))
         elif isinstance(item, Mapping):
             for part in item.values():
-                peek(part)
+                visit(part)
         elif isinstance(item, (list, tuple, set)):
             for part in item:
-                peek(part)
+                visit(part)
 
-    peek(value)
+    visit(value)
     return len(found)

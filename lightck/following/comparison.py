@@ -42,9 +42,9 @@ class Recorder:
         self._since_closed: FirstInputs | None = None
         """The first inputs after the last closed checkpoint; None if nothing is recorded for this checkpoint."""
         self._of_next: FirstInputs | None = None
-        """The first inputs after the next checkpoint, or None. If that checkpoint closes at a forward, or at the
-        pre-step hook after a forward, this forward follows the checkpoint, but begins before the checkpoint is closed.
-        So the forward's inputs wait here."""
+        """The first inputs after the next checkpoint, if they are known before it closes; otherwise None. A checkpoint
+        may close at a forward, or at the pre-step hook after a forward. This forward is the first one of the next step,
+        and its inputs are kept here until the checkpoint has closed."""
 
     def closed(self, event: Event) -> None:
         """A step was closed at this event, and its checkpoint is being saved."""
@@ -65,9 +65,9 @@ class Recorder:
     def batch_given(
         self, name: str, pass_: Pass, batch: object, checksum: int | None, read: TensorReads | None = None
     ) -> None:
-        after = self._since_closed  # read once: another thread may close the session now
-        if after is not None:
-            after.batch_given(name, pass_, batch, checksum, read)
+        first_inputs = self._since_closed  # read once: another thread may close the session now
+        if first_inputs is not None:
+            first_inputs.batch_given(name, pass_, batch, checksum, read)
 
     def forward(self, inputs: object, will_close: bool) -> None:
         """A training forward begins, and no checkpoint was closed at it yet. ``will_close``: this forward, or the
@@ -81,18 +81,18 @@ class Recorder:
     def before_update(self, index: int | None = None) -> None:
         """An update is about to be made. ``index``: the index of the optimizer that makes the update; None if no
         optimizer is followed, or if a closure computes the gradients."""
-        if self._since_closed is not None and self._since_closed.update(index, self._parts.some):
+        if self._since_closed is not None and self._since_closed.update(index, self._parts.to_record):
             self._record(self._since_closed)
 
-    def _record(self, after: FirstInputs) -> None:
-        if after.inputs:
-            self._store([NextBatch(next_key(name), kind, checksum) for name, kind, checksum in after.inputs])
+    def _record(self, first_inputs: FirstInputs) -> None:
+        if first_inputs.inputs:
+            self._store([NextBatch(next_key(name), kind, checksum) for name, kind, checksum in first_inputs.inputs])
 
 
 class Continuation:
-    """Passes the events of one session to its ``Recorder``, and after a resume also to the ``Comparison`` and the
-    ``LoopCounterCheck``. (A forward is the exception: the session reports it directly to the recorder, before the
-    forward closes a checkpoint.)"""
+    """How a training continues after its checkpoints. Passes the events of one session to its ``Recorder``, and after a
+    resume also to the ``Comparison`` and the ``LoopCounterCheck``. (A forward is the exception: the session reports it
+    directly to the recorder, before the forward closes a checkpoint.)"""
 
     def __init__(self, recorder: Recorder, comparison: Comparison | None, loop_counter: LoopCounterCheck) -> None:
         self.recorder, self.loop_counter = recorder, loop_counter
@@ -210,12 +210,12 @@ class Comparison:
         verdict = self._compare()
         if index is not None and index not in self._updated:
             self._updated.add(index)
-            self._compare_update_parts(self._parts.all(index), verdict)
+            self._compare_update_parts(self._parts.to_compare(index), verdict)
         if verdict.differing:
             self._has_other_data = True
             self._report_differing_inputs(verdict)
         if verdict.parts:
-            self._report(self._other_update(verdict))
+            self._report(self._update_message(verdict))
         if not (verdict.differing or verdict.parts or self._is_judged):
             self._log_result(verdict)
         if not self._is_judged:
@@ -235,11 +235,11 @@ class Comparison:
         pass had no batch left. If a loader's batch was recorded, warn only if the loop of this run has requested a
         batch, too."""
         kinds = {kind for _, kind in self._recorded}
-        has_asked = bool(self._seen.loaders) or self._was_batch_requested
+        has_requested_batch = bool(self._seen.loaders) or self._was_batch_requested
         has_recorded_update = not kinds.isdisjoint(KINDS)
         # A loader's batch is recorded when the loop requests it. So a recorded batch alone does not show that an update
         # followed.
-        is_missed = (has_asked and has_recorded_update) if BATCH in kinds else (FORWARD in kinds)
+        is_missed = (has_requested_batch and has_recorded_update) if BATCH in kinds else (FORWARD in kinds)
         if self._is_judged or not is_missed:
             return
         log.warning(
@@ -279,7 +279,7 @@ class Comparison:
 
     def _report_differing_inputs(self, verdict: _Verdict) -> None:
         data = _data_of(verdict.differing)
-        self._report(self._other_data(data, verdict) if data else self._other_random_numbers())
+        self._report(self._data_message(data, verdict) if data else self._random_numbers_message())
 
     def _report(self, fact: str) -> None:
         """Log a warning. With ``is_strict``, keep an error instead, which ``before_update`` raises."""
@@ -288,7 +288,7 @@ class Comparison:
         else:
             log.warning("lightck: %s. strict_data=True makes this an error.", fact)
 
-    def _other_random_numbers(self) -> str:
+    def _random_numbers_message(self) -> str:
         return (
             "Torch's random state at the first training forward after the resume is not the one that followed step "
             f"{self._step}: dropout, and all else that draws random numbers, gets other numbers than in a run that was "
@@ -298,7 +298,7 @@ class Comparison:
             f"persistent workers (pass it to session.loader()). {_PAGE} shows such loops, and how to make each exact"
         )
 
-    def _other_data(self, differing: list[FirstInput], verdict: _Verdict) -> str:
+    def _data_message(self, differing: list[FirstInput], verdict: _Verdict) -> str:
         loaders = [first.name for first in differing if first.name]
         is_only_forward = not loaders and any(first.name for first in verdict.equal)
         what = [f"the first batch of loader {name!r}" for name in loaders]
@@ -326,7 +326,7 @@ class Comparison:
             f"killed. {why}. {_PAGE} shows such loops, and how to make each exact"
         )
 
-    def _other_update(self, verdict: _Verdict) -> str:
+    def _update_message(self, verdict: _Verdict) -> str:
         what = [
             _PART[kind].format(listed([repr(name) for name in dict.fromkeys(names)]))
             for kind, names in verdict.parts.items()
@@ -373,8 +373,8 @@ class Comparison:
             what.append(f"the first update's gradients, only those of {listed([repr(name) for name in names])}")
         log.info(
             "lightck: the first batch after the resume is the one that followed step %d, as a checksum of shapes, "
-            "dtypes and some of its bytes shows (compared: %s%s). What acts only later, or on other parameters, is not "
-            "compared: see `lightck docs trouble`",
+            "dtypes and some of its bytes shows (compared: %s%s). A difference that acts later, or on "
+            "other parameters, is not found: see `lightck docs trouble`",
             self._step,
             " and ".join(what),
             "" if gradients else "; gradients were not compared",

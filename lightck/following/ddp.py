@@ -1,12 +1,13 @@
-"""What DistributedDataParallel does that no checkpoint holds: found in the first training forward of a session.
+"""Finds state of DistributedDataParallel that no checkpoint holds, in the first training forward of a session.
 
 *The order of sums.* DistributedDataParallel begins with one bucket for all gradients, and forms new buckets in the
 order in which the gradients arrived in its first iteration (``Reducer::rebuild_buckets`` in torch; not with
-``find_unused_parameters=True``, unless the graph is static). Where a gradient lies in a bucket decides in which order
-the values of the ranks are summed. With two ranks the order has no effect. With more ranks it changes the last bits, so
-the first iteration after a resume is not that of a run that was never killed.
+``find_unused_parameters=True``, unless the graph is static). The place of a gradient in its bucket decides in which
+order the values of the ranks are summed. With two ranks the order has no effect. With more ranks it changes the last
+bits, so the first iteration after a resume is not that of a run that was never killed.
 
-*Communication hooks* with a state of their own (PowerSGD: what compression left over, and a counter).
+*Communication hooks.* Some have a state of their own. PowerSGD, for example, keeps the error of its compression and a
+counter.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ log = logging.getLogger("lightck")
 
 
 def warn_unsaved_by_ddp(model: nn.Module | None, *, is_resumed: bool) -> None:
-    """Warn if a live DistributedDataParallel sums in another order in this iteration than in later ones
-    (``is_resumed``: this is the first iteration after a resume), or has a communication hook whose state is in no
-    checkpoint. ``model``: the model of the session."""
-    place = rank_and_world_size()
-    if place is None:
+    """Warn if a live DistributedDataParallel has a communication hook whose state is in no checkpoint. With
+    ``is_resumed`` (this is the first iteration after a resume), also warn if one sums gradients in another order in
+    this iteration than in later ones. ``model``: the model of the session."""
+    rank_and_size = rank_and_world_size()
+    if rank_and_size is None:
         return
     found = _live(model)
     if is_resumed and any(_changes_order(ddp) for ddp in found):
@@ -38,7 +39,7 @@ def warn_unsaved_by_ddp(model: nn.Module | None, *, is_resumed: bool) -> None:
             "DistributedDataParallel sums the gradients of more than two ranks in another order in the first iteration "
             "of a process than in later ones. DistributedDataParallel(..., find_unused_parameters=True), without "
             "static_graph=True, keeps the order, and makes a resume bit-identical (see `lightck docs ranks`)",
-            *place,
+            *rank_and_size,
         )
     hooks = [name for ddp in found for name in _hooks_with_state(ddp)]
     if hooks:
@@ -46,7 +47,7 @@ def warn_unsaved_by_ddp(model: nn.Module | None, *, is_resumed: bool) -> None:
             "lightck: rank %d of %d: the communication hook %s of DistributedDataParallel has a state that is in no "
             "checkpoint, so a resume is not bit-identical. Use a hook without a state, or save its state yourself: an "
             "object with state_dict() and load_state_dict() in state=",
-            *place,
+            *rank_and_size,
             hooks[0],
         )
 
@@ -71,7 +72,7 @@ def _changes_order(ddp: Any) -> bool:
 def _hooks_with_state(ddp: Any) -> list[str]:
     """Return the names of the communication hooks that were registered with a state other than a process group."""
     hooks = getattr(ddp, "_comm_hooks", ())
-    is_group = torch.distributed.ProcessGroup
+    group_class = torch.distributed.ProcessGroup
     return [
-        getattr(hook, "__name__", "?") for hook, state in hooks if not (state is None or isinstance(state, is_group))
+        getattr(hook, "__name__", "?") for hook, state in hooks if not (state is None or isinstance(state, group_class))
     ]

@@ -1,4 +1,4 @@
-"""The first inputs after a point of a training, as checksums: the first batch of each session loader, the arguments of
+"""The first inputs after a moment of a training, as checksums: the first batch of each session loader, the arguments of
 the first training forward, and torch's random state at that forward (or at the first update, if no forward is seen).
 
 A script may take a batch only to inspect it, for example to print a sample before the loop. So the first batch of a
@@ -21,7 +21,7 @@ BATCH, LATER_BATCH, FORWARD, FORWARD_OF_BATCH, RANDOM, RANDOM_OF_BATCH, RANDOM_A
 """Kinds of first inputs; pools store these numbers. ``BATCH``: a session loader's first batch, if it came before the
 first update; ``LATER_BATCH``: the same, if it came after the first update. ``FORWARD``: the arguments of the first
 training forward; ``FORWARD_OF_BATCH``: the arguments of the first forward after a session loader gave a batch.
-``RANDOM``, ``RANDOM_OF_BATCH``: torch's random state at the beginning of the forward of ``FORWARD``, and of that of
+``RANDOM``: torch's random state when the forward of ``FORWARD`` begins; ``RANDOM_OF_BATCH``: the same for
 ``FORWARD_OF_BATCH``; ``RANDOM_AT_UPDATE``: torch's random state before the first update, if no forward was seen."""
 RANDOM_STATES = (RANDOM, RANDOM_OF_BATCH, RANDOM_AT_UPDATE)
 
@@ -36,8 +36,8 @@ class FirstInput(NamedTuple):
 
 
 class FirstInputs:
-    """Collects the first inputs after a point of a training. ``inputs``: the collected inputs; the list only grows. The
-    methods run at every step."""
+    """Collects the first inputs that come after this object was created. ``inputs``: the collected inputs; the list
+    only grows. The methods run at every step."""
 
     def __init__(self, *, both_forwards: bool = False) -> None:
         """``both_forwards``: collect the first forward as ``FORWARD``, and the first forward after a loader gave a
@@ -45,7 +45,7 @@ class FirstInputs:
         ``FORWARD_OF_BATCH`` if a loader gave a batch before it, otherwise as ``FORWARD``."""
         self.inputs: list[FirstInput] = []
         self.is_updated = False
-        """Whether an update was made after the point."""
+        """Whether an update was made since this object was created."""
         self._both_forwards = both_forwards
         self._saw_forward = self._saw_forward_of_batch = False
         self._batches: dict[str, tuple[Pass | None, int, int | None]] = {}
@@ -57,7 +57,7 @@ class FirstInputs:
         """Checksums of tensors of the batches. They are kept because the forward is often called with the same
         tensors."""
         self._updates: set[int | None] = set()
-        """Indexes of the optimizers that made an update after the point."""
+        """Indexes of the optimizers that made an update since this object was created."""
 
     @property
     def loaders(self) -> list[str]:
@@ -135,8 +135,9 @@ class FirstInputs:
 def random_checksum() -> int:
     """Return a checksum of the states of torch's global generators: on the CPU, and on CUDA devices if CUDA is in use.
 
-    Dropout and most augmentation draw from them. (The states of Python and numpy take ten times as long to read.) The
-    lowest bit of the checksum is 0, which means that the states were read completely (see ``dataloader/batch.py``)."""
+    Dropout and most augmentation draw from them. The states of Python and numpy are left out, because they take ten
+    times as long to read. The lowest bit of the checksum is 0, which means that the states were read completely (see
+    ``dataloader/batch.py``)."""
     states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states += [generator.get_state() for generator in torch.cuda.default_generators]

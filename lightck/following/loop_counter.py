@@ -21,12 +21,12 @@ log = logging.getLogger("lightck")
 _FRAMES_MAX = 60
 """The largest number of frames of the call stack that are searched for the loop's variables."""
 _PASSES_MAX = 4
-"""As long as every pass has had exactly one update, a counter of passes looks like a counter of updates. So the second
-check is then put off to the next pass. After ``_PASSES_MAX`` passes it is made in any case."""
-_REFERENCES_TO_COPIES = 3
-"""``frame.f_locals`` of a function is a dict with copies of the function's variables. This is the reference count of
-the dict if no other code holds it: one reference from the frame, one from a variable of this file, one from the
-argument of ``getrefcount``."""
+"""As long as every pass has exactly one update, a counter of passes has the same values as a counter of updates. So the
+second check is put off until a pass has another number of updates, but for at most ``_PASSES_MAX`` passes."""
+_OWN_REFERENCES = 3
+"""The reference count of a function's ``frame.f_locals`` (a dict with copies of the function's variables) while no
+other code holds the dict: one reference from the frame, one from a variable of this file, one from the argument of
+``getrefcount``."""
 _Variables = dict[tuple[CodeType, str], int]
 """(function or module, name) -> value."""
 
@@ -41,13 +41,15 @@ class LoopCounterCheck:
         ``may_keep_count``: an object in ``state=`` may hold the loop's own counter."""
         self._step, self._updates, self._loaders = step, updates, loaders
         self._is_over = may_keep_count or not step
-        self._was_step_read = self._has_updated = self._has_ended_pass = False
+        self._was_step_read = self._has_updated = False
+        self._is_second_check_due = False
+        """Whether a training pass has ended since the first update, and the second check was not tried since."""
         self._n_ended_passes = 0
         """Number of training passes that have ended since the resume."""
-        self._n_ended_before = 0
+        self._n_ended_at_first_update = 0
         """The value of ``_n_ended_passes`` at the first update: 0, unless the restored pass had no batch left."""
         self._pass_counters: set[tuple[CodeType, str]] = set()
-        """Variables of the loop that were equal to ``_n_ended_before`` at the first update."""
+        """Variables of the loop that were equal to ``_n_ended_passes`` at the first update."""
         self._update_counters: set[tuple[CodeType, str]] = set()
         """Variables of the loop that were equal to the number of updates at the first update."""
 
@@ -57,14 +59,14 @@ class LoopCounterCheck:
 
     def pass_ended(self) -> None:
         """A training pass over a session loader has ended."""
-        self._has_ended_pass = self._has_updated
+        self._is_second_check_due = self._has_updated
         self._n_ended_passes += 1
 
     def before_update(self) -> None:
         """Make the first check before the first update after the resume, and the second check before the first update
         of the next pass. If every loader was restored in its first pass, there is nothing to check, because a loop over
         ``range(epochs)`` is correct then."""
-        if self._is_over or (self._has_updated and not self._has_ended_pass):
+        if self._is_over or (self._has_updated and not self._is_second_check_due):
             return
         later = [loader for loader in self._loaders if loader.restored_epoch]
         if any(loader.position_was_read for loader in self._loaders) or (self._loaders and not later):
@@ -72,9 +74,9 @@ class LoopCounterCheck:
         elif not self._has_updated:
             self._before_first_update(later)
         else:
-            self._has_ended_pass = False
-            # If each pass had one update, a variable that counts updates has the values of one that counts passes.
-            passes = self._n_ended_passes - self._n_ended_before
+            self._is_second_check_due = False
+            # If each pass had one update, a counter of updates has the same values as a counter of passes.
+            passes = self._n_ended_passes - self._n_ended_at_first_update
             self._is_over = self._updates() - self._step != passes or passes == _PASSES_MAX
             if self._is_over:
                 self._before_next_pass(later[0])
@@ -87,8 +89,8 @@ class LoopCounterCheck:
             self._was_step_read = False
             if later:
                 variables, updates = _variables_of_the_loop(sys._getframe(1)), self._updates()
-                self._n_ended_before = self._n_ended_passes
-                self._pass_counters = {key for key, value in variables.items() if value == self._n_ended_before}
+                n_ended = self._n_ended_at_first_update = self._n_ended_passes
+                self._pass_counters = {key for key, value in variables.items() if value == n_ended}
                 self._update_counters = {key for key, value in variables.items() if value == updates}
             return
         self._is_over = True
@@ -136,15 +138,15 @@ def _variables_of_the_loop(frame: FrameType | None) -> _Variables:
             variables = frame.f_locals
             found.update({(frame.f_code, name): value for name, value in variables.items() if type(value) is int})
             is_copy = type(variables) is dict and frame.f_code.co_flags & CO_OPTIMIZED
-            if is_copy and sys.getrefcount(variables) <= _REFERENCES_TO_COPIES:
+            if is_copy and sys.getrefcount(variables) <= _OWN_REFERENCES:
                 _forget_copies(variables)
         frame = frame.f_back
     return found
 
 
 def _forget_copies(variables: dict[str, object]) -> None:
-    """Remove all values except whole numbers from the copies of a function's variables, because before Python 3.13 the
-    function's frame keeps these copies, and with them a batch, alive. Nothing is removed from the variables of a module
-    or a class, which are no copies, nor from copies that a script holds as well, because it called ``locals()``."""
+    """Remove all values except whole numbers from the copies of a function's variables. Before Python 3.13 the
+    function's frame keeps these copies alive, and they keep a batch alive. Do not call this for the variables of a
+    module or a class, which are no copies, or for copies that a script got from ``locals()``."""
     for name in [name for name, value in variables.items() if type(value) is not int]:
         del variables[name]

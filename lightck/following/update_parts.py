@@ -52,12 +52,12 @@ class UpdateParts:
         self._views = views
         self._options: dict[int, _Options] = {}
         self._chosen: dict[int, tuple[int, ...] | None] = {}
-        """Index of a view -> positions in ``view.params`` of the parameters whose gradients ``some`` reads; None if the
-        gradients are on a device."""
+        """Index of a view -> positions in ``view.params`` of the parameters whose gradients ``to_record`` reads; None
+        if the gradients are on a device."""
         self._states: dict[int, _StateReads] = {}
-        """Index of a view -> how ``some`` reads the state of one parameter."""
+        """Index of a view -> how ``to_record`` reads the state of one parameter."""
 
-    def some(self, index: int) -> list[FirstInput]:
+    def to_record(self, index: int) -> list[FirstInput]:
         """Return the few parts of this update that are recorded with a checkpoint. Runs at every step."""
         found: list[FirstInput] = []
         for view in self._views:
@@ -69,7 +69,7 @@ class UpdateParts:
                 chosen = self._chosen[view.index] = _choose(view)
             for at in chosen or ():
                 name, p = view.params[at]
-                gradient = _gradient(p)
+                gradient = _gradient_checksum(p)
                 if gradient is not None:
                     found.append(FirstInput(_name(view, name), GRADIENT, gradient))
             if chosen:  # only the last parameter: an update writes the state of all parameters, or of none
@@ -79,18 +79,18 @@ class UpdateParts:
                 found.append(FirstInput(_name(view, name), OPTIMIZER_STATE, reads.checksum(view, p)))
         return found
 
-    def all(self, index: int) -> Iterator[tuple[str, FirstInput]]:
-        """Yield all parts of this update, each with a name for a message. Whatever parts ``some`` returned in the
-        killed run, they are among these. Runs once per optimizer after a resume."""
+    def to_compare(self, index: int) -> Iterator[tuple[str, FirstInput]]:
+        """Yield all parts of this update, each with a name for a message. They include the parts that ``to_record``
+        returned in the killed run. Runs once per optimizer after a resume."""
         for view in self._views:
             if view.root != index:
                 continue
             yield view.class_name, self._options_of(view)
             for name, p in view.params:
-                gradient = _no_gradient(view, p) if p.grad is None else _gradient(p)
+                gradient = _missing_gradient_checksum(view, p) if p.grad is None else _gradient_checksum(p)
                 if gradient is not None:
                     yield name, FirstInput(_name(view, name), GRADIENT, gradient)
-                yield name, FirstInput(_name(view, name), OPTIMIZER_STATE, _state(view, p))
+                yield name, FirstInput(_name(view, name), OPTIMIZER_STATE, _state_checksum(view, p))
 
     def _options_of(self, view: OptimizerView) -> FirstInput:
         known = self._options.get(view.index)
@@ -155,14 +155,14 @@ def _choose(view: OptimizerView) -> tuple[int, ...] | None:
             return None
         (flat if p.dim() <= 1 else others).append(at)
     for kind in (flat, others):
-        found = next((at for at in kind if _gradient(view.params[at][1]) is not None), None)
+        found = next((at for at in kind if _gradient_checksum(view.params[at][1]) is not None), None)
         if found is not None:
-            last = next(at for at in reversed(kind) if _gradient(view.params[at][1]) is not None)
+            last = next(at for at in reversed(kind) if _gradient_checksum(view.params[at][1]) is not None)
             return (found, last) if found != last else (found,)
     return ()
 
 
-def _no_gradient(view: OptimizerView, p: torch.Tensor) -> int:
+def _missing_gradient_checksum(view: OptimizerView, p: torch.Tensor) -> int:
     """Return the checksum of a missing gradient: the checksum of zeros if the optimizer treats a missing gradient like
     zeros (plain SGD), else 0."""
     groups = view.optimizer.param_groups
@@ -176,14 +176,14 @@ def _name(view: OptimizerView, name: str) -> str:
     return f"{view.index}/{name}"
 
 
-def _gradient(p: torch.Tensor) -> int | None:
+def _gradient_checksum(p: torch.Tensor) -> int | None:
     """Return the checksum of a parameter's gradient; None if the parameter has no gradient, or the gradient cannot be
     read."""
     grad = p.grad
     return None if grad is None else _checksum(local_of(grad))
 
 
-def _state(view: OptimizerView, p: torch.Tensor) -> int:
+def _state_checksum(view: OptimizerView, p: torch.Tensor) -> int:
     """Return the checksum of the tensors in ``optimizer.state[p]``, independent of their order; 0 if it holds no
     tensors."""
     state = None if view.wraps else view.optimizer.state.get(p)
@@ -197,8 +197,8 @@ def _state(view: OptimizerView, p: torch.Tensor) -> int:
 
 
 class _StateReads:
-    """Returns what ``_state`` returns, in less time: as long as the tensors lie where they lay at the last call, it
-    reads them without looking for them again."""
+    """Returns what ``_state_checksum`` returns, in less time: tensors that have not moved since the last call are read
+    without a new search for their memory."""
 
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -218,7 +218,7 @@ class _StateReads:
             reads = [_read_of(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors]
             found = [read for read in reads if read is not None]
             if len(found) < len(tensors):
-                return _state(view, p)
+                return _state_checksum(view, p)
             self._tensors, self._reads = tensors, found
             self._places = list(map(_place_of, tensors))
         return sum(_crc(read) for read in self._reads) & 0xFFFFFFFE

@@ -9,7 +9,7 @@ from __future__ import annotations
 from lightck.events import Event
 
 BY_HAND = -1
-"""The optimizer index of an update in a loop in which no optimizer is followed."""
+"""The optimizer index of an update if the session follows no optimizer."""
 _BY_USER = (Event.END_STEP, Event.FLUSH)
 """Calls of the user. Such a call closes a checkpoint if an update was made since the last checkpoint closed."""
 
@@ -59,8 +59,10 @@ class Boundary:
         return max(self._updates.values(), default=0)
 
     def closes_at(self, event: Event) -> bool:
-        """Whether this event closes a checkpoint. With several optimizers, an event that is no call of the user closes
-        one only if it is ``next()`` or the pre-step hook, and every optimizer has stepped."""
+        """Whether this event closes a checkpoint. A call of the user closes one after any update. So does every other
+        event if there is at most one optimizer. With several optimizers, ``next()`` and the pre-step hook close one
+        when every optimizer has stepped, and other events close none. With ``explicit``, only calls of the user close
+        checkpoints."""
         if not self._updates:
             return False
         if event in _BY_USER:
@@ -84,8 +86,8 @@ class Boundary:
             self.explicit = True
         return self._closed
 
-    def passed_without_update(self, event: Event, scaler_skipped: bool) -> None:
-        """Handle an event that closes no checkpoint: count the iteration if an iteration ends at this event.
+    def closed_nothing(self, event: Event, scaler_skipped: bool) -> None:
+        """Handle an event that closed no checkpoint: count the iteration if an iteration ends at this event.
         ``scaler_skipped``: a GradScaler skipped an update since the last event."""
         if event is Event.FLUSH:
             return  # flush() may be called anywhere in an iteration

@@ -5,8 +5,9 @@ before it sends the last gradients of step *t + 1*, no rank finishes step *t + 1
 gate before ``optimizer.step()`` comes too late for that: by then this rank has sent everything.
 
 The hook is on the gradient of the output of one module that owns trainable parameters. The gradients of these
-parameters are computed after this moment, so they cannot have been sent. The first module in the order of registration
-is chosen, because it usually runs first, and its gradients come last: the copies keep nearly the whole step.
+parameters are computed after the hook has run, so they cannot have been sent before. The module is the first one in the
+order of registration. It usually runs first in the forward, so its gradients come last in the backward pass, and the
+copies have nearly the whole step until the gate.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from lightck.hooks import own_hooks
 
 
 class EarlyGate:
-    """The hooks of the early gate of one session. Nothing fires where the module does not run, or in a graph that
-    torch.compile has traced."""
+    """The hooks of the early gate of one session. They do not run in a step in which the module does not run, or in a
+    graph that torch.compile has traced."""
 
     def __init__(self, model: nn.Module, is_needed: Callable[[], bool], pass_gate: Callable[[], None]) -> None:
         """``is_needed``: whether a checkpoint waits for the gate now. ``pass_gate``: called in the backward pass."""
@@ -45,8 +46,8 @@ class EarlyGate:
 
 
 def gate_module(model: nn.Module) -> nn.Module | None:
-    """Return the module whose output gets the hook; None if no module owns a trainable parameter. The root is chosen
-    only if no other module owns one: the gradient of its output comes at the very beginning of the backward pass."""
+    """Return the module whose output gets the hook; None if no module owns a trainable parameter. The root is the last
+    choice, because the gradient of the root's output comes at the very beginning of the backward pass."""
     modules = [m for m in model.modules() if any(p is not None and p.requires_grad for p in m._parameters.values())]
     return next((module for module in modules if module is not model), modules[0] if modules else None)
 

@@ -44,7 +44,7 @@ class Hooks:
         self._events = events
         self.meter, self.seconds_per_hook = meter, seconds_per_hook()
         self._optimizers: list[Optimizer] = []
-        self._roots: dict[int, int] = {}
+        self._index_by_id: dict[int, int] = {}
         """id of an optimizer -> the index of the optimizer whose ``step`` makes its updates. A wrapper and the
         optimizers inside the wrapper share one index. The ids stay valid, because ``_optimizers`` keeps the optimizers
         alive."""
@@ -52,7 +52,7 @@ class Hooks:
         """Number of closures of ``step`` that are running now."""
         self._stepping: dict[int, FrameType] = {}
         """Optimizer index -> the frame of torch's wrapper function around its running ``step``."""
-        self._updated_frame: FrameType | None = None
+        self._reported_step_frame: FrameType | None = None
         """While the user's post-step hooks run: the frame of the ``step`` whose update was reported. Otherwise None."""
         before_any, after_any = self._hooks_of_any_step()
         self.handles: list[own_hooks.Handle] = [
@@ -69,7 +69,7 @@ class Hooks:
     def add(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow more optimizers. A wrapper and the optimizers inside the wrapper must be passed in one call."""
         for optimizer, wrapper_role in zip(optimizers, wrapper_roles(optimizers), strict=True):
-            self._roots[id(optimizer)] = len(self._optimizers) + wrapper_role.root
+            self._index_by_id[id(optimizer)] = len(self._optimizers) + wrapper_role.root
         self._optimizers.extend(optimizers)
         for optimizer in filter(has_hooks, optimizers):
             post = optimizer.register_step_post_hook(self._step_post)
@@ -83,14 +83,14 @@ class Hooks:
 
     def follows(self, optimizer: object) -> bool:
         """Whether this optimizer is followed."""
-        return id(optimizer) in self._roots
+        return id(optimizer) in self._index_by_id
 
     def forget(self) -> None:
         """Drop the references to optimizers and frames, after the hooks were removed."""
         self._optimizers.clear()
-        self._roots.clear()
+        self._index_by_id.clear()
         self._stepping.clear()
-        self._updated_frame = None
+        self._reported_step_frame = None
 
     @property
     def is_in_step(self) -> bool:
@@ -99,7 +99,7 @@ class Hooks:
 
     def _index(self, optimizer: Optimizer) -> int:
         """The index of the optimizer whose ``step`` makes the updates of this one."""
-        return self._roots[id(optimizer)]
+        return self._index_by_id[id(optimizer)]
 
     # -- forward -----------------------------------------------------------------------------------------
 
@@ -107,7 +107,7 @@ class Hooks:
     def _forward_pre(self, module: nn.Module, *inputs: object) -> None:
         if module.training and torch.is_grad_enabled() and not self._in_closure and _is_forward_of_loop():
             self._stepping.clear()  # if a step raised, its frame is still here, and would keep variables alive
-            self._updated_frame = None
+            self._reported_step_frame = None
             self._events.before_forward(inputs)
             self._events.forward_begins()
 
@@ -164,9 +164,9 @@ class Hooks:
         return False
 
     def _wrapped(self, closure: own_hooks.Closure, gate_after_first: bool) -> own_hooks.Closure:
-        """Return a function that calls the user's closure. ``gate_after_first``: whether this function passes the gate,
-        when the closure has returned for the first time (an optimizer of torch.optim updates nothing before that).
-        False: the caller has passed the gate already."""
+        """Return a function that calls the user's closure. ``gate_after_first``: whether the returned function passes
+        the gate, once the closure has returned for the first time (an optimizer of torch.optim updates nothing before
+        that). False: the gate was passed already."""
         must_pass_gate = gate_after_first
 
         def wrapped(*args: object, **kwargs: object) -> object:
@@ -196,20 +196,19 @@ class Hooks:
         else:
             self._events.after_step(index)
             if len(optimizer._optimizer_step_post_hooks) > 1:
-                self._updated_frame = frame
+                self._reported_step_frame = frame
 
     @counted
     def _step_hooks_ended(self) -> None:
         """Report that the user's own post-step hooks have returned. They are part of the update, because they may draw
         random numbers and write buffers."""
-        self._updated_frame = None
+        self._reported_step_frame = None
         self._events.after_step_hooks()
 
     def _hooks_of_any_step(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        """Return the hooks that torch calls before and after the ``step`` of every optimizer in the process. They are
-        not ``counted``, because most of their calls do nothing, and cost only what every call of a hook costs
-        (``seconds_per_hook``). They have only a weak reference to this object, because torch's registries are
-        global."""
+        """Return the hooks that torch calls before and after the ``step`` of every optimizer in the process. Most of
+        their calls do nothing. So ``counted`` does not measure them: such a call counts as ``seconds_per_hook``. The
+        hooks have only a weak reference to this object, because torch's registries are global."""
         ref = weakref.ref(self)
 
         def before(optimizer: Optimizer, *_: object) -> None:
@@ -221,7 +220,7 @@ class Hooks:
 
         def after(*_: object) -> None:
             hooks = ref()
-            frame = None if hooks is None else hooks._updated_frame
+            frame = None if hooks is None else hooks._reported_step_frame
             # This function is not ``counted``, so torch's wrapper function is one frame nearer.
             if hooks is not None and frame is not None and frame is sys._getframe(_STEP_FRAME - 1):
                 hooks._step_hooks_ended()
@@ -232,15 +231,15 @@ class Hooks:
 
 
 def _is_forward_of_loop() -> bool:
-    """Whether this forward is one of the loop's own, at which a checkpoint can close. Two kinds are not: a forward that
-    activation checkpointing repeats inside the backward pass (the first run has changed buffers already), and a forward
-    with other tensors than the model's own."""
+    """Whether this forward is one of the loop's own, at which a checkpoint can close. There are two other kinds:
+    activation checkpointing repeats a forward inside the backward pass, after the first run has changed buffers; and
+    torch.func.functional_call runs a forward with other tensors than the model's own."""
     return not (own_hooks.is_in_backward() or own_hooks.is_in_functional_call())
 
 
 def _changed_nothing(optimizer: Optimizer) -> bool:
     """Whether the ``step`` that has just run changed nothing, because this fused optimizer found an infinity in its
-    gradients. GradScaler calls ``step`` of a fused optimizer in any case."""
+    gradients. (GradScaler calls ``step`` of a fused optimizer even then.)"""
     found_inf = getattr(optimizer, "found_inf", None)
     return isinstance(found_inf, torch.Tensor) and bool(found_inf.item())
 

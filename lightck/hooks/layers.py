@@ -1,5 +1,5 @@
-"""One layer of a layer-wise update: the optimizer that steps the layer, and the detection of changes to what its update
-used.
+"""One layer of a layer-wise update: the optimizer that steps the layer, and a record of the gradients, options and
+state of its update. A comparison with this record detects later changes.
 
 ``PartialUpdate`` records which updates are not complete: some layers are updated, and ``step()`` was not called yet.
 """
@@ -18,11 +18,11 @@ from lightck.errors import SessionError, StateChangedError
 from lightck.state.blocks import checksums
 from lightck.state.signatures import version_counter_of
 
-_NOT_SHARED = ("step", "_optimizer_")
+_NOT_COPIED = ("step", "_optimizer_")
 """Prefixes of the attributes that are not copied from the user's optimizer to a layer's optimizer. ``step`` is an
 attribute of an instance only if a scheduler has wrapped the method; a copy of this attribute would keep the user's
-optimizer alive. The hook registries have names that begin with ``_optimizer_``. They are left out, because the search
-for optimizers at attach skips every instance without registries, and it must skip a layer's optimizer."""
+optimizer alive. ``_optimizer_`` begins the names of the hook registries. Without registries, attach does not find a
+layer's optimizer when it searches for optimizers."""
 BLOCK = 1 << 20
 """Bytes of a gradient that one checksum covers."""
 Group = dict[str, object]
@@ -111,8 +111,8 @@ def _version_counter_of(value: object) -> int:
 
 
 def group_structure(optimizer: Optimizer) -> list[object]:
-    """Return the identities of an optimizer's groups and parameters, and which parameters require gradients. When the
-    result differs from what it was when the layers were built, the layers are built anew."""
+    """Return the identities of an optimizer's groups and parameters, and which parameters require gradients. If this
+    result has changed since the layers were built, the layers are built anew."""
     return [(id(group), [(id(p), p.requires_grad) for p in group["params"]]) for group in optimizer.param_groups]
 
 
@@ -127,21 +127,21 @@ def make_layer(name: str, params: Sequence[torch.Tensor], group_of: dict[int, Gr
     groups: dict[int, tuple[Group, list[torch.Tensor]]] = {}
     for p in params:
         groups.setdefault(id(group_of[id(p)]), (group_of[id(p)], []))[1].append(p)
-    part = type(optimizer).__new__(type(optimizer))
-    part.__dict__.update((k, v) for k, v in optimizer.__dict__.items() if not k.startswith(_NOT_SHARED))
-    part.param_groups = [{**group, "params": own} for group, own in groups.values()]
-    return Layer(name, part, list(params), [group for group, _ in groups.values()])
+    layer_optimizer = type(optimizer).__new__(type(optimizer))
+    layer_optimizer.__dict__.update((k, v) for k, v in optimizer.__dict__.items() if not k.startswith(_NOT_COPIED))
+    layer_optimizer.param_groups = [{**group, "params": own} for group, own in groups.values()]
+    return Layer(name, layer_optimizer, list(params), [group for group, _ in groups.values()])
 
 
 def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor]) -> None:
     """Step a layer, without the hooks of ``step``. ``optimizer``: the user's optimizer, whose present options and state
     are used. ``params``: the parameters of the layer that have gradients."""
-    part = layer.optimizer
-    part.state = optimizer.state
-    for mine, theirs in zip(part.param_groups, layer.groups, strict=True):
-        mine.update((key, value) for key, value in theirs.items() if key != "params")
+    layer_optimizer = layer.optimizer
+    layer_optimizer.state = optimizer.state
+    for own, group in zip(layer_optimizer.param_groups, layer.groups, strict=True):
+        own.update((key, value) for key, value in group.items() if key != "params")
     counters = [p._version for p in params]
-    type(optimizer).step.__wrapped__(part)  # type: ignore[attr-defined]  # without the hooks around it
+    type(optimizer).step.__wrapped__(layer_optimizer)  # type: ignore[attr-defined]  # without the hooks around it
     silent = [p for p, before in zip(params, counters, strict=True) if p._version == before]
     if silent:
         # A fused kernel moves no version counter. Autograd uses the counter to detect that a tensor which it saved for

@@ -47,7 +47,7 @@ from lightck.state.ranks import rank_and_world_size
 _NEEDS_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 """Optimizers that cannot be stepped layer by layer."""
 _FULLY_COMPARED = 3
-"""In the first ``_FULLY_COMPARED`` updates of a ``Layerwise``, the bytes of every gradient are compared."""
+"""In the first ``_FULLY_COMPARED`` steps of a ``Layerwise``, the bytes of every gradient are compared."""
 _CURE = (
     "To accumulate gradients, put every backward() except the last one before step() into "
     "`with layers.accumulate():`, where layers is what lightck.layerwise() returned. After a backward() that failed, "
@@ -117,7 +117,7 @@ class Layerwise:
         self._is_first_gradient = True
         """Whether the next gradient is the first one since the last ``step()``."""
         self._updates = 0
-        """Number of updates that this object has begun."""
+        """Number of steps in which this object has updated a layer."""
         self._accumulating = 0
         """Number of ``accumulate()`` blocks that are entered now."""
         self._structure: list[object] = []
@@ -255,8 +255,8 @@ class Layerwise:
         if not self._used:
             _refuse_many_ranks()
             _refuse_scaled(optimizer)
-            # Between lightck's pre hook and lightck's post hook the used gradients are hidden. So every other pre hook
-            # must run before, and every other post hook after, the two.
+            # lightck's pre hook removes the used gradients, and its post hook puts them back. Other hooks must see the
+            # gradients. So lightck's pre hook runs as the last pre hook, and its post hook as the first post hook.
             own_hooks.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
             self._updates += 1
@@ -272,16 +272,17 @@ class Layerwise:
             listener.layer_updated(layer.name, begin, [t for p in params for t in tensors_of(optimizer, p)])
 
     def _record_used(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
-        """Record what the update uses, so that ``step()`` can detect later changes. A write through ``.data`` moves no
-        version counter, so the bytes of some gradients are compared as well: in the first ``_FULLY_COMPARED`` updates
-        the gradients of all layers, later those of the first layer and of one more layer, or none.
+        """Record what the layer's update uses, so that ``step()`` can detect later changes. A write through ``.data``
+        moves no version counter, so the bytes of some gradients are compared as well: in the first ``_FULLY_COMPARED``
+        steps those of all layers, later those of the first updated layer and of at most one more layer.
 
-        Which one takes turns: the parameters are numbered in the order of their updates, each update has one of these
-        numbers, and the layer whose first parameter has this number is compared (if there is such a layer)."""
+        The other layers take turns. The parameters are numbered in the order in which a step updates them. Each step
+        chooses one number, and the next step chooses the number after it. A layer is compared if the number of its
+        first parameter is chosen."""
         layer.used_options = [options_of(group) for group in layer.groups]
         first_number = len(self._used)  # the number of the layer's first parameter
-        number_of_update = self._updates % max(len(self._layer_of), 1)
-        is_compared = self._updates <= _FULLY_COMPARED or first_number in (0, number_of_update)
+        chosen_number = self._updates % max(len(self._layer_of), 1)
+        is_compared = self._updates <= _FULLY_COMPARED or first_number in (0, chosen_number)
         for p in params:
             grad = p.grad
             assert grad is not None
@@ -392,16 +393,18 @@ def _refuse_parallel(model: nn.Module) -> None:
     have received them."""
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise UnsupportedError(
-            "The model is wrapped in DistributedDataParallel, which puts other gradients in the place of those that a "
-            "layer-wise update would use. Leave out DistributedDataParallel, or lightck.layerwise()."
+            "The model is wrapped in DistributedDataParallel, which replaces each gradient by the reduced one from "
+            "its buckets. A layer-wise update would use the gradient from before. Leave out DistributedDataParallel, "
+            "or lightck.layerwise()."
         )
 
 
 def _refuse_scaled(optimizer: Optimizer) -> None:
-    fused = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-    # The call stack is searched as well, because the check for changed gradients would not find a scaler: its
+    # A scaler sets these attributes of a fused optimizer, before it calls ``step``.
+    has_scale = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
+    # For other optimizers the call stack is searched. The check for changed gradients would not find a scaler, because
     # ``unscale_`` moves no version counter.
-    if fused or own_hooks.is_called_by(_is_of_scaler):
+    if has_scale or own_hooks.is_called_by(_is_of_scaler):
         raise UnsupportedError(
             "A GradScaler calls step() of this optimizer. The scaler decides whether to skip a step only when all "
             "gradients are computed, and a layer-wise update is made before that decision. Leave out "

@@ -4,9 +4,9 @@ A module's hooks keep the session alive as long as the model lives; hooks in tor
 alive.
 
 A module's hooks are in its ``__dict__``, which every copy includes: ``copy.deepcopy``, pickle, ``torch.save(model)``,
-spawned processes. So while a module has hooks of lightck, a function that is registered with ``copyreg`` for the
-module's class makes the copies, without these hooks. (pickle, copy and torch look into ``copyreg`` first.) This file
-also has helpers for hooks: the closure that was passed to ``step``, and a search of the call stack.
+spawned processes. So lightck registers a function with ``copyreg`` for the class of a module that has its hooks. This
+function makes the copies, and leaves lightck's hooks out. (pickle, copy and torch look into ``copyreg`` first.) This
+file also has helpers for hooks: the closure that was passed to ``step``, and a search of the call stack.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Handle(Protocol):
 
 
 def remove(handles: list[Handle]) -> None:
-    """Remove hooks. Handles keep nothing alive, so this also works while the session is being garbage-collected."""
+    """Remove hooks, and empty the list. This needs only the handles, so it also works while the session is being
+    garbage-collected."""
     for handle in handles:
         handle.remove()
     handles.clear()
@@ -104,8 +105,8 @@ class OwnHook:
 
     @property
     def __name__(self) -> str:
-        """Raise ``UnsupportedError`` if torch.jit.script reads this attribute, to explain why it fails. Otherwise raise
-        ``AttributeError``."""
+        """If torch.jit.script reads this attribute, raise ``UnsupportedError``, which explains why torch.jit.script
+        fails. Otherwise raise ``AttributeError``."""
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.jit"):
             raise UnsupportedError(
                 "torch.jit.script() compiles a module with its hooks, and an open lightck session has hooks on this "
@@ -159,17 +160,17 @@ def _release(kind: type) -> None:
     if _hooked[kind]:
         return
     del _hooked[kind]
-    theirs = _previous_reducers.pop(kind, None)
+    previous = _previous_reducers.pop(kind, None)
     if copyreg.dispatch_table.get(kind) is _reduce:
         del copyreg.dispatch_table[kind]
-        if theirs is not None:
-            copyreg.dispatch_table[kind] = theirs
+        if previous is not None:
+            copyreg.dispatch_table[kind] = previous
 
 
 def _reduce(module: nn.Module) -> _Reduced:
     """Return the result of ``module.__reduce_ex__``, without lightck's hooks."""
-    theirs = _previous_reducers.get(type(module))
-    reduced = theirs(module) if theirs is not None else module.__reduce_ex__(2)
+    previous = _previous_reducers.get(type(module))
+    reduced = previous(module) if previous is not None else module.__reduce_ex__(2)
     if not isinstance(reduced, tuple) or sys._getframe(1).f_code is copy.copy.__code__:
         return reduced  # a shallow copy trains the same parameters, so its hooks stay
     function, arguments, *rest = reduced

@@ -50,11 +50,11 @@ class CurrentPool:
         self.n_slots, self.spare_slots = slots, 0
         self.requested_slots: int | None = None
         self.group: GroupIdentity | None = None
-        """Set before the pool of a rank is created: which rank it is."""
+        """Which rank of which group the pool belongs to. Set before the pool of a rank is created."""
         self._backend, self._engine, self._lock, self._events = backend, engine, lock, events
 
     def add_spare_slot(self) -> None:
-        """Add a slot, because an export holds its checkpoint, so that the training cannot write to the slot of that
+        """Add a slot for exports: an export holds its checkpoint, and the training cannot write to the slot of this
         checkpoint meanwhile. Call before the pool is created or opened."""
         self.n_slots, self.spare_slots = self.n_slots + 1, self.spare_slots + 1
 
@@ -82,8 +82,8 @@ class CurrentPool:
 
     def request_slots(self, slots: int | None) -> None:
         """If the pool does not have exactly ``slots`` slots besides the spare ones, request a relayout at the next
-        boundary that gives it this number. None: keep the pool's number of slots, unless fewer than two slots would be
-        left besides the spare ones."""
+        boundary that gives it this number. None: a pool with at least two slots besides the spare ones keeps its
+        number; a smaller one gets two."""
         wanted = slots + self.spare_slots if slots is not None else max(self.n_slots, 2 + self.spare_slots)
         if wanted != self.n_slots:
             log.info(
@@ -97,8 +97,8 @@ class CurrentPool:
     def ready_writer(self) -> PoolWriter:
         """The writer for the next checkpoint. Raises ``RelayoutNeededError`` if a relayout is needed first."""
         if self.writer is None:
-            # If a signal interrupted a relayout, a request for ``n_slots`` slots is left. It is not needed: the first
-            # file gets ``n_slots`` slots in any case.
+            # A relayout that a signal interrupted requests ``n_slots`` slots for the next attempt. This request is not
+            # needed here, because the first file gets ``n_slots`` slots in any case.
             self.requested_slots = None
             raise RelayoutNeededError("there is no pool yet")
         if self.requested_slots is not None:
@@ -174,17 +174,17 @@ class CurrentPool:
 
 def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Entry]) -> tuple[Layout, list[Entry]]:
     """Return the layout of the file that replaces ``old``, and those tensors of held checkpoints that do not fit into
-    this layout, because their shape or dtype has changed since. The slots hold such tensors in their reserve
-    (docs/format.md). ``now``: the tensors of the training (empty: those of ``old``). ``held``: the tensors of held
-    checkpoints. Of tensors that do not exist now, the layout keeps the extents of optimizer state, which may be created
-    again, and drops the extents of tensors in the user's objects."""
+    this layout, because the training's tensor of the same name has another shape or dtype now. The slots hold such
+    tensors in their reserve (docs/format.md). ``now``: the tensors of the training (empty: those of ``old``). ``held``:
+    the tensors of held checkpoints. The layout keeps the extents of optimizer state that does not exist now, because
+    such state may be created again. It drops the extents of tensors of the user's objects that do not exist now."""
     current = {entry.name: entry for entry in now}
     layout = _kept_entries(old, current) if old is not None else {}
     layout |= {entry.name: entry for entry in (*held, *now)}
     # A tied tensor stays only if the layout holds the tensor whose bytes it shares, and if that tensor is not tied.
     tied = {e.name for e in layout.values() if e.alias is not None}
     layout = {n: e for n, e in layout.items() if e.alias is None or (e.alias in layout and e.alias not in tied)}
-    return layout, [e for e in held if e.name not in layout or not layout[e.name].fits(e)]
+    return layout, [e for e in held if e.name not in layout or not layout[e.name].can_hold(e)]
 
 
 def _kept_entries(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:

@@ -33,7 +33,8 @@ class GroupDecision(CommitDecision, Protocol):
     """The decision of a group of ranks: it may hold all slots, until other ranks have committed."""
 
     def wait_for_slot(self, writer: PoolWriter, pause: Callable[[], object]) -> bool:
-        """Wait until a slot may be overwritten, and return True. ``pause`` is called at times."""
+        """Wait until a slot may be overwritten, and return True. ``pause`` is called repeatedly during the
+        wait."""
         ...
 
 
@@ -54,8 +55,8 @@ class Decisions:
 
     @property
     def commits_after_give_up(self) -> bool:
-        """Whether the checkpoint after one that was given up must be committed within its boundary. (It is the decision
-        of ``commits_within_boundary`` in ranks/rule.py; the pipeline knows without names which one was given up.)"""
+        """Whether a checkpoint must be committed before its boundary ends if the one before it was given up. A group of
+        ranks needs this (``commits_within_boundary`` in ``ranks/rule.py`` says why)."""
         return self._of_group is not None
 
     def wait_for_slot(self, writer: PoolWriter, pause: Callable[[], object]) -> bool:

@@ -1,4 +1,4 @@
-"""Eager copies: copies that begin before the boundary, of layers whose update is over while other layers still wait.
+"""Eager copies begin before the boundary: a layer that is updated already is copied while others are still to come.
 
 A layer-wise update (``hooks/layerwise.py``) reports which tensors are updated. The updated tensors that the last
 checkpoint copied in the background are copied at once into the slot of the next checkpoint, several layers in one job
@@ -35,8 +35,8 @@ EAGER_JOB_NBYTES_MIN = 4 << 20
 """A job begins when the updated tensors that wait for a job have at least ``EAGER_JOB_NBYTES_MIN`` bytes, and at least
 the ``EAGER_JOBS_MAX``-th part of the bytes that a checkpoint copies in the background."""
 CHECKED_COPIES_MIN = 3
-"""The first ``CHECKED_COPIES_MIN`` eager copies of each tensor are checked with checksums. Of later copies, all
-signatures are compared, but checksums only of one parameter after the other (``EagerCopies._needs_checksums``)."""
+"""The first ``CHECKED_COPIES_MIN`` eager copies of each tensor are checked with checksums. Later ones are checked by
+their signatures, and those of two parameters of each update also with checksums (``EagerCopies._needs_checksums``)."""
 
 
 class EagerCopies:
@@ -83,9 +83,10 @@ class EagerCopies:
 
     def reusable(self, background: Sequence[Live], numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
         """Return the record numbers of the eager copies that the checkpoint can use, and the number of eager copies
-        that it cannot use. If there are any of the latter, wait until all eager copies have ended, so that no unusable
-        copy overwrites the copy that replaces it. ``background``: the tensors that the checkpoint copies in the
-        background. ``numbers``: the record numbers of these tensors."""
+        that it cannot use. The caller copies a tensor with an unusable copy again, to the same place. If there is such
+        a copy, this method first waits until all eager copies have ended, so that none overwrites a new copy.
+        ``background``: the tensors that the checkpoint copies in the background. ``numbers``: the record numbers of
+        these tensors."""
         if self._begun is None:
             return NO_RECORDS, 0
         begun = self._begun
@@ -98,9 +99,9 @@ class EagerCopies:
         return np.array([one.number for one in good], np.int64), n_unusable
 
     def _wrong(self, begun: _UpdateCopies, copies: Sequence[_Copy]) -> set[_Copy]:
-        """Return the wrong copies. The present bytes of a tensor are compared twice: with its bytes right after its
-        update (if these differ, the tensor was ``written``), and with the bytes in the slot. Only copies with checksums
-        are examined. But if one tensor was written, the bytes in the slot are compared for all copies."""
+        """Return the wrong copies. A copy with checksums is wrong if the tensor no longer holds the bytes that it held
+        right after its update, or if the slot holds other bytes than the tensor. In the first case something wrote to
+        the tensor after its update. Then the copies without checksums are also compared with their tensors."""
         self._turn += 1
         self._n_params = begun.n_params
         now: dict[_Copy, npt.NDArray[np.uint32]] = {}
@@ -171,8 +172,8 @@ class _UpdateCopies:
         return len(self._copies)
 
     def add(self, tensors: Iterable[torch.Tensor], jobs_max: int, not_eager: set[str]) -> None:
-        """Copy those of these updated tensors that the last checkpoint copied in the background, that its table still
-        describes, and whose names are not in ``not_eager``."""
+        """Copy updated tensors. A tensor is left out if the last checkpoint did not copy it in the background, if its
+        record no longer describes it, or if its name is in ``not_eager``."""
         for tensor in tensors:
             found = self._table.background_of(tensor)
             if found is None or found[0].name in not_eager or not self._tables.describes(*found):

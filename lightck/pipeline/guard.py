@@ -157,9 +157,10 @@ class WriteGuard:
     # -- until it commits
 
     def changed(self, checkpoint: InFlightCheckpoint) -> Rejection | None:
-        """Return a rejection if a source has another signature than at the boundary, that is, if something wrote to it;
-        otherwise None. Its copy may hold bytes from before and from after the write. To copy it again would not help,
-        because the new copy would contain the write, and a training that resumes from it would make the write again."""
+        """Return a rejection if a source has another signature than at the boundary, because something wrote to the
+        source; otherwise None. The copy of such a source may hold bytes from before and from after the write. To copy
+        the source again would not help: the new copy would contain the write, and a training that resumes from the
+        new copy would make the write again."""
         watched = checkpoint.watched
         names = [watched.lives[i].name for i in watched.changed()]
         who = "a forward" if watched.forward_seen else "something between the end of the step and the next forward"

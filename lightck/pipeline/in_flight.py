@@ -25,8 +25,8 @@ class InFlightCheckpoint:
     watched: SourceWatch
     step: int
     needs_no_validation: bool
-    """Whether no later write can reach the copies of the checkpoint: each is made at the boundary by the host, or by a
-    device before the work that is queued on it after the boundary."""
+    """Whether no later write can reach the copies of the checkpoint. The host makes these copies at the boundary; a
+    device makes them before it does any work that is queued after the boundary."""
 
     @property
     def n_jobs(self) -> int:
@@ -42,9 +42,9 @@ class InFlightCheckpoint:
     def drop(self, reason: str, names: Sequence[str]) -> None:
         """Give the checkpoint up with a warning that names the tensors."""
         log.warning(
-            "lightck: the checkpoint of step %d is given up: %s. Tensor: %s. From now on this tensor is copied at the "
-            "end of each step, before training goes on. If the loop swaps weights and puts them back, let it do so "
-            "inside `with session.paused():`.",
+            "lightck: the checkpoint of step %d is given up: %s. Tensor: %s. The copy may mix bytes from before and "
+            "after the write. From now on this tensor is copied at the end of each step, before training goes on. If "
+            "the loop swaps weights and puts them back, let it do so inside `with session.paused():`.",
             self.step,
             reason,
             listed(names),

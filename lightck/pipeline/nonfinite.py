@@ -129,7 +129,7 @@ def _is_watched(live: Live) -> bool:
 def _is_mask(tensor: torch.Tensor) -> bool:
     """Whether the tensor holds infinities but no NaN, as attention masks do."""
     tensor = tensor.detach()
-    return not _all_finite([tensor]) and not bool(torch.isnan(_with_isfinite(tensor)).any())
+    return not _all_finite([tensor]) and not bool(torch.isnan(_in_checkable_dtype(tensor)).any())
 
 
 def _window(tensor: torch.Tensor, turn: int) -> torch.Tensor:
@@ -151,8 +151,9 @@ def _consecutive_values(tensor: torch.Tensor, start: int, size: int) -> torch.Te
     return tensor.as_strided((size,), (1,), tensor.storage_offset() + start)
 
 
-def _with_isfinite(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert float8, for which torch has no ``isfinite``, to float32. Return any other tensor as it is."""
+def _in_checkable_dtype(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a float8 tensor as float32, because torch has no ``isfinite`` for float8. Return any other tensor as it
+    is."""
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor
 
 
@@ -161,6 +162,6 @@ def _all_finite(samples: Iterable[torch.Tensor]) -> bool:
     hundreds of tensors."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for sample in samples:
-        sample = _with_isfinite(sample)
+        sample = _in_checkable_dtype(sample)
         kinds.setdefault((sample.dtype, sample.device), []).append(sample.reshape(-1))
     return all(bool(torch.isfinite(torch.cat(same)).all()) for same in kinds.values())

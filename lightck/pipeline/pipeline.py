@@ -80,8 +80,9 @@ class Pipeline:
         self._strategy, self._meter, self._check = strategy, meter, check
         self._in_flight: list[InFlightCheckpoint] = []
         self._tables: WriteTableCache | None = None
-        self._writes_all = True
-        """Whether the last plan used each write table unchanged, and left out no tensor (``WriteTable.without``)."""
+        self._plan_has_all_tables = True
+        """Whether the last plan contained every write table as the strategy got it. False if the strategy took a tensor
+        out of a table (``WriteTable.without``)."""
         self._newest: tuple[PoolWriter, Slot, int] | None = None
         """Where the newest checkpoint lies, committed or not: writer of its pool, slot, generation."""
         self._was_given_up = False
@@ -95,7 +96,7 @@ class Pipeline:
     @property
     def on_background_thread(self) -> bool:
         """Whether the caller runs on a background thread of this pipeline, for which ``close`` waits."""
-        return self.staging.is_staging_thread or self.events.called_from_own_thread
+        return self.staging.is_transfer_thread or self.events.called_from_own_thread
 
     def adopted(
         self, step: int, copied_at_boundary: Sequence[str], slots: int | None, generation: int, stale_after: int | None
@@ -128,8 +129,8 @@ class Pipeline:
 
     def begin_checkpoint(self, closed_step: ClosedStep) -> None:
         """Begin to write the checkpoint of a closed step, if the commit decisions allow it. When this returns, the
-        copies at the boundary are made. The checkpoint is committed if a relayout was needed, or if the last one was
-        given up and a group of ranks waits for this one."""
+        copies at the boundary are made. In two cases this method also waits for the commit: if a relayout was needed,
+        and if the last checkpoint was given up in the pool of a rank."""
         self._collect_ended()
         self._newest = None
         self.guard.copied_at_boundary.update(closed_step.written_outside_step)
@@ -170,7 +171,7 @@ class Pipeline:
         tables = self._tables_of(writer, closed_step)
         slot = self._take_slot(writer)
         plan = self._strategy.plan(closed_step, tables, self.guard.target(writer, slot))
-        self._writes_all = all(planned is given for planned, given in zip_longest(plan.tables, tables))
+        self._plan_has_all_tables = all(planned is given for planned, given in zip_longest(plan.tables, tables))
         return self.submit(writer, slot, plan)
 
     def _tables_of(self, writer: PoolWriter, closed_step: ClosedStep) -> list[WriteTable]:
@@ -180,7 +181,7 @@ class Pipeline:
         try:
             return self._tables.of(closed_step, self.guard.copied_at_boundary)
         except NoExtentError as need:
-            self.finish()  # ``add`` replaces each ``Slot.image``, and the copies write their checksums into it
+            self.finish()  # running copies write checksums into each ``Slot.image``, and ``add`` replaces the images
             self.eager.drop()
             self._tables.add(need.entries, closed_step.lives)
             return self._tables.of(closed_step, self.guard.copied_at_boundary)
@@ -194,8 +195,7 @@ class Pipeline:
         with self.staging.sending(writer, slot, submission, self.eager.reservation, jobs_max) as (reservation, sent):
             watched = self.guard.watch(submission, writer)
             pending = writer.begin(submission.copy_plan(copied, sent), slot, submission.keep_alive, reservation)
-        # From here on nothing must fail until the InFlightCheckpoint exists: no other object ends the job and frees the
-        # slot.
+        # Only an InFlightCheckpoint ends the job and frees the slot, so nothing may raise before it is created.
         closed_step = plan.closed_step
         needs_no_validation = not submission.background
         checkpoint = InFlightCheckpoint(pending, watched, closed_step.step, needs_no_validation)
@@ -229,7 +229,7 @@ class Pipeline:
         copies."""
         self.wait_policy.checkpoint_begins(eager=True)
         tables, writer = self._tables, self.pool.writer
-        if tables is None or writer is None or tables.writer is not writer or not self._writes_all:
+        if tables is None or writer is None or tables.writer is not writer or not self._plan_has_all_tables:
             return  # if the strategy leaves out some of these tensors, they must not be copied
         jobs_max = job_budget(self._in_flight, self._uncommitted_max)
         if jobs_max > 0 and self.eager.wants_slot(tables):

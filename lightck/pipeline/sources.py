@@ -94,7 +94,7 @@ class SourceWatch:
 
     def differing(
         self,
-        raw: npt.NDArray[np.uint32],
+        copied_crcs: npt.NDArray[np.uint32],
         crcs_of_record: Callable[[int], npt.NDArray[np.uint32]],
         block: int,
         turn: int,
@@ -102,14 +102,14 @@ class SourceWatch:
     ) -> list[str]:
         """Return the names of tensors whose copies are wrong. The copies of blocks that were read at the boundary are
         compared with what was read. One block of one source on a device is read now and compared with its copy. With
-        ``whole``, all sources in host memory are also read now and compared. ``raw``: checksums of all copied blocks.
-        ``crcs_of_record``: record number -> checksums of its copied blocks. ``block``: bytes per block. ``turn``: a
-        counter of checkpoints, which chooses the block on a device."""
+        ``whole``, all sources in host memory are also read now and compared. ``copied_crcs``: checksums of all copied
+        blocks. ``crcs_of_record``: record number -> checksums of its copied blocks. ``block``: bytes per block.
+        ``turn``: a counter of checkpoints, which chooses the block on a device."""
         places, at_boundary, owners = self._at_boundary
-        wrong = set(owners[raw[places] != at_boundary].tolist())
+        wrong = set(owners[copied_crcs[places] != at_boundary].tolist())
         if whole and len(self._blocks):
             again = self._blocks.checksums()
-            wrong |= set(self._blocks.owners[raw[self._blocks.checksum_positions] != again].tolist())
+            wrong |= set(self._blocks.owners[copied_crcs[self._blocks.checksum_positions] != again].tolist())
         if self._on_devices:
             i = self._on_devices[turn % len(self._on_devices)]
             copied, index = crcs_of_record(self.numbers[i]), turn // len(self._on_devices)
@@ -134,21 +134,21 @@ class _Known:
     """Keeps the tensor's memory alive, so that no other tensor can get the same address."""
     signature: Signature
     crcs: npt.NDArray[np.uint32]
-    is_proved: bool
-    """Whether two checkpoints in a row wrote equal bytes of the tensor."""
+    can_be_left_out: bool
+    """Whether two checkpoints in a row wrote equal bytes of the tensor, so that later ones may leave it out."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Proved:
-    """The proved tensors, prepared for reading them again. ``names``, ``blocks``: names and blocks of those in plain
-    host memory."""
+class _LeftOut:
+    """The tensors that can be left out, prepared for reading them again. ``names``, ``blocks``: names and blocks of
+    the tensors in plain host memory."""
 
     names: list[str]
     blocks: Blocks
     crcs: npt.NDArray[np.uint32]
     """The checksums of ``blocks``, as the checkpoints hold them."""
-    others: list[str]
-    """Names of the proved tensors that can be read only through a copy."""
+    read_by_copy: list[str]
+    """Names of the tensors that can be read only through a copy."""
 
 
 class _Rounds:
@@ -166,7 +166,8 @@ class _Rounds:
         self.verified_until = self._began = generation
 
     def ended(self, generation: int) -> None:
-        """Note that the last tensor of the round was read just now. ``generation``: as in ``all_read``."""
+        """Note that the last tensor of the round was read just now. ``generation``: as in ``all_read``. Every tensor
+        was read after the round began, so the checkpoints up to generation ``_began`` hold the group's right bytes."""
         self.verified_until = self._began if self._began is not None else self.verified_until
         self._began = generation
 
@@ -187,21 +188,21 @@ class UnchangedTensors:
         them after a boundary."""
         self._known: dict[str, _Known] = {}
         self._turn = RoundRobin()
-        self._proved: _Proved | None = None
-        self._others_turn = 0
-        """Position in ``_Proved.others`` of the tensor that is read next."""
-        self._rounds, self._rounds_of_others = _Rounds(), _Rounds()
+        self._left_out: _LeftOut | None = None
+        self._by_copy_turn = 0
+        """Position in ``_LeftOut.read_by_copy`` of the tensor that is read next."""
+        self._rounds, self._rounds_by_copy = _Rounds(), _Rounds()
 
     @property
     def verified_until(self) -> int:
         """The newest generation in which the left-out tensors of both groups are known to have been unchanged."""
-        return min(self._rounds.verified_until, self._rounds_of_others.verified_until)
+        return min(self._rounds.verified_until, self._rounds_by_copy.verified_until)
 
     def crcs_if_unchanged(self, live: Live) -> npt.NDArray[np.uint32] | None:
         """Return the checksums that a slot must hold so that this tensor can be left out; None if the tensor must be
         written."""
         known = self._known.get(live.name)
-        if known is None or not known.is_proved or live.name in self.copied_at_boundary:
+        if known is None or not known.can_be_left_out or live.name in self.copied_at_boundary:
             return None
         if known.tensor is not live.tensor or known.signature != signature_of(live.tensor):
             return None
@@ -211,11 +212,11 @@ class UnchangedTensors:
         """Note that a checkpoint wrote this frozen tensor, with these checksums."""
         before = self._known.get(live.name)
         is_equal = before is not None and np.array_equal(before.crcs, crcs)
-        is_proved = is_equal and live.name not in self.copied_at_boundary
+        can_be_left_out = is_equal and live.name not in self.copied_at_boundary
         self._known[live.name] = _Known(
-            live.tensor, storage_of(live.tensor), signature_of(live.tensor), crcs.copy(), is_proved
+            live.tensor, storage_of(live.tensor), signature_of(live.tensor), crcs.copy(), can_be_left_out
         )
-        if is_proved or (before is not None and before.is_proved):
+        if can_be_left_out or (before is not None and before.can_be_left_out):
             self._discard_rounds()
 
     def retain(self, lives: Sequence[Live]) -> None:
@@ -240,9 +241,9 @@ class UnchangedTensors:
 
     def _discard_rounds(self) -> None:
         """Discard the present rounds, because the set of tensors to read has changed."""
-        self._proved = None
+        self._left_out = None
         self._rounds.group_changed()
-        self._rounds_of_others.group_changed()
+        self._rounds_by_copy.group_changed()
 
     def reread(self, generation: int, block: int, budget: int | None) -> tuple[set[str], int]:
         """Read again some of the tensors that are left out, before the next checkpoint is made. Return the names of the
@@ -252,52 +253,52 @@ class UnchangedTensors:
         checksum. ``budget``: how many bytes in plain host memory are read (None: all)."""
         if not self._known:
             return set(), 0
-        self._proved = proved = self._proved or self._proved_now(block)
-        chosen, ends_round = self._turn.next_blocks(proved.blocks, budget)
-        other_wrong, others_end = self._other_differing(proved.others, block)
-        wrong = self._differing(proved, chosen) | other_wrong
+        self._left_out = left_out = self._left_out or self._left_out_now(block)
+        chosen, ends_round = self._turn.next_blocks(left_out.blocks, budget)
+        wrong_by_copy, ends_round_by_copy = self._differing_by_copy(left_out.read_by_copy, block)
+        wrong = self._differing(left_out, chosen) | wrong_by_copy
         if wrong:
-            wrong |= self._differing(proved, ALL)
+            wrong |= self._differing(left_out, ALL)
             self.copied_at_boundary |= wrong
             return wrong, 0
         if chosen is ALL:
             self._rounds.all_read(generation)
         elif ends_round:
             self._rounds.ended(generation)
-        if not proved.others:
-            self._rounds_of_others.all_read(generation)
-        elif others_end:
-            self._rounds_of_others.ended(generation)
-        return set(), int(proved.blocks.nbytes[chosen].sum())
+        if not left_out.read_by_copy:
+            self._rounds_by_copy.all_read(generation)
+        elif ends_round_by_copy:
+            self._rounds_by_copy.ended(generation)
+        return set(), int(left_out.blocks.nbytes[chosen].sum())
 
-    def _proved_now(self, block: int) -> _Proved:
-        proved = {name: known for name, known in self._known.items() if known.is_proved and len(known.crcs)}
-        here = {name: known for name, known in proved.items() if is_plain(known.tensor)}
-        counts = [len(known.crcs) for known in here.values()]
+    def _left_out_now(self, block: int) -> _LeftOut:
+        left_out = {name: known for name, known in self._known.items() if known.can_be_left_out and len(known.crcs)}
+        plain = {name: known for name, known in left_out.items() if is_plain(known.tensor)}
+        counts = [len(known.crcs) for known in plain.values()]
         blocks = Blocks.of(
-            [known.signature[1][0] for known in here.values()],  # addresses
-            [known.tensor.nbytes for known in here.values()],
+            [known.signature[1][0] for known in plain.values()],  # addresses
+            [known.tensor.nbytes for known in plain.values()],
             np.cumsum(counts, dtype=np.int64) - np.array(counts, np.int64),
             block,
         )
-        crcs = np.concatenate([known.crcs for known in here.values()] or [np.zeros(0, np.uint32)])
-        return _Proved(list(here), blocks, crcs, [name for name in proved if name not in here])
+        crcs = np.concatenate([known.crcs for known in plain.values()] or [np.zeros(0, np.uint32)])
+        return _LeftOut(list(plain), blocks, crcs, [name for name in left_out if name not in plain])
 
-    def _differing(self, proved: _Proved, chosen: Positions | slice) -> set[str]:
+    def _differing(self, left_out: _LeftOut, chosen: Positions | slice) -> set[str]:
         """Return the names of tensors whose bytes in these blocks differ, although their signatures are unchanged. A
         tensor with a changed signature is not returned, because the next checkpoint writes it in any case."""
-        blocks = proved.blocks
-        differ = blocks.checksums(chosen) != proved.crcs[blocks.checksum_positions[chosen]]
-        found = {proved.names[i] for i in blocks.owners[chosen][differ].tolist()}
+        blocks = left_out.blocks
+        differ = blocks.checksums(chosen) != left_out.crcs[blocks.checksum_positions[chosen]]
+        found = {left_out.names[i] for i in blocks.owners[chosen][differ].tolist()}
         return {name for name in found if self._has_same_signature(name)}
 
-    def _other_differing(self, names: Sequence[str], block: int) -> tuple[set[str], bool]:
+    def _differing_by_copy(self, names: Sequence[str], block: int) -> tuple[set[str], bool]:
         """Do what ``_differing`` does for the next tensors of ``names``, which can be read only through a copy. Of the
         tensors on devices, at most one is read. The second result is whether the last tensor of ``names`` was read,
         which ends the round."""
-        spent, start = 0, self._others_turn if self._others_turn < len(names) else 0
+        spent, start = 0, self._by_copy_turn if self._by_copy_turn < len(names) else 0
         for turn, name in enumerate(names[start:], start + 1):
-            self._others_turn = turn % len(names)
+            self._by_copy_turn = turn % len(names)
             known = self._known[name]
             if self._has_same_signature(name):
                 if not np.array_equal(checksums(in_plain_memory(on_host(known.tensor)), block), known.crcs):
@@ -305,7 +306,7 @@ class UnchangedTensors:
                 spent += known.tensor.nbytes
             if spent >= REREAD_BY_COPY_NBYTES or not known.tensor.is_cpu:
                 break
-        return set(), not self._others_turn
+        return set(), not self._by_copy_turn
 
     def _has_same_signature(self, name: str) -> bool:
         return self._known[name].signature == signature_of(self._known[name].tensor)

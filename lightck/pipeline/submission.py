@@ -105,8 +105,8 @@ class Submission:
 
 
 def _joined(arrays: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """Concatenate arrays of record numbers. If only one array has items, return this array and no copy, because the
-    writer of a pool recognises the array objects of a plan that it has seen."""
+    """Concatenate arrays of record numbers. If only one array has items, return this array and no copy: the pool's
+    writer reuses what it computed for a plan if the next plan contains the same array objects."""
     filled = [array for array in arrays if len(array)]
     if len(filled) > 1:
         return np.concatenate(filled)

@@ -10,9 +10,8 @@ T = TypeVar("T")
 
 
 class Margin(NamedTuple):
-    """By how much a cost must be lower than another cost c, to count as lower: it must be below
-    (1 - ``share``) * c - ``least``. With a negative ``share`` a higher cost can count as lower: with -0.01, a cost that
-    is up to 1 % higher."""
+    """A cost counts as lower than another cost c if it is below (1 - ``share``) * c - ``least``. With a negative
+    ``share``, a cost that is a little higher than c counts as lower, too: with -0.01, one that is up to 1 % higher."""
 
     share: float
     least: float = 0.0
@@ -21,16 +20,16 @@ class Margin(NamedTuple):
 class Trial(Generic[T]):
     """Compare alternatives, given in the order of the resources that they need, least first.
 
-    Every checkpoint of the trial is carried by the alternative that ``begin`` returns. When the checkpoint has ended,
+    Every checkpoint of the trial uses the alternative that ``begin`` returns. When the checkpoint has ended,
     the caller passes its costs to ``finish``, one cost for each margin. The first ``warm_up`` checkpoints do not count.
     Then each round gives every alternative a turn: first ``lead_in`` checkpoints that do not count, because the
     previous alternative may still affect them, and then one checkpoint that counts. Every second round has the reverse
     order, so that a drift of the costs affects all alike.
 
-    An alternative is better than another one if each of its median costs is lower than the same cost of the other one,
-    by the margin of that cost. The winner is the first alternative than which no other one is better. At least one
-    margin must have a share that is not negative; otherwise each of two alternatives could be better than the other. If
-    ``rounds`` is 0, the first alternative wins at once.
+    An alternative beats another one if each of its median costs is lower than the same cost of the other one, by the
+    margin of that cost. The winner is the first alternative that no other one beats. At least one margin must have a
+    share that is not negative; otherwise two alternatives could beat each other. If ``rounds`` is 0, the first
+    alternative wins at once.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Trial(Generic[T]):
         return min(len(self._costs[one]) for one in self.alternatives)
 
     def begin(self) -> T:
-        """Begin a checkpoint, and return the alternative that carries it."""
+        """Begin a checkpoint, and return the alternative that it uses."""
         self._checkpoints_left -= 1
         if self._checkpoints_left < 0 and not self.is_over:
             self.cancel()
@@ -80,8 +79,8 @@ class Trial(Generic[T]):
             self._advance()
 
     def withdraw(self, alternative: T) -> None:
-        """Remove an alternative. Call only while there is another one. If the removed alternative carried the present
-        checkpoint, the new ``current`` carries it instead."""
+        """Remove an alternative. Call only while there is another one. If the present checkpoint used the removed
+        alternative, it uses the new ``current`` instead."""
         self.alternatives.remove(alternative)
         self._turns = [one for one in self._turns if one != alternative]
         self._finished = min(self._finished, 0)
@@ -104,11 +103,9 @@ class Trial(Generic[T]):
 
     def _best(self) -> T:
         medians = {one: self.medians(one) for one in self.alternatives}
-        return next(
-            one for one in medians if not any(self._is_better(other, medians[one]) for other in medians.values())
-        )
+        return next(one for one in medians if not any(self._beats(other, medians[one]) for other in medians.values()))
 
-    def _is_better(self, first: list[float], second: list[float]) -> bool:
+    def _beats(self, first: list[float], second: list[float]) -> bool:
         """Whether each median in ``first`` is lower by its margin than the same median in ``second``. False if one of
         the two lists is empty."""
         if not first or not second:

@@ -22,7 +22,7 @@ from lightck.pool.engine import Engine, find_openmp
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
-OPENMP_OF = "libtorch_cpu.so"
+LIBRARY_WITH_OPENMP = "libtorch_cpu.so"
 """The library whose OpenMP threads can be made to wait passively."""
 TRIAL, PASSIVE = "trial", "passive"
 """Values of ``Meter.wait_policy``: a trial is running; passive waiting was chosen. None: the threads wait actively."""
@@ -43,7 +43,7 @@ _CHECKPOINTS_UNTIL_NEXT = 1000
 """Number of checkpoints from the end of the first trial to the second trial. It doubles after each trial, because
 trainings seldom change."""
 
-_ACTIVE, _PASSIVE = False, True
+_WAIT_ACTIVELY, _WAIT_PASSIVELY = False, True
 """The alternatives of a trial: whether the threads wait passively."""
 _NO_SLOWER, _LESS_WAITING = Margin(-0.01), Margin(0.5)
 """Passive waiting stays if the time from boundary to gate is at most 1 % longer, and the wait at the gate less than
@@ -67,14 +67,14 @@ class WaitPolicy:
         self._trial: Trial[bool] | None = None
         """Its alternatives: active and passive waiting. Its costs: the seconds from boundary to gate, and how many of
         these the training thread waited for copies."""
-        self._window: tuple[float, float] | None = None
-        """For a checkpoint in flight that is part of a trial: the time when it began, and ``Meter.wait_seconds`` at
-        that time. None if there is no such checkpoint."""
+        self._at_begin: tuple[float, float] | None = None
+        """The time when the checkpoint in flight began, and ``Meter.wait_seconds`` at that time. None if no checkpoint
+        that is part of a trial is in flight."""
         self._has_begun_eagerly = False
         """Whether the next checkpoint began with its eager copies, and so does not begin at its boundary."""
         self._was_starved = False
-        """Of the checkpoints that were committed since the last gate: whether the newest was starved. False if there
-        was none."""
+        """Whether the newest checkpoint that was committed since the last gate was starved. False if no checkpoint was
+        committed since."""
         self._starved: deque[bool] = deque(maxlen=_STARVED_WINDOW)
         """``_was_starved`` at the last gates."""
         self._checkpoints = 0
@@ -89,7 +89,7 @@ class WaitPolicy:
         has_begun, self._has_begun_eagerly = self._has_begun_eagerly, eager
         if has_begun or not self._is_on:
             return
-        self._window = None
+        self._at_begin = None
         if self._trial is None:
             wanted = self._is_passive and _has_thread_per_processor()
         else:
@@ -105,7 +105,7 @@ class WaitPolicy:
             self._is_on, self._is_passive, self._trial = False, False, None
             self._update_stats()
         elif self._trial is not None:
-            self._window = time.perf_counter(), self._meter.wait_seconds
+            self._at_begin = time.perf_counter(), self._meter.wait_seconds
 
     def checkpoint_ended(self, nbytes: int, nbytes_helped: int) -> None:
         """A checkpoint is committed. ``nbytes``: its bytes. ``nbytes_helped``: how many of these were copied by a
@@ -115,24 +115,27 @@ class WaitPolicy:
 
     def gate_passed(self) -> None:
         """All copies have ended, and the update may begin."""
-        window, self._window = self._window, None
+        at_begin, self._at_begin = self._at_begin, None
         self._starved.append(self._was_starved)
         self._was_starved = False
         if self._trial is None:
             self._start_trial_if_due()
-        elif window is not None:
-            trial, (began, waited) = self._trial, window
+        elif at_begin is not None:
+            trial, (began, waited) = self._trial, at_begin
             trial.finish(time.perf_counter() - began, self._meter.wait_seconds - waited)
-            if trial.rounds >= _ROUNDS_MIN and trial.medians(_PASSIVE)[0] > _MUCH_SLOWER * trial.medians(_ACTIVE)[0]:
-                trial.withdraw(_PASSIVE)
+            if (
+                trial.rounds >= _ROUNDS_MIN
+                and trial.medians(_WAIT_PASSIVELY)[0] > _MUCH_SLOWER * trial.medians(_WAIT_ACTIVELY)[0]
+            ):
+                trial.withdraw(_WAIT_PASSIVELY)
             self._decide_if_over(trial)
 
     def _start_trial_if_due(self) -> None:
         due = self._is_on and self._checkpoints >= self._next_trial
         if due and (self._is_passive or sum(self._starved) >= _STARVED_CHECKPOINTS) and _has_thread_per_processor():
-            self._is_on = find_openmp(OPENMP_OF)
+            self._is_on = find_openmp(LIBRARY_WITH_OPENMP)
             if self._is_on:
-                self._trial = Trial((_ACTIVE, _PASSIVE), (_NO_SLOWER, _LESS_WAITING), rounds=_ROUNDS)
+                self._trial = Trial((_WAIT_ACTIVELY, _WAIT_PASSIVELY), (_NO_SLOWER, _LESS_WAITING), rounds=_ROUNDS)
             self._update_stats()
 
     def _decide_if_over(self, trial: Trial[bool]) -> None:
@@ -140,9 +143,9 @@ class WaitPolicy:
             return
         waits = "sleep instead of spinning" if trial.current else "go on spinning, as usual,"
         log.info(
-            "lightck: OpenMP's idle threads %s while checkpoints are copied, because that costs less here: %s",
+            "lightck: OpenMP's idle threads %s while checkpoints are copied, because %s",
             waits,
-            _summary(trial),
+            _reason(trial),
         )
         self._trial, self._is_passive = None, trial.current
         self._starved.clear()
@@ -154,14 +157,15 @@ class WaitPolicy:
         self._meter.wait_policy = TRIAL if self._trial is not None else PASSIVE if self._is_passive else None
 
 
-def _summary(trial: Trial[bool]) -> str:
-    """Return the median times that decided the trial, for a message."""
-    passive, active = ([1e3 * seconds for seconds in trial.medians(one)] for one in (_PASSIVE, _ACTIVE))
+def _reason(trial: Trial[bool]) -> str:
+    """Return what decided the trial, with the median times, for a message."""
+    passive, active = ([1e3 * seconds for seconds in trial.medians(one)] for one in (_WAIT_PASSIVELY, _WAIT_ACTIVELY))
     if not passive or not active:
-        return "too few checkpoints were saved to compare the two"
+        return "too few checkpoints were saved to compare sleeping with spinning"
     return (
-        "from a checkpoint to the next update it took {:.1f} ms with sleeping threads (the training waited {:.1f} ms "
-        "of it for the copy), and {:.1f} ms with spinning ones ({:.1f} ms); these are medians".format(*passive, *active)
+        "that costs less here. Medians of the time from a checkpoint to the next update: {:.1f} ms with sleeping "
+        "threads, of which the training waited {:.1f} ms for the copy; {:.1f} ms with spinning threads, of which it "
+        "waited {:.1f} ms".format(*passive, *active)
     )
 
 

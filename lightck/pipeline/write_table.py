@@ -86,8 +86,8 @@ def _record(number: int, live: Live, entry: Entry) -> TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class StagedTensor:
-    """A tensor on a device. ``in_order``: it is sent in the order of the computation, because kernels that are queued
-    next may change it."""
+    """A tensor on a device. ``in_order``: it is sent in the order of the computation (its copy is enqueued on the
+    stream of the computation), because kernels that are enqueued next may change it."""
 
     live: Live
     record: TensorRecord
@@ -133,7 +133,7 @@ class WriteTable:
         """Return a copy of this table without these record numbers, for a plan that leaves them out
         (``WritePlan.unchanged``). ``without_bytes`` and ``undecided`` stay as they are."""
         stays = ~np.isin(self.numbers, np.fromiter(left_out, np.int64, len(left_out)))
-        later = [i for i, number in enumerate(self.background_numbers) if number not in left_out]
+        in_background = [i for i, number in enumerate(self.background_numbers) if number not in left_out]
         return WriteTable(
             None,
             self.n_names_at_boundary,
@@ -141,9 +141,9 @@ class WriteTable:
             self.numbers[stays],
             self.sources[stays],
             self.at_boundary[stays],
-            [self.keep_alive[i] for i in later],
-            [self.background[i] for i in later],
-            [self.background_numbers[i] for i in later],
+            [self.keep_alive[i] for i in in_background],
+            [self.background[i] for i in in_background],
+            [self.background_numbers[i] for i in in_background],
             self.without_bytes,
             self.undecided,
             [one for one in self.staged if one.record.number not in left_out],
@@ -195,7 +195,7 @@ def write_table(
             written.append((live, record, record.at_boundary or live.name in copied_at_boundary))
     if sum(record.nbytes for _, record, _ in written) <= whole_nbytes_max:
         written = [(live, record, True) for live, record, _ in written]
-    later = [(live, record.number) for live, record, at_boundary in written if not at_boundary]
+    in_background = [(live, record.number) for live, record, at_boundary in written if not at_boundary]
     return WriteTable(
         token,
         len(copied_at_boundary),
@@ -203,9 +203,9 @@ def write_table(
         np.array([record.number for _, record, _ in written], np.int64),
         np.array([record.address for _, record, _ in written], np.uint64),
         np.array([at_boundary for _, _, at_boundary in written], np.bool_),
-        [storage_of(live.tensor) for live, _ in later],
-        [live for live, _ in later],
-        [number for _, number in later],
+        [storage_of(live.tensor) for live, _ in in_background],
+        [live for live, _ in in_background],
+        [number for _, number in in_background],
         np.array(without_bytes, np.int64),
         undecided,
         staged,

@@ -63,8 +63,8 @@ def read_commit_log(sb: Superblock, read: Callable[[int, int], bytes]) -> Commit
 
 
 def is_dead(record: CommitRecord, commit_log: CommitLog) -> bool:
-    """Whether a later adoption went back to a checkpoint that is older than the checkpoint of this record. Such a
-    record is not resumed."""
+    """Whether a later adoption went back to a checkpoint that is older than the checkpoint of this record. Recovery
+    does not resume from the checkpoint of a dead record, unless its step is requested (``candidates``)."""
     return any(
         other.kind == KIND_ADOPTION and other.payload_generation < record.generation < other.generation
         for other in commit_log.records.values()

@@ -58,9 +58,9 @@ def create(
 
     ``slots``: number of slots. ``state_nbytes``: expected length of the small state. ``extras``: extra entries of an
     old pool, for which the reserve of each slot gets room. ``spare_nbytes``: further bytes of the reserve.
-    ``may_discard``: whether to remove what is at this path, because it is empty or no longer wanted, if the new pool
-    has no room beside it.
-    ``group``: if the pool is that of a rank; then entries may have pieces.
+    ``may_discard``: whether to remove what is at this path if the new pool has no room beside it. True only if what is
+    there is empty or no longer wanted. ``group``: the identity of a rank's pool, whose entries may have pieces; None
+    for another pool.
     """
     sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes, extras, group)
     container = _allocated(backend, path, sb.nbytes, may_discard)

@@ -1,7 +1,7 @@
 """The native engine and medium as Python objects: threads that copy, the mapping that they copy into, and jobs.
 
-The classes own native handles, which an explicit ``close`` frees, and turn status codes into errors. A wait consists of
-native calls of at most ``_SLICE_MS`` without the GIL. Python handles signals (Ctrl-C) between the calls.
+The classes turn status codes into errors. They own native handles, which an explicit ``close`` frees. A wait consists
+of native calls of at most ``_SLICE_MS`` without the GIL. Python handles signals (Ctrl-C) between the calls.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class JobInfo:
 
 def find_openmp(library: str) -> bool:
     """Find the GNU OpenMP that ``library`` (a file name) uses, for ``Engine.set_passive_waiting``. Returns False if the
-    library uses no GNU OpenMP, or one that is older than OpenMP 5.0.
+    library uses no GNU OpenMP, or one without OpenMP 5.0.
 
     The library must be loaded already. The first GNU OpenMP that is found is used for the whole process: after that,
     every call returns True."""
@@ -186,13 +186,13 @@ class Engine:
         """CPU time of all threads of the engine so far, in seconds, also after ``close``."""
         return self.query(lambda handle: lib.lck_engine_cpu_ns(handle) * 1e-9, self._cpu_seconds)
 
-    def query(self, call: Callable[[CData], T], closed: T) -> T:
-        """Return ``call(handle)``, or ``closed`` if the engine is closed or this process was forked from its owner. Any
-        thread can call this method at any time."""
+    def query(self, call: Callable[[CData], T], if_closed: T) -> T:
+        """Return ``call(handle)``, or ``if_closed`` if the engine is closed or this process is a forked child
+        (``is_forked``). Any thread can call this method at any time."""
         if self.is_forked:  # another thread of the parent may have held the lock at the fork
-            return closed
+            return if_closed
         with self._handle_lock:
-            return closed if self.handle is None else call(self.handle)
+            return if_closed if self.handle is None else call(self.handle)
 
     @property
     def is_forked(self) -> bool:
@@ -299,9 +299,9 @@ class Job:
         """Wait until all bytes are copied (``COPIED``) or the job has ended (``ENDED``), and copy on this thread
         meanwhile.
 
-        Returns True when that is so, and False if ``timeout`` seconds pass before. ``pause`` is called after every
-        ``_SLICE_MS`` of waiting. An exception that ``pause`` raises ends the wait and leaves the job unchanged. Raises
-        ``BackgroundError`` if the job failed or was dropped.
+        Returns True when the job has reached ``until``, and False if ``timeout`` seconds pass before. ``pause`` is
+        called after every ``_SLICE_MS`` of waiting. An exception that ``pause`` raises ends the wait and leaves the job
+        unchanged. Raises ``BackgroundError`` if the job failed or was dropped.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         for part in self.parts:
@@ -324,7 +324,7 @@ class Job:
         out = self._info_struct
         check(lib.lck_job_info_get(self._engine.handle, self._ticket, out), "reading the state of a checkpoint")
         own = JobInfo(out.state, out.nbytes, out.nbytes_helped)
-        return own if not self.parts else _together(own, [part.info() for part in self.parts])
+        return own if not self.parts else _combined(own, [part.info() for part in self.parts])
 
     @property
     def has_ended(self) -> bool:
@@ -369,7 +369,7 @@ class Job:
         ) from self._why
 
 
-def _together(own: JobInfo, parts: Sequence[JobInfo]) -> JobInfo:
+def _combined(own: JobInfo, parts: Sequence[JobInfo]) -> JobInfo:
     """Return the progress of a checkpoint whose committing job (``own``) has parts. The checkpoint is copied when all
     of its jobs are copied, and failed as soon as a part has failed or was dropped."""
     state = own.state

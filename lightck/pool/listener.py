@@ -39,8 +39,8 @@ class CommitListener:
         return ()
 
     def carry(self, new: PoolWriter) -> None:
-        """Commit the checkpoints that ``checkpoints_to_carry`` returned to the new file, which is not visible at the
-        pool's path yet. If this method raises, the old file stays in use."""
+        """Commit, in the new file, the checkpoints that ``checkpoints_to_carry`` returned. The new file is not visible
+        at the pool's path yet. If this method raises, the old file stays in use."""
 
     def relayout_done(self, new: PoolWriter) -> None:
         """The new file has replaced the old one."""

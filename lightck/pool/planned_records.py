@@ -44,13 +44,13 @@ class PlannedRecords:
         """The two columns of the image's records that change: generations and steps. None if the plan does not write
         every record."""
 
-    def are_of(self, plan: CopyPlan, template: npt.NDArray[np.void]) -> bool:
+    def matches(self, plan: CopyPlan, template: npt.NDArray[np.void]) -> bool:
         """Whether these records were computed for the arrays of this plan and for this template."""
         return template is self._template and all(map(is_, self._arrays, _arrays_of(plan)))
 
     def write(self, image: SlotImage) -> None:
-        """Write into the image what stays the same, and mark the bytes of the records that the plan writes as being in
-        the slot (``SlotImage.in_slot``)."""
+        """Write into the image what stays the same. Set ``SlotImage.in_slot`` to True for the records that the plan
+        writes, and to False for the records that the plan does not list."""
         records, written = image.records, self._written
         records["offset"][written] = self._template["dst"][written]
         records["crc"][written] = self._template["crc_index"][written]
@@ -81,7 +81,8 @@ def copies_of(
     records: npt.NDArray[np.int64],
     sources: npt.NDArray[np.uint64] | int,
 ) -> npt.NDArray[np.void]:
-    """Return the copy array for these records of a slot, without flags. ``sources``: addresses of the bytes."""
+    """Return the copy array for these records of a slot, without flags. ``sources``: address of each record's
+    bytes; 0: the records have no source, because a device stores the bytes."""
     copies = template[records]
     copies["dst"] += np.uint64(slot_offset)
     copies["src"] = sources

@@ -89,7 +89,7 @@ class PoolReader:
         """The last medium error of ``read``."""
         self.superblock = self._read_superblock()
         self.group: GroupIdentity | None = None
-        """If the pool is that of a rank: its place in the group. Then entries may have pieces."""
+        """The identity of a rank's pool, whose entries may have pieces; None for another pool."""
         self.table, self.entries = self._read_table()
 
     @property
@@ -170,9 +170,9 @@ class PoolReader:
         )
 
     def _matching_superblock(self, first: Superblock, last: Superblock) -> Superblock:
-        """Return that one of two valid superblocks which belongs to this pool. If the two differ, one of them belongs
-        to another pool and was written here by mistake. Checked with the uuid of that other pool, no commit record of
-        this pool is valid."""
+        """Return the superblock that belongs to this pool. ``first``, ``last``: the two copies, both valid. If they
+        differ, one of them belongs to another pool and was written here by mistake. The commit log has valid records
+        only with the uuid of the right one."""
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first
@@ -356,10 +356,10 @@ class StoredCheckpoint:
         self.crcs = np.frombuffer(manifest, "<u4", header.crcs_count, offset=header.crcs_offset)
         self.state = manifest[header.state_offset : header.state_offset + header.state_nbytes]
         self.extras = extras
-        self._all = reader.entries + extras
+        self._record_entries = reader.entries + extras
         """The entry of each record, also of a record whose tensor is not in this checkpoint."""
         self._index = self._present()
-        self.entries: dict[str, Entry] = {name: self._all[number] for name, number in self._index.items()}
+        self.entries: dict[str, Entry] = {name: self._record_entries[number] for name, number in self._index.items()}
         """The tensors of this checkpoint by name."""
         layout.check_ties(self.entries)
 
@@ -368,7 +368,7 @@ class StoredCheckpoint:
         fit its entry, or if a name occurs twice."""
         block, n_crcs, present = self.reader.superblock.block, len(self.crcs), {}
         columns = (self.records[name].tolist() for name in ("generation", "offset", "crc"))
-        for number, (entry, generation, offset, crc) in enumerate(zip(self._all, *columns, strict=True)):
+        for number, (entry, generation, offset, crc) in enumerate(zip(self._record_entries, *columns, strict=True)):
             if not generation:
                 continue
             if offset != entry.offset or crc + blocks_of(entry.nbytes, block) > n_crcs:
@@ -390,7 +390,7 @@ class StoredCheckpoint:
         """Read the bytes of one tensor to the memory at ``address``; 0: only verify the bytes. Raises ``DamagedError``
         at the first bad block, and ``PoolIOError``."""
         number = self._index[name]
-        entry, record = self._all[number], self.records[number]
+        entry, record = self._record_entries[number], self.records[number]
         if not entry.nbytes:
             return
         bad = ffi.new("uint64_t *")
@@ -417,7 +417,7 @@ class StoredCheckpoint:
         if not places:
             return
         numbers = [self._index[name] for name, _ in places]
-        nbytes = [self._all[number].nbytes for number in numbers]
+        nbytes = [self._record_entries[number].nbytes for number in numbers]
         threads = read_threads() if sum(nbytes) >= PARALLEL_READ_NBYTES_MIN else 1
         records = self.records[numbers]
         reads = np.zeros(len(places), READ_DTYPE)
@@ -444,7 +444,7 @@ class StoredCheckpoint:
         """Return the unseeded checksum of each block of a tensor, from the manifest. Equal bytes have equal ones, also
         in another pool (if its blocks have the same size)."""
         number, record = self._index[name], self.records[self._index[name]]
-        n_blocks = blocks_of(self._all[number].nbytes, self.reader.superblock.block)
+        n_blocks = blocks_of(self._record_entries[number].nbytes, self.reader.superblock.block)
         stored = self.crcs[int(record["crc"]) :][:n_blocks].tolist()
         pool, generation = uuid_words(self.header.origin), int(record["generation"])
         return [crc ^ lib.lck_block_seed(*pool, number, generation, block) for block, crc in enumerate(stored)]
@@ -465,15 +465,15 @@ class StoredCheckpoint:
             fact = f"The tensor {name!r} in the pool {self.reader.path!r} cannot be read"
             raise io_error(fact, _native.errno_of(status), _native.reason(status))
 
-    def is_intact(self) -> bool:
+    def owns_slot(self) -> bool:
         """Whether the slot still belongs to this checkpoint. (A process that writes to the pool can reuse the slot, or
-        strike the checkpoint, while this process reads it.) This method checks no payload."""
+        strike the checkpoint, while this process reads it.)"""
         return not self.reader.is_reused(self.record)
 
     def verify(self) -> None:
         """Read and verify every block. Raises ``DamagedError`` or ``PoolIOError``."""
         self.read_many([(name, 0) for name in self._index])
-        if not self.is_intact():
+        if not self.owns_slot():
             raise DamagedError("its slot was reused while it was read")
 
 
@@ -487,7 +487,7 @@ def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolR
     ``refuse_unwritable``, then open the container for reading and writing. Raises ``PoolError``."""
     from lightck.pool.storage.backends import backend_for
 
-    emulation.active_profile()  # the first call reads LIGHTCK_EMULATE, which also slows reads down
+    emulation.active_profile()  # the first call reads LIGHTCK_EMULATE, so that reads are slowed down too
     kind = backend_for(path, backend)
     if write:  # check before the open for writing, which changes the backend's own structures in the file (PMDK)
         with contextlib.closing(_reader_of(kind.open(path, write=False), path)) as reader:

@@ -85,8 +85,8 @@ class Slot:
     in_flight: bool = False
     """Whether the slot belongs to a checkpoint in flight or to a reservation."""
     original_generation: int | None = None
-    """The generation that the checkpoint had before a relayout carried it over (before the first one, if there were
-    several in this session). None if no relayout of this session carried it over."""
+    """The generation that the checkpoint had before the first relayout of this session that carried it over. None if
+    no relayout of this session carried it over."""
 
 
 @dataclass(slots=True)
@@ -111,9 +111,9 @@ class Slots:
         overwritten."""
         kept = held | {self.protected}
         free = [s for s in self.slots if s.index not in kept and not s.is_bad and not s.in_flight]
-        return min(free, key=self._rank, default=None)
+        return min(free, key=self._sort_key, default=None)
 
-    def _rank(self, slot: Slot) -> tuple[bool, int]:
+    def _sort_key(self, slot: Slot) -> tuple[bool, int]:
         """Return the sort key of ``choose``, which takes the slot with the smallest key."""
         low, high = self.dead
         is_live = slot.generation is not None and not low < slot.generation < high

@@ -150,8 +150,8 @@ class PoolWriter:
         sb = self.superblock
         self._compute_template()
         self.slots = Slots([self._slot(i) for i in range(len(sb.slots))])
-        # A slot may hold a checkpoint that never committed. The adoption record must make that checkpoint dead, and so
-        # must have a larger generation than this checkpoint.
+        # A slot may hold a checkpoint that never committed. The adoption record makes that checkpoint dead only if the
+        # record's generation is larger than the checkpoint's.
         self.generation = max(self.generation, *(slot.generation or 0 for slot in self.slots.slots))
         self._engine.run_on(processors_near(self.durability.numa_node, self._engine.threads))
         if self.durability.tier != TIER_DISK:  # populating would read the whole pool from disk, and dirty all pages
@@ -191,7 +191,7 @@ class PoolWriter:
         """Whether the tensor that ``entry`` describes has an extent whose dtype, shape, strides, alias and device are
         those of ``entry``."""
         number = self.numbers.get(entry.name)
-        return number is not None and self.entries[number].fits(entry)
+        return number is not None and self.entries[number].can_hold(entry)
 
     def add(self, entries: Sequence[Entry], present: set[str]) -> None:
         """Find extents in the reserve for new or changed tensors. Raises ``RelayoutNeededError`` if there is no room.
@@ -332,8 +332,8 @@ class PoolWriter:
     def begin(self, plan: CopyPlan, slot: Slot, keep: object, reservation: Reservation | None = None) -> Pending:
         """Start a checkpoint: invalidate the slot, make the copies at the boundary, and queue the background copies.
 
-        ``keep``: an object that keeps the source memory alive. ``reservation``: the reservation of this slot, whose
-        copies have been started; their records are in ``plan.recorded_only``.
+        ``keep``: an object that keeps the source memory alive. ``reservation``: the reservation of this slot. Its
+        copies have been started, and ``plan.recorded_only`` contains the record numbers of these copies.
 
         Raises before anything is written: ``RelayoutNeededError`` if the small state has no room, ``SessionError`` if
         the plan is incomplete or leaves out a tensor whose present bytes are not in the slot, ``BackgroundError`` if
@@ -403,9 +403,9 @@ class PoolWriter:
         return status, ticket[0]
 
     def _planned(self, slot: Slot, plan: CopyPlan) -> PlannedRecords:
-        """Return what this checkpoint has in common with the last one of the slot, or compute it."""
+        """Return the records of the slot's last checkpoint if they match this plan, else new ones."""
         planned = slot.image.planned
-        if planned is not None and planned.are_of(plan, self._template):
+        if planned is not None and planned.matches(plan, self._template):
             return planned
         return PlannedRecords(plan, self._template, slot.offset)
 
@@ -462,7 +462,7 @@ class PoolWriter:
     def _fill_commit_struct(
         self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int
     ) -> Commit:
-        """Fill ``_commit_struct`` and return it. ``position``: of the commit record in the log."""
+        """Fill ``_commit_struct`` and return it. ``position``: position of the commit record in the log."""
         sb = self.superblock
         lo, hi = uuid_words(sb.uuid)
         commit = self._commit_struct

@@ -69,7 +69,7 @@ class Trace:
 
     def rows(self) -> list[str]:
         """Return the names of the rows that have events, in the order in which the rows are shown."""
-        return sorted({event.row for event in self.events}, key=_place)
+        return sorted({event.row for event in self.events}, key=_sort_key)
 
     def of(self, *rows: str) -> list[Event]:
         return [event for event in self.events if event.row in rows]
@@ -85,7 +85,7 @@ def is_own(row: str) -> bool:
     return row.startswith("copy") or (row in _ORDER and row != COMMUNICATION)
 
 
-def _place(row: str) -> tuple[int, str]:
+def _sort_key(row: str) -> tuple[int, str]:
     """Return the key by which rows are sorted."""
     kind = COPY if row.startswith(COPY) else row
     return (_ORDER.index(kind) if kind in _ORDER else len(_ORDER), row)

@@ -28,7 +28,7 @@ _NODES_MAX = 32
 """The largest number of autograd nodes that get hooks for one call of a module."""
 
 
-class Layers:
+class ModuleHooks:
     """The hooks on the modules of one model. ``add`` is called with each event. ``guard`` wraps each hook so that no
     exception of the hook reaches the training."""
 
@@ -166,7 +166,7 @@ class Layers:
             self._last_seen = time.monotonic_ns()
 
     def _module_over(self, end: int) -> None:
-        """If the backward of a module runs, it ended at the time ``end``: add its event."""
+        """Add the event of the module whose backward is recorded as running, if any. Its backward ended at ``end``."""
         if self._running is not None:
             name, number, begin = self._running
             self._add(BACKWARD, name, begin, max(begin, end), {"module": name, "layer": number})

@@ -24,7 +24,7 @@ from lightck.pool.format.layout import Entry
 from lightck.pool.listener import CommitEvents, CommitListener
 from lightck.profiler import events
 from lightck.profiler.events import COMMUNICATION, STALL, STATE, STEP, UPDATE, Args, Event, Trace
-from lightck.profiler.layers import Layers
+from lightck.profiler.layers import ModuleHooks
 from lightck.profiler.spans import EngineSpans
 from lightck.stats import Meter
 
@@ -74,12 +74,12 @@ class Recording:
         began."""
         self.is_on = False
         self._engine_spans = EngineSpans(engine)
-        self._layers = Layers(model, self.add, self._guarded)
+        self._module_hooks = ModuleHooks(model, self.add, self._guarded)
         try:
-            self._layers.install()
+            self._module_hooks.install()
             self._engine_spans.start()
         except Exception as err:
-            self._layers.remove()
+            self._module_hooks.remove()
             raise _error(self.path, err) from err
         self._step_recorder = _StepRecorder(self)
         step_events.add(self._step_recorder)
@@ -151,17 +151,17 @@ class Recording:
         """Add a stall that the session's meter measured. ``begin``, ``end``, ``is_state``: as in ``stats.Observer``."""
         self.add(STATE if is_state else STALL, what, round(begin * 1e9), round(end * 1e9), {})
 
-    def checkpoint(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
-        self._engine_spans.checkpoint(generation, step, entries)
+    def checkpoint_begun(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
+        self._engine_spans.checkpoint_begun(generation, step, entries)
 
     def forward_begins(self) -> None:
-        self._layers.forward_begins()
+        self._module_hooks.forward_begins()
 
     def forward_ended(self) -> None:
-        self._layers.forward_ended()
+        self._module_hooks.forward_ended()
 
     def backward_over(self) -> None:
-        self._layers.backward_over()
+        self._module_hooks.backward_over()
 
     def update_begins(self) -> None:
         """An update begins; its gate is over."""
@@ -215,7 +215,7 @@ class Recording:
         self._step_events.remove(self._step_recorder)
         self._commits.remove(self._checkpoint_recorder)
         try:
-            self._layers.remove()
+            self._module_hooks.remove()
             self._engine_spans.stop()
         finally:
             self.is_on = False
@@ -231,7 +231,7 @@ class Recording:
         dropped = self._dropped + self._engine_spans.dropped
         if dropped:
             log.warning("lightck: the trace %r lacks %d events, because a buffer was full", self.path, dropped)
-        about = {**self._about, "dropped": dropped, "compiled": self._layers.compiled[:100]}
+        about = {**self._about, "dropped": dropped, "compiled": self._module_hooks.compiled[:100]}
         whole = Trace(tuple(sorted(kept + spans, key=lambda event: (event.begin, -event.end))), about)
         try:
             with atomic_file(self.path, overwrite=self._overwrite) as file:
@@ -261,7 +261,7 @@ class Recording:
 
 
 class Traces:
-    """The recordings of one session, of which at most one runs at a time."""
+    """The recordings of one session. At most one of them runs at a time."""
 
     def __init__(self, step_events: StepEvents, commits: CommitEvents, engine: Engine, meter: Meter) -> None:
         self._record = partial(Recording, step_events=step_events, commits=commits, engine=engine, meter=meter)
@@ -338,15 +338,15 @@ class _CheckpointRecorder(CommitListener):
     """Passes on to a recording the generation, the step and the tensors of each checkpoint that begins."""
 
     def __init__(self, recording: Recording) -> None:
-        self._checkpoint = recording._guarded(recording.checkpoint)
+        self._checkpoint_begun = recording._guarded(recording.checkpoint_begun)
 
     def begun(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
-        self._checkpoint(generation, step, entries)
+        self._checkpoint_begun(generation, step, entries)
 
 
 def _check(path: str, steps: object, overwrite: bool) -> None:
-    """Check the arguments before the recording, and as far as possible that the file can be written after it. Raises
-    ``ValueError``, ``TraceError`` or ``ExportError``."""
+    """Check the arguments before the recording starts, and check, as far as possible, that the file can be written when
+    the recording ends. Raises ``ValueError``, ``TraceError`` or ``ExportError``."""
     if steps is not None and (type(steps) is not int or steps < 1):
         raise ValueError(f"trace(steps={steps!r}): `steps` is a number of steps, an int of at least 1, or None.")
     refuse_existing(path, overwrite=overwrite)

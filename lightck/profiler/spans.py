@@ -38,8 +38,8 @@ _PAUSE_NS = 200_000
 """If the pause between two blocks is longer than this, they become two events, because the thread did something else in
 between, or had no processor."""
 _CELLS = 1 << 16
-"""The number of entries in the engine's queue. Each copied block needs an entry (of 72 bytes: a span and a number). So,
-with blocks of 1 MiB, 64 GiB can be copied between two calls of ``take``."""
+"""The number of cells in the engine's queue. A cell has 72 bytes: a span and a sequence number. Each copied block needs
+a cell. So, with blocks of 1 MiB, 64 GiB can be copied between two calls of ``take``."""
 _COMMIT_EVENTS = {
     lib.LCK_SPAN_MANIFEST: "manifest",
     lib.LCK_SPAN_SYNC: "sync",
@@ -77,7 +77,7 @@ class EngineSpans:
         self.dropped = self._count = 0
         check(lib.lck_spans_start(self._engine.handle, _CELLS), "recording spans")
 
-    def checkpoint(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
+    def checkpoint_begun(self, generation: int, step: int, entries: Sequence[Entry]) -> None:
         """Store the step and the tensors of a checkpoint that begins, for the names of its events. ``entries``: the
         tensors by record number."""
         self._checkpoints[generation] = _Checkpoint(step, tuple(entries))

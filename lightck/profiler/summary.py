@@ -54,7 +54,7 @@ class StepFacts:
 
 def facts(trace: Trace) -> list[StepFacts]:
     """Return the figures of every step in the trace, ordered by step number."""
-    found = [_facts(inside, number, step) for number, step, inside in _by_step(trace)]
+    found = [_facts(overlapping, number, step) for number, step, overlapping in _by_step(trace)]
     return sorted(found, key=lambda each: each.step)
 
 
@@ -86,18 +86,19 @@ def median_step(steps: Sequence[StepFacts]) -> StepFacts | None:
     return next(step for step in steps if step.time_ms == middle)
 
 
-def _facts(inside: Sequence[Event], number: int, step: Event) -> StepFacts:
-    """Return the figures of step ``number``, whose event is ``step``. ``inside``: the events that overlap it."""
+def _facts(overlapping: Sequence[Event], number: int, step: Event) -> StepFacts:
+    """Return the figures of step ``number``, whose event is ``step``. ``overlapping``: the events that overlap the step
+    in time."""
 
     def union(*rows: str) -> Intervals:
-        """Return the parts of the step in which an event of these rows runs."""
-        return united((max(e.begin, step.begin), min(e.end, step.end)) for e in inside if e.row in rows)
+        """Return the intervals of the step in which at least one event of these rows runs."""
+        return united((max(e.begin, step.begin), min(e.end, step.end)) for e in overlapping if e.row in rows)
 
-    threads = sorted({event.row for event in inside if event.row.startswith(COPY)})
+    threads = sorted({event.row for event in overlapping if event.row.startswith(COPY)})
     copying = union(TRAINER_COPY, *threads)
     compute = union(FORWARD, BACKWARD, COMMUNICATION, UPDATE)
-    by_threads, by_trainer = _nbytes(inside, step, *threads), _nbytes(inside, step, TRAINER_COPY)
-    overlapped = sum(_share(e, compute) * e.args.get("bytes", 0) for e in _ended(inside, step, *threads))
+    by_threads, by_trainer = _nbytes(overlapping, step, *threads), _nbytes(overlapping, step, TRAINER_COPY)
+    overlapped = sum(_share(e, compute) * e.args.get("bytes", 0) for e in _ended(overlapping, step, *threads))
     copied = by_threads + by_trainer
     return StepFacts(
         number,
@@ -121,8 +122,8 @@ def ms(ns: int) -> float:
 
 
 def _ended(events: Iterable[Event], step: Event, *rows: str) -> list[Event]:
-    """Return the copies in these rows that ended in the step. The single copies at a boundary are left out, because one
-    event stands for all of them together."""
+    """Return the copies in these rows that ended in the step. Events for which ``is_part`` is true are left out,
+    because another event contains them."""
     return [e for e in events if e.row in rows and step.begin < e.end <= step.end and not is_part(e)]
 
 
@@ -141,10 +142,11 @@ def _share(event: Event, others: Intervals) -> float:
 
 
 def is_part(event: Event) -> bool:
-    """Whether the event is a single copy at the boundary, and so a part of the event of all copies at this boundary.
+    """Whether the event is a copy of one tensor at the boundary. Its bytes and time are contained in the event "at
+    once", which stands for all copies at this boundary.
 
-    The training thread makes copies at the boundary (``helped`` is False), and copies of the copy threads while it
-    waits for them (``helped`` is True)."""
+    All other events of tensors in this row are copies with which the training thread helps the copy threads while it
+    waits for them: their ``helped`` is True."""
     return event.row == TRAINER_COPY and event.args.get("helped") is False
 
 

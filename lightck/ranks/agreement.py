@@ -1,7 +1,7 @@
-"""What the ranks of a group report in attach, and what follows from the reports of all of them.
+"""What the ranks of a group report in attach, and how they decide from all reports.
 
 Every rank gets the same reports and computes the same decision, so no rank has to announce it. The functions are pure.
-A decision that is an error is raised on all ranks.
+If the decision is an error, all ranks raise it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 import msgpack
 
-from lightck.errors import CheckpointExistsError, RankError, UnsupportedError, listed
+from lightck.errors import CheckpointExistsError, RankError, listed
 from lightck.pool.format.structures import SLOTS_MAX
 from lightck.ranks.directory import pool_name
 from lightck.ranks.rule import CheckpointId, may_start_from_nothing, newest_common, next_incarnation
@@ -21,29 +21,32 @@ _NONE: Mapping[CheckpointId, str] = {}
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank says of itself before anything is restored or created."""
+    """What one rank sends to the others before anything is restored or created."""
 
     host: str
     """Name of the host, for messages."""
     directory: str
     """Path of the directory, for messages."""
-    place: str
+    boot_id: str
+    """Identifies the host."""
+    directory_id: str
     """Identifies the host and the directory: ranks with equal values see the same files."""
     arguments: dict[str, str]
     """Arguments of attach that must be the same on all ranks: name -> text."""
     tensors: str
     """Digest of names, logical shapes and dtypes of the tensors."""
-    new_run: bytes
-    """Random; that of rank 0 becomes the id of a new run."""
+    new_ids: bytes
+    """32 random bytes. If the ranks begin a new training, those of rank 0 become its run id and its world id."""
     run_id: bytes = b""
-    """The run of the rank's pool; empty: it has no pool."""
+    """Id of the training in the rank's pool (``GroupIdentity.run_id``); empty if the rank has no pool."""
     world_id: bytes = b""
+    """Id of the group in the rank's pool (``GroupIdentity.world_id``); empty if the rank has no pool."""
     checkpoints: tuple[tuple[int, int], ...] = ()
-    """(incarnation, step) of each checkpoint in the pool that counts and whose manifest verifies."""
+    """(incarnation, step) of each usable checkpoint in the pool (``usable_by_name``)."""
     incarnation: int = 0
     """The largest incarnation in the pool."""
     is_damaged: bool = False
-    """Whether the pool has commit records, and none of its checkpoints counts and verifies."""
+    """Whether the pool has commit records, and none of its checkpoints is usable."""
     has_parts: bool = False
     """Whether the rank holds parts of tensors, in its model or in a checkpoint."""
 
@@ -68,12 +71,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How the group begins."""
+    """The decision with which the group begins."""
 
     adopted: CheckpointId | None
     """The checkpoint to continue from; None: a new training."""
     incarnation: int
-    """The incarnation of what the ranks write from now on."""
+    """The incarnation of the checkpoints that the ranks write from now on."""
     run_id: bytes
     world_id: bytes
     sources: Mapping[int, int] = field(default_factory=dict)
@@ -81,8 +84,8 @@ class Start:
 
 
 def refuse_differences(reports: Sequence[Report]) -> None:
-    """Raise ``RankError`` or ``UnsupportedError`` if the ranks cannot be one group: other arguments, or another host.
-    (The caller compares ``tensors``, because it has their names.)"""
+    """Raise ``RankError`` if the arguments of attach differ between ranks, or the directories of ranks on one host.
+    (``tensors`` is compared by the caller, which has the names for the message.)"""
     for name in reports[0].arguments:
         values = [report.arguments[name] for report in reports]
         if len(set(values)) > 1:
@@ -91,32 +94,38 @@ def refuse_differences(reports: Sequence[Report]) -> None:
                 f"{name} of lightck.attach is {values[0]} on {_name(reports, 0)} and {values[other]} on "
                 f"{_name(reports, other)}. It must be the same on all ranks."
             )
-    elsewhere = [rank for rank, report in enumerate(reports) if report.place != reports[0].place]
-    if elsewhere:
-        other = elsewhere[0]
-        raise UnsupportedError(
-            f"The directory {reports[0].directory!r} on {_name(reports, 0)} is not the directory "
-            f"{reports[other].directory!r} on {_name(reports, other)}. The ranks of a group must run on one host and "
-            "pass the same directory. (Two sessions in one group are attached in the same order on all ranks.) Groups "
-            "of several hosts are not supported yet."
-        )
+    first_on: dict[str, int] = {}
+    for rank, report in enumerate(reports):
+        first = first_on.setdefault(report.boot_id, rank)
+        # Containers on one host may have a directory each under the same path: they are as hosts are.
+        if report.directory_id != reports[first].directory_id and report.directory != reports[first].directory:
+            raise RankError(
+                f"The directory {reports[first].directory!r} on {_name(reports, first)} is not the directory "
+                f"{report.directory!r} on {_name(reports, rank)}, and both ranks run on the same host. The ranks on a "
+                "host must pass the same directory. (If the group has two sessions, all ranks must attach them in the "
+                "same order.)"
+            )
 
 
 def decide(
     reports: Sequence[Report], *, resume: bool, overwrite: bool, struck: Mapping[CheckpointId, str] = _NONE
 ) -> Start:
-    """Return how the group begins. ``struck``: checkpoints that some rank could not restore, with the reason. Raises
-    ``CheckpointExistsError`` if there are checkpoints, and the caller asked neither to continue nor to discard them.
-    Raises ``RankError`` if ranks hold checkpoints and have none in common.
+    """Return how the group begins.
 
-    A rank that has no pool, or one without a commit record, has lost its pool if others hold checkpoints above step 0.
-    What is common is then what all others have."""
+    resume, overwrite: the arguments of attach. struck: checkpoint -> reason, for each that some rank could not restore.
+
+    Raises ``CheckpointExistsError`` if there are checkpoints, and neither ``resume`` nor ``overwrite`` is True. Raises
+    ``RankError`` if ranks hold checkpoints and have none in common, or pools of different trainings.
+
+    If a rank has no pool, or a pool without a commit record, and others hold checkpoints above step 0, its pool is
+    lost. A checkpoint is then common if all other ranks have it.
+    """
     held = [report.ids for report in reports]
     incarnation = next_incarnation(report.incarnation for report in reports)
     if overwrite or not any(held):
         return _new_run(reports)
     runs = {(report.run_id, report.world_id) for report in reports if report.run_id}
-    lost = [rank for rank, report in enumerate(reports) if not report.checkpoints and not report.is_damaged]
+    lost = ranks_without_pool(reports)
     left = [ids - struck.keys() for rank, ids in enumerate(held) if rank not in lost]
     common = newest_common(left) if len(runs) == 1 else None
     if (common is None or lost) and not struck and may_start_from_nothing(held):
@@ -148,6 +157,11 @@ def decide(
     return Start(common, incarnation, *runs.pop(), _sources(reports, lost))
 
 
+def ranks_without_pool(reports: Sequence[Report]) -> list[int]:
+    """Return the ranks that have no pool, or one without a commit record."""
+    return [rank for rank, report in enumerate(reports) if not report.checkpoints and not report.is_damaged]
+
+
 def _sources(reports: Sequence[Report], lost: Sequence[int]) -> dict[int, int]:
     """Return, for each rank whose pool is lost, the rank from whose pool it takes the checkpoint: the lowest one on the
     same host. Raises ``RankError`` if there is none, or if ranks hold parts of tensors, which no other pool has."""
@@ -165,9 +179,13 @@ def _sources(reports: Sequence[Report], lost: Sequence[int]) -> dict[int, int]:
         )
         if any(report.has_parts for report in reports):
             raise RankError(f"{fact}. The model is sharded, so no other pool has the parts of this rank. {cure}")
-        there = [at for at, other in enumerate(reports) if at not in lost and other.place == reports[rank].place]
+        there = [
+            at
+            for at, other in enumerate(reports)
+            if at not in lost and other.directory_id == reports[rank].directory_id
+        ]
         if not there:
-            raise RankError(f"{fact}. No pool on that host has a checkpoint, from which it could be replaced. {cure}")
+            raise RankError(f"{fact}. No other rank on that host has a pool from which it could be replaced. {cure}")
         sources[rank] = there[0]
     return sources
 
@@ -197,8 +215,8 @@ def _nothing_common(reports: Sequence[Report]) -> RankError:
 
 
 def _new_run(reports: Sequence[Report]) -> Start:
-    new = reports[0].new_run
-    return Start(None, 1, new[:16], new[16:])
+    ids = reports[0].new_ids
+    return Start(None, 1, ids[:16], ids[16:])
 
 
 def _name(reports: Sequence[Report], rank: int) -> str:
@@ -206,7 +224,7 @@ def _name(reports: Sequence[Report], rank: int) -> str:
 
 
 def _listed_steps(reports: Sequence[Report]) -> str:
-    """Return which steps each rank holds."""
+    """Return a text with the steps that each rank holds."""
     texts = []
     for rank, report in enumerate(reports):
         steps = sorted({checkpoint.step for checkpoint in report.ids})

@@ -1,4 +1,8 @@
-"""The directory of a group: one pool for each rank. Names are for people; which rank a pool belongs to is inside."""
+"""The directory of a group: one pool for each rank.
+
+Each pool stores which rank it belongs to (``GroupIdentity``), and only that is trusted. The names of the files are for
+people.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +29,12 @@ def world_size_in(name: str) -> int | None:
 
 
 def pools_in(directory: str | os.PathLike[str]) -> list[Path]:
-    """Return the paths of the pools in a directory, by their names, in the order of the ranks."""
+    """Return the paths of the files in a directory whose names are those of ranks' pools, sorted by rank."""
     return sorted(path for path in Path(directory).iterdir() if _POOL_NAME.fullmatch(path.name))
 
 
 def existing_pools(directory: str) -> list[Path]:
-    """``pools_in``; raises ``PoolPathError`` if there is no pool."""
+    """Return what ``pools_in`` returns. Raises ``PoolPathError`` if there is no pool."""
     paths = pools_in(directory)
     if not paths:
         raise PoolPathError(
@@ -55,6 +59,8 @@ def open_all(directory: str) -> Iterator[list[PoolReader]]:
 
 
 def _in_order(directory: str, readers: list[PoolReader]) -> list[PoolReader]:
+    """Check that these are the pools of all ranks of one training, and return them in the order of the ranks. Raises
+    ``RankError``."""
     of_rank: dict[int, PoolReader] = {}
     worlds = set()
     for reader in readers:
@@ -82,7 +88,8 @@ def _in_order(directory: str, readers: list[PoolReader]) -> list[PoolReader]:
     if missing:
         many = "s" * (len(missing) > 1)
         raise RankError(
-            f"Of the {world_size} ranks of this training, {directory!r} lacks the pool{many} of rank{many} "
-            f"{listed(missing, 8)}. Put what is missing back: it may hold parts of the model that no other rank has."
+            f"The directory {directory!r} lacks the pool{many} of rank{many} {listed(missing, 8)} of this training, "
+            f"which has {world_size} ranks. Put what is missing back: it may hold parts of the model that no other "
+            "rank has. If the ranks ran on several hosts, copy the pools of all hosts into one directory."
         )
     return [of_rank[rank] for rank in range(world_size)]

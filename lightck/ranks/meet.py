@@ -1,16 +1,17 @@
 """How the ranks of a group meet in attach, and exchange short messages there.
 
-The messages go through the key-value store of the process group, so no tensor is sent and every backend will do. Each
-rank calls the same methods in the same order. Every wait is bounded, and an error of one rank is raised on all ranks.
+The messages go through the key-value store of the process group. No tensor is sent, so this works with every backend.
+Each rank calls the same methods in the same order. Every wait is bounded, and an error of one rank is raised on all
+ranks.
 
-*Data flow.* First the ranks agree on a nonce. Each rank but rank 0 writes a random challenge; rank 0 answers each of
-them with that challenge and its own nonce. All further keys contain the nonce. So what an earlier attempt of the same
-job left in the store is never taken for an answer: under ``torchrun --max-restarts`` the store may outlive the
-processes. After that, ``exchange`` writes the value of this rank, and waits for the values of all ranks.
+*Data flow.* First the ranks agree on a nonce. Each rank but rank 0 writes a random challenge. Rank 0 answers each rank
+with that rank's challenge and its own nonce. All further keys contain the nonce. So no rank reads a key that an earlier
+attempt of the same job left in the store. (Under ``torchrun --max-restarts`` the store may outlive the processes.)
+After that, ``exchange`` writes the value of this rank, and waits for the values of all ranks.
 
-*Failure cases.* A rank that does not come: the others raise ``RankError`` after the timeout, and name it. A rank that
-raises: it writes its error, and the others raise ``RankError`` with that text. A rank that is killed: as one that does
-not come.
+*Failure cases.* If a rank does not come or is killed, the others raise ``RankError`` after the timeout, with the number
+of that rank. If a rank raises an error, it writes the error into the store, and the others raise ``RankError`` with the
+same text.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ log = logging.getLogger("lightck")
 _PREFIX = "lightck"
 _CHALLENGE_NBYTES = 16
 _PAUSES = (0.001, 0.02)
-"""Seconds between two looks into the store: at first, and at most."""
+"""Seconds between two reads of the store while a rank waits: the first pause, and the longest one."""
 
 
 class Store(Protocol):
-    """What is used of ``torch.distributed.Store``. A value is read as bytes."""
+    """The methods of ``torch.distributed.Store`` that are used here. A value is read as bytes."""
 
     def set(self, key: str, value: bytes, /) -> object: ...
 
@@ -70,9 +71,10 @@ class Meeting:
     hosts: list[str] = field(default_factory=list)
     """Name of each rank's host, for messages; empty until the ranks have met."""
     _received: RankError | None = None
-    """The error of another rank, after it was raised here."""
+    """The error of another rank that was raised on this rank; None if there was none."""
     _nonce: str = ""
     _n_rounds: int = 0
+    """How many messages this rank has written. The number is part of each message's key."""
 
     def meet(self, host: str) -> None:
         """Wait until all ranks are here. ``host``: name of this rank's host. Raises ``RankError``."""
@@ -80,13 +82,13 @@ class Meeting:
             if self.rank == 0:
                 self._answer_challenges()
             else:
-                self._nonce = self._challenge().hex()
-                self.store.set(self._key("here", self.rank), b"1")
-        self.hosts = [value.decode("utf-8", "replace") for value in self.exchange("hosts", host.encode())]
+                self._nonce = self._nonce_of_rank_0().hex()
+                self.store.set(self.key("here", self.rank), b"1")
+        self.hosts = [value.decode("utf-8", "replace") for value in self.exchange("host names", host.encode())]
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
-        """Return the value of each rank, in the order of the ranks. ``what``: says what is exchanged, for messages.
-        Raises ``RankError``."""
+        """Return the value of each rank, in the order of the ranks. ``value``: that of this rank. ``what``: a noun for
+        the values, for messages. Raises ``RankError``."""
         with _store_errors():
             messages = self._exchanged(what, value)
         for rank, message in enumerate(messages):
@@ -94,8 +96,9 @@ class Meeting:
                 self._raise_error_of(rank, message)
             if message["what"] != what:
                 raise RankError(
-                    f"{self.name_of(rank)} is at another place of attach ({message['what']}) than rank {self.rank} "
-                    f"({what}). All ranks must run the same release of lightck, and the same script."
+                    f"{self.name_of(rank)} and rank {self.rank} are at different points of lightck.attach: the first "
+                    f"sent its {message['what']}, the second its {what}. All ranks must run the same release of "
+                    "lightck, and the same script."
                 )
         return [message["value"] for message in messages]
 
@@ -103,7 +106,7 @@ class Meeting:
         """Write this rank's message, and return the messages of all ranks."""
         self._n_rounds += 1
         self._write(msgpack.packb({"what": what, "value": value}))
-        keys = [self._key(str(self._n_rounds), rank) for rank in range(self.world_size)]
+        keys = [self.key(str(self._n_rounds), rank) for rank in range(self.world_size)]
 
         def missing() -> list[int]:
             if self.store.check(keys):
@@ -111,7 +114,7 @@ class Meeting:
             self._raise_failure()
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
-        self._wait(missing, f"their {what}")
+        self._wait(missing, f"the {what} of all ranks")
         return [msgpack.unpackb(message) for message in self.store.multi_get(keys)]
 
     @contextmanager
@@ -127,8 +130,8 @@ class Meeting:
             message = {"error": f"{type(err).__name__}: {text}" if text else type(err).__name__}
             try:
                 self._write(msgpack.packb(message))
-                self.store.set(self._key("failed"), msgpack.packb([self.rank, message]))
-            except Exception as store_error:  # the store is gone: the others notice that themselves
+                self.store.set(self.key("failed"), msgpack.packb([self.rank, message]))
+            except Exception as store_error:  # the store is gone, which raises an error on the other ranks too
                 log.debug("lightck: the error could not be passed on to the other ranks: %s", store_error)
             raise
 
@@ -138,8 +141,8 @@ class Meeting:
 
     # -- the nonce ---------------------------------------------------------------------------------------
 
-    def _challenge(self) -> bytes:
-        """Return the nonce of rank 0, which has answered this rank's challenge with it."""
+    def _nonce_of_rank_0(self) -> bytes:
+        """Write a challenge, wait until rank 0 has answered it, and return the nonce of rank 0 from the answer."""
         challenge = os.urandom(_CHALLENGE_NBYTES)
         self.store.set(f"{_PREFIX}/challenge/{self.rank}", challenge)
         key, nonce = f"{_PREFIX}/answer/{self.rank}", b""
@@ -152,32 +155,33 @@ class Meeting:
                     nonce = answer[_CHALLENGE_NBYTES:]
             return [] if nonce else [0]
 
-        self._wait(missing, "rank 0")
+        self._wait(missing, "the answer of rank 0")
         return nonce
 
     def _answer_challenges(self) -> None:
-        """As rank 0: answer challenges until every rank has read the answer to its own. A challenge may be one of an
-        earlier attempt, so each is read again until its rank is here."""
+        """Answer the challenges of the other ranks, as rank 0, until every rank has read its answer. A challenge in the
+        store may be left from an earlier attempt, so the challenge of a rank is read again until that rank is here."""
         nonce = os.urandom(_CHALLENGE_NBYTES)
         self._nonce = nonce.hex()
         answered: dict[int, bytes] = {}
 
         def missing() -> list[int]:
-            away = [rank for rank in range(1, self.world_size) if not self.store.check([self._key("here", rank)])]
-            for rank in away:
+            absent = [rank for rank in range(1, self.world_size) if not self.store.check([self.key("here", rank)])]
+            for rank in absent:
                 key = f"{_PREFIX}/challenge/{rank}"
                 challenge = self.store.multi_get([key])[0] if self.store.check([key]) else None
                 if challenge is not None and answered.get(rank) != challenge:
                     answered[rank] = challenge
                     self.store.set(f"{_PREFIX}/answer/{rank}", challenge + nonce)
-            return away
+            return absent
 
-        self._wait(missing, "them")
+        self._wait(missing, "the other ranks")
 
     # -- waiting -----------------------------------------------------------------------------------------
 
     def _wait(self, missing: Callable[[], list[int]], what: str) -> None:
-        """Wait until ``missing`` returns no rank. ``what``: what this rank waits for, for messages."""
+        """Wait until ``missing``, which returns the ranks that did not come yet, returns none. ``what``: what this rank
+        waits for, for messages. Raises ``RankError`` after the timeout."""
         ranks: list[int] = []
 
         def is_over() -> bool:
@@ -186,11 +190,11 @@ class Meeting:
 
         def report(seconds: float) -> None:
             log.warning(
-                "lightck: rank %d waits in attach for %s (%s), since %.0f seconds",
+                "lightck: rank %d has waited in attach for %s for %.0f seconds. Missing: %s",
                 self.rank,
                 what,
-                self._names(ranks).lower(),
                 seconds,
+                self._names(ranks).lower(),
             )
 
         def error() -> RankError:
@@ -203,14 +207,15 @@ class Meeting:
         wait_until(is_over, timeout=self.timeout, pauses=_PAUSES, report=report, error=error)
 
     def _names(self, ranks: Iterable[int]) -> str:
+        """Return the numbers of these ranks as a text: "Rank 1", or "Ranks 1, 3"."""
         numbers = list(map(str, ranks))
         return f"Rank{'s' * (len(numbers) > 1)} {listed(numbers, 8)}"
 
     # -- errors of others --------------------------------------------------------------------------------
 
     def _raise_failure(self) -> None:
-        """Raise ``RankError`` if a rank has failed."""
-        key = self._key("failed")
+        """Raise ``RankError`` if another rank has written an error."""
+        key = self.key("failed")
         if self.store.check([key]):
             rank, message = msgpack.unpackb(self.store.multi_get([key])[0])
             self._raise_error_of(rank, message)
@@ -225,7 +230,7 @@ class Meeting:
     # -- keys --------------------------------------------------------------------------------------------
 
     def _write(self, message: bytes) -> None:
-        self.store.set(self._key(str(self._n_rounds), self.rank), message)
+        self.store.set(self.key(str(self._n_rounds), self.rank), message)
 
-    def _key(self, *parts: object) -> str:
+    def key(self, *parts: object) -> str:
         return "/".join((_PREFIX, self._nonce, *map(str, parts)))

@@ -1,16 +1,19 @@
-"""What a rank learns of its group while training runs: it reads the commit logs in the pools of the other ranks.
+"""What a rank learns of its group while training runs, by reading the commit logs in the pools of other ranks.
 
-All ranks run on one host, so the pools are the messages, and nothing is sent. ``GroupRule`` is the rule of
-``ranks/rule.py`` as a decision of the pipeline: it holds those slots of this rank's pool that must not be overwritten
-yet. If no slot is left, it waits until it has learnt enough.
+A rank reads the pools of the ranks on its host, so these ranks send no messages. What the ranks on other hosts have, a
+helper thread learns (``ranks/publication.py``). ``GroupRule`` makes the rule of ``ranks/rule.py`` a decision of the
+pipeline: it holds the slots of this rank's pool that must not be overwritten yet. If it holds all slots, the rank waits
+until it has learnt that one of them may be overwritten.
 
-A commit record is visible before it is durable. So, on a medium that must be synced, a rank's newest record counts only
-when the rank has written a newer one: before a rank writes a record it syncs its pool, and with it the record before.
+A commit record is visible before it is durable. A rank syncs its pool before it writes a record, and this sync makes
+the previous record durable. So on a medium that must be synced, the last record in a pool does not count yet, and the
+records before it do.
 """
 
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,30 +22,38 @@ from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, KIND_CHECKPOINT
 from lightck.pool.listener import CommitListener
 from lightck.pool.reader import PoolReader
 from lightck.pool.writer import PoolWriter
-from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
+from lightck.ranks.publication import Publication
+from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView, reported
 from lightck.ranks.waiting import wait_until
 
 log = logging.getLogger("lightck")
 _PAUSES = (0.00005, 0.005)
-"""Seconds between two reads of the neighbours' commit logs while a rank waits: at first, and at most."""
+"""Seconds between two reads of the neighbours' commit logs while a rank waits: the first pause, and the longest
+one."""
 
 
 class Neighbour:
     """The pool of another rank, as this rank sees it."""
 
     def __init__(self, rank: int, reader: PoolReader, adoption: Adoption, *, must_sync: bool) -> None:
-        """``reader``: of that rank's pool; it belongs to this object from now on. ``adoption``: of the whole group.
-        ``must_sync``: whether a record in this pool is durable only after a sync."""
+        """``reader``: reads that rank's pool; ``close`` closes it. ``adoption``: the adoption that all ranks of the
+        group made. ``must_sync``: whether a record in this pool is durable only after a sync."""
         self.rank = rank
         self._reader, self._adoption, self._must_sync = reader, adoption, must_sync
         reader.table, reader.entries = b"", ()  # only the commit log is read
         sb = reader.superblock
         self._span = sb.ring_offset, (sb.ring_lines - 1) * sb.ring_stride + COMMIT_RECORD_NBYTES
         self._positions = tuple(range(0, sb.ring_lines * sb.ring_stride, sb.ring_stride))
-        """Where each commit record begins, relative to the first one."""
+        """Where each commit record begins, in bytes from the beginning of the first one."""
+        self._first_words = struct.Struct("<" + f"Q{sb.ring_stride - 8}x" * (sb.ring_lines - 1) + "Q")
+        """The first word of each commit record, which is its generation, and is stored last."""
+        self._parsed = [0] * sb.ring_lines
+        """The generation of each commit record that was parsed."""
         self._data = bytes(self._span[1])
+        """The bytes of the commit log when it was last read."""
         self._found: dict[int, tuple[int, CheckpointId]] = {}
-        """Beginning of a commit record -> generation and name of the checkpoint that it names."""
+        """Position of a commit record -> its generation, and the id of its checkpoint. Without those older than the
+        newest common checkpoint."""
         self.view = PoolView.of(())
 
     @property
@@ -50,40 +61,44 @@ class Neighbour:
         return self._reader.superblock.uuid
 
     def has_news(self, common: CheckpointId | None) -> bool:
-        """Read the commit log, and return whether ``view`` has changed. ``common``: the newest checkpoint that is known
-        to be common; older ones are left out of ``view``."""
+        """Read the commit log, update ``view``, and return whether ``view`` has changed. ``common``: the newest
+        checkpoint that is known to be common. Older checkpoints are left out of ``view``."""
         data, last = self._reader.read(*self._span), self._data
         if data == last or len(data) < len(last):
             return False
-        for at in self._positions:
-            record = data[at : at + COMMIT_RECORD_NBYTES]
-            if record != last[at : at + COMMIT_RECORD_NBYTES]:
-                self._parse(at, record)
+        for i, generation in enumerate(self._first_words.unpack_from(data)):
+            if generation != self._parsed[i] and self._parse(self._positions[i], data):
+                self._parsed[i] = generation
         self._data = data
         view = self._current_view(common)
         is_new, self.view = view != self.view, view
         return is_new
 
-    def _parse(self, at: int, data: bytes) -> None:
-        """Parse one commit record. One that is being written at this moment fails its check, and counts as none."""
+    def _parse(self, at: int, data: bytes) -> bool:
+        """Parse the commit record at position ``at``, and return True. If it is being written at this moment, its
+        checksum does not match; then return False."""
         self._found.pop(at, None)
         try:
-            record = CommitRecord.unpack(data, self._reader.superblock.uuid)
+            record = CommitRecord.unpack(data[at : at + COMMIT_RECORD_NBYTES], self._reader.superblock.uuid)
         except DamagedError:
-            return
+            return False
         if record is not None and record.incarnation == self._adoption.incarnation:
             is_checkpoint = record.kind == KIND_CHECKPOINT
             named = CheckpointId(record.incarnation, record.step) if is_checkpoint else self._adoption.adopted
             if named is not None:
                 self._found[at] = record.generation, named
+        return True
 
     def _current_view(self, common: CheckpointId | None) -> PoolView:
         found = self._found
+        if common is not None:
+            for at in [at for at, (_, one) in found.items() if one < common]:
+                del found[at]
         if self._must_sync:
             newest = max(found, key=found.__getitem__, default=None)
             if newest is not None and found[newest][1] != self._adoption.adopted:  # it may not be durable yet
                 found = {at: one for at, one in found.items() if at != newest}
-        return PoolView.of((one for _, one in found.values() if common is None or one >= common), self.view.newest)
+        return PoolView.of([one for _, one in found.values()], self.view.newest)
 
     def close(self) -> None:
         self._reader.close()
@@ -101,15 +116,23 @@ class GroupRule(CommitListener):
         timeout: float,
         name_of: Callable[[int], str],
     ) -> None:
-        """``knowledge``: what every rank knows when attach returns. ``ids``: generation -> checkpoint, for those that
-        lie in this rank's pool. ``timeout``: seconds after which a wait for other ranks ends with an error.
-        ``name_of``: rank -> text with its host."""
+        """``neighbours``: the other ranks on this host. ``knowledge``: what every rank knows when attach returns.
+        ``ids``: generation -> id of each checkpoint in this rank's pool. ``timeout``: seconds after which a wait for
+        other ranks ends with an error. ``name_of``: returns the name of a rank for messages."""
         self.knowledge = knowledge
         self.wait_seconds = 0.0
-        """How long this rank has waited for other ranks, because no slot could be overwritten."""
+        """Seconds that this rank has waited for other ranks, because it could overwrite no slot."""
         self._neighbours, self._timeout, self._name_of = neighbours, timeout, name_of
         self._ids = dict(ids)
         self._own: frozenset[CheckpointId] = frozenset()
+        """The committed checkpoints in this rank's pool at the last call of ``_learn``."""
+        self._elsewhere: Publication | None = None
+        self._together: PoolView | None = None
+        """What all ranks have together, as far as this rank has learnt it from ``_elsewhere``."""
+
+    def follow(self, elsewhere: Publication) -> None:
+        """Learn from this object what the ranks on other hosts have. It is closed with this rank's pool."""
+        self._elsewhere = elsewhere
 
     # -- decisions and events of the pipeline ------------------------------------------------------------
 
@@ -117,7 +140,7 @@ class GroupRule(CommitListener):
         return True
 
     def held(self, writer: PoolWriter) -> frozenset[int]:
-        """Return the slots that this rank must not overwrite, by what the other pools say now."""
+        """Read the other pools, and return the slots of this rank's pool that must not be overwritten."""
         contents = self._contents(writer)
         self._learn(frozenset(one for one in contents.values() if one is not None))
         return frozenset(i for i, content in contents.items() if not self.knowledge.may_overwrite(content))
@@ -132,21 +155,22 @@ class GroupRule(CommitListener):
                 timeout=self._timeout,
                 pauses=_PAUSES,
                 report=lambda seconds: log.warning(
-                    "lightck: waiting for %s, since %.0f seconds", self._behind(), seconds
+                    "lightck: this rank has waited %.0f seconds for a newer checkpoint of %s", seconds, self._slowest()
                 ),
-                error=lambda: self._stands_still(len(writer.slots.slots) - 1),
+                error=lambda: self._timeout_error(len(writer.slots.slots) - 1),
                 between=pause,
             )
         finally:
             self.wait_seconds += time.monotonic() - began
         return True
 
-    def _stands_still(self, n_ahead: int) -> RankError:
+    def _timeout_error(self, n_ahead: int) -> RankError:
+        """Return the error of a wait that took too long. ``n_ahead``: how many saved checkpoints this rank is ahead."""
         return RankError(
-            f"{self._behind()} has committed no newer checkpoint for {self._timeout:g} seconds (timeout=). This rank "
-            f"is {n_ahead} saved checkpoints ahead, and may not overwrite what that rank still needs. What all ranks "
-            "have is intact. Look for an error of that rank. All ranks must make the same number of updates; a larger "
-            "slots= of attach lets them be further apart."
+            f"For {self._timeout:g} seconds (timeout=) no newer checkpoint came from {self._slowest()}. This rank is "
+            f"{n_ahead} saved checkpoints ahead, and may not overwrite checkpoints that are still needed there. The "
+            "checkpoints that all ranks have are intact. Look for an error there. All ranks must make the same number "
+            "of updates; a larger slots= of attach lets them be further apart."
         )
 
     def committed(self, writer: PoolWriter, step: int) -> None:
@@ -154,32 +178,48 @@ class GroupRule(CommitListener):
         assert slot.generation is not None, "it was committed just now"
         generations = {one.generation for one in writer.slots.slots}
         self._ids = {at: one for at, one in self._ids.items() if at in generations}
-        self._ids[slot.generation] = CheckpointId(writer.incarnation, step)
+        newest = CheckpointId(writer.incarnation, step)
+        self._ids[slot.generation] = newest
+        if self._elsewhere is not None:
+            counting = reported(self._ids.values(), self.knowledge.adoption)
+            self._elsewhere.publish(PoolView.of(counting, newest))
 
     def closed(self) -> None:
+        if self._elsewhere is not None:
+            self._elsewhere.close()
         for neighbour in self._neighbours:
             neighbour.close()
 
     # -- knowledge ---------------------------------------------------------------------------------------
 
     def _contents(self, writer: PoolWriter) -> dict[int, CheckpointId | None]:
-        """Return slot -> its committed checkpoint. A slot that a checkpoint in flight uses has none."""
+        """Return slot -> its committed checkpoint (None: it has none, for example because an in-flight checkpoint uses
+        it)."""
         return {
             slot.index: None if slot.generation is None else self._ids.get(slot.generation)
             for slot in writer.slots.slots
         }
 
     def _learn(self, own: frozenset[CheckpointId]) -> None:
+        """Read the other pools, and update ``knowledge``. ``own``: the committed checkpoints in this rank's pool."""
         common = self.knowledge.common
         news = [neighbour.has_news(common) for neighbour in self._neighbours]
-        if any(news) or own != self._own:
-            self._own = own
-            self.knowledge = self.knowledge.learn(own, [neighbour.view for neighbour in self._neighbours])
+        together = None if self._elsewhere is None else self._elsewhere.together
+        if any(news) or own != self._own or together is not self._together:
+            self._own, self._together = own, together
+            views = [neighbour.view for neighbour in self._neighbours]
+            self.knowledge = self.knowledge.learn(own, views if together is None else [*views, together])
 
-    def _behind(self) -> str:
-        """Return the names of the ranks whose newest checkpoint is the oldest one, with its step."""
-        steps = {one.rank: -1 if one.view.newest is None else one.view.newest.step for one in self._neighbours}
-        least = min(steps.values())
-        names = [self._name_of(rank) for rank, step in steps.items() if step == least]
-        at = f", whose newest checkpoint is that of step {least}," if least >= 0 else ""
-        return f"{listed(names, 8)}{at}"
+    def _slowest(self) -> str:
+        """Return a text with the other ranks that are farthest behind, and with the step of their newest checkpoint."""
+        elsewhere = self._elsewhere
+        if elsewhere is not None and elsewhere.error is not None:
+            err = elsewhere.error
+            return f"ranks on other hosts (the store of the process group fails: {type(err).__name__}: {err})"
+        views = dict(elsewhere.views) if elsewhere is not None else {}
+        views.update({neighbour.rank: neighbour.view for neighbour in self._neighbours})
+        steps = {rank: -1 if view.newest is None else view.newest.step for rank, view in views.items()}
+        least = min(steps.values(), default=-1)
+        names = [self._name_of(rank).replace("Rank", "rank", 1) for rank, step in steps.items() if step == least]
+        at = f", whose newest checkpoint is that of step {least}" if least >= 0 else ""
+        return f"{listed(names, 8) or 'ranks on other hosts'}{at}"

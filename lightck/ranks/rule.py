@@ -1,26 +1,27 @@
 """The commit rule of a group of ranks: which checkpoint all of them have, and which slot a rank may overwrite.
 
 Each rank of a training saves its own part into its own pool. After a crash all ranks must come back to the same step.
-They can, whoever died and whenever, because of one rule:
+One rule makes this possible after every crash, whichever ranks ended first. A checkpoint is *common* if every rank has
+committed it.
 
-    A rank overwrites a checkpoint only if it is older than one which the rank knows all ranks have committed, or if it
-    can never become common.
+    A rank overwrites a checkpoint only in two cases: the rank knows a newer checkpoint that is common, or the
+    checkpoint can never become common.
 
-A checkpoint is *common* if every rank has committed it. The newest one that a rank knows of is that rank's *k*.
+*Proof.* Let k of a rank be the newest checkpoint that the rank knows to be common, and let g be the largest k of any
+rank at some moment. All ranks have committed g. No rank has overwritten g in the first case, because it would have to
+know a newer common checkpoint, and g is the largest k. No rank has overwritten g in the second case, because g is
+common. So g is in every pool at every moment, whatever the timing and the topology. (``never_common`` proves that its
+result is right.) The largest k never becomes older: a rank forgets nothing until it ends, and a recovery chooses a
+checkpoint at least as new as g, from which all ranks go on.
 
-*Proof.* Let g be the largest k of any rank at some moment. All ranks have committed g. No rank has overwritten g as an
-older checkpoint: for that it would have to know a newer common one, and g is the largest. And none has overwritten it
-as one that can never become common, because it is common. So g is in every pool, at every moment, whatever the timing,
-the topology, and whoever died. ``never_common`` proves its own claim. The largest k never becomes older: within an
-attempt a rank forgets nothing, and a recovery chooses a checkpoint at least as new as g, from which all ranks go on.
-
-The rule only makes ranks wait; which checkpoints they lose to a crash is decided by where they wait. The functions here
-are pure: they see sets of checkpoints and give decisions. ``tests/ranks/`` runs them through every interleaving of
-small groups, and says what that found. The proof and the functions ask four things of the code around them:
+The rule only makes ranks wait. The points at which they wait decide how many steps a crash loses. The functions here
+are pure: they take sets of checkpoints and return decisions. ``tests/ranks/`` runs them through every interleaving of
+small groups, and its docstring reports the results. The proof and the functions require four things of the code around
+them:
 
 - A rank commits its checkpoints in the order of their ids, and leaves out fewer in a row than it has slots.
 - Only durable records count as committed, for the rank itself and for others.
-- What a rank publishes of its pool includes the file that the pool had before a relayout, as long as that is kept.
+- After a relayout, the checkpoints in the pool's old file are part of what others read, as long as that file exists.
 - ``PoolView.newest`` is not read later than ``PoolView.committed``.
 """
 
@@ -35,9 +36,9 @@ class CheckpointId(NamedTuple):
     """The name of a checkpoint in all pools of a group. Of two checkpoints, the one with the larger id is newer."""
 
     incarnation: int
-    """The recovery after which the checkpoint was written, counted from 1; all ranks have the same number. A rank that
-    lost a step in a crash makes it again, and may make other bytes. So checkpoints of one step from two incarnations
-    are different ones."""
+    """Number of the start or recovery after which the checkpoint was written, from 1; the same on all ranks. A rank
+    that lost a step in a crash computes it again, perhaps with other bytes. So two checkpoints of one step from two
+    incarnations are different checkpoints."""
     step: int
 
 
@@ -57,38 +58,41 @@ def newest_common(committed: Iterable[Collection[CheckpointId]]) -> CheckpointId
     """Return the newest checkpoint that every rank has committed; None if there is none. ``committed``: for each rank,
     the checkpoints that are durable in its pool.
 
-    The oldest of the ranks' newest checkpoints would be wrong. As soon as two ranks skip different checkpoints, other
-    ranks may not have it.
+    To take each rank's newest checkpoint, and return the oldest of these, would be wrong: if two ranks have left out
+    different checkpoints, some rank may lack that one.
     """
     sets = [frozenset(each) for each in committed]
     return max(frozenset.intersection(*sets), default=None) if sets else None
 
 
-def counts(checkpoint: CheckpointId, adoption: Adoption | None) -> bool:
-    """Whether a checkpoint in a rank's pool still counts after the rank's last adoption (None: it never had one).
+def is_dead(checkpoint: CheckpointId, adoption: Adoption | None) -> bool:
+    """Whether the group went back to an older checkpoint than this one. ``adoption``: the rank's last adoption (None:
+    it never had one).
 
-    What is newer than the adopted checkpoint, and of an older incarnation, belongs to a history that the group has
-    left. No rank reports it in a recovery, and each may overwrite it.
+    A checkpoint is dead if it was written before the adoption and is newer than the adopted checkpoint. If none was
+    adopted, all checkpoints from before the adoption are dead. No rank reports a dead checkpoint in a recovery,
+    and each rank may overwrite it.
     """
     if adoption is None or checkpoint.incarnation >= adoption.incarnation:
-        return True
-    return adoption.adopted is not None and checkpoint <= adoption.adopted
+        return False
+    return adoption.adopted is None or checkpoint > adoption.adopted
 
 
 def reported(committed: Iterable[CheckpointId], adoption: Adoption | None) -> frozenset[CheckpointId]:
-    """Return the checkpoints that a rank reports in a recovery. ``committed``: those in its pool that verify."""
-    return frozenset(checkpoint for checkpoint in committed if counts(checkpoint, adoption))
+    """Return the checkpoints that a rank reports in a recovery. ``committed``: the checkpoints in its pool that
+    verify."""
+    return frozenset(checkpoint for checkpoint in committed if not is_dead(checkpoint, adoption))
 
 
 def next_incarnation(seen: Iterable[int]) -> int:
     """Return the incarnation that a recovery begins. ``seen``: the incarnations of all checkpoints and adoptions in all
-    pools, also of those that do not count."""
+    pools, dead checkpoints included."""
     return 1 + max(seen, default=0)
 
 
 def may_start_from_nothing(reports: Iterable[Collection[CheckpointId]]) -> bool:
-    """Whether ranks that have nothing in common may start a new training. They may if none of them holds a step above
-    0. Then no ``attach`` has returned on any rank, because it returns when all ranks hold step 0."""
+    """Whether ranks that have no checkpoint in common may start a new training. They may if none of them holds a step
+    above 0: then ``attach`` has not returned on any rank, because it returns only when all ranks hold step 0."""
     return all(checkpoint.step == 0 for report in reports for checkpoint in report)
 
 
@@ -99,20 +103,23 @@ class PoolView(NamedTuple):
     """What others know of a rank's pool, or of the pools of several ranks together (of all ranks on a host)."""
 
     committed: frozenset[CheckpointId]
-    """The checkpoints that all of these ranks have committed. Old news is right: that a rank has committed a checkpoint
-    stays true."""
+    """The checkpoints that all of these ranks have committed. An old view is still true, because a checkpoint that was
+    committed stays committed."""
     newest: CheckpointId | None
-    """All of these ranks have committed this checkpoint or a newer one, so none of them will commit an older one; None
-    if one of them has committed nothing. Of one rank it is the newest that it ever committed, even if it holds that no
-    longer: else the rank could seem to fall back. It must be read before ``committed``, or at the same moment. Else a
-    checkpoint that was committed between the two reads would look as if it were missing for ever."""
+    """For one rank: the newest checkpoint that the rank ever committed, even if its pool no longer holds it (otherwise
+    this field could become older). For several ranks: the oldest of these. None if a rank has committed nothing. So
+    none of the ranks will commit a checkpoint that is older than this one.
+
+    This field must be read before ``committed``, or at the same moment. Otherwise a checkpoint that is committed
+    between the two reads would look as if the rank lacked it for ever."""
 
     @classmethod
     def of(cls, committed: Iterable[CheckpointId], newest: CheckpointId | None = None) -> PoolView:
-        """Return the view of one pool at one moment: what is committed in it, and the newest that ever was (None: it is
-        still there)."""
+        """Return the view of one pool at one moment. ``committed``: the checkpoints in it. ``newest``: the newest that
+        was ever committed in it (None: it is among ``committed``)."""
         held = frozenset(committed)
-        return cls(held, max((*held, newest) if newest is not None else held, default=None))
+        found = max(held, default=None)
+        return cls(held, newest if found is None or (newest is not None and newest > found) else found)
 
     @classmethod
     def together(cls, views: Collection[PoolView]) -> PoolView:
@@ -126,18 +133,17 @@ def never_common(own: Iterable[CheckpointId], others: Collection[PoolView]) -> f
     """Return those checkpoints of a rank that can never become common: another rank lacks the checkpoint, and has
     committed a newer one. ``own``: the checkpoints that are committed in this rank's pool.
 
-    *Proof.* A rank commits in the order of ids. So the other rank, which has committed a newer checkpoint, will not
-    commit this one any more; and it does not hold it. It does not matter why: it gave the checkpoint up, or left it
-    out, or it has overwritten it (then it knew that a newer one is common, or that this one cannot be). After a crash
-    it still does not hold it, and it will not commit it, because a new incarnation has larger ids. So the checkpoint is
-    in no intersection of all ranks' checkpoints, now or later, and to overwrite it changes no recovery.
+    *Proof.* The other rank does not hold the checkpoint. (It gave the checkpoint up, left it out, or overwrote it. The
+    reason does not matter.) Nor will the other rank commit it later: a rank commits in the order of ids, it has
+    committed a newer one, and after a crash a new incarnation has larger ids. So the checkpoint is in no intersection
+    of all ranks' checkpoints, now or later, and a rank that overwrites it changes no recovery.
 
-    *What others must publish* is the set of committed checkpoints and the newest of them, as in ``PoolView``. A view of
-    several ranks together says less, and says it later: that each of them has gone past the checkpoint, and that one of
-    them lacks it.
+    Each other rank must publish the set of its committed checkpoints and the newest of them, as in ``PoolView``. A view
+    of several ranks together shows less, and shows it later: that each of them has committed a newer checkpoint, and
+    that one of them lacks this one.
 
     Without this function a group can stop for ever. If ranks give up checkpoints in turn, the slots of each rank fill
-    with checkpoints that the other lacks, and each waits for a common one.
+    with checkpoints that another rank lacks, and each rank waits for a common one.
     """
     views = [(view.newest, view.committed) for view in others if view.newest is not None]
     return frozenset(
@@ -149,14 +155,14 @@ def never_common(own: Iterable[CheckpointId], others: Collection[PoolView]) -> f
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What a rank knows of the group when it chooses a slot. All of it stays true until the next recovery, so late news
-    only delay an overwrite."""
+    """What a rank knows of the group when it chooses a slot. All of it stays true until the next recovery. So if a rank
+    learns something late, it only overwrites later."""
 
     common: CheckpointId | None = None
     """The newest checkpoint that the rank knows to be committed by all ranks; None if it knows of none."""
     adoption: Adoption | None = None
-    """The last adoption of this rank. Training goes on when all ranks have adopted, so no rank needs what does not
-    count any more."""
+    """The last adoption of this rank. Training goes on only after all ranks have adopted, so no rank needs dead
+    checkpoints any more."""
     never_common: frozenset[CheckpointId] = frozenset()
     """Checkpoints of this rank that can never become common. All are newer than ``common``."""
 
@@ -169,53 +175,57 @@ class Knowledge:
         """Return what the rank knows after it has seen the pools of all other ranks. ``own``: the checkpoints that are
         committed in its own pool.
 
-        A checkpoint up to ``common`` is never said to be useless. It needs no such permission, and the adopted one must
-        stay even if a rank lacks it: that rank lost its pool, and restored its tensors from others.
+        ``never_common`` of the result contains only checkpoints newer than ``common``. Older ones may be overwritten in
+        any case. The adopted checkpoint must stay even if a rank lacks it, because that rank lost its pool and restored
+        its tensors from others.
         """
         found = newest_common([own, *(view.committed for view in others)])
         common = self.common if found is None or (self.common is not None and found < self.common) else found
-        useless = never_common(own, others) | (self.never_common & frozenset(own))
-        return replace(self, common=common, never_common=frozenset(c for c in useless if common is None or c > common))
+        never = never_common(own, others) | (self.never_common & frozenset(own))
+        return replace(self, common=common, never_common=frozenset(c for c in never if common is None or c > common))
 
     def may_overwrite(self, content: CheckpointId | None) -> bool:
-        """Whether the rank may overwrite this checkpoint. None: the slot is empty, or its checkpoint was never
-        committed."""
+        """Whether the rank may overwrite this checkpoint. ``content``: None if the slot is empty, or if its checkpoint
+        was never committed."""
         if content is None or self._is_useless(content):
             return True
         return self.common is not None and content < self.common
 
     def slot_to_write(self, contents: Mapping[int, CheckpointId | None]) -> int | None:
-        """Return the slot for the next checkpoint; None if no slot may be overwritten, so that the rank waits until it
-        knows more. ``contents``: slot -> its checkpoint (None: none that was committed), of the slots that no
-        copy uses.
+        """Return the slot for the next checkpoint; None if no slot may be overwritten, so that the rank has to wait.
+        ``contents``: slot -> its checkpoint (None: no committed one), for each slot that no copy uses.
 
-        An empty slot comes first, then a checkpoint to which no recovery can come back, then the oldest one. So the
-        checkpoints before the common one stay as long as possible, for the case that the common one is damaged.
+        An empty slot is chosen first, then a checkpoint to which no recovery can come back, then the oldest checkpoint.
+        So the checkpoints before the common one stay as long as possible, for the case that the common one is damaged.
         """
         free = [slot for slot, content in contents.items() if self.may_overwrite(content)]
-        return min(free, key=lambda slot: self._worth(contents[slot]), default=None)
+        return min(free, key=lambda slot: self._priority(contents[slot]), default=None)
 
     def may_remove(self, contents: Iterable[CheckpointId]) -> bool:
-        """Whether a file may be removed that the pool had before a relayout. ``contents``: the checkpoints in it. A
-        pool that is laid out anew keeps that file, because the newest common checkpoint may lie there alone. This is
-        the rule once more: each checkpoint in the file must be one that the rank may overwrite."""
+        """Whether the pool's old file may be removed after a relayout. ``contents``: the checkpoints in that file. It
+        may be removed if the rank may overwrite each of them. Until then it stays, because it may be the only file with
+        the newest common checkpoint."""
         return all(self.may_overwrite(content) for content in contents)
 
     def _is_useless(self, content: CheckpointId) -> bool:
-        return not counts(content, self.adoption) or content in self.never_common
+        """Whether no recovery can come back to this checkpoint."""
+        return is_dead(content, self.adoption) or content in self.never_common
 
-    def _worth(self, content: CheckpointId | None) -> tuple[int, CheckpointId]:
+    def _priority(self, content: CheckpointId | None) -> tuple[int, CheckpointId]:
+        """Return a key for sorting: the content with the least key is overwritten first."""
         if content is None:
             return 0, CheckpointId(0, 0)
         return 1 if self._is_useless(content) else 2, content
 
 
 def commits_within_boundary(begun: CheckpointId | None, committed: CheckpointId | None) -> bool:
-    """Whether the next checkpoint must be copied at the boundary and committed before the boundary returns, and must
-    not be left out. ``begun``: the last checkpoint that this rank began in this incarnation, and has committed or given
-    up since; ``committed``: the last one that it committed.
+    """Whether the next checkpoint must not be left out, and must be copied and committed within its boundary: True if
+    the last one was given up.
 
-    It must if the last one was given up. A rank that gives up as many in a row as there are slots can stop the group
-    for ever: the others have no slot left and wait until they know more, and this rank waits for them in a collective.
+    begun: the last checkpoint that this rank began in this incarnation; it is committed or given up. committed: the
+    last checkpoint that this rank committed.
+
+    A rank that gives up as many checkpoints in a row as a pool has slots can stop the group for ever. The other ranks
+    then have no slot that they may overwrite, and wait for this rank, and this rank waits for them in a collective.
     """
     return begun is not None and begun != committed

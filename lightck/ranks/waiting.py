@@ -1,4 +1,4 @@
-"""A bounded wait for other ranks: with pauses that grow, a log line every 30 seconds, and an error at the end."""
+"""A bounded wait for other ranks, with pauses that grow, a report every 30 seconds, and an error after the timeout."""
 
 from __future__ import annotations
 

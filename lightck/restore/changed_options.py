@@ -24,12 +24,13 @@ from lightck.state.inventory import ModelView, OptimizerView
 log = logging.getLogger("lightck")
 
 
-def options(
+def descriptions(
     contents: Contents, pairs: Sequence[tuple[OptimizerContents, OptimizerView]], objects: Mapping[str, object]
 ) -> list[str]:
-    """Return a text for each option of an optimizer or scheduler that this script builds differently and that the
-    restore will replace. Call this function before the restore. ``pairs``: saved and live optimizers. ``objects``: name
-    in ``state`` -> live object."""
+    """Return a text for each option of an optimizer or scheduler that the script now builds with another value, and
+    that the restore will replace. The values are compared with those that the script built at the start of the
+    training. Call this function before the restore. ``pairs``: saved and live optimizers. ``objects``: name in
+    ``state`` -> live object."""
     built = contents.built
     if built is None:
         return []
@@ -48,7 +49,8 @@ def options(
             kept = values.unpack(contents.state[name], tensor=lambda name: torch.empty(0))
             if _is_equal(_step_counts(now), _step_counts(then)) and isinstance(kept, Mapping):
                 edited = _edited(then, now, kept)
-                public = [one for one in edited if not one[0].startswith("_")]  # private values can derive from these
+                # Private values usually follow from public ones, and are named only if no public value was edited.
+                public = [one for one in edited if not one[0].startswith("_")]
                 found += [f"{type(obj).__name__}'s {key} {text}" for key, text in public or edited]
     return found
 

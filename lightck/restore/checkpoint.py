@@ -112,7 +112,7 @@ class Checkpoint:
         are restored, and ``drift`` lists what does not fit.
         """
         plan = plan_restore(self.contents, model, optimizer, state, strict=strict)
-        source = self._source
+        source = self.source
         try:
             _restore.apply(plan, source)
         except BaseException as err:
@@ -124,10 +124,11 @@ class Checkpoint:
     def record_restored(self, model: nn.Module, plan: _restore.RestorePlan) -> None:
         """For lightck itself: record that ``plan`` has restored this checkpoint into ``model``."""
         self.drift = plan.drift
-        remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, untaken(plan)))
+        remember(model, RestoredFrom(self._path, self._uuid, self.record, self.contents, unused_parts(plan)))
 
     @property
-    def _source(self) -> MemorySource:
+    def source(self) -> MemorySource:
+        """The tensors, read into memory when they are first used; for lightck itself."""
         if self._loaded_source is None:
             with ordinary_tensors():
                 self._loaded_source = self._read_source()
@@ -138,7 +139,7 @@ class Checkpoint:
 
         Raises ``NoTensorError`` for an unknown name, and for a tied name, whose tensor is stored under another name."""
         refuse_unknown(name, self.contents.entries)
-        return self._source.tensors[name]
+        return self.source.tensors[name]
 
     @ordinary_tensors()
     def _optimizer_dict(self, saved: OptimizerContents) -> dict[str, object]:
@@ -171,7 +172,7 @@ def refuse_other_than_module(model: object) -> None:
 
 
 def refuse_other_than_bool(**flags: object) -> None:
-    """Raise ``TypeError`` for a flag that is no bool. (The string in ``overwrite="no"`` counts as true, and would
+    """Raise ``TypeError`` for a flag that is no bool. (Every nonempty string is true, so ``overwrite="no"`` would
     discard checkpoints.)"""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
@@ -230,7 +231,7 @@ def poison(error: BaseException, touched: Iterable[torch.Tensor], model: nn.Modu
         error.args = (message, *error.args[1:])
 
 
-def untaken(plan: _restore.RestorePlan) -> tuple[str, ...]:
+def unused_parts(plan: _restore.RestorePlan) -> tuple[str, ...]:
     """Return a description of each part of the checkpoint that this restore did not use. ``attach`` refuses to continue
     from a restore that left such parts out."""
     taken = {id(saved) for saved, _ in plan.optimizers}

@@ -75,8 +75,8 @@ class OptimizerContents:
     rest: bytes
     """Packed: the state under keys of ``optimizer.state`` that are no parameters."""
     wraps: bool = False
-    """Whether this optimizer wraps another one. Then the pool's state tensors of its parameters belong to the wrapped
-    optimizer."""
+    """Whether this optimizer wraps another one. If so, the state tensors that the pool holds for its parameters belong
+    to the wrapped optimizer."""
 
     @property
     def all_names(self) -> list[str]:
@@ -92,7 +92,7 @@ class Contents:
     event: str
     """The step event that closed the checkpoint."""
     explicit: bool
-    """Whether ``session.end_step()`` had been called, so that only calls of the user are boundaries."""
+    """Whether ``session.end_step()`` had been called. If so, only the user's calls of ``end_step()`` are boundaries."""
     rng: RngState
     rng_forward: RngState | None
     """Random states at the start of the forward that closed the checkpoint; None if another event closed it."""
@@ -119,8 +119,8 @@ class Contents:
     fingerprint: dict[str, object]
     entries: Mapping[str, Entry]
     stale_after: int | None = None
-    """A generation. Of the checkpoints before this one, those with a generation larger than ``stale_after`` are stale:
-    they hold old bytes of a tensor. None if none is stale."""
+    """The older checkpoints whose generation is larger than this number are stale: they hold old bytes of a tensor.
+    None if none is stale."""
     persistent_started: bool = False
     """Whether a DataLoader outside the session had started its persistent workers."""
     done: bool = False

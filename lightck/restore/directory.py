@@ -1,4 +1,4 @@
-"""Recover the directory of a group of ranks without a group: put the parts of all ranks together into whole tensors.
+"""Recover from the directory of a group of ranks in one process: put the parts of all ranks together.
 
 The newest checkpoint that all ranks have is taken; if it does not verify on one rank, the next older one. A tensor of
 which the ranks hold parts is put together. A tensor that every rank holds whole is taken from rank 0, and compared with
@@ -31,7 +31,7 @@ from lightck.state.storable import dtype_from_name
 
 log = logging.getLogger("lightck")
 _ATTEMPTS = 20
-"""While a training reuses slots of the pools, all checkpoints are tried again, at most this number of times."""
+"""The largest number of attempts. All checkpoints are tried again if a training reused slots of the pools meanwhile."""
 
 
 def recover_directory(
@@ -64,40 +64,41 @@ def _newest(readers: Sequence[PoolReader], step: int | None, device: torch.devic
             if step is not None and name.step != step:
                 continue
             try:
-                return _load([_intact(of_rank[name]) for of_rank in held], device, rejected)
+                return _load([_newest_intact(of_rank[name]) for of_rank in held], device, rejected)
             except DamagedError as err:
                 record = held[0][name][0].record
                 rejected.append(RejectedCheckpoint(name.step, record.generation, str(err)))
         if [reader.commit_log() for reader in readers] == logs:
-            raise _nothing_left(readers, step, common, rejected)
+            raise _no_checkpoint_error(readers, step, common, rejected)
     raise PoolLockedError(
         f"The pools in {os.path.dirname(readers[0].path)!r} are in use, and their checkpoints were overwritten faster "
         f"than they could be read, {_ATTEMPTS} times. They are not damaged. Try again, or end the training first."
     )
 
 
-def _intact(many: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
-    """Return the newest of these checkpoints of one step that verifies, or the last one, which is verified when it is
-    loaded."""
-    for stored in many[:-1]:
+def _newest_intact(checkpoints: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
+    """Return the newest checkpoint that verifies. If all but the oldest fail, return the oldest unverified, because
+    ``_load`` verifies it. ``checkpoints``: the checkpoints of one step in one pool, newest first."""
+    for stored in checkpoints[:-1]:
         with suppress(DamagedError):
             stored.verify()
             return stored
-    return many[-1]
+    return checkpoints[-1]
 
 
-def _nothing_left(
+def _no_checkpoint_error(
     readers: Sequence[PoolReader],
     step: int | None,
     common: Sequence[CheckpointId],
     rejected: Sequence[RejectedCheckpoint],
 ) -> Exception:
+    """Return the error for pools that have no common checkpoint (of ``step``, if given) that verifies."""
     directory = os.path.dirname(readers[0].path)
     if rejected:
         reasons = tuple(map(str, rejected))
         return CorruptPoolError(
-            f"No checkpoint that all ranks have in {directory!r} verifies: {'; '.join(reasons)}. Nothing was restored. "
-            "Use another copy of the pools.",
+            f"No checkpoint that all ranks have in {directory!r} can be used: {'; '.join(reasons)}. Nothing was "
+            "restored. Use another copy of the pools.",
             reasons,
         )
     steps = listed([str(one.step) for one in common], 8) or "none"
@@ -124,7 +125,7 @@ def _load(
             if not is_equal:
                 differing.append(name)
     check_ties(entries)
-    if not all(stored.is_intact() for stored in of_ranks):
+    if not all(stored.owns_slot() for stored in of_ranks):
         raise DamagedError("its slot was reused while it was read")
     if differing:
         log.warning(
@@ -156,11 +157,12 @@ def _whole_entry(entry: Entry) -> Entry:
 
 
 def _put_together(name: str, entry: Entry, holders: Sequence[StoredCheckpoint]) -> tuple[torch.Tensor, bool]:
-    """Return the whole tensor, and whether all ranks that hold an element hold the same. Raises ``DamagedError``."""
+    """Return the whole tensor, and whether ranks that hold the same element hold the same bytes for it. Raises
+    ``DamagedError``."""
     parts = [stored.entries[name] for stored in holders]
     if any(part.dtype != entry.dtype or _whole_entry(part).shape != entry.shape for part in parts):
         raise DamagedError(f"its tensor {name!r} has another shape or dtype on another rank")
-    # A tensor may be tied on one rank only: then the bytes lie under the other name.
+    # The name may be a tied name on some ranks only. On such a rank the bytes lie under ``part.alias``.
     locals_ = [load_tensor(stored, part.alias or name) for stored, part in zip(holders, parts, strict=True)]
     if all(part.pieces is None for part in parts):
         return locals_[0], all(_same_bytes(locals_[0], other) for other in locals_[1:])
@@ -171,7 +173,7 @@ def _put_together(name: str, entry: Entry, holders: Sequence[StoredCheckpoint]) 
         copies = assembly(entry.shape, pieces)
     except ValueError as err:
         raise DamagedError(f"its tensor {name!r} cannot be put together: {err}") from err
-    # Only now: a logical shape that the parts do not cover may be of any size.
+    # Allocate only now: ``assembly`` has checked that the parts cover the shape, which may be huge in a damaged pool.
     whole = torch.empty(entry.shape, dtype=dtype_from_name(entry.dtype))
     for copy in copies:
         _box_of(whole, copy.destination).copy_(_box_of(locals_[copy.holder], copy.source))

@@ -40,9 +40,10 @@ def read_state(
     non_tensors = unpack_dict(saved.values, tensor=tensor_reader(writes.source, restored))
     params = dict(live.params)
     used: set[int] = set()
-    made: dict[int, torch.Tensor] = {}
-    """id of a tensor that is written -> what the optimizer holds: keys that share a tensor share its DTensor too."""
-    counted = counted_on_device(saved)
+    state_tensors: dict[int, torch.Tensor] = {}
+    """id of a local tensor -> what ``state_of`` returned for it, usually a DTensor. So keys that share a local
+    tensor also share its DTensor."""
+    counts_on_device = params_with_count_on_device(saved)
     state: dict[str, object] = {}
     for name in saved.all_names:
         if name in unfit:
@@ -52,14 +53,14 @@ def read_state(
         new: dict[object, object] = {}
         for key, entry in keys.get(name, {}).items():
             now = present.get(key) if isinstance(present, dict) else None
-            is_cpu_count = key == "step" and name not in counted
-            where = partial(device_of, entry, contents, name, p, is_cpu_count)
+            is_cpu_count = key == "step" and name not in counts_on_device
+            choose_device = partial(device_of, entry, contents, name, p, is_cpu_count)
             if not is_of_dtensor:
-                new[key] = _state_tensor(now, entry, where, restored, writes, used)
+                new[key] = _state_tensor(now, entry, choose_device, restored, writes, used)
                 continue
             present_local = local_of(now) if isinstance(now, torch.Tensor) else None
-            local = _state_tensor(present_local, entry, where, restored, writes, used)
-            new[key] = now if local is present_local else made.setdefault(id(local), state_of(p, key, local))
+            local = _state_tensor(present_local, entry, choose_device, restored, writes, used)
+            new[key] = now if local is present_local else state_tensors.setdefault(id(local), state_of(p, key, local))
         if new or name in non_tensors:
             state[name] = joined(new, non_tensors, name)
     return state
@@ -73,7 +74,7 @@ def joined(tensors: dict[object, object], non_tensors: Mapping[str, object], nam
     return tensors | other if isinstance(other, dict) else other
 
 
-def counted_on_device(saved: OptimizerContents) -> set[str]:
+def params_with_count_on_device(saved: OptimizerContents) -> set[str]:
     """Return the names of the parameters whose step count lies on the device of the parameter, because their group is
     ``fused`` or ``capturable``."""
     groups = zip(saved.names, saved.groups, strict=True)
@@ -94,17 +95,17 @@ def device_of(entry: Entry, contents: Contents, name: str, live: torch.Tensor, i
 def _state_tensor(
     present: Any,
     entry: Entry,
-    device: Callable[[], torch.device],
+    choose_device: Callable[[], torch.device],
     restored: dict[str, torch.Tensor],
     writes: TensorWrites,
     used: set[int],
 ) -> torch.Tensor:
     """Return the tensor into which ``writes.run()`` will write the saved values of ``entry``: the live tensor
-    ``present`` if it fits and no other entry uses it, else a new one on ``device()``.
+    ``present`` if it fits and no other entry uses it, else a new one on ``choose_device()``.
 
-    ``used``: ids of the tensors that other entries use. So, if several parameters share a state tensor now and did not
-    when it was saved, one of them keeps it, and the other parameters get new tensors. (If they shared it when it was
-    saved, they share it again: ``entry.alias``.)"""
+    ``used``: ids of the tensors that other entries use. Parameters that shared a state tensor when it was saved share
+    it again (``entry.alias``). If parameters share a live state tensor and were saved with separate ones, the first
+    parameter keeps the live tensor, and the others get new tensors."""
     if entry.alias is not None:
         known = restored.get(entry.alias)
         if known is not None:
@@ -112,7 +113,7 @@ def _state_tensor(
         entry = writes.source.entries[entry.alias]
     target = present if _fits(present, entry) and id(present) not in used else None
     if target is None:
-        target = empty_for(entry, device())
+        target = empty_for(entry, choose_device())
     used.add(id(target))
     restored[entry.name] = target
     writes.add(entry.name, target)

@@ -64,9 +64,9 @@ class ObjectCheck:
         where = listed([path or "all of it" for path in differ])
         if self._before is not None and self._before == _sketch(now):
             raise DriftError(
-                f"state[{name!r}] took nothing of its saved state: load_state_dict() did not change the {kind}, which "
-                f"differs in {where} from what was saved. Correct its load_state_dict(), or leave the object out "
-                f'of the restore: state={{"{name}": None}}.'
+                f"state[{name!r}] took nothing of its saved state: its load_state_dict() did not change the {kind}. "
+                f"The {kind} still differs in {where} from what was saved. Correct its load_state_dict(), or leave "
+                f'the object out of the restore: state={{"{name}": None}}.'
             )
         log.warning(
             "lightck: state[%r] differs in %s from what was saved, after its load_state_dict(). The training does not "

@@ -33,7 +33,7 @@ from lightck.restore.usable import STALE_REASON, StaleCheckpoints, parse
 
 T = TypeVar("T")
 _ATTEMPTS = 20
-"""While a training reuses slots of the pool, all checkpoints are tried again, at most this number of times."""
+"""The largest number of attempts. All checkpoints are tried again if a training reused slots of the pool meanwhile."""
 
 
 @contextmanager
@@ -41,8 +41,8 @@ def collector_paused() -> Iterator[None]:
     """Disable Python's automatic cyclic garbage collection in this block; ``gc.collect()`` still works. After the
     block the collector is enabled if it was enabled before.
 
-    A recovery makes about ten lasting objects per tensor. Their number triggers collection after collection. These
-    collections free nothing, and took a fifth of the time of a recovery of 100,000 tensors."""
+    A recovery makes about ten lasting objects per tensor, so that Python would run many collections. They free nothing,
+    and took a fifth of the time of a recovery of 100,000 tensors."""
     if not gc.isenabled():
         yield
         return
@@ -68,8 +68,9 @@ def recover(
     """Load or restore the newest checkpoint of a pool that verifies.
 
     Args:
-        pool_path: the pool, or the directory of a group of ranks; it may be in use (it is only read). Of a directory,
-            the parts of all ranks are put together, and what each rank has of its own is that of rank 0.
+        pool_path: the pool, or the directory of a group of ranks; it may be in use (it is only read). From a directory,
+            the parts of all ranks are put together into whole tensors; random states, loader positions and objects in
+            ``state`` are those of rank 0.
         model: restore into this module in place; without ``model`` the checkpoint is loaded into new tensors.
         optimizer: an optimizer, or a list of them, restored by parameter name.
         state: name -> object with ``load_state_dict``, restored from what was saved under the same name.
@@ -116,8 +117,9 @@ def _check_arguments(model: object, optimizer: object, state: object, step: obje
         arguments = (("optimizer=", optimizer), ("state=", state))
         given = " and ".join(name for name, value in arguments if value is not None)
         raise TypeError(
-            f"{given} without model=: they are restored together with the model, because state is saved by parameter "
-            "name. Pass model= too; or leave them out, and read .optimizer and .state of the checkpoint."
+            f"{given} cannot be passed without model=: optimizer and state are restored together with the model, "
+            "because state is saved by parameter name. Pass model= too; or leave them out, and read .optimizer "
+            "and .state of the checkpoint."
         )
 
 
@@ -154,13 +156,13 @@ def newest(
             except DamagedError as err:
                 rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, str(err)))
                 continue
-            if stored.is_intact():
+            if stored.owns_slot():
                 return taken
             rejected.append(
                 RejectedCheckpoint(stored.step, stored.record.generation, "its slot was reused while it was read")
             )
         if reader.commit_log() == commit_log:
-            raise _nothing_left(reader, commit_log, step, rejected)
+            raise _no_checkpoint_error(reader, commit_log, step, rejected)
     raise PoolLockedError(
         f"The pool {reader.path!r} is in use, and its checkpoints were overwritten faster than they could be read, "
         f"{_ATTEMPTS} times. The pool is not damaged. Try again, end the training first, or give the pool more slots: "
@@ -170,7 +172,7 @@ def newest(
 
 def refuse_part(reader: PoolReader) -> None:
     """Raise ``UnsupportedError`` if the pool is that of a rank: its tensors may be parts, and a part must not be taken
-    for the whole. Nothing has been read from a checkpoint by then, and nothing was changed."""
+    for the whole. Call this function before anything is read from a checkpoint."""
     group = reader.group
     if group is not None:
         raise UnsupportedError(
@@ -180,7 +182,7 @@ def refuse_part(reader: PoolReader) -> None:
         )
 
 
-def _nothing_left(
+def _no_checkpoint_error(
     reader: PoolReader, commit_log: CommitLog, step: int | None, rejected: list[RejectedCheckpoint]
 ) -> Exception:
     """Return the error for a pool in which no checkpoint (of ``step``, if given) can be used."""
@@ -199,8 +201,8 @@ def _nothing_left(
             "leave step= out."
         )
     return CorruptPoolError(
-        f"No checkpoint in the pool {reader.path!r} verifies: {'; '.join(reasons)}. Nothing was restored. Use another "
-        "copy of the pool; attach(..., overwrite=True) discards this pool and starts afresh.",
+        f"No checkpoint in the pool {reader.path!r} can be used: {'; '.join(reasons)}. Nothing was restored. Use "
+        "another copy of the pool; attach(..., overwrite=True) discards this pool and starts afresh.",
         reasons,
     )
 
@@ -294,7 +296,7 @@ class LiveRestore:
 
     def take(self, stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
         """Restore a checkpoint. Raises ``DamagedError`` at a block that does not match its checksum; live tensors may
-        have been written by then."""
+        have been written before the error."""
         reader, model = self._reader, self._model
         plan = plan_restore(
             contents,
@@ -308,7 +310,7 @@ class LiveRestore:
         # If ``_touched`` is not empty, the restore of a newer checkpoint failed halfway. So this checkpoint is read and
         # verified as a whole before live tensors are written again.
         source = in_memory(stored, "cpu") if self._in_use or self._touched else stored
-        if source is not stored and not stored.is_intact():
+        if source is not stored and not stored.owns_slot():
             raise DamagedError("its slot was reused while it was read")
         try:
             _restore.apply(plan, source)

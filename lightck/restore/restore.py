@@ -24,7 +24,7 @@ from lightck.restore.readback import ObjectCheck, check_optimizer, has_same_keys
 from lightck.restore.tensor_writes import TensorWrites
 from lightck.state import values
 from lightck.state.inventory import Live, ModelView, OptimizerView, optimizer_views
-from lightck.state.local_tensors import local_of, refuse_other_parameters, reshard
+from lightck.state.local_tensors import local_of, refuse_optimizer_before_dtensors, reshard
 from lightck.state.parts import part_of, refuse_parts
 from lightck.state.storable import class_name_of, dtype_from_name, refuse_unstorable
 
@@ -85,8 +85,9 @@ class RestorePlan:
     """Names in ``state`` for which the user passed None: what was saved under them is not restored."""
     extra_state: list[tuple[str, nn.Module]] = field(default_factory=list)
     """(name, module) of each module with a saved extra state, to pass to ``set_extra_state``."""
-    edited: list[str] = field(default_factory=list)
-    """A text for each option that the script builds differently and that the restore replaces."""
+    overridden_options: list[str] = field(default_factory=list)
+    """A text for each option to which the script gives another value than at the start of the training. The restore
+    sets the value in the checkpoint."""
     restored: dict[str, torch.Tensor] = field(default_factory=dict)
     """Entry name -> tensor that ``apply`` has written or loaded so far."""
     unfit: set[str] = field(default_factory=set)
@@ -121,7 +122,7 @@ def check(
         refuse_unstorable(live.name, live.tensor, "restored")
     if not of_rank:
         refuse_parts(tensors, "restored")
-    refuse_other_parameters(view.parameters(), [(one.class_name, one.params) for one in opt_views])
+    refuse_optimizer_before_dtensors(view.parameters(), [(one.class_name, one.params) for one in opt_views])
     left = _match_resizable(contents, view, tensors, plan)
     missing, extra, reshaped, retyped = _match_tensors(contents, left, plan, notes)
     _match_optimizers(contents, opt_views, plan, notes, complete)
@@ -140,7 +141,7 @@ def check(
             f"optimizer or state. {cure}.",
             plan.drift,
         )
-    plan.edited = changed_options.options(contents, plan.optimizers, plan.objects)
+    plan.overridden_options = changed_options.descriptions(contents, plan.optimizers, plan.objects)
     return plan
 
 
@@ -190,13 +191,13 @@ def _match_tensors(
                 reshaped.append(f"{live.name}: {list(entry.shape)} saved, {list(live.tensor.shape)} live")
             else:
                 retyped.append(f"{live.name}: torch.{entry.dtype} saved, {live.tensor.dtype} live")
-        # For an alias that was an alias of the same tensor when it was saved, nothing is planned, because that tensor
-        # is written.
+        # If the name is tied to ``live.alias`` now, and was so when it was saved, nothing is added to the plan: the
+        # write of ``live.alias`` restores both names.
         elif live.alias is None or not _were_tied(contents, live.name, live.alias):
             if live.alias is not None and tensors.get(live.alias) is live.tensor and live.alias in contents.entries:
                 notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
             else:
-                # The name is no alias now, or it is an alias through another tensor object with the same memory. In the
+                # Either the name is not tied now, or it is tied by another tensor object on the same memory. In the
                 # second case ``_refuse_contradiction`` compares the saved values of the two before the first write.
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(unmatched), tuple(reshaped), tuple(retyped)
@@ -326,7 +327,7 @@ def apply(plan: RestorePlan, source: Source) -> None:
     tensors share memory and were saved with different values, or if an object or an optimizer does not take its state.
     After an error, ``plan.restored`` contains the live tensors that may have been written."""
     _refuse_contradiction(plan, source)
-    fresh = {name: load_tensor(source, name) for name, _ in plan.resizable if name is not None}
+    new_buffers = {name: load_tensor(source, name) for name, _ in plan.resizable if name is not None}
     with torch.no_grad():
         writes = TensorWrites(source)
         for name, tensor in plan.tensors:
@@ -340,7 +341,7 @@ def apply(plan: RestorePlan, source: Source) -> None:
     rests = [unpack_dict(saved.rest, tensor=read) for saved, _ in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
     extra_states = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra_state}
-    _set_resizable(plan, fresh)
+    _set_resizable(plan, new_buffers)
     for name, module in plan.extra_state:
         module.set_extra_state(extra_states[name])
     checks = {name: ObjectCheck(name, obj) for name, obj in plan.objects.items()}
@@ -355,7 +356,7 @@ def apply(plan: RestorePlan, source: Source) -> None:
         check_optimizer(live, state, rest, saved.groups)
     for name, check_one in checks.items():  # the state is unpacked again: load_state_dict may have changed its argument
         check_one.after(values.unpack(plan.contents.state[name], tensor=plan.restored.__getitem__))
-    changed_options.warn_options(plan.edited)
+    changed_options.warn_options(plan.overridden_options)
 
 
 def _refuse_contradiction(plan: RestorePlan, source: Source) -> None:
@@ -369,18 +370,18 @@ def _refuse_contradiction(plan: RestorePlan, source: Source) -> None:
         )
 
 
-def _set_resizable(plan: RestorePlan, fresh: Mapping[str, torch.Tensor]) -> None:
-    """Add, remove or resize buffers. A buffer that is resized keeps its tensor object. ``fresh``: entry name -> tensor,
-    read and verified before."""
+def _set_resizable(plan: RestorePlan, new_buffers: Mapping[str, torch.Tensor]) -> None:
+    """Add, remove or resize buffers. A buffer that is resized keeps its tensor object. ``new_buffers``: entry name ->
+    tensor with the saved size and values."""
     device = next((tensor.device for _, tensor in plan.tensors), torch.device("cpu"))
     for name, live in plan.resizable:
         assert live.home is not None
         if name is None:
             live.home[live.key] = None
         elif live.home.get(live.key) is None:
-            live.home[live.key] = fresh[name].to(device)
+            live.home[live.key] = new_buffers[name].to(device)
         else:
-            live.tensor.data = fresh[name].to(live.tensor.device)
+            live.tensor.data = new_buffers[name].to(live.tensor.device)
         if name is not None:
             plan.restored[name] = live.home[live.key]
 

@@ -115,14 +115,14 @@ class Resumed:
 
     def take_rng(self, loader: SessionLoader, pass_: Pass) -> RngState | None:
         """Return the random states to restore when a pass continues or begins, so that random numbers that the script
-        drew since attach have no effect. Returns None if an earlier pass took the states. (A preview, a pass that only
-        looks at some batches, does not use them up: the next pass gets them again.)"""
+        drew since attach have no effect. Returns None if an earlier pass took the states. (After a preview, a pass that
+        only looks at some batches, the next pass gets them again.)"""
         return self._rng_for_pass.take(loader, pass_)
 
     def forward_begins(self, numbers: ModuleNumbers) -> None:
-        """Called before each training forward, but only the first call does something: it compares ``numbers``, the
-        current numbers of the modules, with those of the checkpoint; and if a forward closed the checkpoint, it
-        restores the random states with which that forward began in the earlier run."""
+        """Called before each training forward; only the first call does something. It compares ``numbers``, the current
+        numbers of the modules, with those of the checkpoint. If a forward closed the checkpoint, it also restores the
+        random states with which that forward began in the earlier run."""
         if self._rng_forward is not None:
             self._rng_forward.restore()
             self._rng_forward = None
@@ -139,7 +139,7 @@ class RestoredFrom:
     uuid: bytes
     record: CommitRecord
     contents: Contents
-    untaken: tuple[str, ...]
+    unused_parts: tuple[str, ...]
     """Descriptions of the parts of the checkpoint that the restore did not use (not ``Drift.missing``)."""
 
 

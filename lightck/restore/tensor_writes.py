@@ -20,8 +20,8 @@ from lightck.state.device_transfers import bytes_in_order
 
 Named = tuple[str, torch.Tensor]
 _ALIGN = 64
-"""Alignment of scratch memory in bytes, as of torch's allocator: a view of any dtype begins at a multiple of its
-element size."""
+"""Alignment of scratch memory in bytes. Torch's allocator has the same alignment, so that a view of any dtype begins at
+a multiple of its element size."""
 
 
 @contextmanager
@@ -57,8 +57,8 @@ def write_constant(target: torch.Tensor, value: float) -> None:
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of the tensor share memory. In cases that would take long to determine, True."""
-    reach = 0  # in elements: from the first to the last element over the dimensions so far
+    """Whether two elements of the tensor share memory. Also True in cases that would take long to determine."""
+    reach = 0  # the distance, in elements, from the first to the last element over the dimensions that were visited
     strides_and_sizes = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in strides_and_sizes if size != 1):
         if stride <= reach:
@@ -180,7 +180,7 @@ class TensorWrites:
 
     def run(self) -> None:
         """Read and write all added tensors. Raises ``DamagedError`` at a bad block; other tensors may have been written
-        by then."""
+        before the error."""
         added, self._added = self._added, []
         apart, others = self._split(added)
         self.source.read_many([(name, tensor.data_ptr()) for name, tensor in apart])

@@ -29,10 +29,10 @@ class StaleCheckpoints:
     def of_pool(cls, reader: PoolReader) -> StaleCheckpoints:
         """Return the stale checkpoints that were not struck yet, according to the readable checkpoints of a pool.
 
-        A ``stale_after`` counts only until the stale checkpoints are struck. After that, a relayout may carry a pinned
-        checkpoint over, and give it a generation for which ``includes`` would be true, although the checkpoint is not
-        stale. The strike is known to be done if a struck slot has a newer generation than the checkpoint with this
-        ``stale_after``, or if a newer checkpoint has no ``stale_after``."""
+        The checkpoints are read from newest to oldest. The search ends at the first checkpoint that shows that the
+        stale ones were struck: it has no ``stale_after``, or a struck slot has a newer generation than it. From there
+        on ``stale_after`` must not be used: after the strike, a relayout may have carried over a pinned checkpoint that
+        is not stale, with a new generation for which ``includes`` would be true."""
         stale, struck_generation = cls(), reader.newest_struck_generation()
         for stored in reader.checkpoints():
             if isinstance(stored, StoredCheckpoint):
@@ -73,8 +73,8 @@ def usable_checkpoints(reader: PoolReader) -> Iterator[StoredCheckpoint]:
 
 
 def usable_by_name(reader: PoolReader) -> dict[CheckpointId, list[StoredCheckpoint]]:
-    """Return the usable checkpoints of a rank's pool by their names in the group. A step that was saved twice has two,
-    the newer one first."""
+    """Return name in the group -> usable checkpoints of a rank's pool with this name, newest first. There are two
+    checkpoints of one name if a step was saved twice."""
     found: dict[CheckpointId, list[StoredCheckpoint]] = {}
     for stored in usable_checkpoints(reader):
         found.setdefault(CheckpointId(stored.header.incarnation, stored.step), []).append(stored)

@@ -35,7 +35,7 @@ from lightck.session.commits import CommitParticipants
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
 from lightck.session.group import TIMEOUT, checked_timeout, group_of, refuse_directory_of_ranks
-from lightck.session.group_start import SLOTS, GroupStart
+from lightck.session.group_start import SLOTS_MIN, GroupStart
 from lightck.session.interval import Auto
 from lightck.session.pool_file import PoolFile
 from lightck.session.session import Session
@@ -81,8 +81,8 @@ def attach(
         pool_path: the pool's file, created if it does not exist (its folder must exist); or a device-dax device. In a
             group of ranks: a directory for the pools of all ranks.
         optimizer: an optimizer or a list of optimizers. By default the optimizers of this model are found among live
-            objects. An empty list: none is followed, also none that is made later; the loop updates by hand, and each
-            ``end_step()`` counts as an update.
+            objects. With an empty list no optimizer is followed, even if one is made later: the loop updates by hand,
+            and each ``end_step()`` counts as an update.
         state: name -> object with ``state_dict`` and ``load_state_dict``. Schedulers and a GradScaler need not be
             passed: they are found. ``{"scheduler": None}`` saves no scheduler.
         interval: updates between saved checkpoints. ``"auto"`` or ``lightck.Auto(...)`` chooses the interval by the
@@ -112,38 +112,38 @@ def attach(
     """
     save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data)
     arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options)
-    with GroupStart.of(group_of(group), checked_timeout(timeout)) as together:
-        return _attach(arguments, together, is_rank_known=together is not None or group is False)
+    with GroupStart.of(group_of(group), checked_timeout(timeout)) as group_start:
+        return _attach(arguments, group_start, is_rank_known=group_start is not None or group is False)
 
 
-def _attach(arguments: Arguments, together: GroupStart | None, *, is_rank_known: bool) -> Session:
-    """Make the session. If a step fails, release what the steps before it acquired. ``together``: if the ranks of a
-    group attach together. ``is_rank_known``: see ``FirstStep``."""
+def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_known: bool) -> Session:
+    """Make the session. If a step fails, release what the steps before it acquired. ``group_start``: the part of attach
+    that concerns the other ranks of the group (None: no group). ``is_rank_known``: see ``FirstStep``."""
     cadence = arguments.check()
-    if together is not None:
-        together.check(arguments)
-    path = _path_alone(arguments) if together is None else together.own_path(arguments)
+    if group_start is not None:
+        group_start.check(arguments)
+    path = _path_alone(arguments) if group_start is None else group_start.own_path(arguments)
     backend = backend_for(path, arguments.backend)
     durable = backend.probe(path)
     durability.require(durable, arguments.require)
     found = _discover(arguments)
     capture = Capture(arguments.model, found.optimizers, found.state)
-    file = PoolFile(arguments, path, backend, found, capture, is_of_rank=together is not None)
+    file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=group_start is not None)
     meter = Meter(slowdown())
     lock = file.lock()
     with ExitStack() as undo:
         undo.callback(lock.release)
         pipeline = _pipeline(
-            arguments.save_options, path, backend, durable, meter, lock, is_of_rank=together is not None
+            arguments.save_options, path, backend, durable, meter, lock, is_rank_pool=group_start is not None
         )
         undo.callback(pipeline.close)
         participants = _commit_participants(arguments.save_options, found, path, meter)
         participants.join(pipeline)
         backend.remove_stale(path)
         first = _first_step(found, arguments, is_rank_known)
-        resumed = file.open(pipeline) if together is None else together.open(file, pipeline)
-        if together is not None:
-            together.join(file, pipeline)
+        resumed = file.open(pipeline) if group_start is None else group_start.open(file, pipeline)
+        if group_start is not None:
+            group_start.join(file, pipeline)
         if resumed is not None:
             first.after_restore(resumed.has_recorded_options)
         steps = Steps(
@@ -158,15 +158,15 @@ def _attach(arguments: Arguments, together: GroupStart | None, *, is_rank_known:
             first_step=first,
             strict_data=arguments.save_options.strict_data,
         )
-        session = Session(steps, lock, found.classes, None if together is None else together.place())
+        session = Session(steps, lock, found.classes, None if group_start is None else group_start.membership())
         undo.pop_all()
         undo.callback(session.abandon)
         _start(session, path, resumed)
-        if together is not None:
+        if group_start is not None:
             steps.add_early_gate()
             if resumed is None:
-                session.flush()  # checkpoint 0: the group has one in common from the start
-            together.begin()
+                session.flush()  # commits checkpoint 0, so that the ranks have a common checkpoint from the start
+            group_start.begin()
         undo.pop_all()
     return session
 
@@ -185,17 +185,17 @@ def _pipeline(
     meter: Meter,
     lock: PoolLock,
     *,
-    is_of_rank: bool,
+    is_rank_pool: bool,
 ) -> Pipeline:
     return Pipeline(
         path,
         backend,
         durable,
-        options.slots or (SLOTS if is_of_rank else 2),
+        options.slots or (SLOTS_MIN if is_rank_pool else 2),
         meter,
         options.strategy or FullState(),
         options.staging,
-        uncommitted_max=0 if is_of_rank else None,
+        uncommitted_max=0 if is_rank_pool else None,
         check=os.environ.get(CHECK_VARIABLE) == "1",
         lock=lock,
     )
@@ -232,8 +232,8 @@ def _discover(arguments: Arguments) -> Found:
 
 def _first_step(found: Found, arguments: Arguments, is_rank_known: bool) -> FirstStep:
     given = arguments.state or {}
-    chosen = frozenset(id(unwrap(o.optimizer)) for o in given.values() if isinstance(o, LRScheduler))
-    return FirstStep(found.optimizers, found.state, "scheduler" in arguments.declined, chosen, is_rank_known)
+    scheduled = frozenset(id(unwrap(o.optimizer)) for o in given.values() if isinstance(o, LRScheduler))
+    return FirstStep(found.optimizers, found.state, "scheduler" in arguments.declined, scheduled, is_rank_known)
 
 
 def _start(session: Session, path: str, resumed: Resumed | None) -> None:

@@ -1,9 +1,9 @@
 """The state of a training at a boundary: which tensors a checkpoint holds, and its small state as bytes.
 
 ``Capture`` reads state at two moments. In the post-step hook it reads buffers, random states and loaders provisionally,
-because the next step may change them before an event closes the checkpoint (at the latest, the pre-step hook of the
-next update). At the boundary it reads all other small state. Large tensors are only listed here: the pipeline copies
-them.
+because the next step may change them before the checkpoint closes. (The checkpoint closes at the pre-step hook of the
+next update at the latest.) At the boundary it reads all other small state. Large tensors are only listed here: the
+pipeline copies them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lightck.state.inventory import (
     optimizer_views,
     storage_address_of,
 )
-from lightck.state.local_tensors import refuse_other_parameters
+from lightck.state.local_tensors import refuse_optimizer_before_dtensors
 from lightck.state.numbers import ModuleNumbers
 from lightck.state.options_watch import OptionsWatch
 from lightck.state.rng import ForkRngWatch
@@ -73,9 +73,9 @@ class _PackedOptimizer:
         self.packed = b""
         self.options = OptionsWatch()
         self.tensor_list: TensorList | None = None
-        """As long as ``Capture`` still has this tensor list, ``packed`` can be out of date only if an option has
-        changed. None: it can be out of date for other reasons as well, because the optimizer has state that is no
-        tensor, or wraps another optimizer."""
+        """The tensor list for which ``packed`` was made. If ``Capture`` still has this list and no option has changed,
+        ``packed`` is up to date. None: ``packed`` must be made again in any case, for example because the optimizer has
+        state that is no tensor, or wraps another optimizer."""
         self.groups = CachedPacker()
         self.packer = StatePacker(never_mutated=("names",))
 
@@ -113,11 +113,11 @@ class Capture:
         self.numbers = ModuleNumbers(model)
         self._state = StatePacker()
         self._packed_optimizers: defaultdict[int, _PackedOptimizer] = defaultdict(_PackedOptimizer)
-        """The small state of the optimizer of each view at the last checkpoint, by index of the view."""
+        """Index of a view -> the small state of its optimizer at the last checkpoint."""
         self._object_states: defaultdict[str, CachedPacker] = defaultdict(CachedPacker)
         self._n_followed = 0
         """How many optimizers are followed, wrappers included."""
-        self._is_stale_reported = False
+        self._is_unsharded_reported = False
         self._is_shared_checked = False
         """Whether the check for shared memory was made. It is made once, as soon as optimizer state exists."""
         self._fork_rng_watch = ForkRngWatch()
@@ -125,10 +125,10 @@ class Capture:
         """Numbers (``OptimizerView.root``) of the wrappers whose inner optimizer was stepped while the wrapper's own
         ``step`` was not running."""
         self._frozen: dict[int, int] = {}
-        """The tensors that were frozen when ``tensors`` found them: id of what the model holds -> id of ``Live.tensor``
-        (another id for a DTensor only)."""
+        """The tensors that were frozen when ``tensors`` found them: id of ``Live.held`` -> id of ``Live.tensor``. The
+        two ids differ only for a DTensor."""
         self._updated_frozen: set[int] = set()
-        """The result of the next ``take_updated_frozen``."""
+        """Ids of the frozen tensors that an optimizer updated since the last call of ``take_updated_frozen``."""
         self._never_had_grad: dict[int, dict[int, torch.Tensor]] = {}
         """View index -> (id -> parameter) for each parameter of the view that has had no gradient at any update, so
         that no update has changed the parameter."""
@@ -141,7 +141,9 @@ class Capture:
         views = optimizer_views(
             optimizers, self.model.names_by_id(), n_views=len(self.optimizers), n_followed=self._n_followed
         )
-        refuse_other_parameters(self.model.parameters(), [(v.class_name, v.params) for v in (*self.optimizers, *views)])
+        refuse_optimizer_before_dtensors(
+            self.model.parameters(), [(v.class_name, v.params) for v in (*self.optimizers, *views)]
+        )
         self._n_followed += len(optimizers)
         self._tensor_list = None
         self.optimizers.extend(views)
@@ -158,7 +160,7 @@ class Capture:
 
     def remember_built_buffers(self) -> None:
         """Record the buffers that the model was built with: a buffer that differs later is resizable."""
-        self._built_buffers = {live.name: _kind(live.tensor) for live in self.model.buffers()}
+        self._built_buffers = {live.name: _shape_and_dtype(live.tensor) for live in self.model.buffers()}
         self._built_buffers |= {name: None for name, _, _ in self.model.vacant_buffers()}
 
     def forget(self) -> None:
@@ -194,9 +196,9 @@ class Capture:
         for view in self.optimizers:
             if view.root != index:
                 continue
-            waiting = self._never_had_grad[view.index]
-            if waiting:
-                self._remove_ready(waiting)
+            never_had_grad = self._never_had_grad[view.index]
+            if never_had_grad:
+                self._remove_with_grad(never_had_grad)
             if self._frozen:
                 frozen = self._frozen
                 self._updated_frozen |= {
@@ -210,14 +212,15 @@ class Capture:
         found, self._updated_frozen = self._updated_frozen, set()
         return found
 
-    def _remove_ready(self, waiting: dict[int, torch.Tensor]) -> None:
-        """Remove from ``waiting`` the parameters that have a gradient now, because the update may change them."""
-        ready = [key for key, p in waiting.items() if p.grad is not None]
-        for key in ready:
-            del waiting[key]
-        if ready:
+    def _remove_with_grad(self, never_had_grad: dict[int, torch.Tensor]) -> None:
+        """Remove from ``never_had_grad`` the parameters that have a gradient now, because the update may change
+        them."""
+        with_grad = [key for key, p in never_had_grad.items() if p.grad is not None]
+        for key in with_grad:
+            del never_had_grad[key]
+        if with_grad:
             self._tensor_list = None
-            self._seen_grad = self._seen_grad | frozenset(ready)
+            self._seen_grad = self._seen_grad | frozenset(with_grad)
 
     def stepped_outside_wrapper(self, index: int) -> None:
         """An optimizer inside the wrapper ``index`` is stepped outside the wrapper's ``step``: by another method of the
@@ -237,7 +240,7 @@ class Capture:
         checkpoint of this update will not be saved, or is certain to close before that forward or ``next()``. Then
         nothing is read."""
         self.devices.add_update_streams()
-        self._warn_stale_weights()
+        self._warn_unsharded()
         if not is_needed:
             self.provisional = None
             return
@@ -252,11 +255,15 @@ class Capture:
         for live in provisional.extra_large:
             live.tensor = in_plain_memory(live.tensor).clone()
 
-    def _warn_stale_weights(self) -> None:
+    def _warn_unsharded(self) -> None:
         """Warn once if a module of ``fully_shard`` was unsharded during the update. Its next forward then computes with
         the plain parameters that it holds, whose values are those from before the update."""
-        if not self._is_stale_reported and self.model.is_sharded and (name := self.model.swapped()) is not None:
-            self._is_stale_reported = True
+        if (
+            not self._is_unsharded_reported
+            and self.model.is_sharded
+            and (name := self.model.unsharded_parameter()) is not None
+        ):
+            self._is_unsharded_reported = True
             log.warning(
                 "lightck: the model was unsharded while its optimizer updated it (for example the parameter %r). Until "
                 "it is resharded, it computes with the values from before the update. A checkpoint holds the new "
@@ -279,20 +286,20 @@ class Capture:
     ) -> ClosedStep:
         """Read the state for the checkpoint that this event closes. ``explicit``: whether ``end_step()`` was called.
         ``copied_at_boundary``: names of tensors that no background copy may read; they are recorded in the small state.
-        ``stale_after``: a generation. Of the checkpoints before this one, those with a generation larger than
-        ``stale_after`` are stale (None: none is)."""
+        ``stale_after``: a generation. Checkpoints between this generation and the new checkpoint are stale (None: none
+        is stale)."""
         self.refresh()
         # At a pre-step hook or a forward the next step has begun: it has fetched its batch and drawn random numbers.
-        before = self._provisional_of(step) if event in (Event.PRE_STEP, Event.FORWARD) else None
+        provisional = self._provisional_of(step) if event in (Event.PRE_STEP, Event.FORWARD) else None
         # At a pre-step hook the next step has already run its forward, which has changed the buffers.
-        buffers_from = before if event is Event.PRE_STEP else None
+        buffers_from = provisional if event is Event.PRE_STEP else None
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
             self._compared_list = tensor_list
             self._find_resizable(None if buffers_from is None else buffers_from.buffers)
             self._refuse_resized_dtensors(lives)
         self._warn_shared_memory(lives)
-        small = self._small_state(event, explicit, copied_at_boundary, before, lives, stale_after)
+        small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after)
         if buffers_from is not None and (buffers_from.buffers or self.model.has_buffers):
             lives, tensor_list = self._with_buffers_of(buffers_from, lives), None
         return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list)
@@ -338,13 +345,13 @@ class Capture:
         params = {id(p) for view in self.optimizers if view.root in self._stepped_outside for _, p in view.params}
         return frozenset(live.name for live in lives if live.role == "optimizer" or id(live.held) in params)
 
-    def _find_resizable(self, provisional: Mapping[str, torch.Tensor] | None) -> None:
+    def _find_resizable(self, buffers: Mapping[str, torch.Tensor] | None) -> None:
         """Add to ``resizable`` the buffers that have another size or dtype than in ``_built_buffers``, and the buffers
-        that were removed. ``provisional``: name -> buffer, as read right after the update, to compare in place of the
+        that were removed. ``buffers``: name -> buffer, as read right after the update, to compare in place of the
         present buffers (None: compare the present ones)."""
-        now = {live.name: live.tensor for live in self.model.buffers()} if provisional is None else provisional
+        now = {live.name: live.tensor for live in self.model.buffers()} if buffers is None else buffers
         for name, tensor in now.items():
-            if self._built_buffers.setdefault(name, _kind(tensor)) != _kind(tensor):
+            if self._built_buffers.setdefault(name, _shape_and_dtype(tensor)) != _shape_and_dtype(tensor):
                 self.resizable.add(name)
         if len(now) < len(self._built_buffers):
             self.resizable |= {
@@ -391,7 +398,8 @@ class Capture:
         ``expected_state_nbytes``."""
         yield from self.tensors()
         large: list[Live] = []
-        # No loader's state_dict() is called before its first pass, because that of some loaders draws random numbers.
+        # The state_dict() of a loader is not called before its first pass, because some loaders draw random numbers in
+        # it.
         unread = Provisional(rng.capture(), loader_states={n: b"" for n, o in self.objects.items() if is_loader(o)})
         self.expected_state_nbytes = len(self._small_state(Event.FLUSH, False, set(), unread, large))
         yield from large
@@ -401,16 +409,16 @@ class Capture:
         event: Event,
         explicit: bool,
         copied_at_boundary: set[str],
-        before: Provisional | None,
+        provisional: Provisional | None,
         lives: list[Live],
         stale_after: int | None = None,
     ) -> bytes:
-        """Return the small state, packed, and append its large tensors to ``lives``. ``before``: what was read right
-        after the update, to use in place of the present random states, states of loaders and extra state (None: the
-        next step has not begun, so the present state is right)."""
+        """Return the small state, packed, and append its large tensors to ``lives``. ``provisional``: what was read
+        right after the update, to use in place of the present random states, states of loaders and extra state (None:
+        the next step has not begun, so the present state is right)."""
         now = rng.capture()
-        at_start = now if before is None else before.rng  # the random states from which the next step starts
-        if before is not None:
+        at_start = now if provisional is None else provisional.rng  # the random states from which the next step starts
+        if provisional is not None:
             self._fork_rng_watch.warn_if_in_fork_rng()
         state = {
             "version": values.STATE_VERSION,
@@ -419,9 +427,9 @@ class Capture:
             "rng": Packed(at_start.packed()),
             "rng_forward": Packed(now.packed()) if event is Event.FORWARD else None,
             "optimizers": Packed(join_list([self._packed_optimizer(view, lives) for view in self.optimizers])),
-            "state": self._objects_value(before, lives),
+            "state": self._objects_value(provisional, lives),
             "classes": {name: class_name_of(obj) for name, obj in self.objects.items()},
-            "extra": self._extra_state(event, before, lives),
+            "extra": self._extra_state(event, provisional, lives),
             "loaders": self.positions.values(),
             "persistent_started": self.persistent.have_started_now(),
             "done": self.is_done,
@@ -461,13 +469,13 @@ class Capture:
         known.tensor_list = None if state or rest or view.wraps else tensor_list
         return known.packed
 
-    def _objects_value(self, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
+    def _objects_value(self, provisional: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
         """Return name -> packed state of each object in ``state=``, and append their large tensors to ``lives``. The
-        state of a loader is taken from ``before``, if given."""
+        state of a loader is taken from ``provisional``, if given."""
         known: Mapping[str, bytes] = {}
-        if before is not None:
-            lives.extend(before.large)
-            known = before.loader_states
+        if provisional is not None:
+            lives.extend(provisional.large)
+            known = provisional.loader_states
         return {
             name: known[name] if name in known else self._object_bytes(name, obj, lives)
             for name, obj in self.objects.items()
@@ -477,13 +485,13 @@ class Capture:
         packer = self._object_states[name]
         return packer.pack(obj.state_dict(), path=f"state/{name}", large=_collector(lives, "state"))
 
-    def _extra_state(self, event: Event, before: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
+    def _extra_state(self, event: Event, provisional: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
         """Return name -> packed extra state of each module, and append its large tensors to ``lives``. A forward may
         change extra state. So at the pre-step hook, which comes after the forward, the provisional state is used."""
-        if event is not Event.PRE_STEP or before is None:
+        if event is not Event.PRE_STEP or provisional is None:
             return self._pack_extra_state(lives)
-        lives.extend(before.extra_large)
-        return before.extra
+        lives.extend(provisional.extra_large)
+        return provisional.extra
 
     def _pack_extra_state(self, lives: list[Live]) -> dict[str, bytes]:
         return {
@@ -492,7 +500,7 @@ class Capture:
         }
 
 
-def _kind(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+def _shape_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 

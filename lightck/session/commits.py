@@ -130,8 +130,11 @@ class Commits:
         is_saved = event is Event.FLUSH or self.will_be_saved(step)
         meter = self._meter
         meter.count_step(is_saved)
-        # The slowdown by a checkpoint is left out, because the cadence measures it.
-        self.cadence.boundary_passed(time.perf_counter(), meter.stall_seconds + meter.fixed_seconds, is_saved)
+        # Only unsaved_slowdown_seconds is added, the slowdown of a step without a checkpoint, because the cadence
+        # itself measures how much a checkpoint slows down the step after it.
+        self.cadence.boundary_passed(
+            time.perf_counter(), meter.stall_seconds + meter.unsaved_slowdown_seconds, is_saved
+        )
         self._capture.mid_batch.boundary(event, step, is_saved)
         if is_saved:
             self._save(event, step)

@@ -59,8 +59,8 @@ class Found:
         return [self.state[name] for name in self.state.keys() - self.classes.keys()]
 
     @property
-    def passed_own_objects(self) -> bool:
-        """Whether one of ``passed`` is of a class of the user, and not of torch: it may hold anything."""
+    def has_custom_object(self) -> bool:
+        """Whether the class of an object in ``passed`` is not one of torch's. Such an object may hold anything."""
         return any(not type(one).__module__.startswith("torch.") for one in self.passed)
 
 
@@ -88,7 +88,7 @@ def discover(model: nn.Module, optimizer: object, state: Mapping[str, object] | 
     Raises ``AmbiguousError`` if two live objects could fill one role, and ``TypeError`` or ``UnsupportedError`` for an
     optimizer that cannot be followed.
     """
-    reshard(model)  # what it holds now are the parameters that optimizers update
+    reshard(model)  # now the model holds the parameters that optimizers update
     given, params = dict(state or {}), param_positions(model)
     live = LiveObjects()
     if optimizer is None:
@@ -120,8 +120,8 @@ class LiveObjects:
             gc.unfreeze()
         if collect:
             gc.collect()
-        # type() and not isinstance(), which would resolve lazy proxies through their __class__. One pass with a set
-        # look-up: there are some hundred thousand objects.
+        # The test is type() and not isinstance(), which would resolve lazy proxies through their __class__. It is a set
+        # look-up in one pass, because there are some hundred thousand objects.
         kinds: set[type] = set().union(*map(_with_subclasses, _KINDS))
         self._candidates = [o for o in gc.get_objects() if type(o) in kinds]
 
@@ -146,8 +146,8 @@ def drives(optimizer: object, params: Mapping[int, int]) -> bool:
 def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
     """The live optimizers that have a parameter of this model, without optimizers inside a wrapper. If the search is
     ambiguous or fails, the result is empty, and each optimizer is followed when it first steps."""
-    # What the quick search finds may be garbage. Only if it finds something, garbage is collected, which is slow, and
-    # the search is repeated.
+    # The first search may find garbage. Collecting garbage is slow, so it is done only if that search finds something.
+    # Then the search is repeated.
     for collect in (False, True):
         try:
             found = _find_optimizers(LiveObjects(collect=collect), param_positions(model))
@@ -164,9 +164,9 @@ def follow_late(
     """Warn about an optimizer that was made after attach, and return the optimizers to follow.
 
     views: the optimizers that are followed already. names: id -> name of the model's present parameters. Optimizer
-    state is saved by parameter name. So two optimizers whose parameters have the same names cannot both be saved:
-    ``LateError`` is raised if the new optimizer steps parameters of one that is followed, or parameters that have
-    replaced these in the model.
+    state is saved by parameter name, so two optimizers whose parameters have the same names cannot both be saved.
+    Raises ``LateError`` if the new optimizer steps a parameter of a followed optimizer, or a parameter that has
+    replaced one of a followed optimizer in the model.
     """
     new = optimizers_to_follow([optimizer])
     params = [p for one in new for g in one.param_groups for p in g["params"]]
@@ -183,9 +183,9 @@ def follow_late(
         raise LateError(
             f"The parameter {replaced[0]!r} was replaced in the model after attach (as by load_state_dict(..., "
             f"assign=True)), and an optimizer that was made since ({type(optimizer).__name__}) steps the new "
-            "parameter. lightck saves the state of the old optimizer under that name, so the state of the other one "
-            "would be lost. Replace parameters and build the optimizer before attach, or close the session and attach "
-            "again."
+            "parameter. lightck saves the state of the old optimizer under the parameter's name, so the state of the "
+            "new optimizer would be lost. Replace parameters and build the optimizer before attach, or close the "
+            "session and attach again."
         )
     log.warning(
         "lightck: %s was made after attach, or had no parameter of this model at attach. Its state is saved from now "
@@ -267,7 +267,7 @@ def _find_schedulers(live: LiveObjects, optimizers: tuple[Optimizer, ...], given
             raise AmbiguousError(
                 f"{len(schedulers)} live LR schedulers drive {_describe(opt)}: "
                 f"{', '.join(type(s).__name__ for s in schedulers)}. lightck cannot know which of them your loop "
-                'steps. Pass them by name: attach(..., state={"warmup": a, "decay": b}).'
+                'steps. Pass those that it steps, by name: attach(..., state={"warmup": a, "decay": b}).'
             )
         found[name] = schedulers[0]
     return found

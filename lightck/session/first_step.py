@@ -25,13 +25,13 @@ class FirstStep:
 
     optimizers: tuple[Optimizer, ...]
     objects: Objects
-    declined: bool = False
+    is_scheduler_declined: bool = False
     """Whether ``state={"scheduler": None}`` was passed, so that no scheduler need be saved."""
-    chosen: frozenset[int] = frozenset()
-    """Ids of the optimizers for which a scheduler was passed: no scheduler of theirs is checked."""
+    scheduled: frozenset[int] = frozenset()
+    """Ids of the optimizers for which a scheduler was passed. Other schedulers of these optimizers are not checked."""
     is_rank_known: bool = False
-    """Whether attach knew what this process is: a rank of a group that attaches together, or alone
-    (``group=False``)."""
+    """Whether attach knew that this process is a rank of a group, or that it is saved alone (``group=False``). If not,
+    ``check`` looks whether it has become a rank since."""
     _lrs: list[tuple[dict[str, Any], float]] = field(default_factory=list)
     """Each parameter group that a scheduler has driven, in this run or before, and the group's restored learning
     rate."""
@@ -99,7 +99,7 @@ class FirstStep:
     def _check_schedulers(self, optimizers: list[Optimizer]) -> None:
         """Raise ``LateError`` for a live scheduler of these optimizers that is not saved."""
         known = {id(o) for o in self.objects.values()}
-        watched = [] if self.declined else [o for o in optimizers if id(o) not in self.chosen]
+        watched = [] if self.is_scheduler_declined else [o for o in optimizers if id(o) not in self.scheduled]
         # A scheduler that the quick search finds may be garbage, and garbage must not stop a training. So collect
         # garbage, and search again.
         for collect in (False, True):

@@ -47,7 +47,7 @@ class FlushMoment:
     def change_since_update(self, step_thread: int | None) -> str | None:
         """Return what has changed since the last update (since attach, if there was no update), or None.
 
-        step_thread: the thread that steps the optimizer, None if unknown. Random states are compared only if
+        step_thread: id of the thread that steps the optimizer, None if unknown. Random states are compared only if
         ``flush()`` is called from a signal handler or from another thread, because a loop that calls ``flush()`` itself
         may have drawn random numbers on purpose.
         """

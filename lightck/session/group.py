@@ -1,7 +1,7 @@
 """The group of ranks in which ``attach`` acts, and the directory with one pool for each rank.
 
-What a rank's pool is called is for people; which rank it belongs to is stored inside (``GroupIdentity``). So pools that
-were swapped or renamed are found.
+Each pool stores which rank it belongs to (``GroupIdentity``). So a rank finds its pool even if files were renamed or
+swapped.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ log = logging.getLogger("lightck")
 TIMEOUT = 600.0
 """Seconds that a rank waits for the others, unless ``timeout=`` says otherwise."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+HOST_VARIABLE = "LIGHTCK_TEST_HOST"
+"""Environment variable of tests, in which directories stand for hosts: it stands for name and boot id of a host."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a session stands in its group."""
+class Membership:
+    """The rank of a session in its group, and what it knows of the group."""
 
     rank: int
     world_size: int
@@ -59,7 +61,10 @@ def group_of(group: object) -> Group | None:
         return None
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
-            raise TypeError(f"group is a {type(group).__name__}, and no process group is initialized in this process.")
+            raise TypeError(
+                f"group is a {type(group).__name__}, and no process group is initialized in this process. Call "
+                "torch.distributed.init_process_group before attach, or leave group= out."
+            )
         return None
     if group is not None and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise _no_member()
@@ -107,22 +112,29 @@ def _store_of(group: Any) -> Store:
 def checked_timeout(timeout: object) -> float:
     """Return the ``timeout`` argument of attach in seconds. Raises ``TypeError`` or ``ValueError``."""
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout={timeout!r} is a {type(timeout).__name__}. Pass a number of seconds, as 600.")
+        raise TypeError(f"timeout={timeout!r} is a {type(timeout).__name__}. Pass a number of seconds, such as 600.")
     if not timeout > 0:
         raise ValueError(f"timeout={timeout!r}: pass a number of seconds above 0.")
     return float(timeout)
 
 
 def host_name() -> str:
-    return socket.gethostname()
+    return os.environ.get(HOST_VARIABLE) or socket.gethostname()
+
+
+def boot_id() -> str:
+    """Return a text that is equal for two processes if they run on the same host, also in different containers."""
+    if HOST_VARIABLE in os.environ or not _BOOT_ID.exists():
+        return host_name()
+    return _BOOT_ID.read_text().strip()
 
 
 # -- the directory -----------------------------------------------------------------------------------------------------
 
 
-def made_directory(path: str | os.PathLike[str]) -> str:
-    """Return the directory of the group's pools as an absolute path. It is created if it does not exist and its parent
-    does. Raises ``PoolError``."""
+def ensure_directory(path: str | os.PathLike[str]) -> str:
+    """Create the directory of the group's pools if it does not exist, and return its absolute path. The folder above it
+    must exist. Raises ``PoolError``."""
     directory = checked_path(path)
     try:
         os.mkdir(directory)
@@ -142,18 +154,18 @@ def made_directory(path: str | os.PathLike[str]) -> str:
     return directory
 
 
-def place_of(directory: str) -> str:
+def directory_id(directory: str) -> str:
     """Return a text that is equal for two processes only if they see the same directory on the same host."""
-    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else host_name()
     st = os.stat(directory)
-    return f"{boot_id}:{st.st_dev}:{st.st_ino}"
+    return f"{boot_id()}:{st.st_dev}:{st.st_ino}"
 
 
 def path_of_own_pool(directory: str, group: Group) -> str:
-    """Return the path of this rank's pool: the one with this rank's name, or one under another name that says inside
-    that it belongs to this rank. Raises ``UnsupportedError`` if the directory holds pools of a group of another size,
-    and ``RankError`` if the pool with this rank's name is that of another rank and this rank's own pool is missing."""
-    _refuse_other_world(directory, group)
+    """Return the path of this rank's pool. If the file with this rank's name is missing or is the pool of another rank,
+    search all pools in the directory for that of this rank. If there is none, return the path with this rank's name.
+    Raises ``UnsupportedError`` if the directory holds pools of a group of another size, and ``RankError`` if the file
+    with this rank's name is the pool of another rank, and this rank's own pool is missing."""
+    _refuse_other_size(directory, group)
     expected = os.path.join(directory, pool_name(group.rank, group.world_size))
     found = path_of_pool(directory, group.rank, group.world_size)
     if found is not None:
@@ -185,7 +197,8 @@ def path_of_pool(directory: str, rank: int, world_size: int) -> str | None:
     return None
 
 
-def _refuse_other_world(directory: str, group: Group) -> None:
+def _refuse_other_size(directory: str, group: Group) -> None:
+    """Raise ``UnsupportedError`` if the directory holds pools of a group of another size."""
     for path in pools_in(directory):
         n_ranks = world_size_in(path.name)
         if n_ranks != group.world_size:
@@ -197,7 +210,8 @@ def _refuse_other_world(directory: str, group: Group) -> None:
 
 
 def _identity(path: str) -> GroupIdentity | None:
-    """Return which rank a pool belongs to; None if there is no pool that can be read, or if it is that of no rank."""
+    """Return the rank and the group that a pool belongs to. Return None if the pool is missing or cannot be read, or if
+    a single process made it."""
     try:
         with closing(open_pool(path)) as reader:
             return reader.group

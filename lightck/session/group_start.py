@@ -1,20 +1,22 @@
-"""How the ranks of a group attach together: meet, report, decide, restore and vote or create, and begin.
+"""How the ranks of a group attach together.
 
-    meet        all ranks are here; from here on an error of one rank is raised on all
-    report      each rank says which arguments, tensors and checkpoints it has; all compute the same decision
-    restore     each rank restores its part of the chosen checkpoint, and votes. If a rank finds its part damaged, that
-                checkpoint is struck from the reports, and all decide again
-    replace     a rank whose pool is lost has restored from the pool of another rank: it makes a new pool with a copy
-                of that checkpoint (``lost_pool.py``), and goes on with this pool like all others
-    create      instead of that, for a new training: each rank creates its pool
-    adopt       each rank records the checkpoint and the agreed incarnation in its pool
-    begin       each rank opens the pools of the others to read their commit logs. In a new training it commits
-                checkpoint 0. ``attach`` returns when all ranks have come so far
+    meet        The ranks wait for each other. From now on an error of one rank is raised on all.
+    report      Each rank sends its arguments, a digest of its tensors, and the list of its checkpoints. All compute the
+                same decision: a checkpoint to continue from, or a new training.
+    restore     To continue, each rank restores its part of the chosen checkpoint, and votes. If a rank finds its part
+                damaged, that checkpoint is struck from the reports, and all decide again.
+    replace     A rank whose pool is lost has restored from the pool of another rank. It makes a new pool with a copy of
+                that checkpoint (``lost_pool.py``), and goes on with this pool as all others do.
+    adopt       To continue, each rank records the checkpoint and the agreed incarnation in its pool.
+    create      For a new training, each rank creates its pool.
+    begin       Each rank opens the pools of the others on its host, to read their commit logs. In a new training each
+                rank also commits checkpoint 0. ``attach`` returns when all ranks have done this. If there are several
+                hosts, a helper thread exchanges from now on what the pools hold.
 
-Invariant: before *adopt* nothing is changed in a pool that has a commit record, and *adopt* changes no checkpoint. So
-after a kill at any moment the ranks decide for the same checkpoint again. (After *replace* one more rank has it.) A new
-training returns from attach only when all ranks hold step 0, so "nothing in common" later means a loss and never a
-start that was cut off.
+Invariant: a rank that continues changes no pool that has a commit record before *adopt*, and *adopt* changes no
+checkpoint. So if a process is killed at any moment, the ranks choose the same checkpoint at the next start. (After
+*replace* one more rank has it.) In a new training ``attach`` returns only when all ranks hold step 0. So if the ranks
+have no checkpoint in common later, one was lost.
 """
 
 from __future__ import annotations
@@ -35,29 +37,36 @@ from lightck.pool.format.group import ID_NBYTES, GroupIdentity
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.durability import TIER_CACHE
-from lightck.ranks.agreement import Report, Start, decide, describe_replaced, refuse_differences
+from lightck.ranks.agreement import Report, Start, decide, describe_replaced, ranks_without_pool, refuse_differences
 from lightck.ranks.meet import Meeting
 from lightck.ranks.neighbours import GroupRule, Neighbour
-from lightck.ranks.rule import Adoption, CheckpointId, Knowledge
+from lightck.ranks.publication import Publication
+from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
 from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
 from lightck.restore.usable import parse, usable_by_name
 from lightck.session.arguments import Arguments
-from lightck.session.group import Group, Place, host_name, made_directory, path_of_own_pool, place_of
-from lightck.session.lost_pool import copy_into_new_pool, open_source, replicated_lines
+from lightck.session.group import (
+    Group,
+    Membership,
+    boot_id,
+    directory_id,
+    ensure_directory,
+    host_name,
+    path_of_own_pool,
+)
+from lightck.session.lost_pool import copy_into_new_pool, has_checkpoints_of, open_source, replicated_lines
 from lightck.session.pool_file import PoolFile
 from lightck.state.parts import mesh_of
 
 log = logging.getLogger("lightck")
-SLOTS = 3
-"""The least number of slots of a rank's pool: of the newest checkpoint, of the one before, which may be the newest that
-all ranks have, and of the one that is written."""
-
-
+SLOTS_MIN = 3
+"""The least number of slots in a rank's pool. One slot holds the newest checkpoint, and one is being written. A third
+one holds the checkpoint before, which may be the newest that all ranks have."""
 _NAMES_NBYTES_MAX = 1 << 20
-"""At most so many bytes of names are exchanged to say how the tensors of two ranks differ."""
+"""The largest number of bytes that a rank sends of its tensors' names, for the error that lists differences."""
 Stored: TypeAlias = dict[CheckpointId, list[StoredCheckpoint]]
-"""The checkpoints in one pool by their names. A step that was saved twice has two, the newer one first."""
+"""The usable checkpoints in one pool, by id. If a step was saved twice, its list has two items, the newer one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +97,18 @@ class GroupStart:
     group: Group
     meeting: Meeting
     rule: GroupRule | None = None
+    """None until ``join`` is called."""
     _adoption: Adoption = field(default_factory=lambda: Adoption(None, 1))
     _ids: dict[int, CheckpointId] = field(default_factory=dict)
-    """Generation -> checkpoint, for those in this rank's pool."""
+    """Generation -> id of each checkpoint in this rank's pool."""
+    _directory_ids: list[str] = field(default_factory=list)
+    """Rank -> host and directory of its pool (``directory_id``)."""
 
     @classmethod
     @contextmanager
     def of(cls, group: Group | None, timeout: float) -> Iterator[GroupStart | None]:
-        """Meet the other ranks. If the block raises, the other ranks raise ``RankError``. None without a group."""
+        """Meet the other ranks, and yield the start of the group. If the block raises an error, the other ranks raise
+        ``RankError``. Without a group, yield None. ``timeout``: seconds that one wait for other ranks may take."""
         if group is None:
             yield None
             return
@@ -109,8 +122,9 @@ class GroupStart:
     def check(self, arguments: Arguments) -> None:
         """Raise ``UnsupportedError`` or ``ValueError`` for what a group cannot do yet."""
         options = arguments.save_options
+        is_adaptive = type(options.interval) is not int
         refused = (
-            (type(options.interval) is not int, f"interval={options.interval!r}", "each rank would choose its own"),
+            (is_adaptive, f"interval={options.interval!r}", "each rank would choose an interval of its own"),
             (options.keep is not None, "keep=", "use `lightck export` on the directory, also while training runs"),
             (options.pause_on_nonfinite, "pause_on_nonfinite=True", "one rank could pause and another go on"),
             (arguments.backend == "devdax", 'backend="devdax"', "a device holds one pool"),
@@ -121,27 +135,30 @@ class GroupStart:
                     f"{what} is not supported in a group of ranks yet ({why}). Leave it out; or pass group=False, to "
                     "save this process alone."
                 )
-        if options.slots is not None and options.slots < SLOTS:
+        if options.slots is not None and options.slots < SLOTS_MIN:
             raise ValueError(
-                f"slots={options.slots}: in a group of ranks a pool has at least {SLOTS} slots, because a rank must "
-                "keep a checkpoint until all ranks have committed a newer one."
+                f"slots={options.slots}: in a group of ranks a pool has at least {SLOTS_MIN} slots, because a rank "
+                "must keep a checkpoint until all ranks have committed a newer one."
             )
         _refuse_old_fsdp(arguments)
 
     def own_path(self, arguments: Arguments) -> str:
-        """Return the path of this rank's pool in the directory, which is created if need be."""
-        return path_of_own_pool(made_directory(arguments.pool_path), self.group)
+        """Return the path of this rank's pool in the directory. Create the directory if it does not exist."""
+        return path_of_own_pool(ensure_directory(arguments.pool_path), self.group)
 
     # -- the pool ----------------------------------------------------------------------------------------
 
     def open(self, file: PoolFile, pipeline: Pipeline) -> Resumed | None:
-        """Continue from the newest checkpoint that all ranks have, or create this rank's pool. None: a new training."""
+        """Continue from the newest checkpoint that all ranks have, or create this rank's pool. Returns None for a new
+        training."""
         reader = file.existing()
         try:
             stored = {} if reader is None else self._stored(reader, file)
             reports = self._exchange_reports(file, reader, stored)
             refuse_differences(reports)
             self._refuse_other_tensors(file, reports)
+            if not file.arguments.overwrite:
+                self._refuse_moved(file, reports)
             start = decide(reports, resume=file.arguments.resume, overwrite=file.arguments.overwrite)
             source = start.sources.get(self.group.rank)
             if reader is not None and (start.adopted is None or source is not None):
@@ -167,7 +184,8 @@ class GroupStart:
             raise
 
     def _stored(self, reader: PoolReader, file: PoolFile) -> Stored:
-        """Return the checkpoints of this rank's pool that count."""
+        """Return the usable checkpoints of this rank's pool. Raises ``UnsupportedError`` if the pool is that of a
+        single process, and ``CorruptPoolError`` if its commit records were erased."""
         if reader.group is None:
             raise UnsupportedError(
                 f"The pool {reader.path!r} is that of a training in a single process, and not of a rank. Nothing was "
@@ -177,8 +195,8 @@ class GroupStart:
         return usable_by_name(reader)
 
     def _refuse_other_tensors(self, file: PoolFile, reports: list[Report]) -> None:
-        """Raise ``RankError`` if the tensors of a rank differ from those of rank 0. Only then are their names
-        exchanged."""
+        """Raise ``RankError`` if the tensors of a rank differ from those of rank 0. The ranks exchange the names of
+        their tensors only in this case, for the message."""
         other = next((rank for rank, one in enumerate(reports) if one.tensors != reports[0].tensors), None)
         if other is None:
             return
@@ -197,10 +215,11 @@ class GroupStart:
         report = Report(
             host=host_name(),
             directory=os.path.dirname(file.path),
-            place=place_of(os.path.dirname(file.path)),
+            boot_id=boot_id(),
+            directory_id=directory_id(os.path.dirname(file.path)),
             arguments=_arguments_to_compare(file.arguments),
             tensors=_digest(file),
-            new_run=os.urandom(2 * ID_NBYTES),
+            new_ids=os.urandom(2 * ID_NBYTES),
             run_id=b"" if identity is None else identity.run_id,
             world_id=b"" if identity is None else identity.world_id,
             checkpoints=tuple((one.incarnation, one.step) for one in stored),
@@ -208,7 +227,9 @@ class GroupStart:
             is_damaged=reader is not None and not stored and bool(reader.commit_log().records),
             has_parts=_has_parts(file, reader, stored),
         )
-        return [Report.unpack(data) for data in self.meeting.exchange("reports", report.pack())]
+        reports = [Report.unpack(data) for data in self.meeting.exchange("reports", report.pack())]
+        self._directory_ids = [one.directory_id for one in reports]
+        return reports
 
     def _create(self, file: PoolFile, pipeline: Pipeline, start: Start) -> None:
         pipeline.pool.group = self._identity(file, start.run_id, start.world_id)
@@ -260,7 +281,7 @@ class GroupStart:
         return resumed
 
     def _restore_and_vote(self, restore: LiveRestore, stored: Stored, reports: list[Report], start: Start) -> Restored:
-        """Restore the chosen checkpoint; if a rank cannot, the next older common one, and so on."""
+        """Restore the chosen checkpoint. If a rank cannot restore it, restore the next older common one, and so on."""
         struck: dict[CheckpointId, str] = {}
         while True:
             name = start.adopted
@@ -287,6 +308,28 @@ class GroupStart:
             start = decide(reports, resume=True, overwrite=False, struck=struck)
 
     # -- a rank whose pool is lost -----------------------------------------------------------------------
+
+    def _refuse_moved(self, file: PoolFile, reports: list[Report]) -> None:
+        """Raise ``RankError`` if a rank has no pool in its directory, and the directory of another host has it. Then
+        the pool is not lost, and the training is not new."""
+        missing = ranks_without_pool(reports)
+        if not missing or len(set(self._directory_ids)) == 1:
+            return
+        own, directory = self._directory_ids[self.group.rank], os.path.dirname(file.path)
+        found = [
+            rank
+            for rank in missing
+            if self._directory_ids[rank] != own and has_checkpoints_of(directory, rank, self.group.world_size)
+        ]
+        for holder, data in enumerate(self.meeting.exchange("moved pools", msgpack.packb(found))):
+            for rank in msgpack.unpackb(data):
+                raise RankError(
+                    f"{self.meeting.name_of(rank)} has no pool in its directory {reports[rank].directory!r}, and the "
+                    f"directory {reports[holder].directory!r} of {self.meeting.name_of(holder).lower()} has the pool "
+                    f"of rank {rank}. Nothing was changed. Start the ranks on the same hosts in the same order as "
+                    "before, or copy each pool to the host on which its rank runs now; attach(..., overwrite=True) on "
+                    "all ranks discards all pools and starts afresh."
+                )
 
     def _compare_replicas(self, stored: Stored, start: Start) -> str:
         """Raise ``RankError`` if the ranks whose pools are left have other parameters or another optimizer state than
@@ -335,7 +378,7 @@ class GroupStart:
     # -- the group begins --------------------------------------------------------------------------------
 
     def join(self, file: PoolFile, pipeline: Pipeline) -> None:
-        """Open the pools of the other ranks, and put the commit rule into the pipeline."""
+        """Open the pools of the other ranks on this host, and add the commit rule of the group to the pipeline."""
         writer = pipeline.pool.writer
         assert writer is not None, "a rank's pool exists from attach on"
         own = msgpack.packb([file.path, writer.superblock.uuid])
@@ -343,7 +386,7 @@ class GroupStart:
         must_sync = pipeline.durability.tier != TIER_CACHE
         try:
             for rank, (path, uuid) in enumerate(map(msgpack.unpackb, self.meeting.exchange("pools", own))):
-                if rank != self.group.rank:
+                if rank != self.group.rank and self._directory_ids[rank] == self._directory_ids[self.group.rank]:
                     neighbours.append(Neighbour(rank, open_pool(path), self._adoption, must_sync=must_sync))
                     self._check_neighbour(neighbours[-1], uuid)
         except BaseException:
@@ -360,11 +403,13 @@ class GroupStart:
         pipeline.decisions.add_group(self.rule)
         pipeline.events.add(self.rule)
 
-    def place(self) -> Place:
+    def membership(self) -> Membership:
         assert self.rule is not None, "join was called"
-        return Place(self.group.rank, self.group.world_size, self.rule)
+        return Membership(self.group.rank, self.group.world_size, self.rule)
 
     def _check_neighbour(self, neighbour: Neighbour, uuid: bytes) -> None:
+        """Raise ``RankError`` if this is not the pool that the other rank has opened. ``uuid``: that of the pool that
+        it has opened."""
         if neighbour.uuid != uuid:
             raise RankError(
                 f"The pool of {self.meeting.name_of(neighbour.rank).lower()} was replaced while the ranks attached. Is "
@@ -372,19 +417,24 @@ class GroupStart:
             )
 
     def begin(self) -> None:
-        """Wait until all ranks have come so far: they have adopted the same checkpoint, or committed checkpoint 0."""
+        """Wait until each rank has adopted the chosen checkpoint, or, in a new training, has committed checkpoint 0."""
         self.meeting.exchange("readiness", b"")
         assert self.rule is not None, "join was called"
+        start = self._adoption.adopted or CheckpointId(self._adoption.incarnation, 0)
         if self._adoption.adopted is None:
-            first = CheckpointId(self._adoption.incarnation, 0)
-            self.rule.knowledge = replace(self.rule.knowledge, common=first)
+            self.rule.knowledge = replace(self.rule.knowledge, common=start)
+        if len(set(self._directory_ids)) > 1:
+            own = PoolView.of([start])
+            self.rule.follow(
+                Publication(self.group.store, self.meeting.key, self.group.rank, self.group.world_size, own)
+            )
 
 
-def _restored(restore: LiveRestore, many: list[StoredCheckpoint]) -> tuple[StoredCheckpoint | None, str]:
-    """Restore one of these checkpoints, which are of one step: the first one that verifies. Returns it, or None and
-    the reason."""
-    problem = "" if many else "it can no longer be read"
-    for stored in many:
+def _restored(restore: LiveRestore, candidates: list[StoredCheckpoint]) -> tuple[StoredCheckpoint | None, str]:
+    """Restore the first of these checkpoints of one step that verifies. Returns the checkpoint and "", or None and the
+    reason why the first one does not verify."""
+    problem = "" if candidates else "it can no longer be read"
+    for stored in candidates:
         try:
             restore.take(stored, parse(stored), [])
             return stored, ""
@@ -401,6 +451,7 @@ def _has_parts(file: PoolFile, reader: PoolReader | None, stored: Stored) -> boo
 
 
 def _arguments_to_compare(arguments: Arguments) -> dict[str, str]:
+    """Return the arguments of attach that must be the same on all ranks: name -> text."""
     options = arguments.save_options
     return {
         "interval=": repr(options.interval),
@@ -413,12 +464,14 @@ def _arguments_to_compare(arguments: Arguments) -> dict[str, str]:
 
 
 def _digest(file: PoolFile) -> str:
-    """Return a digest of the tensors of model and optimizers. Parts of a tensor count as the whole of it."""
+    """Return a digest of the names, dtypes and logical shapes of the tensors of model and optimizers. Ranks that hold
+    different parts of the same tensors have the same digest."""
     return blake2b("\n".join(_tensor_lines(file)).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _tensor_lines(file: PoolFile) -> list[str]:
-    """Return a line for each tensor of model and optimizers, and for each optimizer."""
+    """Return a line with name, dtype and logical shape of each tensor of model and optimizers, and one with the class
+    of each optimizer."""
     lines = [
         f"{entry.name} ({entry.dtype}, {list(entry.logical_shape or entry.shape)})"
         for entry in file.entries.values()

@@ -30,8 +30,8 @@ class Cadence(Protocol):
         ...
 
     def will_be_due(self, step: int, saved_step: int) -> bool:
-        """Asked while update number ``step`` is still going on: whether it is certain already that its checkpoint will
-        be saved."""
+        """Whether the checkpoint of ``step`` is certain to be saved. Called before the update number ``step`` has
+        ended."""
         ...
 
     def boundary_passed(self, now: float, stall_seconds: float, saved: bool) -> None:
@@ -151,10 +151,10 @@ class _Cost:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The time from one boundary to the next. ``own``: seconds outside lightck; ``stall``: seconds inside lightck;
-    ``saved``: whether the checkpoint that closed at the first of the two boundaries was saved."""
+    """The time from one boundary to the next. ``outside``: seconds outside lightck; ``stall``: seconds inside
+    lightck; ``saved``: whether the checkpoint that closed at the first of the two boundaries was saved."""
 
-    own: float
+    outside: float
     stall: float
     saved: bool
 
@@ -217,7 +217,7 @@ class Adaptive:
         else:
             self._unsaved_stalls.append(step.stall)
             if self._steps and self._steps[-1].saved:
-                self._extra.measured(self._steps[-1].own - step.own)
+                self._extra.measured(self._steps[-1].outside - step.outside)
         self._steps.append(step)
 
     def _warn_fixed_cost(self) -> None:
@@ -244,7 +244,7 @@ class Adaptive:
         if len(self._unsaved_stalls) < _UNSAVED or not self._steps:
             return 0.0, 0.0
         fixed = min(self._unsaved_stalls)
-        whole = fixed + sorted(step.own for step in self._steps)[len(self._steps) // 2]
+        whole = fixed + sorted(step.outside for step in self._steps)[len(self._steps) // 2]
         return fixed, fixed / whole if whole > 0 else 0.0
 
     def _decide(self) -> None:
@@ -277,7 +277,7 @@ class Adaptive:
         longer. Return the present interval if no step was measured yet, or if ``extra`` is out of date: longer than the
         steps are now."""
         extra = max(extra, 0.0)
-        steps = sorted([s.own - extra * s.saved for s in self._steps])
+        steps = sorted([s.outside - extra * s.saved for s in self._steps])
         step = steps[len(steps) // 2] if steps else 0.0
         if step <= 0:
             return self.interval
@@ -297,7 +297,7 @@ def cadence_of(interval: int | str | Auto) -> Cadence:
         return Adaptive(interval)
     if type(interval) is not int or interval < 1:
         raise ValueError(
-            f'interval={interval!r}: the number of updates between checkpoints, an int of at least 1; or "auto", or '
-            "lightck.Auto(budget=0.03)."
+            f"interval={interval!r}: pass the number of updates between checkpoints, an int of at least 1; or "
+            '"auto", or lightck.Auto(budget=0.03).'
         )
     return Every(interval)

@@ -36,7 +36,7 @@ class LoaderEvents(LoaderHost):
         if steps.step_thread not in (None, threading.get_ident()):
             raise SessionError(
                 f"loader {loader.name!r}: next() was called on another thread than optimizer.step(). next() "
-                "closes a checkpoint, and the training would change the state while lightck reads it. Iterate in the "
+                "closes a step, and the training would change the state while lightck reads it. Iterate in the "
                 "training loop, and let the DataLoader fetch ahead (num_workers=, prefetch_factor=)."
             )
         if _serves_evaluation(loader):

@@ -88,8 +88,8 @@ class LoopTopCheck:
             if event is Event.FORWARD and boundary.n_optimizers > 1:
                 return True  # with several optimizers a forward closes nothing
             self._point = event
-            # Many loops compute options from the step number before each update, which a resume may repeat: the
-            # options are the same again.
+            # Options are left out. Many loops compute them from the step number before each update. A resumed loop does
+            # so again, and gets the same values.
             options = {options_label(view) for view in self._capture.optimizers}
             self._candidates = set(self._changed(self._before, with_buffers=event is Event.FORWARD)) - options
             return bool(self._candidates)
@@ -107,7 +107,7 @@ class LoopTopCheck:
         if (
             not self._is_pass_check_on
             or pass_ is None
-            or not (pass_.restored and pass_.trained)
+            or not (pass_.restored and pass_.trained_before)
             or pass_ is self._checked_pass
         ):
             return
@@ -141,9 +141,9 @@ class LoopTopCheck:
         names = self._repeatable(self._changed(self._before, with_buffers=event is Event.FORWARD))
         if names:
             log.warning(
-                "lightck: %s changed between the restore and %s. The checkpoint of step %d was closed at that "
-                "point of the loop, so it holds the change already, and this run has made the change once more: "
-                "it does not go on as the interrupted one would have. %s",
+                "lightck: %s changed between the restore and %s. Step %d was closed at that point of the loop, so its "
+                "checkpoint holds the change already. This run has made the change once more, and does not go on as "
+                "the interrupted one would have. %s",
                 listed(names),
                 _WHERE[event],
                 self._step,
@@ -156,9 +156,9 @@ class LoopTopCheck:
         if changed:
             assert self._point is not None
             log.warning(
-                "lightck: the loop changed %s before %s, in each of its first two iterations. A checkpoint of this "
-                "loop closes only after that change and holds it already, so a resume makes the change a second time. "
-                "(That does no harm if the new value depends on the step alone.) %s",
+                "lightck: the loop changed %s before %s, in each of its first two iterations. A step of this loop "
+                "closes only after that change. Its checkpoint holds the change already, and a resume makes the change "
+                "a second time. (That does no harm if the new value depends on the step alone.) %s",
                 listed(changed),
                 _WHERE[self._point],
                 _CURE,

@@ -14,6 +14,7 @@ before that leaves the pool lost as before, and a kill after that leaves a pool 
 
 from __future__ import annotations
 
+from contextlib import closing
 from hashlib import blake2b
 
 import numpy as np
@@ -48,6 +49,15 @@ def open_source(directory: str, group: Group, rank: int, run_id: bytes) -> PoolR
         f"The pool of rank {rank} in {directory!r}, whose checkpoint rank {group.rank} would take, was removed or "
         "replaced while the ranks attached. Is a second job using the directory? End it, and start again."
     )
+
+
+def has_checkpoints_of(directory: str, rank: int, world_size: int) -> bool:
+    """Whether the directory has a pool of this rank with a commit record."""
+    path = path_of_pool(directory, rank, world_size)
+    if path is None:
+        return False
+    with closing(open_pool(path)) as reader:
+        return bool(reader.commit_log().records)
 
 
 def replicated_lines(stored: StoredCheckpoint) -> list[str]:

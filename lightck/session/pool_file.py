@@ -48,15 +48,15 @@ class PoolFile:
     backend: Backend
     found: Found
     capture: Capture
-    is_of_rank: bool = False
-    """Whether the pool is that of a rank of a group, which may hold parts of tensors."""
+    is_rank_pool: bool = False
+    """Whether the pool belongs to a rank of a group. Such a pool may hold parts of tensors."""
     entries: dict[str, Entry] = field(init=False)
     """Name -> entry of each tensor that a checkpoint would hold now, apart from optimizer state that does not exist
     yet. All these tensors can be stored."""
 
     def __post_init__(self) -> None:
         lives = list(self.capture.expected_tensors())
-        if not self.is_of_rank:
+        if not self.is_rank_pool:
             refuse_parts(lives)
         self.entries = {live.name: entry_of(live) for live in lives}
         if self.arguments.save_options.keep is not None:
@@ -103,8 +103,8 @@ class PoolFile:
         *,
         incarnation: int | None = None,
     ) -> None:
-        """Continue in this pool from a checkpoint that was restored. ``incarnation``: of what is written from now on,
-        as the group agreed (None: one larger than all in the pool)."""
+        """Continue in this pool from a checkpoint that was restored. ``incarnation``: the incarnation of this session,
+        on which the group has agreed (None: the largest in the pool plus 1)."""
         writer = pipeline.pool.open(reader)
         if incarnation is not None:
             writer.incarnation = incarnation
@@ -130,8 +130,9 @@ class PoolFile:
         except PoolError as err:
             if not self.arguments.overwrite:
                 raise
-            # A pool that cannot be opened is discarded if the backend recognises it as a pool. What is no pool is
-            # discarded only if the error allows that (``discard_helps``: some contents of a device, never a file).
+            # overwrite=True discards a pool that cannot be opened, if the backend recognises it as a pool. It never
+            # discards a file that is no pool. Contents of a device that are no pool are discarded if the error says so
+            # (``discard_helps``).
             may_discard = err.discard_helps if isinstance(err, NotAPoolError) else self.backend.recognises(self.path)
             if may_discard:
                 return None
@@ -190,13 +191,13 @@ class PoolFile:
         """Return the checkpoint that the script restored into the model before attach. Raises ``SessionError`` if parts
         of the checkpoint were restored nowhere, and ``CheckpointExistsError`` if the pool no longer holds the
         checkpoint."""
-        untaken = [
-            what for what in known.untaken if what not in {f"state {name!r}" for name in self.arguments.declined}
+        unused_parts = [
+            what for what in known.unused_parts if what not in {f"state {name!r}" for name in self.arguments.declined}
         ]
-        if untaken:
+        if unused_parts:
             raise SessionError(
                 f"This model was restored from step {known.contents.step} of {self.path!r}, but "
-                f"{', '.join(untaken)} of that checkpoint was restored nowhere, and would be lost. Pass what is "
+                f"{', '.join(unused_parts)} of that checkpoint was restored nowhere, and would be lost. Pass what is "
                 "missing to recover() or restore() too, use attach(..., resume=True), or train into another pool. "
                 "overwrite=True discards what this pool holds."
             )
@@ -251,7 +252,8 @@ class PoolFile:
             fact = f"The state of {names} cannot be predicted" if names else "There is no optimizer yet"
             cure = "Use another optimizer of torch.optim" if names else "Build the optimizer before attach"
             raise UnsupportedError(
-                f"{fact}, so the pool cannot be laid out before the first update, and that of a rank must be. {cure}."
+                f"{fact}, so the pool cannot be laid out before the first update. In a group of ranks each pool must "
+                f"be laid out in attach. {cure}."
             )
         pipeline.pool.create(list(entries.values()), self.capture.expected_state_nbytes)
 

@@ -22,23 +22,24 @@ from lightck.session.capture import Capture
 from lightck.session.state_marks import Marks, changed_names, tensor_marks
 
 log = logging.getLogger("lightck")
-MANY = 100
-"""Iterations without a checkpoint before a check: more than any loop accumulates or skips in a row."""
-MANY_EXPLICIT = 1000
-"""Updates without a checkpoint before a warning, if an earlier run called ``end_step()`` and this one has not yet. More
-than ``MANY``, because some loops call ``end_step()`` only once in an epoch."""
+_CHECK_AFTER = 100
+"""The watch checks after this many training forwards, calls of ``end_step()`` or updates without a checkpoint: more
+than any loop accumulates or skips in a row."""
+_WARN_AFTER_EXPLICIT = 1000
+"""A warning comes after this many updates without a checkpoint, if an earlier run called ``end_step()`` and this one
+has not yet. It is more than ``_CHECK_AFTER``, because some loops call ``end_step()`` only once in an epoch."""
 _FIRST = 8
 """If no optimizer is followed, the model's tensors are compared at each of the first ``_FIRST`` training forwards, or
 at each of the first ``_FIRST // 2`` calls of ``end_step()``."""
 _TWIN_STEPS = 10
-"""How many steps in a row one optimizer of another model makes before ``_check_twin`` warns. (It warns only about a
+"""``_check_twin`` warns when one optimizer of another model has made this many steps in a row. (It warns only about a
 *twin*: a model whose parameters have the same shapes as those of the session's model.)"""
-_TWIN_STEPS_IF_ALIVE = 100
-"""The same limit, if the session's model was called or updated since attach. Copies of such a model may be trained on
-purpose, as by the clients of federated learning, which make fewer steps in a row than this."""
-_FOREIGN = 4
-"""Followed optimizers may have no parameter of the session's model, if they update master weights that the loop copies
-into the model. After ``_FOREIGN`` of their updates the parameters of the model must have changed."""
+_TWIN_STEPS_IF_USED = 100
+"""The same limit, if the session's model was called or updated since attach. It is larger, because copies of such a
+model may be trained on purpose (the clients in federated learning), with fewer steps in a row than this."""
+_FOREIGN_UPDATES = 4
+"""If the followed optimizers have no parameter of the session's model, a warning comes unless the model's parameters
+have changed after this many updates. (They change if the loop copies master weights into the model.)"""
 _NO_OPTIMIZER = (
     "no optimizer is followed: none was found or passed that has a parameter of this model, so lightck does not know "
     "when an update is made"
@@ -63,19 +64,20 @@ class SavedWatch:
         self._end_steps = 0  # calls of end_step() in this session
         self._longest_interval = 0  # the largest number of updates between two calls of end_step()
         self._idle_end_steps = 0  # calls of end_step() since the last update
-        self._is_alive = False  # whether this model was called in training, or updated, since attach
-        self._steps_elsewhere = 0  # steps of optimizers of other models
-        self._last_optimizer_elsewhere: weakref.ref[Optimizer] | None = None
-        """The optimizer that made the last of these steps."""
-        self._n_steps_by_last_elsewhere = 0
-        """Steps that ``_last_optimizer_elsewhere`` has made since this session's model was last called or updated."""
+        self._was_used = False  # whether this model was called in training, or updated, since attach
+        self._n_steps_elsewhere = 0  # steps of all optimizers of other models
+        self._other_optimizer: weakref.ref[Optimizer] | None = None
+        """The optimizer of another model that stepped last."""
+        self._n_other_steps = 0
+        """Steps in a row of ``_other_optimizer``: those since another one stepped, or since this session's model was
+        called or updated."""
         self._twin_class: str | None = None
-        """Class name of ``_last_optimizer_elsewhere``, if it trains a twin (see ``_is_twin``), else None. Computed at
-        the second of its steps in a row, and so never in a loop that updates the two models in turn."""
+        """Class name of ``_other_optimizer``, if it trains a twin (see ``_is_twin``), else None. Computed at the second
+        of its steps in a row, and so never in a loop that updates the two models in turn."""
         self._is_twin_trained = False  # whether the warning of ``_check_twin`` was given
-        self._at_second_elsewhere: Marks = {}
-        """Marks of this model's parameters at the second of the steps that ``_n_steps_by_last_elsewhere`` counts. Empty
-        if ``_twin_class`` is None."""
+        self._params_at_second_step: Marks = {}
+        """Marks of this model's parameters at the second step in a row of ``_other_optimizer``. Empty if
+        ``_twin_class`` is None."""
         self._by_hand: tuple[weakref.ref[Optimizer] | None, int] = None, 0
         """With ``optimizer=[]``: the optimizer of this model that stepped last, and how often ``end_step()`` was called
         before this optimizer's first step."""
@@ -92,8 +94,8 @@ class SavedWatch:
 
     def training_forward(self) -> None:
         """A training forward of the root module begins."""
-        self._is_alive = True
-        self._n_steps_by_last_elsewhere = 0
+        self._was_used = True
+        self._n_other_steps = 0
         self._idle_forwards += 1
         if self._boundary.n_optimizers:
             self._idle_iterations(self._idle_forwards)
@@ -102,11 +104,11 @@ class SavedWatch:
 
     def updated(self) -> None:
         """A followed optimizer made an update."""
-        if not self._is_alive and self._have_no_parameter_here():
+        if not self._was_used and self._have_no_parameter_here():
             self._foreign_updates = 0
-        self._is_alive = True
-        self._idle_forwards = self._idle_end_steps = self._n_steps_by_last_elsewhere = 0
-        if 0 <= self._foreign_updates < _FOREIGN:
+        self._was_used = True
+        self._idle_forwards = self._idle_end_steps = self._n_other_steps = 0
+        if 0 <= self._foreign_updates < _FOREIGN_UPDATES:
             self._compare_updates()
 
     def end_step(self) -> bool:
@@ -133,18 +135,18 @@ class SavedWatch:
         """The optimizer ``index`` is about to make an update. If this event closes a checkpoint, the checkpoint is
         closed already."""
         n = self._boundary.pending(index)
-        if n < MANY or self._is_reported:
+        if n < _CHECK_AFTER or self._is_reported:
             return
-        if self._boundary.explicit and n >= MANY_EXPLICIT and not self._end_steps:
+        if self._boundary.explicit and n >= _WARN_AFTER_EXPLICIT and not self._end_steps:
             self._warn(
                 f"{n} updates were made since the last checkpoint. The interrupted run called session.end_step(), and "
-                "from then on only end_step() closes a checkpoint, also after a resume; this run has not called it, so "
+                "from then on only end_step() closes a step, also after a resume; this run has not called it, so "
                 "nothing is saved. Call it as the last statement of the loop"
             )
-        elif self._boundary.explicit and self._end_steps and n >= max(MANY, 3 * self._longest_interval):
+        elif self._boundary.explicit and self._end_steps and n >= max(_CHECK_AFTER, 3 * self._longest_interval):
             self._warn(
                 f"{n} updates were made since session.end_step() was last called, and none of them is saved. Once "
-                "end_step() was called, only end_step(), flush() and close() close a checkpoint; next() on a session "
+                "end_step() was called, only end_step(), flush() and close() close a step; next() on a session "
                 "loader and the model's forward no longer do. Call end_step() as the last statement of every "
                 "iteration; or never call it, and call session.flush() where you need a checkpoint"
             )
@@ -152,15 +154,15 @@ class SavedWatch:
             self._warn_incomplete_round(index, n)
 
     def step_elsewhere(self, optimizer: Optimizer) -> None:
-        """An optimizer makes a step that has no parameter of this model, and that no open session follows."""
-        self._steps_elsewhere += 1
-        if self._last_optimizer_elsewhere is None or self._last_optimizer_elsewhere() is not optimizer:
-            self._last_optimizer_elsewhere, self._n_steps_by_last_elsewhere = weakref.ref(optimizer), 0
-        self._n_steps_by_last_elsewhere += 1
-        if self._n_steps_by_last_elsewhere == 2:
+        """An optimizer of another model makes a step. No open session follows this optimizer."""
+        self._n_steps_elsewhere += 1
+        if self._other_optimizer is None or self._other_optimizer() is not optimizer:
+            self._other_optimizer, self._n_other_steps = weakref.ref(optimizer), 0
+        self._n_other_steps += 1
+        if self._n_other_steps == 2:
             self._twin_class = type(optimizer).__name__ if self._is_twin(optimizer) else None
-            self._at_second_elsewhere = self._params() if self._twin_class is not None else {}
-        if self._n_steps_by_last_elsewhere == (_TWIN_STEPS_IF_ALIVE if self._is_alive else _TWIN_STEPS):
+            self._params_at_second_step = self._params() if self._twin_class is not None else {}
+        if self._n_other_steps == (_TWIN_STEPS_IF_USED if self._was_used else _TWIN_STEPS):
             self._check_twin()
 
     def step_by_hand(self, optimizer: Optimizer) -> None:
@@ -177,18 +179,18 @@ class SavedWatch:
 
     def session_ends(self) -> None:
         """Warn if the last updates that the session saw were updates of another model of the same shapes."""
-        if self._is_alive and self._boundary.n_optimizers:
+        if self._was_used and self._boundary.n_optimizers:
             self._check_twin()
 
     def _check_twin(self) -> None:
-        if self._n_steps_by_last_elsewhere < 2 or self._twin_class is None or self._end_steps:
+        if self._n_other_steps < 2 or self._twin_class is None or self._end_steps:
             return
-        if changed_names(self._at_second_elsewhere, self._params()):
+        if changed_names(self._params_at_second_step, self._params()):
             return  # the loop copies what the other model has learned into this one
         self._is_twin_trained = True
-        since = f"since update {self._boundary.step}" if self._is_alive else "since attach"
+        since = f"since update {self._boundary.step}" if self._was_used else "since attach"
         self._warn(
-            f"{self._twin_class} made {self._n_steps_by_last_elsewhere} updates of another model, whose parameters "
+            f"{self._twin_class} made {self._n_other_steps} updates of another model, whose parameters "
             "have the same shapes as those of this session's model. This session's model was neither called nor "
             f"updated {since}. The updates of the other model are not saved. If the model was built again (a notebook "
             "cell that was run again), the session still saves the old one: close this session and attach to the new "
@@ -198,7 +200,7 @@ class SavedWatch:
     def problem(self) -> str | None:
         """If nothing was saved although this model, or another one in its place, was trained: the message of the error
         that ``close()`` raises. Otherwise None."""
-        if self._is_twin_trained and not self._is_alive and not self._end_steps:
+        if self._is_twin_trained and not self._was_used and not self._end_steps:
             return (
                 "Nothing was saved: the model of this session was neither called nor updated since attach, while "
                 "another model was trained, whose parameters have the same shapes. Attach to the model that is trained."
@@ -206,22 +208,24 @@ class SavedWatch:
         if self._boundary.n_optimizers or self._end_steps or self._idle_forwards < 2:
             return None
         changed = changed_names(self._before, self._params())
-        if not (changed or self._has_gradients() or self._steps_elsewhere):
+        if not (changed or self._has_gradients() or self._n_steps_elsewhere):
             return None  # the model was called but not trained
         fact = f" ({_some(changed)} changed)" if changed else ""
-        return f"Nothing was saved of {self._idle_forwards} training forwards{fact}: {_NO_OPTIMIZER}. {_CURE}."
+        forwards = f"{self._idle_forwards} training forwards ran{fact}"
+        return f"Nothing was saved, although {forwards}: {_NO_OPTIMIZER}. {_CURE}."
 
     # -- no optimizer is followed ------------------------------------------------------------------------
 
     def _forward_without_optimizer(self) -> None:
-        """Warn at the first sign of an update in the first ``_FIRST`` forwards, and otherwise after ``MANY`` forwards.
-        Before the warning, search for an optimizer that was made after attach. If there is one, do not warn."""
+        """Warn at the first sign of an update in the first ``_FIRST`` forwards, and otherwise after ``_CHECK_AFTER``
+        forwards. Before the warning, search for an optimizer that was made after attach. If there is one, do not
+        warn."""
         n = self._idle_forwards
         if n == 1:
             self._before = self._params()
-        elif not self._is_reported and (n <= _FIRST or n == MANY):
+        elif not self._is_reported and (n <= _FIRST or n == _CHECK_AFTER):
             changed = changed_names(self._before, self._params())
-            is_due = n == MANY or (not self._was_searched and (changed or self._steps_elsewhere > 1))
+            is_due = n == _CHECK_AFTER or (not self._was_searched and (changed or self._n_steps_elsewhere > 1))
             if is_due and not self._look_for_optimizer():
                 fact = f"{_some(changed)} changed" if changed else f"{n} training forwards ran"
                 self._warn(f"{fact}, and {_NO_OPTIMIZER}. Nothing is saved, and close() will raise an error. {_CURE}")
@@ -246,7 +250,7 @@ class SavedWatch:
         self._at_end_step = now if self._end_steps < _FIRST // 2 else {}
         if is_same and not self._is_reported and self._has_gradients():
             self._warn(
-                "end_step() was called although no parameter had changed since the call before. No optimizer is "
+                "end_step() was called although no parameter had changed since the previous call. No optimizer is "
                 "followed, so each end_step() counts as an update. If the loop accumulates gradients over several "
                 "batches, a resume loses them, because a checkpoint holds no gradients. Call end_step() only after an "
                 "update"
@@ -257,16 +261,16 @@ class SavedWatch:
     def _idle_iterations(self, n: int) -> None:
         """Check after ``n`` iterations without an update. If no parameter changes in them, the loop accumulates
         gradients, and nothing is wrong."""
-        if n == MANY:
+        if n == _CHECK_AFTER:
             self._before = self._params()
-        elif n == MANY + 1 and not self._is_reported:
+        elif n == _CHECK_AFTER + 1 and not self._is_reported:
             changed = changed_names(self._before, self._params())
             if changed:
                 classes = ", ".join(view.class_name for view in self._capture.optimizers)
                 self._warn(
-                    f"{MANY} iterations passed without a step of {classes}, and {_some(changed)} changed between the "
-                    "last two. An update that lightck does not see closes no checkpoint, so nothing is saved. Call "
-                    f"step() of {classes}, or, where the loop updates by hand, attach(..., optimizer=[]) and call "
+                    f"{_CHECK_AFTER} iterations passed without a step of {classes}, and {_some(changed)} changed "
+                    "between the last two. An update that lightck does not see closes no step, so nothing is saved. "
+                    f"Call step() of {classes}, or, where the loop updates by hand, attach(..., optimizer=[]) and call "
                     "session.end_step() after each update"
                 )
 
@@ -276,10 +280,10 @@ class SavedWatch:
         roots = sorted({view.root for view in self._capture.optimizers if not view.wraps})
         names = [self._named(root) for root in roots if not self._boundary.pending(root)]
         self._warn(
-            f"Since a checkpoint closed, {self._named(index)} made {n} updates, and {' and '.join(names)} made none. "
-            "With several optimizers a checkpoint closes when each has stepped, so nothing is saved meanwhile. Pass "
-            "only the optimizers that step in this loop: attach(..., optimizer=[...]), or call session.end_step() as "
-            "the last statement of the loop"
+            f"Since the last step closed, {self._named(index)} made {n} updates, and {' and '.join(names)} made none. "
+            "With several optimizers a step closes when each of them has made an update, so nothing is saved "
+            "meanwhile. Pass only the optimizers that make updates in this loop: attach(..., optimizer=[...]), or call "
+            "session.end_step() as the last statement of the loop"
         )
 
     def _named(self, root: int) -> str:
@@ -296,13 +300,13 @@ class SavedWatch:
         return bool(params) and all(name.startswith("outside/") for name in params)
 
     def _compare_updates(self) -> None:
-        """Warn if no parameter of this model changed between the first and the ``_FOREIGN``-th update by optimizers
-        that have no parameter of this model."""
+        """Warn if no parameter of this model changed between the first and the ``_FOREIGN_UPDATES``-th update by
+        optimizers that have no parameter of this model."""
         self._foreign_updates += 1
         if self._foreign_updates == 1:
             self._before = self._params()
         elif (
-            self._foreign_updates == _FOREIGN
+            self._foreign_updates == _FOREIGN_UPDATES
             and not self._is_reported
             # If all parameters are frozen, the optimizer trains something else on purpose.
             and any(p.requires_grad for p in self._capture.model.model.parameters())
@@ -310,9 +314,10 @@ class SavedWatch:
         ):
             classes = ", ".join(view.class_name for view in self._capture.optimizers)
             self._warn(
-                f"{classes} made {_FOREIGN} updates but has no parameter of this model, and no parameter of this model "
-                "changed meanwhile. The optimizer was built over another model, or over parameters that were replaced "
-                "since, so what it trains is not saved. Build it over model.parameters() of the attached model"
+                f"{classes} made {_FOREIGN_UPDATES} updates but has no parameter of this model, and no parameter of "
+                "this model changed meanwhile. The optimizer was built over another model, or over parameters that "
+                "were replaced since, so what it trains is not saved. Build it over model.parameters() of the attached "
+                "model"
             )
 
     # -- inside ------------------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.profiler.recording import Recording, Traces
 from lightck.restore.resume import Recovered
-from lightck.session.group import Place
+from lightck.session.group import Membership
 from lightck.session.loaders import LoaderEvents
 from lightck.session.steps import Steps
-from lightck.sessions import existing
+from lightck.sessions import followed_trainings
 from lightck.stats import Stats
 from lightck.tiers.pin import Hold, Pin
 
@@ -56,18 +56,20 @@ class Session:
     An error of background work is raised in the training loop at the next step, and again at ``close``.
     """
 
-    def __init__(self, steps: Steps, lock: PoolLock, found: Mapping[str, str], place: Place | None = None) -> None:
-        """Called by ``attach`` only. ``place``: if the session is that of a rank of a group."""
+    def __init__(
+        self, steps: Steps, lock: PoolLock, found: Mapping[str, str], membership: Membership | None = None
+    ) -> None:
+        """Called by ``attach`` only. ``membership``: of this session in its group (None: no group)."""
         self.found: Mapping[str, str] = dict(found)
         """What attach found by itself: name -> class name."""
-        self._steps, self._pipeline, self._place = steps, steps.pipeline, place
+        self._steps, self._pipeline, self._membership = steps, steps.pipeline, membership
         self._recovered = None if steps.resumed is None else steps.resumed.recovered
         self._loader_events = LoaderEvents(steps)
         self._traces = Traces(steps.events, steps.pipeline.events, steps.pipeline.engine, steps.meter)
         self._finalizer = weakref.finalize(self, _end, steps.pipeline, lock, steps.hooks.handles)
         self._finalizer.atexit = False
         steps.session = self
-        existing.add(steps)
+        followed_trainings.add(steps)
 
     # -- what a user reads -------------------------------------------------------------------------------
 
@@ -106,20 +108,20 @@ class Session:
     @property
     def rank(self) -> int:
         """The rank of this process in the group whose ranks were attached together; 0 without a group."""
-        return 0 if self._place is None else self._place.rank
+        return 0 if self._membership is None else self._membership.rank
 
     @property
     def world(self) -> int:
         """The number of ranks that were attached together; 1 without a group."""
-        return 1 if self._place is None else self._place.world_size
+        return 1 if self._membership is None else self._membership.world_size
 
     @property
     def common(self) -> int | None:
-        """The newest step that this rank knows to be committed by all ranks; None if it knows of none. This rank learns
-        it when it begins a checkpoint, so a newer step may be common. Without a group the same as ``committed``."""
-        if self._place is None:
+        """The newest step that this rank knows to be committed by all ranks, or None. This rank reads the other pools
+        only when it begins a checkpoint, so a newer step may be common already. Without a group: ``committed``."""
+        if self._membership is None:
             return self.committed
-        known = self._place.rule.knowledge.common
+        known = self._membership.rule.knowledge.common
         return None if known is None else known.step
 
     @property
@@ -145,7 +147,7 @@ class Session:
             engine_cpu_seconds=self._pipeline.engine.cpu_seconds,
             committed=self.committed,
             interval=self._steps.commits.cadence.interval,
-            rank_wait_seconds=0.0 if self._place is None else self._place.rule.wait_seconds,
+            rank_wait_seconds=0.0 if self._membership is None else self._membership.rule.wait_seconds,
             emulated=self.durability.emulated,
         )
 
@@ -234,7 +236,7 @@ class Session:
         to a larger file. With ``pause_on_nonfinite`` the last checkpoint with finite values is held. Raises
         ``UnsupportedError`` in a group of ranks.
         """
-        if self._place is not None:
+        if self._membership is not None:
             raise UnsupportedError(
                 "pin() is not supported in a group of ranks yet: the ranks would have to hold the same step. Save what "
                 "must stay with torch.save or torch.distributed.checkpoint."
@@ -259,7 +261,9 @@ class Session:
         problem = None
         try:
             if self._steps.partial_update:
-                log.warning("lightck: the session was closed between backward() and step(): the open step is not saved")
+                log.warning(
+                    "lightck: the session was closed between backward() and step(): the unfinished step is not saved"
+                )
             elif not self._steps.session_lock.is_forked and self._steps.commits.failure is None:
                 self._steps.continuation.session_ends()
                 self._steps.watch.session_ends()

@@ -1,10 +1,11 @@
 """Measures how much slower torch's own operations become because lightck's code runs between them.
 
-The processor's caches hold the instructions and data that ran last. While lightck saves a checkpoint, its own code
-replaces those of torch in the caches, so the next operations of the loop take longer. A training cannot be timed with
-and without lightck at the same time. So the slowdown is measured once in each process, with a small model: some steps
-run alone, and others with the same amount of lightck's code between their parts as in a training. Only a short step
-shows a difference. The slowdown of larger models is not larger, because it ends when the code is in the caches again.
+The processor's caches hold the instructions and data that were used last. While lightck saves a checkpoint, its
+instructions and data replace those of torch, so the next operations of the loop take longer. A training cannot be timed
+with and without lightck at the same time. So the slowdown is measured once in each process, with a small model: some
+steps run alone, and others with the same amount of lightck's code between their parts as in a training. Only a short
+step shows a difference. The slowdown of larger models is not larger, because it ends when torch's code is in the caches
+again.
 """
 
 from __future__ import annotations
@@ -41,27 +42,30 @@ _UNTIMED = 2
 
 
 def slowdown() -> Slowdown:
-    """Return the slowdown of a step, in seconds.
+    """Return the slowdown of a step, in seconds. The first call that can measure it does so; until then the result is
+    zeros. A measurement is not possible in these cases:
 
-    Return zeros if this machine has an accelerator: there the loop only starts operations, and mostly waits for the
-    device. Return zeros also if nothing was measured yet and torch has global hooks, which the measurement would run,
-    if the process has made no optimizer yet, so that making one here would load a large part of torch, or if the system
-    starts no thread for the measurement."""
-    if _measured_slowdown.cache_info().currsize:  # the hooks may be those of an open session
+    - This machine has an accelerator. There the loop only starts operations, and mostly waits for the device.
+    - Torch has global hooks. The measurement would run them.
+    - The process has made no optimizer yet. The measurement makes one, which would load a large part of torch.
+    - The system starts no thread for the measurement.
+    """
+    # A measured result is returned before the hooks are tested, because an open session has global hooks too.
+    if _measured_slowdown.cache_info().currsize:
         return _measured_slowdown()
     has_hooks = (
         _has_any_global_hook()  # type: ignore[no-untyped-call]
         or torch_optimizer._global_optimizer_pre_hooks
         or torch_optimizer._global_optimizer_post_hooks
     )
-    has_optimizer = "torch._dynamo" in sys.modules
+    has_made_optimizer = "torch._dynamo" in sys.modules  # the constructor of an optimizer imports this module
     # With an accelerator, a backward pass would also start threads of torch, after which a fork cannot train.
-    is_measurable = has_optimizer and not has_hooks and not torch.accelerator.is_available()
+    is_measurable = has_made_optimizer and not has_hooks and not torch.accelerator.is_available()
     if not is_measurable:
         return Slowdown()
     try:
         return _measured_slowdown()
-    except RuntimeError:  # no thread was started; what needs a thread says so itself
+    except RuntimeError:  # no thread was started; other parts of attach that need one report the error
         return Slowdown()
 
 
@@ -82,8 +86,8 @@ def _measure() -> Slowdown:
         loop.step(_NOTHING)
     timed: dict[Sequence[float], list[float]] = {_NOTHING: [], _HOOKS: [], _CHECKPOINT: []}
     for _ in range(_ROUNDS):
-        for pauses, seconds in timed.items():
-            seconds += [loop.step(pauses) for _ in range(_STEPS)][_UNTIMED:]
+        for lightck_seconds, seconds in timed.items():
+            seconds += [loop.step(lightck_seconds) for _ in range(_STEPS)][_UNTIMED:]
     alone = median(timed[_NOTHING])
     return Slowdown(max(median(timed[_HOOKS]) - alone, 0.0), max(median(timed[_CHECKPOINT]) - alone, 0.0))
 
@@ -101,34 +105,34 @@ class _Loop:
         self._model = nn.Sequential(*layers)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-6)
         self._inputs = torch.full((_BATCH, _WIDTH), 0.5, device="cpu", dtype=torch.float32)
-        self._own = _own_code(self._inputs)
+        self._calls = _lightck_code(self._inputs)
 
-    def step(self, pauses: Sequence[float]) -> float:
-        """Make a step, and return the seconds of torch's part. ``pauses``: seconds of lightck's code before the
-        forward, before the update and after it."""
-        before, between, after = pauses
-        self._run_own(before)
+    def step(self, lightck_seconds: Sequence[float]) -> float:
+        """Make a step, and return the seconds of torch's part. ``lightck_seconds``: how long lightck's code runs before
+        the forward, before the update and after it."""
+        before, between, after = lightck_seconds
+        self._run_lightck(before)
         begin = time.perf_counter()
         self._optimizer.zero_grad()
         self._model(self._inputs).pow(2).mean().backward()
         seconds = time.perf_counter() - begin
-        self._run_own(between)
+        self._run_lightck(between)
         begin = time.perf_counter()
         self._optimizer.step()
         seconds += time.perf_counter() - begin
-        self._run_own(after)
+        self._run_lightck(after)
         return seconds
 
-    def _run_own(self, seconds: float) -> None:
+    def _run_lightck(self, seconds: float) -> None:
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
-            for call in self._own:
+            for call in self._calls:
                 call()
                 if time.perf_counter() >= end:
                     break
 
 
-def _own_code(inputs: torch.Tensor) -> list[Callable[[], object]]:
+def _lightck_code(inputs: torch.Tensor) -> list[Callable[[], object]]:
     """Return functions that do what lightck does at a checkpoint: they read and pack states, and compute checksums."""
     state = {f"key{i}": [i, str(i), (0.1, i)] for i in range(12)}
     entries = [NextBatch(bytes(8), kind, 1) for kind in range(4)]

@@ -1,7 +1,7 @@
 """Marks of tensors and objects: compact values that differ if the content differs.
 
-To make a mark reads all bytes, so marks are made at a few moments of a training and never at every step. The mark of a
-tensor on a device is its version counter and address: a write that moves no version counter is not detected there.
+A mark is made by reading all bytes. So marks are made at a few moments of a training, and never at every step. The mark
+of a tensor on a device is its version counter and address: a write that moves no version counter is not detected there.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Steps(StepListener):
             capture, None if resumed is None else (resumed.event, resumed.step)
         )
         self._optimizers_were_passed = found.optimizers_were_passed
-        self.fetched_ahead = FetchedAheadCheck(may_keep_batch=found.passed_own_objects)
+        self.fetched_ahead = FetchedAheadCheck(may_keep_batch=found.has_custom_object)
         self.flush_moment = FlushMoment(capture, is_fresh_start=resumed is None)
         self.step_thread: int | None = None
         """Id of the thread on which the optimizer steps; None before its first step."""
@@ -96,8 +96,8 @@ class Steps(StepListener):
         """The step that the listeners received last (``step_ended``)."""
         self._is_before_first_forward = True
         """Whether the next training forward is the first one of the session."""
-        self._is_forward_known = False
-        """Whether the model's forward hook has fired, or a log line has said that it does not fire."""
+        self._may_log_no_forward = True
+        """Whether the model's forward hook has not fired yet, and no log line has said so."""
         self._scalers = ScalerWatch(capture.objects)
         self.partial_update = PartialUpdate()
         self.events = StepEvents(self.session_lock)
@@ -113,8 +113,8 @@ class Steps(StepListener):
 
     @property
     def updates(self) -> int:
-        """Updates so far. This is the value of ``Session.step``. But to read ``Session.step`` is recorded as a sign
-        that the loop takes its position from the session, and to read ``updates`` is not."""
+        """Updates so far: the value of ``Session.step``. Internal code reads ``updates``, because a read of
+        ``Session.step`` is recorded as a sign that the loop takes its position from the session."""
         return self.boundary.step
 
     def follows_optimizer(self, optimizer: object) -> bool:
@@ -160,14 +160,14 @@ class Steps(StepListener):
             self.commits.run(self.pipeline.gate)
 
     def add_early_gate(self) -> None:
-        """For a rank of a group: pass the gate in the backward pass already, before the last gradients are sent."""
+        """For a rank of a group: pass the gate earlier, in the backward pass, before the last gradients are sent."""
         model = self.model
         if model is not None:
             gate = EarlyGate(model, lambda: not self.pipeline.is_idle, self._early_gate)
             self.hooks.handles += gate.handles
 
     def _early_gate(self) -> None:
-        """An error of a checkpoint is raised by the next step, and not in the backward pass."""
+        """Pass the gate in the backward pass. An error of a checkpoint is not raised here, but at the next step."""
         if self.commits.failure is None and not self.pipeline.is_idle and self.session_lock.is_live:
             with self.meter.stall("early gate"), suppress(BackgroundError):
                 self.commits.run(self.pipeline.gate)
@@ -254,15 +254,15 @@ class Steps(StepListener):
     def before_forward(self, inputs: tuple[object, ...]) -> None:
         if self.commits.paused or self.capture.devices.is_in_graph_capture(lambda: self.commits.has_nothing_to_commit):
             return
-        self._is_forward_known = True
+        self._may_log_no_forward = False
         with self.meter.stall("forward begins"):
             self.watch.training_forward()
             self.flush_moment.forward()
             self.fetched_ahead.forward()
             self._check_loop_top(Event.FORWARD)
             if self.commits.failure is None:
-                # PRE_STEP is asked for, although this is a forward: with several optimizers it is not the forward that
-                # closes the checkpoint, but the next pre-step hook.
+                # The argument is PRE_STEP, because with several optimizers the next pre-step hook closes the
+                # checkpoint, and not this forward.
                 will_close = self.boundary.closes_at(Event.PRE_STEP) and self.commits.will_be_saved(self.boundary.step)
                 self.continuation.recorder.forward(inputs, will_close)
                 if not self.pipeline.is_idle:
@@ -277,11 +277,11 @@ class Steps(StepListener):
 
     def _log_no_forward(self) -> None:
         """Log once that the forward hook does not fire. Called at an update whose pre-step hook closed a checkpoint."""
-        if not (self._is_forward_known or self.boundary.explicit):
-            self._is_forward_known = True
+        if self._may_log_no_forward and not self.boundary.explicit:
+            self._may_log_no_forward = False
             log.info(
                 "lightck: the model's forward hook does not fire (the model was compiled before attach, or the loop "
-                "calls only its submodules). So a checkpoint closes only when optimizer.step() is called for the next "
+                "calls only its submodules). So a step closes only when optimizer.step() is called for the next "
                 "update, and that call waits for the copy. To avoid the wait, iterate over session.loader(loader), or "
                 "call session.end_step() at the end of each iteration"
             )
@@ -330,7 +330,7 @@ class Steps(StepListener):
         self.capture.devices.join_updates()
         if not self.boundary.closes_at(event):
             is_skip = event is not Event.FLUSH and self._scalers.skipped()
-            self.boundary.passed_without_update(event, is_skip)
+            self.boundary.closed_nothing(event, is_skip)
             return
         if event is Event.FORWARD and self.capture.mid_batch.holds_batch(self.boundary.step):
             return  # the loop still has the batch of the last update, so this forward may be for logging only

@@ -1,7 +1,7 @@
 """Checksums of tensors in memory, block by block, which reveal writes that move no version counter.
 
 One native call reads many blocks. Each checkpoint has a budget of bytes to read. If all blocks together fit in the
-budget, ``RoundRobin`` chooses all; otherwise it goes on where its choice for the checkpoint before has ended.
+budget, ``RoundRobin`` chooses all. Otherwise its choice begins where its choice for the previous checkpoint ended.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from lightck._native import check, ffi, lib
 
 BUDGET_NBYTES = 1 << 20
-"""How many bytes are read for one checkpoint to find unannounced writes, in addition to what its copies read. It is
-the size of the largest block."""
+"""How many bytes are read for one checkpoint to find unannounced writes, in addition to what its copies read. No block
+is larger than this."""
 WHOLE_CHECKPOINTS = 3
 """In the first ``WHOLE_CHECKPOINTS`` checkpoints after attach all bytes are compared, without a budget. That reveals
 every write that a loop makes at each step. When sources of background copies are compared, a checkpoint that has no
 such sources does not count as one of the first."""
 
-_CANDIDATES_MAX = 4096
+_BLOCKS_MAX = 4096
 """The largest number of blocks that one checkpoint with a budget reads, even if more blocks fit in the budget (a model
 of very many tiny tensors)."""
 
@@ -122,7 +122,7 @@ class RoundRobin:
             return ALL, True
         n = len(blocks)
         start = self._next if self._next < n else 0
-        order = np.arange(start, start + min(n, _CANDIDATES_MAX)) % max(n, 1)
+        order = np.arange(start, start + min(n, _BLOCKS_MAX)) % max(n, 1)
         ends = np.cumsum(blocks.nbytes[order])
         order = order[: max(int(np.searchsorted(ends, budget, side="right")), 1)]
         stop = start + len(order)

@@ -40,8 +40,8 @@ class Twister(NamedTuple):
 
 
 class _PythonPlace(NamedTuple):
-    """Where a ``random.Random`` keeps its words and, right before or right after them, its position. ``begin``: where
-    the first of the two begins, in bytes from the beginning of the object."""
+    """Where a ``random.Random`` keeps its words and its position, which lies right before or right after the words.
+    ``begin``: offset of both together, in bytes from the beginning of the object."""
 
     begin: int
     is_position_first: bool
@@ -161,7 +161,7 @@ def _numpy_by_call(generator: np.random.RandomState) -> Twister:
 
 def _memory_of(generator: object, nbytes: int) -> bytes:
     """Return the first ``nbytes`` bytes of an object's memory. Return b"" if ``id`` is no address, or if this machine
-    is not little-endian (the words in a pool are)."""
+    is not little-endian, because the words in a pool are little-endian."""
     is_readable = sys.implementation.name == "cpython" and sys.byteorder == "little"
     return ctypes.string_at(id(generator), nbytes) if is_readable else b""
 

@@ -16,7 +16,7 @@ from torch import nn
 from lightck.errors import StateValueError, UnsupportedError
 from lightck.pool.format.layout import Entry
 from lightck.state.device_transfers import is_dense_tensor
-from lightck.state.local_tensors import is_dtensor, is_fully_sharded, local_of, refuse_other_state, stands_in
+from lightck.state.local_tensors import is_dtensor, is_fully_sharded, local_of, refuse_unrestorable_state, stands_in
 from lightck.state.optimizer_wrappers import WrapperRole, has_own_state, inner_of, wrapper_roles
 from lightck.state.parts import part_of
 from lightck.state.storable import dtype_name, refuse_hidden_state, refuse_script, refuse_unstorable
@@ -207,8 +207,8 @@ class ModelView:
         return lives
 
     def _held(self, home: dict[str, Any], key: str) -> torch.Tensor | None:
-        """Return the tensor of a place: its DTensor, if a module holds another tensor in place of it for a time
-        (``is_fully_sharded``)."""
+        """Return the tensor under ``key``. While an unsharded module of ``fully_shard`` holds a substitute there (see
+        ``stands_in``), return the DTensor that was there before."""
         tensor: torch.Tensor | None = home.get(key)
         if tensor is None or id(home) not in self._sharded:
             return tensor
@@ -257,9 +257,9 @@ class ModelView:
         """Return (dict, key) of each parameter and persistent buffer that is None now."""
         return [(home, key) for home, key, _, _, _ in self._homes if home.get(key) is None]
 
-    def swapped(self) -> str | None:
-        """Return the name of a parameter in whose place a sharded module holds a plain one now; None if there is no
-        such parameter."""
+    def unsharded_parameter(self) -> str | None:
+        """Return the key of a parameter for which a module of ``fully_shard`` holds a substitute now, because it is
+        unsharded. Return None if there is no such parameter."""
         return next((key for (_, key), (home, dtensor) in self._dtensors.items() if home.get(key) is not dtensor), None)
 
     def parameters(self) -> Iterator[torch.Tensor]:
@@ -333,7 +333,7 @@ def _structure_of(module: nn.Module) -> tuple[object, ...]:
     (``fully_shard`` gives it another one), the names and the ids of its children, the names of its parameters, and the
     names of its buffers and of the non-persistent ones."""
     children, temporary = module._modules, module._non_persistent_buffers_set
-    # The names of one dict are separated from those of the next one: a parameter may become a buffer.
+    # None separates the names of the dicts, so that a parameter that becomes a buffer of the same name is a change.
     names = (*children, None, *module._parameters, None, *module._buffers)
     return (type(module), *names, *map(id, children.values()), *(sorted(temporary) if temporary else ()))
 
@@ -413,7 +413,7 @@ class OptimizerView:
                     one = first.setdefault(id(value), full)
                     live = live_of(full, "optimizer", value, home, key)
                     if is_dtensor(p) or live.dtensor is not None:
-                        refuse_other_state(full, p, key, value)
+                        refuse_unrestorable_state(full, p, key, value)
                     live.alias = None if one == full else one
                     yield live
 

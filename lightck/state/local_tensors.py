@@ -1,9 +1,9 @@
-"""DTensors: what is saved is the local tensor, whose bytes lie in this process.
+"""DTensors and their local tensors.
 
-A DTensor describes a logical tensor that the ranks of a device mesh hold together. It has no memory of its own; its
-local tensor has. What lightck copies, watches and restores is the local tensor. What modules and optimizers hold is the
-DTensor. On a mesh of one rank the local tensor is the whole logical tensor; on several ranks it is a part of it
-(``state/parts.py``).
+A DTensor describes a logical tensor that the ranks of a device mesh hold together. It has no memory of its own: its
+bytes in this process are those of its local tensor. Modules and optimizers hold the DTensor. lightck copies, watches
+and restores the local tensor. On a mesh of one rank the local tensor is the whole logical tensor. On several ranks it
+is a part of the logical tensor (``state/parts.py``).
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ def is_dtensor(value: object) -> TypeGuard[Any]:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor: the same object, as long as the DTensor keeps it. Any other tensor is
-    returned unchanged, and so is a DTensor of which this process holds nothing, because the mesh is that of other
-    ranks."""
+    returned unchanged. A DTensor on a mesh of other ranks, of which this process holds nothing, is returned unchanged
+    too."""
     if not is_dtensor(tensor):
         return tensor
     local: torch.Tensor = tensor._local_tensor  # ``to_local()`` of a parameter is a new view at each call
     if tensor.device_mesh.size() == 1:
-        return local if local.shape == tensor.shape else tensor  # another rank's tensor has an empty local tensor here
+        # A rank outside the mesh has an empty local tensor.
+        return local if local.shape == tensor.shape else tensor
     return tensor if tensor.device_mesh.get_coordinate() is None else local
 
 
@@ -58,8 +59,8 @@ def stands_in(held: torch.Tensor, dtensor: torch.Tensor) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put the DTensors of ``fully_shard`` back into the modules, as after a backward. What is in the plain parameters
-    that an unsharded module holds is dropped, as FSDP itself does at the next reshard."""
+    """Put the DTensors of ``fully_shard`` back into the modules, as FSDP does after a backward. The plain parameters of
+    an unsharded module are dropped with their values, as at every reshard."""
     for module in model.modules():
         if is_fully_sharded(module):
             module.reshard()  # type: ignore[operator]
@@ -87,10 +88,10 @@ def state_of(param: torch.Tensor, key: object, local: torch.Tensor) -> torch.Ten
     return made
 
 
-def refuse_other_state(name: str, param: torch.Tensor, key: object, value: torch.Tensor) -> None:
-    """Raise ``UnsupportedError`` for state that ``state_of`` would not restore as it is: a plain tensor where it makes
-    a DTensor, or a DTensor with another shape, mesh or placements than the parameter's. ``name``: of the state. The
-    parameter or the value is a DTensor."""
+def refuse_unrestorable_state(name: str, param: torch.Tensor, key: object, value: torch.Tensor) -> None:
+    """Raise ``UnsupportedError`` for state that ``state_of`` would not restore as it is: a plain tensor where
+    ``state_of`` makes a DTensor, or a DTensor with another shape, mesh or placements than the parameter's. To be called
+    if the parameter or the value is a DTensor. ``name``: the name of the state."""
     restored = state_of(param, key, local_of(value))
     is_same = is_dtensor(value) == is_dtensor(restored)
     if is_same and is_dtensor(value) and is_dtensor(restored):
@@ -104,10 +105,10 @@ def refuse_other_state(name: str, param: torch.Tensor, key: object, value: torch
         )
 
 
-def refuse_other_parameters(
+def refuse_optimizer_before_dtensors(
     of_model: Iterable[torch.Tensor], of_optimizers: Sequence[tuple[str, Sequence[tuple[str, torch.Tensor]]]]
 ) -> None:
-    """Raise ``UnsupportedError`` if the model got its DTensors after its optimizer was made: the optimizer then updates
+    """Raise ``UnsupportedError`` if the model got its DTensors after its optimizer was made. The optimizer then updates
     the plain parameters that the model had before, and does not train the model.
 
     ``of_model``: the parameters of the model. ``of_optimizers``: for each followed optimizer, the name of its class,
@@ -125,5 +126,6 @@ def refuse_other_parameters(
 
 
 def _have_shapes_of(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether there are ``others``, and ``tensors`` contain as many of each of their shapes."""
+    """Whether ``tensors`` have at least as many tensors of each shape as ``others`` have. False if ``others`` is
+    empty."""
     return bool(others) and not Counter(p.shape for p in others) - Counter(p.shape for p in tensors)

@@ -14,7 +14,7 @@ class OptionsWatch:
     def __init__(self) -> None:
         self._objects: list[object] = []
         """Of each group, in turn: the number of its items, their keys, and their values."""
-        self._is_sure = False
+        self._all_immutable = False
         """Whether all options are immutable, so that the same objects always mean the same options."""
 
     def may_have_changed(self, groups: Sequence[Mapping[str, object]]) -> bool:
@@ -25,10 +25,12 @@ class OptionsWatch:
             objects.append(len(group))
             objects += group
             objects += group.values()
-        if self._is_sure and len(objects) == len(self._objects) and all(map(is_, objects, self._objects)):
+        if self._all_immutable and len(objects) == len(self._objects) and all(map(is_, objects, self._objects)):
             return False
         self._objects = objects
-        self._is_sure = all(key == "params" or is_immutable(value) for group in groups for key, value in group.items())
+        self._all_immutable = all(
+            key == "params" or is_immutable(value) for group in groups for key, value in group.items()
+        )
         return True
 
 

@@ -1,7 +1,7 @@
-"""Parts of tensors: which elements of its logical tensor the local tensor of a DTensor holds.
+"""Parts of tensors: which elements of a logical tensor the local tensor of its DTensor holds.
 
-A DTensor on a mesh of several ranks is a part of a tensor, also if each rank holds all elements. Its entry in the pool
-says which part (``pieces``), so that nobody takes the part for the whole. Only the pools of ranks that checkpoint
+A DTensor on a mesh of several ranks counts as a part, even if each rank holds all elements. Its entry in the pool says
+which part it is (``pieces``), so that nobody takes it for the whole tensor. Only the pools of ranks that checkpoint
 together hold parts.
 """
 
@@ -27,8 +27,9 @@ def is_part(held: torch.Tensor) -> bool:
 
 
 def part_of(name: str, held: torch.Tensor | None) -> tuple[Ints | None, tuple[Piece, ...] | None]:
-    """Return the logical shape and the pieces of what a module or an optimizer holds under ``name``; None and None if
-    it is no part. Raises ``UnsupportedError`` for a DTensor whose local tensor is not what its placements say."""
+    """Return the logical shape and the pieces of a tensor; None and None if it is no part. ``held``: what a module or
+    an optimizer holds. ``name``: for errors. Raises ``UnsupportedError`` for a DTensor whose local tensor is not what
+    its placements say."""
     if held is None or not is_part(held):
         return None, None
     assert is_dtensor(held)
@@ -43,15 +44,15 @@ def part_of(name: str, held: torch.Tensor | None) -> tuple[Ints | None, tuple[Pi
         raise UnsupportedError(
             f"The tensor {name!r} cannot be stored: it is a DTensor whose local tensor has the shape "
             f"{list(local.shape)}, where its placements {held.placements} say {list(expected)}. torch makes such "
-            "DTensors if fully_shard cuts a dimension that tensor parallelism cuts unevenly. Use a size that the "
-            "number of ranks divides."
+            "DTensors if fully_shard cuts a dimension that tensor parallelism cuts unevenly. Use a size that "
+            "is divisible by the number of ranks."
         )
     return shape, held_pieces
 
 
 def mesh_of(lives: Iterable[Live]) -> tuple[Ints, Ints]:
-    """Return the shape of the device mesh of these tensors and the place of this process in it: of the mesh with the
-    most ranks, if there are several; empty without DTensors."""
+    """Return the shape of the device mesh of these tensors, and the coordinate of this process in it. If the tensors
+    have several meshes, the one with the most ranks is taken. Without a mesh of several ranks, both are empty."""
     meshes = [live.dtensor.device_mesh for live in lives if is_dtensor(live.dtensor)]
     mesh = max(meshes, key=lambda one: (one.size(), one.ndim), default=None)
     if mesh is None or mesh.size() < 2 or mesh.get_coordinate() is None:
@@ -60,8 +61,8 @@ def mesh_of(lives: Iterable[Live]) -> tuple[Ints, Ints]:
 
 
 def _placement(placement: Any) -> pieces.Placement:
-    """Return torch's placement as a value of ``pieces``; a placement of a class that is unknown here is returned as it
-    is, and ``local_pieces`` refuses it."""
+    """Convert one of torch's placements to a placement of ``pieces``. A placement of an unknown class is returned
+    unchanged, and ``local_pieces`` refuses it."""
     kind = type(placement).__name__
     if kind == "_StridedShard":
         return pieces.StridedShard(placement.dim, placement.split_factor)
@@ -73,8 +74,8 @@ def _placement(placement: Any) -> pieces.Placement:
 
 
 def refuse_parts(lives: Iterable[Live], action: str = "stored") -> None:
-    """Raise ``StateValueError`` if one of these tensors is a part, because the pool is not that of a rank. ``action``:
-    "stored" or "restored", for the message."""
+    """Raise ``StateValueError`` if one of these tensors is a part. To be called for a pool that belongs to no rank of a
+    group. ``action``: "stored" or "restored", for the message."""
     for live in lives:
         if live.dtensor is not None and is_part(live.dtensor):
             raise StateValueError(

@@ -46,7 +46,7 @@ def predict(view: OptimizerView) -> list[Entry] | None:
     except Exception as err:
         log.info(
             "lightck: the size of the state of %s is not known before its first update (%s), so the pool is created "
-            "when the first checkpoint closes",
+            "when the first step closes",
             view.class_name,
             err,
         )

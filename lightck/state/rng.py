@@ -133,7 +133,7 @@ class RngState:
         Raises:
             CorruptPoolError: a device refuses its state.
         """
-        # Only a CUDA device can still refuse its state. CUDA is first, so that no CPU generator has changed then.
+        # CUDA is first, because only a CUDA device can still refuse its state: no CPU generator has changed if it does.
         _restore_cuda(self.cuda)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
@@ -181,7 +181,7 @@ class RngState:
             words, gauss = _python_bytes(state), state.gauss
         else:
             words, gauss = _PYTHON_WORDS.pack(*state[1]), state[2]
-        # random.setstate() accepts a whole number here. gauss() uses it as if it were a float.
+        # random.setstate() also accepts an int here, and gauss() treats it like a float. A pool stores a float.
         return [words, None if gauss is None else float(gauss)]
 
     @classmethod
@@ -213,8 +213,7 @@ def capture() -> RngState:
 
 
 def _python_bytes(state: Twister) -> bytes:
-    """Return what ``_PYTHON_WORDS`` packs from the words of ``random.getstate()``, of which the last is the
-    position."""
+    """Return the words of ``random.getstate()``, packed with ``_PYTHON_WORDS``. The last word is the position."""
     return state.key + _PYTHON_POSITION.pack(state.position)
 
 

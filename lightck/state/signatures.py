@@ -152,9 +152,8 @@ class TensorList:
         self._storages = (
             list(map(storage_address_of, self._layouts.tensors)) if any(live.is_frozen for live in lives) else None
         )
-        """The address of each tensor's storage. None if no tensor is frozen: storages matter only because a parameter
-        that shares its storage with a tensor that is not frozen is not frozen either (``inventory._unfreeze_shared``).
-        """
+        """The address of each tensor's storage. None if no tensor is frozen, because the addresses only decide which
+        tensors are frozen (``inventory._unfreeze_shared``)."""
         self._states = [_StateSignature(view) for view in views]
         self.with_values = {signature.view.index: signature.with_values for signature in self._states}
         """Index of the optimizer view -> name and tensor of each parameter whose state is not only tensors. Such state

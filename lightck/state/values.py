@@ -50,8 +50,9 @@ _SCALAR_DTYPES = {name: np.dtype(name) for name in NUMPY_SCALARS.values()}
 _LEAF = MAX_DEPTH + 1
 """The depth to pass for a value that must not be a container, because at this depth lists and extensions are
 refused."""
-_MANY = 16
-"""A list of ``_MANY`` or more items is first tested for being all text, which saves time."""
+_TEXT_LIST_MIN = 16
+"""A list of at least this many items is tested for whether all of them are text, because such a list is encoded by one
+fast call."""
 
 
 # --------------------------------------------------------------------------------------------------- packing
@@ -82,7 +83,7 @@ def pack(
 
 
 class ConstantDict(dict[Any, object]):
-    """A dict that nobody changes, nor anything in it, so that it is packed only once. It is stored, and unpacked, as a
+    """A dict that is packed only once, because nobody changes it or anything in it. It is stored, and unpacked, as a
     plain dict."""
 
     __slots__ = ("packed",)
@@ -166,7 +167,7 @@ class _Packer:
         return out
 
     def sequence(self, values: Collection[object]) -> bytes:
-        if len(values) >= _MANY and set(map(type, values)) == {str}:
+        if len(values) >= _TEXT_LIST_MIN and set(map(type, values)) == {str}:
             self._check_depth(values)
             with contextlib.suppress(ValueError):  # the general path below reports which item is no text
                 return self._msgpack(list(values))

@@ -52,9 +52,9 @@ class Keep:
 
     _: KW_ONLY
     every: int
-    """The number of updates between exports: for ``every=1000`` an export is due at step 1000, 2000 and so on. An
-    export writes the first checkpoint that is committed at or after the step at which the export is due, and after the
-    end of the previous export."""
+    """The number of updates between exports: for ``every=1000`` an export is due at step 1000, 2000 and so on. The
+    export writes the first checkpoint that is committed from then on. If the previous export still runs at that commit,
+    the new export writes the first checkpoint that is committed after the end of the previous one."""
     to: str | os.PathLike[str]
     """The folder of the files; it is created if its parent exists."""
     last: int | None = None
@@ -142,7 +142,7 @@ class Retention(CommitListener):
             self._start(writer, step)
 
     def stop_reading(self) -> None:
-        """Wait until the running export has ended."""
+        """Wait until the running export has ended: an export is not cancelled."""
         if self._thread is not None:
             self._thread.join()
         self._release_ended()
@@ -225,7 +225,7 @@ class Retention(CommitListener):
         chosen = choose(parse(stored), self._keep.what, lambda name: load_tensor(stored, name), _CURE)
         chosen.metadata[_MARK] = self._mark
         export_chosen(chosen, str(path), overwrite=True, temporary=str(self._temporary))
-        if not stored.is_intact():
+        if not stored.owns_slot():
             path.unlink()
             raise DamagedError("its slot was reused while it was read")
         self._prune(path)

@@ -61,10 +61,10 @@ class Holds(CommitListener):
         """The number of holds that are pins."""
         return sum(hold.is_pin for hold in self._held)
 
-    def slots_for_a_pin(self, spare: int) -> int:
-        """Return the number of slots that the pool needs to hold one more pin. ``spare``: number of slots for
+    def slots_for_a_pin(self, n_export_slots: int) -> int:
+        """Return the number of slots that the pool needs to hold one more pin. ``n_export_slots``: number of slots for
         ``keep=``; they are included in the result. Raises ``SessionError`` if no pool can have so many slots."""
-        needed = 2 + self.n_pins + 1 + spare
+        needed = 2 + self.n_pins + 1 + n_export_slots
         if needed > SLOTS_MAX:
             raise SessionError(
                 f"No further checkpoint can be pinned: {self.n_pins} are pinned, a pool has at most {SLOTS_MAX} slots, "
@@ -156,7 +156,7 @@ def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: froze
     """Read and verify a held checkpoint, and commit it in the new file. Returns its commit record in the new file.
     ``writer``: the writer of the new file. ``held``: indexes of the held slots of the new file. Raises
     ``CorruptPoolError`` if the checkpoint is damaged."""
-    numbers = _numbers(stored, writer)
+    numbers = _add_to_layout(stored, writer)
     try:
         tensors = load_tensors(stored, [name for name, entry in stored.entries.items() if entry.nbytes])
     except DamagedError as err:
@@ -165,7 +165,7 @@ def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: froze
     slot = writer.slots.choose(held)
     assert slot is not None, "a new pool has a slot for each held checkpoint"
     pending = writer.begin(plan, slot, tensors)
-    pending.job.release()  # this ends no hold: it allows the commit, because ``begin`` has made all copies
+    pending.job.release()  # allows the commit: ``begin`` has made all copies
     pending.job.wait(ENDED)
     recorded = stored.reader.next_batches(stored.record)
     if recorded is not None:
@@ -187,11 +187,12 @@ def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> 
     return max(records, key=lambda record: record.generation)
 
 
-def _numbers(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
-    """Return tensor name -> number of its tensor record in the new file, for the tensors of a held checkpoint.
+def _add_to_layout(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
+    """Add those tensors of a held checkpoint to the new file that have no extent there. Return tensor name -> number of
+    the tensor record in the new file, for all tensors of the checkpoint.
 
-    ``writer.add`` can give the training's tensors other numbers, and mark them as resized. So this function restores
-    their numbers and marks afterwards."""
+    ``writer.add`` can give tensors of the training other numbers, and mark them as resized. So this function restores
+    the numbers and marks of the training's tensors afterwards."""
     own, resized = dict(writer.numbers), set(writer.resized)
     other = [entry for entry in stored.entries.values() if not writer.has_extent_for(entry)]
     if other:

@@ -72,8 +72,8 @@ uint64_t lck_crc64(uint64_t crc, const void *data, uint64_t nbytes);
 int32_t lck_crc32c_blocks(const void *data, uint64_t nbytes, uint64_t block, uint32_t *out);
 /* lck_crc32c of `count` runs of bytes into out[count]; run i has nbytes[i] bytes at addresses[i]. */
 int32_t lck_crc32c_each(const uint64_t *addresses, const uint64_t *nbytes, uint64_t count, uint32_t *out);
-/* lck_crc32c of `count` 8-byte words, as if they lay one after the other. Word i of them is the word of `data` with
- * index numbers[i]. `data` needs no alignment. */
+/* lck_crc32c of `count` 8-byte words of `data`, as if they lay one after the other. numbers[i] is the index in `data`
+ * of the i-th of these words. `data` needs no alignment. */
 uint32_t lck_crc32c_words(const void *data, const int64_t *numbers, uint64_t count);
 /* lck_crc32c of a sample of the data. The data is divided into `words` equal parts, and the sample has one 8-byte word
  * of each part, always the same word for the same nbytes. If the data has at most `words` whole words, the sample has
@@ -86,8 +86,8 @@ uint32_t lck_block_seed(uint64_t uuid_lo, uint64_t uuid_hi, uint64_t tensor, uin
 
 /* ---- extents ----------------------------------------------------------------------------------------- */
 
-/* A run of a pool's bytes in its file. A pool is an array of extents. Offsets in the pool count through the extents in
- * the order of the array, wherever each extent lies in the file. A plain file has one extent, and a PMDK pool has one
+/* A run of a pool's bytes in its file. A pool is an array of extents: their bytes, in the order of the array, are
+ * the bytes of the pool, wherever each extent lies in the file. A plain file has one extent, and a PMDK pool has one
  * per arena. */
 typedef struct lck_extent {
     uint64_t off;     /* from the start of the file */
@@ -118,8 +118,8 @@ enum {
  * page. */
 uint64_t lck_huge(int32_t fd, uint64_t off, uint64_t nbytes, uint32_t threads);
 /* Write zeros over the first nbytes of a new file whose space is allocated. Used on persistent memory before the file
- * is mapped, because otherwise the first store to each page would convert an extent of the file system and wait for its
- * journal. */
+ * is mapped. Otherwise the first store to each page would wait for the file system's journal, because the file system
+ * must record that the page's space is written. */
 int32_t lck_prewrite(int32_t fd, uint64_t nbytes);
 
 /* Map these extents of fd back to back (shared, read and write, MADV_DONTFORK, MADV_DONTDUMP). The address is a
@@ -151,7 +151,7 @@ int32_t lck_m_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t n
 int32_t lck_m_flush(lck_medium *medium, uint64_t off, uint64_t nbytes);
 /* Order this thread's earlier stores and flushes before its later ones (sfence). Other threads are not affected. */
 int32_t lck_m_fence(lck_medium *medium);
-/* Make durable what this thread has flushed; on LCK_TIER_DISK, make durable what any thread has stored. */
+/* Make durable all stores that this thread has flushed; on LCK_TIER_DISK, all stores of every thread. */
 int32_t lck_m_sync(lck_medium *medium);
 /* Add a mark to the trace: LCK_MARK_... and a value. lck_job_submit marks BEGIN and a commit marks ACK, both with the
  * generation as the value. */
@@ -236,7 +236,7 @@ int32_t lck_engine_populate(lck_engine *engine, lck_medium *medium);
  * not ended. */
 int32_t lck_engine_quiesce(lck_engine *engine, lck_medium *medium);
 /* Find the GNU OpenMP that `library` (a file name) uses. `library` must be loaded already. LCK_EMISSING if it uses no
- * GNU OpenMP, or one older than OpenMP 5.0. The first GNU OpenMP that is found is used for the whole process: later
+ * GNU OpenMP, or one without OpenMP 5.0. The first GNU OpenMP that is found is used for the whole process: later
  * calls return LCK_OK. */
 int32_t lck_openmp_find(const char *library);
 /* Switch passive waiting on (on != 0) or off. While it is on and a job is being copied, waiting OpenMP threads sleep
@@ -249,7 +249,7 @@ int32_t lck_engine_passive(lck_engine *engine, int32_t on);
 uint64_t lck_engine_cpu_ns(const lck_engine *engine);
 
 enum {
-    LCK_NOW = 1,   /* the calling thread copies it inside lck_job_submit */
+    LCK_NOW = 1,   /* the calling thread makes this copy inside lck_job_submit */
     LCK_PLACED = 2 /* a device stores the bytes at dst: the job computes checksums and writes lines back */
 };
 
@@ -259,12 +259,12 @@ typedef struct lck_copy {
     uint64_t dst;        /* offset in the medium */
     uint64_t nbytes;     /* may be 0 */
     uint64_t tensor;     /* record number, for the checksum seed */
-    uint32_t crc_index;  /* index of the first of its ceil(nbytes / block) checksums in the arrays of lck_commit */
+    uint32_t crc_index;  /* index of this tensor's first block checksum, in the arrays of lck_commit */
     uint32_t flags;      /* LCK_NOW, LCK_PLACED */
 } lck_copy;
 
 enum {
-    /* A partial job copies some tensors of a checkpoint before all are known (eager copies, device transfers).
+    /* A partial job copies some tensors of a checkpoint before its other tensors are known (eager copies, transfers).
      * It writes neither manifest nor commit record. It ends as LCK_JOB_COMMITTED when its copies are fenced and it is
      * released. A later job of the same generation commits the checkpoint. The later job fails (LCK_ESTATE) if a
      * partial job of that generation has failed or was dropped and still has an entry (see lck_job_forget). */
@@ -299,7 +299,7 @@ typedef struct lck_commit {
 enum {
     LCK_JOB_COPYING = 1,
     LCK_JOB_COPIED = 2,     /* all bytes are copied, and each thread fenced its own copies; not committed yet */
-    LCK_JOB_COMMITTED = 3,  /* the commit record is durable; of a partial job, see LCK_PART */
+    LCK_JOB_COMMITTED = 3,  /* the commit record is durable. For a partial job: see LCK_PART */
     LCK_JOB_FAILED = 4,
     LCK_JOB_DROPPED = 5
 };
@@ -310,7 +310,7 @@ typedef struct lck_job_info {
     int32_t error;           /* errno of the first failure if it is LCK_ESYS, else 0 */
     uint32_t released;       /* 1: lck_job_release or lck_job_commit was called; else 0 */
     uint64_t nbytes;         /* bytes of payload and manifest stored so far */
-    uint64_t nbytes_helped;  /* those of nbytes stored by threads inside lck_job_wait or lck_job_commit */
+    uint64_t nbytes_helped;  /* how many of nbytes were stored by threads in lck_job_wait or lck_job_commit */
     uint64_t blocks;         /* payload blocks stored so far */
 } lck_job_info;
 
@@ -329,16 +329,16 @@ int32_t lck_job_start(lck_engine *engine, uint64_t ticket, int32_t outcome);
  * record). Returns the failure if the job has failed, LCK_EDROPPED if it was dropped, and LCK_ESTATE if it was released
  * before. */
 int32_t lck_job_release(lck_engine *engine, uint64_t ticket);
-/* Release the job and wait until it has ended, as lck_job_wait with until = 3. This thread seals the job, so that no
- * worker is woken to do it. After LCK_ETIMEDOUT the job stays released, and a worker seals it. */
+/* Release the job and wait until it has ended, as lck_job_wait with LCK_JOB_COMMITTED. This thread seals the job, so
+ * that no worker is woken to do it. After LCK_ETIMEDOUT the job stays released, and a worker seals it. */
 int32_t lck_job_commit(lck_engine *engine, uint64_t ticket, uint32_t timeout_ms);
 /* Cancel a job that is not released: skip copies that have not begun, and wait for running ones. LCK_ESTATE if the job
  * was released or dropped before. LCK_OK also for a job that has failed, which stays failed. */
 int32_t lck_job_drop(lck_engine *engine, uint64_t ticket);
 /* Wait, and copy on this thread meanwhile, until all bytes of the job are copied (until = LCK_JOB_COPIED) or the job
- * has ended (until = LCK_JOB_COMMITTED). Returns LCK_OK when that is so, LCK_ETIMEDOUT after timeout_ms, the failure if
- * the job has failed, and LCK_EDROPPED if it was dropped. LCK_ESTATE if until is LCK_JOB_COMMITTED and the job is not
- * released. */
+ * has ended (until = LCK_JOB_COMMITTED). Returns LCK_OK when the job has reached `until`, LCK_ETIMEDOUT after
+ * timeout_ms, the failure if the job has failed, and LCK_EDROPPED if it was dropped. LCK_ESTATE if until is
+ * LCK_JOB_COMMITTED and the job is not released. */
 int32_t lck_job_wait(lck_engine *engine, uint64_t ticket, uint32_t until, uint32_t timeout_ms);
 int32_t lck_job_info_get(lck_engine *engine, uint64_t ticket, lck_job_info *out);
 /* Free the entry of a job that has ended. At most 32 entries exist. */
@@ -382,9 +382,9 @@ int32_t lck_spans_take(lck_engine *engine, lck_span *out, uint64_t most, uint64_
 
 /* ---- verified reads ---------------------------------------------------------------------------------- */
 
-enum { LCK_MEMORY = -2 };
+enum { LCK_MEMORY = -2 }; /* instead of a descriptor: read from memory, see lck_read_verified */
 /* Map the first nbytes of fd for reading (shared, excluded from core dumps), and store the address in *out. For a
- * device without read(), whose bytes are read from the mapping (LCK_MEMORY below). */
+ * device without read(), whose bytes are read from the mapping (LCK_MEMORY). */
 int32_t lck_map(int32_t fd, uint64_t nbytes, const void **out);
 /* End a mapping of lck_map. */
 int32_t lck_unmap(const void *address, uint64_t nbytes);

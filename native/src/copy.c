@@ -4,7 +4,7 @@
 #include "internal.h"
 
 /* Copy part of a cache line by ordinary stores. Without the barrier (the empty asm) the compiler may read the source
- * twice, and the checksum could be that of other bytes than the stored ones. */
+ * twice, and then the checksum and the stored bytes could differ. */
 static uint32_t copy_part(uint32_t state, void *dst, const void *src, size_t nbytes)
 {
     unsigned char part[LCK_LINE];

@@ -77,7 +77,7 @@ static void find_features(void)
         features |= AVX512;
 }
 
-/* Best first. Names with a dash select variants that "auto" never chooses on a better processor, for tests. */
+/* Best first. Names with a dash are for tests: they select a variant even where a better one is supported. */
 static const struct choice {
     const char *name;
     const struct kernel *kernel;

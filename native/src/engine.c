@@ -22,8 +22,8 @@ void engine_pulse(lck_engine *engine)
         unpark_all(&engine->pulse);
 }
 
-/* A worker can seal a job that is copied and released. Two threads may make these two changes at the same time. Each of
- * the two looks for work after its own change, so the thread whose change comes last finds the job. */
+/* A worker can seal a job once it is copied and released. One thread may finish the copies while another releases the
+ * job. Each of the two looks for work after its own change, so the thread whose change comes last finds the job. */
 void engine_pulse_job(lck_engine *engine)
 {
     atomic_fetch_add(&engine->pulse, 1);

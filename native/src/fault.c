@@ -17,8 +17,8 @@ static const char *const site_names[KILL_SITES] = {
     [KILL_BODY] = "body",     [KILL_WORD] = "word",   [KILL_ACK] = "ack",
 };
 
-/* Count one passing. Returns true for the passing that triggers. Even if several threads pass at once, it is only
- * one. */
+/* Count one passing. Returns true for the passing that triggers. Only one passing triggers, even if several
+ * threads pass at once. */
 static bool triggers(struct countdown *countdown)
 {
     uint64_t left = atomic_load_explicit(&countdown->left, memory_order_relaxed);

@@ -12,8 +12,8 @@ enum { FETCH_THREADS = 16 }; /* maximum number of threads besides the calling on
 struct fetch {
     struct read_from from;
     const lck_read *reads;
-    uint64_t count, total;
-    uint64_t *ends;               /* ends[i]: number of blocks of reads 0..i; total: of all reads */
+    uint64_t count, total;        /* number of reads; number of blocks of all reads */
+    uint64_t *ends;               /* ends[i]: number of blocks of reads 0..i */
     _Atomic uint64_t next, bad;   /* block numbers: the next to claim; the first bad one so far, or total */
     pthread_mutex_t lock;         /* guards the two fields below, and writes to bad */
     int32_t status;

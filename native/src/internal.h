@@ -29,8 +29,8 @@ int32_t status_sys(int error); /* stores the errno for lck_last_errno; always re
 /* ---- crc.c ------------------------------------------------------------------------------------------- */
 
 void crc_init(void);
-/* The CRC-32C register (the checksum without its initial and final inversion) after these bytes. It was `state` before
- * them. */
+/* The CRC-32C register (the checksum without its initial and final inversion) after these bytes. `state`: the register
+ * before them. */
 uint32_t crc32c_update(uint32_t state, const void *data, size_t nbytes);
 /* x^n modulo the CRC-32C polynomial, reflected (x^0 is bit 31). */
 uint32_t crc32c_xpow(uint32_t n);
@@ -73,7 +73,7 @@ void cpu_fence(void);
 enum kill_site { KILL_HEADER, KILL_BLOCK, KILL_MANIFEST, KILL_SEALED, KILL_BODY, KILL_WORD, KILL_ACK, KILL_SITES };
 
 int32_t fault_take(uint32_t op); /* the errno with which this call of the operation must fail, or 0 */
-void kill_point(enum kill_site site); /* a thread passes the site: does not return if the process is to be killed */
+void kill_point(enum kill_site site); /* called at a passing of the site; does not return if it must kill the process */
 
 /* ---- guard.c ----------------------------------------------------------------------------------------- */
 
@@ -114,7 +114,7 @@ static inline bool trace_on(struct trace *trace)
 
 /* ---- extent.c ---------------------------------------------------------------------------------------- */
 
-/* The total length of the extents; LCK_EINVAL if they are impossible. */
+/* Set *nbytes to the total length of the extents. LCK_EINVAL if they are impossible. */
 int32_t extents_total(const lck_extent *extents, uint64_t count, uint64_t *nbytes);
 /* The index of the extent that contains the pool offset off; *inside becomes the offset in that extent. Returns count
  * if no extent contains off. */
@@ -281,8 +281,8 @@ struct lck_engine {
     struct job jobs[ENGINE_JOBS];
     struct populate populates[ENGINE_POPULATES];
     pthread_t workers[ENGINE_THREADS];
-    pthread_t team; /* the thread that owns an OpenMP team: openmp.c */
-    _Atomic bool has_team; /* whether the thread `team` was started */
+    pthread_t team; /* the thread lightck-openmp, which makes and ends an OpenMP team: openmp.c */
+    _Atomic bool has_team; /* the thread `team` was started, whether or not it has a team now */
     _Atomic bool no_room;  /* no further OpenMP thread could be started: not tried again */
 };
 
@@ -343,8 +343,8 @@ bool job_move(lck_engine *engine, struct job *job, uint64_t ticket, enum phase f
 void job_fail(struct job *job, int32_t status); /* record a failure of this thread */
 int32_t job_failure(struct job *job); /* the status of the first failure; also sets lck_last_errno */
 uint64_t blocks_of(uint64_t nbytes, uint64_t block); /* ceil(nbytes / block) */
-/* The index of the item that contains block number `block`. There are `count` items (not 0); ends[i] is the number of
- * blocks of items 0..i. */
+/* The index of the item that contains block number `block`: the first i with ends[i] > block. There are `count` items
+ * (not 0); ends[i] is the number of blocks of items 0..i. */
 uint64_t first_beyond(const uint64_t *ends, uint64_t count, uint64_t block);
 
 /* -- openmp.c -- */

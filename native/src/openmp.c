@@ -1,7 +1,7 @@
 /* openmp.c: make OpenMP's threads wait passively while checkpoints are copied.
  *
- * A thread of GNU OpenMP that waits for its team spins for some milliseconds before it sleeps. Meanwhile no copy
- * thread of idle priority gets its processor. libgomp has a rule (do_spin, in its config/linux/wait.h): while libgomp
+ * A thread of GNU OpenMP that waits for its team spins for some milliseconds before it sleeps. While it spins, no copy
+ * thread of idle priority gets this processor. libgomp has a rule (do_spin, in its config/linux/wait.h): while libgomp
  * manages more threads than there are processors, a waiting thread spins only a hundred rounds. To trigger this rule
  * while a job is being copied, a thread of this file owns an OpenMP team of two threads, which computes nothing. The
  * results of the training, and the number of threads that compute them, do not change. (A child that is forked

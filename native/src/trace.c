@@ -8,7 +8,7 @@
 #include "internal.h"
 
 static _Atomic uint32_t thread_count;
-static _Thread_local uint32_t thread_number; /* one more than the number in events; 0: not assigned yet */
+static _Thread_local uint32_t thread_number; /* lck_event.thread + 1; 0: not assigned yet */
 
 static uint32_t this_thread(void)
 {

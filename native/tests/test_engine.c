@@ -32,7 +32,7 @@ enum {
 static const uint64_t nbytes_of[TENSORS] = {100, 300000, BLOCK, 0, 250001};
 
 /* One checkpoint: its sources, the image of its manifest, and the arguments of lck_job_submit. Variables of this type
- * are named v. */
+ * are named v, for the version of the state that the checkpoint holds. */
 struct checkpoint {
     uint64_t generation, ticket;
     unsigned char *source[TENSORS];
@@ -198,7 +198,7 @@ static void check_payload(struct checkpoint *v)
     }
 }
 
-/* Check that the medium holds the committed checkpoint. */
+/* Check that the medium holds the committed checkpoint ("version") v. */
 static void check_version(struct checkpoint *v)
 {
     unsigned char image[IMAGE];
@@ -240,8 +240,8 @@ static int ordered_before(uint64_t from, uint64_t to)
     return 0;
 }
 
-/* Event `word` stores the first word of a commit record. Check that fences order all stores to the record's slot, from
- * the slot header on, before the body of the record, and the slot header and the body before `word`. */
+/* Event `word` stores the first word of a commit record. Check the fences before it: each store to the record's slot
+ * (from the slot header on) is fenced before the body of the record is stored, and the body is fenced before `word`. */
 static void check_fences_before(uint64_t word, uint64_t generation)
 {
     uint64_t slot = slot_off(generation), header = 0, body = 0;
@@ -330,8 +330,8 @@ static void test_unattended(void)
     teardown();
 }
 
-/* lck_job_commit seals on the calling thread: of a job whose copies were all made inside lck_job_submit, no worker
- * copies or seals anything. */
+/* lck_job_commit seals on the calling thread. If all copies of a job were made inside lck_job_submit, no worker copies
+ * or seals anything. */
 static void test_commit_on_this_thread(void)
 {
     setup(2);
@@ -622,7 +622,7 @@ static void test_lost_part(void)
     teardown();
 }
 
-/* Empty the sources before the submit: as with a device transfer, give_sources fills them afterwards. */
+/* Empty the sources before the submit. give_sources fills them after it, as a device transfer does. */
 static void take_sources(struct checkpoint *v, unsigned char **kept)
 {
     for (int i = 0; i < TENSORS; i++) {

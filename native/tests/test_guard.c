@@ -141,7 +141,7 @@ static void handled_by_them(void)
 
 int main(void)
 {
-    /* First, before a medium is opened in this process: each child that opens a medium installs the handler itself. */
+    /* These checks run before this process opens a medium, so that each child installs the handler itself. */
     CHECK_EQ(WTERMSIG(status_of(other_fault)), SIGBUS);
     CHECK_EQ(WTERMSIG(status_of(other_source)), SIGBUS);
     CHECK_EQ(WTERMSIG(status_of(sent)), SIGBUS);

@@ -20,7 +20,7 @@ typedef struct {
 
 typedef struct {
     int32_t status;
-    uint64_t bad;      /* number of the last block that is read: if one does not match, that one */
+    uint64_t bad;      /* number of the first block that is short or does not match; of the last block if all match */
     uint64_t verified; /* bytes of the blocks that match */
     uint64_t refused;  /* bytes of the first block that does not match */
     unsigned char bytes[EXTENTS_MAX * FILE_NBYTES];
@@ -31,6 +31,7 @@ static uint64_t below(uint64_t *state, uint64_t n)
     return random64(state) % n;
 }
 
+/* A random number below `usual`, or in one of 60 cases a number of `edges`. */
 static uint64_t number(uint64_t *state, uint64_t usual)
 {
     if (below(state, 60) == 0)

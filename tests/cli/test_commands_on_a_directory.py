@@ -1,4 +1,4 @@
-"""``inspect``, ``verify`` and ``export`` on the directory of a group of ranks."""
+"""``inspect``, ``verify``, ``export`` and ``diff`` on the directory of a group of ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_inspect_shows_ranks_their_checkpoints_and_what_is_common(pools):
 def test_verify_puts_the_parts_together(pools):
     status, facts = call_json("verify", pools)
     assert (status, facts["ok"], facts["recoverable_step"]) == (OK, True, 4)
-    assert "step 4: every tensor verifies on all ranks, and the parts cover it" in call("verify", pools).stdout
+    assert "step 4 is intact on all ranks, and the parts of its tensors are complete" in call("verify", pools).stdout
 
 
 def test_verify_finds_damage_in_the_part_of_one_rank(pools):
@@ -91,3 +91,51 @@ def test_export_writes_whole_tensors(pools, tmp_path):
     model = lightck.recover(pools).model
     assert exported.keys() == model.keys()
     assert all(torch.equal(exported[name], model[name]) for name in model)
+
+
+def test_diff_of_equal_directories_finds_nothing(made, pools):
+    status, facts = call_json("diff", made, pools)
+    assert (status, facts["equal"]) == (OK, True)
+    assert [facts[side]["step"] for side in "ab"] == [4, 4]
+    assert "EQUAL, bit for bit" in call("diff", made, pools).stdout
+
+
+def test_diff_names_the_rank_whose_part_differs(made, pools):
+    status, facts = call_json("diff", pools, "--steps", 3, 4)
+    assert (status, facts["equal"]) == (BAD, False)
+    assert {(one["rank"], one["tensor"]) for one in facts["tensors"]} >= {
+        (0, "model/first.weight"),
+        (1, "model/first.weight"),
+    }
+    assert {(one["rank"], one["path"]) for one in facts["values"]} >= {(0, "step"), (1, "step")}
+    text = call("diff", pools, "--steps", 3, 4).stdout
+    assert "rank 1: model/first.weight" in text
+    assert "rank 0: step: 3 -> 4" in text
+
+
+def test_diff_of_other_numbers_of_ranks_compares_whole_tensors(made, tmp_path):
+    torch.manual_seed(0)
+    alone = TOPOLOGIES["fsdp"].model()
+    lightck.recover(made, alone)
+    pool = tmp_path / "alone.pool"
+    with lightck.attach(alone, pool, optimizer=[]) as session:
+        session.end_step()
+    status, facts = call_json("diff", made, pool)
+    differing = [one for one in facts["tensors"] if one["change"] == "values"]
+    assert status == BAD
+    assert differing == []  # the parameters are equal; the optimizer is in one of them only
+    assert {one["change"] for one in facts["tensors"]} <= {"only in A"}
+    assert not any("rank" in one for one in facts["values"])
+
+
+def test_diff_names_a_step_that_the_ranks_do_not_have(pools):
+    result = call("diff", pools, pools, "--steps", 4, 9)
+    assert result.exit_code == FAILED
+    assert "have no checkpoint of step 9 in common" in result.stderr
+
+
+def test_diff_of_a_damaged_part_fails_and_names_the_rank(made, pools):
+    damage(pools / "rank-00001-of-00002.pool", 4)
+    result = call("diff", made, pools)
+    assert result.exit_code == FAILED
+    assert "rank-00001-of-00002.pool" in result.stderr

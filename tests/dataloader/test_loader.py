@@ -241,7 +241,7 @@ def test_an_iterator_has_one_pass(caplog):
 
 def test_an_iterator_that_is_left_and_iterated_again_is_reported_and_not_resumed(caplog):
     reference = run(train(numbers, leave_at=4), seed=1)
-    assert caplog.text.count("Pass the iterable that creates") == 1
+    assert caplog.text.count("Pass the iterable that made it") == 1
     assert Host(resumed=reference.checkpoints[3][1]).loader(numbers()).start == 3
     for number in (4, 5, 8, 9):  # from the next() of a later pass on
         with pytest.raises(DriftError, match=r"the number of batches taken before this pass was [48] and is None"):

@@ -20,7 +20,7 @@ import lightck
 from lightck.errors import BackgroundError, CorruptPoolError, NoCheckpointError, SessionError
 from lightck.pool.format.layout import Entry
 from lightck.restore.contents import Contents, OptimizerContents
-from lightck.restore.optimizer import counted_on_device, device_of
+from lightck.restore.optimizer import device_of, params_with_count_on_device
 
 SEED = 20261122
 
@@ -209,7 +209,7 @@ def test_steps_are_counted_where_the_optimizer_counts_them(option):
     weight = Entry("model/weight", "param", "float32", (3,), (1,), 12, "cpu")
     contents = _with({entry.name: entry for entry in (count, weight)})
     live = torch.empty(3, device="meta")
-    on_device = counted_on_device(saved)
+    on_device = params_with_count_on_device(saved)
     assert on_device == ({"weight"} if option != "foreach" else set())
     found = device_of(count, contents, "weight", live, is_cpu_count="weight" not in on_device)
     assert found == (torch.device("cpu") if option == "foreach" else live.device)

@@ -93,8 +93,9 @@ def test_three_starved_checkpoints_of_five_begin_a_trial_and_what_is_better_stay
         assert training.checkpoints(31, STARVED) == TRIAL
         assert training.checkpoints(1, STARVED) == PASSIVE
     assert (
-        "idle threads sleep instead of spinning while checkpoints are copied, because that costs less here: from a "
-        "checkpoint to the next update it took 600.0 ms with sleeping threads (the training waited 1.0" in caplog.text
+        "idle threads sleep instead of spinning while checkpoints are copied, because that costs less here. Medians "
+        "of the time from a checkpoint to the next update: 600.0 ms with sleeping threads, of which the training "
+        "waited 1.0 ms for the copy" in caplog.text
     )
     training.turns.clear()
     assert training.checkpoints(500, FED) == PASSIVE
@@ -202,7 +203,7 @@ from lightck.pipeline import wait_policy
 from lightck.pool.engine import find_openmp
 assert not find_openmp("libc.so.6") and not find_openmp("no-such-library.so")
 assert not engine.set_passive_waiting(True)
-wait_policy.OPENMP_OF = "libc.so.6"
+wait_policy.LIBRARY_WITH_OPENMP = "libc.so.6"
 for _ in range(3):
     policy.checkpoint_ended(100 << 20, 60 << 20)
     policy.gate_passed()

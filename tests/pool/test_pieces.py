@@ -399,7 +399,7 @@ def test_overlaps_that_no_group_makes_are_bounded(monkeypatch):
     monkeypatch.setattr(module, "PARTS_MAX", 1000)
     with pytest.raises(DamagedError, match="cut the tensor into more"):
         coverage(shape, [slabs])
-    monkeypatch.setattr(module, "MEETINGS_MAX", 1000)
+    monkeypatch.setattr(module, "OVERLAPS_MAX", 1000)
     with pytest.raises(DamagedError, match="pairs of them overlap"):
         assembly(shape, [slabs])
 

@@ -396,8 +396,8 @@ def test_a_fault_in_a_hook_is_no_fault_of_the_training(pool, out, monkeypatch):
     def fail(*_args: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(layers.Layers, "_accumulated", fail)
-    monkeypatch.setattr(spans.EngineSpans, "checkpoint", fail)
+    monkeypatch.setattr(layers.ModuleHooks, "_accumulated", fail)
+    monkeypatch.setattr(spans.EngineSpans, "checkpoint_begun", fail)
     model = net(BIG)
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:

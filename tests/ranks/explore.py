@@ -70,7 +70,7 @@ class Canonical:
             found = rank
             if adoption is not None and rank.phase in (DOWN, TRAINING):
                 is_seen = any(each.incarnation >= adoption.incarnation for each in held)
-                if is_seen and all(rule.counts(each, adoption) for each in held):
+                if is_seen and not any(rule.is_dead(each, adoption) for each in held):
                     found = rank._replace(adoption=None)
             self._forgotten[rank] = found
         return found

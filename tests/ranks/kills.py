@@ -36,7 +36,7 @@ from lightck.restore.recover import LiveRestore
 from .trainings import TOPOLOGIES, Run, body, is_equal
 
 UPDATES, LIVES_MAX = 24, 5
-ROUNDS = ("hosts", "reports", "votes", "pools", "readiness")
+ROUNDS = ("host names", "reports", "votes", "pools", "readiness")
 POINTS = (
     *(f"{when} {what}" for what in ROUNDS for when in ("before", "after")),
     *(f"{when} adopt" for when in ("before", "after")),

@@ -137,7 +137,7 @@ class Model:
     files: int = 0
     """How many files from before relayouts a pool may have at a time."""
     hosts: tuple[tuple[int, ...], ...] | None = None
-    """Ranks by host: of another host a rank knows only what its ranks have together. None: all on one."""
+    """Ranks by host: of ranks on other hosts a rank knows only what all ranks together have. None: all on one."""
     reads: str = "at once"
     """When a rank reads the other pools. "at once": all at one moment, when it chooses a slot. "earlier": all at one
     moment, which may lie long before. "one by one": each at a moment of its own."""
@@ -191,9 +191,7 @@ class Model:
         if self.hosts is None:
             return tuple(view for j, view in enumerate(views) if j != i)
         here = next(host for host in self.hosts if i in host)
-        there = (host for host in self.hosts if i not in host)
-        neighbours = (views[j] for j in here if j != i)
-        return (*neighbours, *(PoolView.together([views[j] for j in host]) for host in there))
+        return (*(views[j] for j in here if j != i), PoolView.together(views))
 
     def knowledge(self, state: State, i: int) -> Iterable[Knowledge]:
         """What rank i may know when it chooses a slot: it has looked, or not yet."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightck.errors import CheckpointExistsError, RankError, UnsupportedError
+from lightck.errors import CheckpointExistsError, RankError
 from lightck.ranks.agreement import Report, decide, describe_replaced, refuse_differences
 from lightck.ranks.rule import CheckpointId, newest_common
 
@@ -23,11 +23,12 @@ def report(*steps: int | tuple[int, int], run: bytes = RUN, incarnation: int | N
     return Report(
         **{
             "host": "h",
+            "boot_id": "b",
             "directory": "/d",
-            "place": "p",
+            "directory_id": "p",
             "arguments": ARGUMENTS,
             "tensors": "t",
-            "new_run": b"n" * 16 + b"m" * 16,
+            "new_ids": b"n" * 16 + b"m" * 16,
             "run_id": run if ids else b"",
             "world_id": WORLD if ids else b"",
             "checkpoints": ids,
@@ -50,7 +51,7 @@ def test_the_report_of_another_release_is_named():
 
 def test_a_report_takes_at_most_a_kibibyte():
     ids = [(1 << 40, (1 << 40) + i) for i in range(8)]
-    one = report(*ids, host="h" * 64, directory="d" * 200, place="p" * 64, tensors="t" * 32)
+    one = report(*ids, host="h" * 64, directory="d" * 200, boot_id="b" * 36, directory_id="p" * 64, tensors="t" * 32)
     assert len(one.pack()) <= 1024
 
 
@@ -113,10 +114,10 @@ def test_a_pool_is_lost_also_if_the_others_have_only_checkpoint_0_in_common():
 
 
 def test_a_lost_pool_is_taken_only_from_the_same_host():
-    reports = [report(3, place="p"), report(3, place="q"), report(place="q", host="other")]
+    reports = [report(3, directory_id="p"), report(3, directory_id="q"), report(directory_id="q", host="other")]
     assert decide(reports, resume=True, overwrite=False).sources == {2: 1}
     with pytest.raises(
-        RankError, match=r"pool of rank 2 \(host other\) is lost.*No pool on that host has a checkpoint"
+        RankError, match=r"pool of rank 2 \(host other\) is lost.*No other rank on that host has a pool"
     ):
         decide([reports[0], reports[0], reports[2]], resume=True, overwrite=False)
 
@@ -218,8 +219,8 @@ def test_the_decision_is_that_of_the_rule(held, overwrite):
             r"interval= of lightck.attach is 1 on rank 0 \(host h\) and 2 on rank 1 \(host h\)",
         ),
         (
-            {"place": "q", "directory": "/e"},
-            UnsupportedError,
+            {"directory_id": "q", "directory": "/e"},
+            RankError,
             r"The directory '/d' on rank 0 \(host h\) is not the directory '/e' on rank 1 \(host h\)",
         ),
     ],
@@ -228,3 +229,22 @@ def test_differences_are_named(fields, error, message):
     with pytest.raises(error, match=message):
         refuse_differences([report(), replace(report(), **fields)])
     refuse_differences([report(), report()])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"directory_id": "q"},  # containers on one host, each with a directory of its own
+        {"boot_id": "c", "directory_id": "q"},
+        {"boot_id": "c", "directory_id": "q", "directory": "/e"},
+    ],
+)
+def test_hosts_may_have_a_directory_each(fields):
+    refuse_differences([report(), replace(report(), **fields)])
+
+
+def test_directories_are_compared_on_each_host():
+    elsewhere = replace(report(), boot_id="c", directory_id="r", directory="/e")
+    refuse_differences([report(), elsewhere, elsewhere])
+    with pytest.raises(RankError, match=r"'/e' on rank 1 .* is not the directory '/f' on rank 2"):
+        refuse_differences([report(), elsewhere, replace(elsewhere, directory_id="s", directory="/f")])

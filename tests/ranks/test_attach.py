@@ -55,7 +55,7 @@ def test_killed_ranks_go_on_bit_identically(pools, name, ends_step):
     assert 8 - topology.lost_max <= began[0] <= 8
     assert [run.stats.committed for run in runs] == [UPDATES] * n_ranks
     assert [run.stats.skipped for run in runs] == [0] * n_ranks
-    assert sorted(path.name for path in pools.glob("*.pool")) == [
+    assert sorted(path.name for path in pools.rglob("*.pool")) == [
         f"rank-{rank:05d}-of-{n_ranks:05d}.pool" for rank in range(n_ranks)
     ]
 

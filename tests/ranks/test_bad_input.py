@@ -249,7 +249,7 @@ def test_ranks_with_other_directories_are_named(pools):
         lightck.attach(model, pools.parent / f"pools-{rank}", optimizer=optimizer, timeout=30)
 
     for found in errors(2, attach):
-        assert isinstance(found, UnsupportedError)
+        assert isinstance(found, RankError)
         assert "pools-0' on rank 0 (" in str(found)
         assert "pools-1' on rank 1 (" in str(found)
 

@@ -31,7 +31,7 @@ from lightck.ranks.directory import pool_name
 from lightck.restore.contents import Contents, unpack_dict
 from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Recovered
-from lightck.session import lost_pool
+from lightck.session import group_start, lost_pool
 from lightck.state import values as values_of_state
 
 from .test_bad_input import errors
@@ -303,7 +303,7 @@ def test_a_damaged_checkpoint_of_the_source_takes_all_ranks_to_the_one_before(po
 POINTS = {
     "restore": (LiveRestore, "take"),
     "copy": (lost_pool, "_commit"),
-    "new pool": (lost_pool, "copy_into_new_pool"),
+    "new pool": (group_start, "copy_into_new_pool"),
     "adopt": (PoolWriter, "adopt"),
 }
 SITES = ("header", "block", "manifest", "sealed", "body", "word", "ack")

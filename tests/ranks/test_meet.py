@@ -117,7 +117,7 @@ def test_ranks_at_different_places_are_named():
         meeting.exchange("apples" if meeting.rank else "pears", b"")
 
     for result in run(2, body):
-        assert "another place of attach" in str(result)
+        assert "are at different points of lightck.attach" in str(result)
 
 
 def test_an_error_of_the_store_is_typed():

@@ -11,7 +11,7 @@ from lightck.ranks.rule import (
     Knowledge,
     PoolView,
     commits_within_boundary,
-    counts,
+    is_dead,
     may_start_from_nothing,
     never_common,
     newest_common,
@@ -45,7 +45,7 @@ def test_what_an_adoption_leaves_behind_does_not_count():
     adoption = Adoption(one(2), 2)
     assert reported(at(1, 2, 3) | at(3, incarnation=2), adoption) == at(1, 2) | at(3, incarnation=2)
     assert reported(at(0), Adoption(None, 2)) == frozenset()
-    assert counts(one(9), None)
+    assert not is_dead(one(9), None)
 
 
 def test_incarnation_is_new_to_all():
@@ -157,7 +157,7 @@ def test_order_of_putting_views_together_does_not_matter(a, b, c):
 
 @given(pools, ids, st.integers(1, 3))
 def test_a_rank_that_adopts_again_reports_the_same_again(held, adopted, incarnation):
-    """A crash between two adoptions of one verdict changes no report, and the adopted checkpoint always counts."""
+    """A crash between two adoptions of one verdict changes no report, and the adopted checkpoint is never dead."""
     adoption = Adoption(adopted, max(incarnation, adopted.incarnation + 1))
     once = reported(held | {adopted}, adoption)
     assert reported(once, adoption) == once

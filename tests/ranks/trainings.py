@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import lightck
+from lightck.session.group import HOST_VARIABLE
 
 WIDTH = 600
 """Makes tensors that are copied in the background; even, because FSDP2 x TP cannot compute with uneven shards."""
@@ -55,6 +57,17 @@ class Topology:
     model: Callable[[], nn.Module] = Net
     n_same_data: int = 1
     """So many neighbouring ranks get the same batches: the ranks of one tensor parallel group."""
+    ranks_per_host: int = 0
+    """If not 0, a folder stands for each host, and so many ranks are on it."""
+
+    def on_host(self, rank: int, pools: Path) -> Path:
+        """Put this process on the host of a rank, and return the directory of that host's pools."""
+        if not self.ranks_per_host:
+            return pools
+        host = f"host-{rank // self.ranks_per_host}"
+        os.environ[HOST_VARIABLE] = host
+        pools.mkdir(exist_ok=True)
+        return pools / host
 
 
 def fsdp(model: Any, mesh: Any = None) -> None:
@@ -84,6 +97,8 @@ TOPOLOGIES = {
     "tp": Topology(2, tp, lost_max=2, n_same_data=2),
     "hsdp": Topology(4, hsdp, lost_max=2),
     "tp x fsdp": Topology(4, tp_fsdp, lost_max=2, n_same_data=2),
+    "ddp, 2 hosts": Topology(2, wrap=DistributedDataParallel, model=WithDropout, ranks_per_host=1),
+    "hsdp, 2 hosts": Topology(4, hsdp, lost_max=2, ranks_per_host=2),
 }
 
 
@@ -129,7 +144,8 @@ def body(
         torch.manual_seed(100 + rank)
         session = None
         if pools is not None:
-            session = lightck.attach(model, pools, optimizer=optimizer, **{"resume": True, "timeout": 60} | options)
+            directory = topology.on_host(rank, pools)
+            session = lightck.attach(model, directory, optimizer=optimizer, **{"resume": True, "timeout": 60} | options)
         began = 0 if session is None else session.step
         on_step(rank, began)
         called = topology.wrap(model)

@@ -194,11 +194,11 @@ def test_a_step_that_is_no_number_is_refused(pool, step):
 def test_what_is_restored_with_a_model_needs_one(pool):
     _, optimizer = pool_with(pool, state={"box": Box()})
     for given, said in (
-        ({"optimizer": optimizer}, "^optimizer= without model="),
-        ({"state": {"box": Box()}}, "^state= without model="),
-        ({"optimizer": [optimizer], "state": {"box": Box()}}, "^optimizer= and state= without model="),
+        ({"optimizer": optimizer}, "^optimizer= cannot be passed without model="),
+        ({"state": {"box": Box()}}, "^state= cannot be passed without model="),
+        ({"optimizer": [optimizer], "state": {"box": Box()}}, "^optimizer= and state= cannot be passed without model="),
     ):
-        with pytest.raises(TypeError, match=rf"{said}: they are restored together.*Pass model= too"):
+        with pytest.raises(TypeError, match=rf"{said}: optimizer and state are restored together.*Pass model= too"):
             lightck.recover(pool, **given)
     assert lightck.recover(pool, state={}).step == 3
 
@@ -372,7 +372,7 @@ def test_checkpoints_that_are_written_over_while_they_are_read_leave_the_model_a
         train(model, optimizer, 2)
         session.flush()
         with monkeypatch.context() as patched, pytest.raises(LightckError, match="reused") as caught:
-            patched.setattr(StoredCheckpoint, "is_intact", lambda self: False)
+            patched.setattr(StoredCheckpoint, "owns_slot", lambda self: False)
             lightck.recover(pool, other)
         assert "NaN" not in str(caught.value)
         assert same(weights(other), before)

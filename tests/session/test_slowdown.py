@@ -29,7 +29,7 @@ def test_each_step_adds_its_slowdown():
     stats = meter.snapshot(engine_cpu_seconds=0.0, committed=None, interval=1)
     assert stats.slowdown_seconds == 12.0
     assert stats.added_seconds == stats.stall_seconds + 12.0
-    assert meter.fixed_seconds == 3.0
+    assert meter.unsaved_slowdown_seconds == 3.0
 
 
 @pytest.mark.parametrize(

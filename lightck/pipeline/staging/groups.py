@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.0005
 
 @dataclass(slots=True)
 class Segment:
-    """A piece of host memory, the job that reads it, and the transfers that write to it."""
+    """A part of host memory, the job that reads it, and the transfers that write to it."""
 
     memory: torch.Tensor
     reader: Job | None = None
@@ -51,8 +51,8 @@ class Segment:
 
 
 class PinnedRing:
-    """Segments that are used in turn. A segment that is too small is replaced. If a job still reads the old segment,
-    that job keeps its memory alive."""
+    """Segments that are used in turn. A segment that is too small is replaced. A job that still reads the old segment
+    keeps the segment's memory alive."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
@@ -129,8 +129,9 @@ class Group:
                 arrival.synchronize()
 
 
-def split_into_groups(tensors: Sequence[StagedTensor], parts_max: int) -> list[list[StagedTensor]]:
-    """Return at most ``parts_max`` groups of about the same size. The order of the tensors is kept."""
+def split_into_parts(tensors: Sequence[StagedTensor], parts_max: int) -> list[list[StagedTensor]]:
+    """Split tensors into at most ``parts_max`` parts of about the same size, one for each group. Keep the order of the
+    tensors."""
     if parts_max < 1:
         return []
     share = max(GROUP_NBYTES_MIN, -(-sum(one.record.nbytes for one in tensors) // parts_max))

@@ -39,11 +39,12 @@ class TransferMethod(Protocol):
         """Prepare a checkpoint of these tensors in this pool. Raises ``UnavailableError``."""
 
     def group(
-        self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
+        self, reservation: Reservation, tensors: list[StagedTensor], segment_nbytes: int, *, in_order: bool
     ) -> Group | None:
         """Make a group and its job, and return the group. If the engine has no free job, return None. ``in_order``:
-        whether the group is sent in the order of the computation. ``nbytes_max``: how many bytes of host memory the
-        group gets. (All groups of a checkpoint with the same ``in_order`` get as much as the largest one needs.)"""
+        whether the group is sent in the order of the computation. ``segment_nbytes``: bytes of the segment of host
+        memory for the group. (All groups of a checkpoint with the same ``in_order`` get as many as the largest one
+        needs.)"""
 
     def forget(self) -> None:
         """Release all memory. Call only while no transfer is under way."""
@@ -58,23 +59,23 @@ class HostMethod:
     ends_before_next = False
 
     def __init__(self) -> None:
-        self._ring, self._in_order = PinnedRing(), PinnedRing()
+        self._ring, self._ring_in_order = PinnedRing(), PinnedRing()
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
         """Do nothing: host memory is allocated when a group is made."""
 
     def group(
-        self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
+        self, reservation: Reservation, tensors: list[StagedTensor], segment_nbytes: int, *, in_order: bool
     ) -> Group | None:
-        pinned_ring = self._in_order if in_order else self._ring
-        segment = pinned_ring.next(tensors[0].transfer, nbytes_max)
+        pinned_ring = self._ring_in_order if in_order else self._ring
+        segment = pinned_ring.next(tensors[0].transfer, segment_nbytes)
         return group_through_host(
             segment, reservation, tensors, [one.live.tensor.detach() for one in tensors], in_order
         )
 
     def forget(self) -> None:
         self._ring.forget()
-        self._in_order.forget()
+        self._ring_in_order.forget()
 
 
 class DirectMethod:
@@ -83,8 +84,8 @@ class DirectMethod:
     kind: Kind = Direct()
     reads_during_step = True
     ends_before_next = True
-    """A checkpoint that was given up frees its slot. If the device still wrote to that slot when the next checkpoint
-    begins, it would overwrite that checkpoint."""
+    """A checkpoint that was given up frees its slot, and the next checkpoint may get this slot. A device that still
+    writes to the slot would overwrite the next checkpoint."""
 
     def __init__(self, wait_idle: Callable[[], None]) -> None:
         self._wait_idle = wait_idle
@@ -103,7 +104,7 @@ class DirectMethod:
                 raise UnavailableError(f"the pool's memory cannot be registered: {err}") from err
 
     def group(
-        self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
+        self, reservation: Reservation, tensors: list[StagedTensor], segment_nbytes: int, *, in_order: bool
     ) -> Group | None:
         assert self._pool is not None
         sources = [one.live.tensor.detach() for one in tensors]
@@ -165,9 +166,9 @@ class DeviceMethod:
         return self._memory[transfer]
 
     def group(
-        self, reservation: Reservation, tensors: list[StagedTensor], nbytes_max: int, *, in_order: bool
+        self, reservation: Reservation, tensors: list[StagedTensor], segment_nbytes: int, *, in_order: bool
     ) -> Group | None:
-        segment = self._ring.next(tensors[0].transfer, nbytes_max)
+        segment = self._ring.next(tensors[0].transfer, segment_nbytes)
         return group_through_host(
             segment, reservation, tensors, [self._copies[one.record.number] for one in tensors], in_order
         )

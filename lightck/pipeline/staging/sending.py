@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from lightck.errors import BackgroundError
 from lightck.interrupts import raise_if_interrupted
-from lightck.pipeline.staging.groups import GROUPS_MAX, Group, packed_layout, split_into_groups
+from lightck.pipeline.staging.groups import GROUPS_MAX, Group, packed_layout, split_into_parts
 from lightck.pipeline.staging.kinds import Direct, Host, Kind
 from lightck.pipeline.staging.methods import DeviceMethod, DirectMethod, HostMethod, TransferMethod, UnavailableError
 from lightck.pipeline.staging.transfer_thread import TransferThread
@@ -186,9 +186,9 @@ class Staging:
     # -- the end
 
     @property
-    def is_staging_thread(self) -> bool:
+    def is_transfer_thread(self) -> bool:
         """Whether the caller runs on the transfer thread."""
-        return self._thread is not None and self._thread.is_staging_thread
+        return self._thread is not None and self._thread.is_transfer_thread
 
     def close(self) -> None:
         """Finish the transfers that are under way and end the thread. No checkpoint may begin afterwards."""
@@ -203,19 +203,19 @@ class Staging:
 def _groups(
     method: TransferMethod, reservation: Reservation, staged: Sequence[StagedTensor], jobs_max: int
 ) -> tuple[list[Group], list[StagedTensor]]:
-    """Return groups whose jobs are submitted and wait until they are started, and the tensors for which no job was
-    free."""
+    """Split the tensors into groups, and submit a job for each group, which waits until it is started. Return the
+    groups, and the tensors for which no job was free."""
     in_order = [one for one in staged if one.in_order and method.reads_during_step]
-    later = [one for one in staged if not (one.in_order and method.reads_during_step)]
-    parts = split_into_groups(later, min(jobs_max - bool(in_order), GROUPS_MAX))
+    others = [one for one in staged if not (one.in_order and method.reads_during_step)]
+    parts = split_into_parts(others, min(jobs_max - bool(in_order), GROUPS_MAX))
     plans = ([(in_order, True)] if in_order else []) + [(part, False) for part in parts]
-    if later and not parts:
+    if others and not parts:
         return [], list(staged)
-    nbytes_max = max((packed_layout(part)[1] for part in parts), default=0)
+    largest_nbytes = max((packed_layout(part)[1] for part in parts), default=0)
     groups: list[Group] = []
     for number, (tensors, is_in_order) in enumerate(plans):
         group = method.group(
-            reservation, tensors, packed_layout(tensors)[1] if is_in_order else nbytes_max, in_order=is_in_order
+            reservation, tensors, packed_layout(tensors)[1] if is_in_order else largest_nbytes, in_order=is_in_order
         )
         if group is None:
             return groups, [one for rest, _ in plans[number:] for one in rest]

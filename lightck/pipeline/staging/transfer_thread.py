@@ -49,7 +49,7 @@ class TransferThread:
         self._tasks.put(task)
 
     @property
-    def is_staging_thread(self) -> bool:
+    def is_transfer_thread(self) -> bool:
         """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 

@@ -27,9 +27,9 @@ INT_MAX = 1 << 62
 NAME_NBYTES_MAX = 4096
 """Maximum length of a name in UTF-8."""
 LIST_PIECES_MAX, LIST_PAIRS_MAX = 1 << 20, 1 << 28
-"""Limits for all entries of a table together, or for all extra entries of a checkpoint: of their pieces, and of the sum
-of the squares of each entry's number of pieces. The first one bounds memory; the second one bounds time, because the
-pieces of an entry are compared with each other."""
+"""Maximum sums over all entries of a table, or over all extra entries of a checkpoint. ``LIST_PIECES_MAX`` limits the
+number of pieces, and so the memory. The pieces of an entry are compared with each other, so ``LIST_PAIRS_MAX`` limits
+the time: the sum, over the entries, of the square of the number of pieces."""
 ROLES = ("param", "buffer", "optimizer", "state")
 
 # Bytes per element of every dtype name that a table may contain. The pool knows names and sizes, but not torch.
@@ -57,13 +57,14 @@ class Entry(NamedTuple):
     layer: int = -1
     alias: str | None = None
     logical_shape: tuple[int, ...] | None = None
-    """Shape of the tensor of which this one is a part. None, as is ``pieces``: nothing says that it is a part."""
+    """Shape of the logical tensor of which this tensor is a part. ``logical_shape`` and ``pieces`` are both None if the
+    entry does not say that its tensor is a part."""
     pieces: tuple[Piece, ...] | None = None
-    """What it holds of the logical tensor, and where. Only in the pool of a rank."""
+    """The pieces of the logical tensor that this tensor holds. Only the pool of a rank stores pieces."""
 
-    def fits(self, other: Entry) -> bool:
-        """Whether a tensor described by ``other`` fits this extent: same dtype, shape, strides, alias, device and
-        pieces."""
+    def can_hold(self, other: Entry) -> bool:
+        """Whether this extent can hold the tensor that ``other`` describes: same dtype, shape, strides, alias, device
+        and pieces."""
         return (self.dtype, self.shape, self.stride, self.alias, self.device) == (
             other.dtype,
             other.shape,
@@ -73,14 +74,14 @@ class Entry(NamedTuple):
         ) and (self.logical_shape, self.pieces) == (other.logical_shape, other.pieces)
 
     def to_map(self, *, has_group: bool = False) -> dict[str, object]:
-        """Return the entry as the map that the table contains. ``has_group``: whether the pool is that of a rank. If it
-        is not, the last four keys carry no information: they are None, or follow from the shape.
+        """Return the entry as the map that the table contains. ``has_group``: whether the pool is that of a rank. In
+        another pool the last four keys of the map carry no information: they are None, or follow from the shape.
 
         Raises ``ValueError`` if the entry has pieces that this pool cannot have."""
         plain: dict[str, object] = dict(zip(_PLAIN_FIELDS, self, strict=False))
         plain |= {"shape": list(self.shape), "stride": list(self.stride)}
         if has_group:
-            return plain | self._parts()
+            return plain | self._rank_fields()
         if self.logical_shape is not None or self.pieces is not None:
             raise ValueError(f"{self.name!r} is a part of a tensor, and only the pool of a rank can hold parts")
         return plain | {
@@ -90,18 +91,18 @@ class Entry(NamedTuple):
             "offsets": [0] * len(self.shape),
         }
 
-    def _parts(self) -> dict[str, object]:
+    def _rank_fields(self) -> dict[str, object]:
         if self.logical_shape is None and self.pieces is None:
-            return dict.fromkeys(_PART_FIELDS)
+            return dict.fromkeys(_RANK_FIELDS)
         try:
             parse_pieces(self.pieces, self.logical_shape, self.shape)
         except DamagedError as err:
             raise ValueError(f"{self.name!r} cannot be stored: {err}") from err
-        pieces = [[list(part) for part in piece] for piece in self.pieces or ()]
+        pieces = [[list(numbers) for numbers in piece] for piece in self.pieces or ()]
         return {"logical_shape": list(self.logical_shape or ()), "pieces": pieces}
 
 
-_PLAIN_FIELDS, _PART_FIELDS = Entry._fields[:-2], Entry._fields[-2:]
+_PLAIN_FIELDS, _RANK_FIELDS = Entry._fields[:-2], Entry._fields[-2:]
 
 
 def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
@@ -121,8 +122,8 @@ def blocks_of(nbytes: int, block: int) -> int:
 
 
 def encode(entries: Sequence[Entry], group: GroupIdentity | None = None) -> bytes:
-    """Return the layout table of these entries. ``group``: if the pool is that of a rank. Raises ``ValueError`` as
-    ``Entry.to_map`` does."""
+    """Return the layout table of these entries. ``group``: the identity of a rank's pool; None for another pool.
+    Raises ``ValueError`` as ``Entry.to_map`` does."""
     head = {} if group is None else {"group": group.to_map()}
     return bytes(msgpack.packb(head | {"entries": _maps(entries, group is not None)}, use_bin_type=True))
 
@@ -173,7 +174,7 @@ def is_name(text: str) -> bool:
 _VALUES = itemgetter(*_PLAIN_FIELDS)
 _INT = {int}
 _PLAIN_KEYS = {*_PLAIN_FIELDS, "global_shape", "placements", "mesh", "offsets"}
-_RANK_KEYS = {*_PLAIN_FIELDS, *_PART_FIELDS}
+_RANK_KEYS = {*_PLAIN_FIELDS, *_RANK_FIELDS}
 
 
 def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
@@ -218,12 +219,11 @@ def check_aliases(present: Mapping[str, Entry]) -> None:
 
 
 def check_ties(present: Mapping[str, Entry]) -> None:
-    """Check the aliases of one checkpoint: what ``check_aliases`` checks, and that tied entries have the same dtype and
-    shape. Raises ``DamagedError``.
+    """Check the aliases of one checkpoint as ``check_aliases`` does, and check that tied entries have the same dtype
+    and shape. Raises ``DamagedError``.
 
-    If they differed, a restore would write bytes of one shape into a tensor of another. (In the layout table they may
-    differ: a checkpoint can hold an extra entry in place of one of two tied entries of the table, so only the entries
-    that one checkpoint really holds must agree.)"""
+    If tied entries differed, a restore would write bytes of one shape into a tensor of another. In the layout table
+    they may differ, because a checkpoint can hold an extra entry in place of one of them."""
     check_aliases(present)
     for entry in present.values():
         if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
@@ -235,8 +235,8 @@ def _kind(entry: Entry) -> tuple[object, ...]:
 
 
 def _items(data: bytes, keys: Sequence[str], has_group: bool = False) -> Iterator[object]:
-    """Yield the items of the list of entries. ``keys``: of the table, in their order; if one is "group", its value
-    comes first. Empty: ``data`` is the list alone. Raises ``DamagedError``.
+    """Yield the items of the list of entries. ``keys``: the keys of the layout table, in their order. If "group" is one
+    of the keys, its value is yielded first. If there are no keys, ``data`` is only the list. Raises ``DamagedError``.
 
     msgpack allocates as many items as a list claims to have. So this function iterates over the long list, and msgpack
     unpacks only the short lists inside an entry."""
@@ -274,7 +274,7 @@ def _items(data: bytes, keys: Sequence[str], has_group: bool = False) -> Iterato
 
 def _checked(items: Iterator[object], low: int, high: int, has_group: bool) -> tuple[Entry, ...]:
     """Parse the items, and check that the extents lie in [low, high) and do not overlap. Raises ``DamagedError``."""
-    entries = tuple(_with_parts(items) if has_group else map(_entry, items))
+    entries = tuple(_rank_entries(items) if has_group else map(_entry, items))
     at = low
     for entry in sorted((e for e in entries if e.nbytes), key=attrgetter("offset")):
         if entry.offset % EXTENT_ALIGN or entry.offset < at or entry.offset + entry.nbytes > high:
@@ -283,7 +283,7 @@ def _checked(items: Iterator[object], low: int, high: int, has_group: bool) -> t
     return entries
 
 
-def _with_parts(items: Iterator[object]) -> Iterator[Entry]:
+def _rank_entries(items: Iterator[object]) -> Iterator[Entry]:
     """Parse the entries of a rank's pool. Raises ``DamagedError``."""
     n_pieces = n_pairs = 0
     for item in items:
@@ -300,15 +300,15 @@ def _with_parts(items: Iterator[object]) -> Iterator[Entry]:
 
 
 def _entry(item: object, keys: set[str] = _PLAIN_KEYS) -> Entry:
-    """Parse one entry, without its pieces. ``keys``: those that it must have. Raises ``DamagedError``."""
+    """Parse one entry, without its pieces. ``keys``: the keys that it must have. Raises ``DamagedError``."""
     if not isinstance(item, dict) or item.keys() != keys:
         raise DamagedError("list of tensors: an entry has the wrong keys")
     name, role, dtype, shape, stride, nbytes, device, offset, layer, alias = _VALUES(item)
     for text in (name, device) if alias is None else (name, device, alias):
         if type(text) is not str or not is_name(text):
             raise DamagedError("list of tensors: an entry has a name that is not text")
-    is_whole = type(nbytes) is type(offset) is type(layer) is int
-    if not is_whole or not 0 <= nbytes < INT_MAX or not 0 <= offset < INT_MAX or not -1 <= layer < INT_MAX:
+    are_ints = type(nbytes) is type(offset) is type(layer) is int
+    if not are_ints or not 0 <= nbytes < INT_MAX or not 0 <= offset < INT_MAX or not -1 <= layer < INT_MAX:
         raise DamagedError("list of tensors: an entry has a number out of range")
     if not type(shape) is type(stride) is list or not _INT.issuperset(map(type, shape + stride)):
         raise DamagedError("list of tensors: an entry has a shape or stride that is no list of numbers")
@@ -330,7 +330,7 @@ def _dense_numel(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
     if not all(0 <= number < INT_MAX for number in (*shape, *stride)):
         return None
     numel = math.prod(shape)
-    # An empty tensor must have no huge sizes, so for it the product of the sizes other than 0 is limited.
+    # The product of an empty tensor's sizes is 0, so the product of its sizes other than 0 is limited instead.
     if (numel or math.prod(filter(None, shape))) >= INT_MAX or not is_dense(shape, stride):
         return None
     return numel

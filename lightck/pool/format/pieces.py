@@ -8,7 +8,7 @@ rank. Some elements of a local tensor may belong to no piece (padding), and seve
 (replication).
 
 Everything is counted in elements, from 0; every tuple has one integer for each dimension. Nothing here knows of torch,
-and nothing loops over elements: the cost follows from the number of boxes.
+and nothing loops over elements: the cost depends on the number of boxes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from lightck.errors import UnsupportedError
 from lightck.pool.format.structures import NUMBER_MAX, DamagedError
 
 Ints: TypeAlias = tuple[int, ...]
+_Corner: TypeAlias = npt.NDArray[np.int64]
+"""A corner of one box; shape (number of dimensions,)."""
 _Corners: TypeAlias = npt.NDArray[np.int64]
-"""A corner of each of many boxes: (number of boxes, number of dimensions)."""
+"""A corner of each of many boxes; shape (number of boxes, number of dimensions)."""
 
 PIECES_MAX = 1 << 12
 """Maximum number of pieces of one local tensor that a pool may have. Each is compared with many others."""
-MEETINGS_MAX = 1 << 20
+OVERLAPS_MAX = 1 << 20
 """Maximum number of pairs of different boxes, in one tensor, that have elements in common. (If two groups hold a tensor
 in different ways, there are about as many such pairs as boxes.)"""
 PARTS_MAX = 1 << 18
@@ -44,7 +46,7 @@ _CANDIDATES_MAX = 1 << 20
 
 
 class Box(NamedTuple):
-    """A part of a tensor: the elements from ``start`` on, ``size`` many in each dimension."""
+    """A part of a tensor: in each dimension ``size`` elements, from ``start`` on."""
 
     start: Ints
     size: Ints
@@ -128,9 +130,9 @@ def local_pieces(
     pieces, which fill the local tensor and are in its C order. An empty local tensor has no pieces, and a tensor
     without dimensions has one.
 
-    ``shape``: of the logical tensor, which must have less than 2**63 elements. ``mesh_shape``: number of ranks along
-    each mesh dimension. ``placements``: one for each mesh dimension; each placement cuts what the placements before it
-    have left for this rank, as in torch.
+    ``shape``: shape of the logical tensor, which must have less than 2**63 elements. ``mesh_shape``: number of ranks
+    along each mesh dimension. ``placements``: one for each mesh dimension; each placement cuts what the placements
+    before it have left for this rank, as in torch.
 
     Raises ``UnsupportedError`` for ``Partial``, ``TypeError`` for a placement of another class, and ``ValueError`` if
     the arguments do not fit each other."""
@@ -224,21 +226,24 @@ def _product(dims: list[_Runs]) -> Iterator[Piece]:
 def parse_pieces(items: object, shape: object, local_shape: Sequence[int]) -> tuple[Piece, ...]:
     """Check pieces that were read from a pool, and return them.
 
-    ``items``: a list with [start, size, start in the local tensor] for each piece, these being lists of integers.
-    ``shape``: the logical shape as it was read, a list of integers. ``local_shape``: of the local tensor, already
-    checked.
+    ``items``: a list with [start, size, start in the local tensor] for each piece; each of the three is a list of
+    integers. ``shape``: the logical shape as it was read, a list of integers. ``local_shape``: the shape of the local
+    tensor, already checked.
 
-    Raises ``DamagedError`` unless all of this holds: each value has its type; the logical tensor has as many dimensions
-    as the local tensor, and less than 2**63 elements; each piece has one number for each dimension, has at least one
-    element, and lies in both tensors; there are no more pieces than elements in the local tensor, nor than
-    ``PIECES_MAX``; no two pieces have an element of the local tensor in common."""
+    Raises ``DamagedError`` unless all of these conditions hold:
+
+    - Each value has its type.
+    - The logical tensor has as many dimensions as the local tensor, and less than 2**63 elements.
+    - Each piece has one number for each dimension, has at least one element, and lies in both tensors.
+    - There are no more pieces than ``PIECES_MAX``, nor than elements in the local tensor.
+    - No two pieces have an element of the local tensor in common."""
     if not _are_sizes(shape, len(local_shape)):
         raise DamagedError("pieces: the logical shape does not fit the tensor, or is too large")
     if not isinstance(items, (list, tuple)) or len(items) > min(PIECES_MAX, math.prod(local_shape)):
         raise DamagedError("pieces: they are no list, or more than the tensor can have")
     pieces = tuple(_parsed(item, shape, local_shape) for item in items)
     in_local = _corners([Box(piece.local_start, piece.size) for piece in pieces], len(local_shape))
-    for first, second in _meetings(*in_local):
+    for first, second in _overlapping_pairs(*in_local):
         one, other = pieces[first[0]].local_start, pieces[second[0]].local_start
         raise DamagedError(f"pieces: those at {one} and {other} of the local tensor overlap")
     return pieces
@@ -249,7 +254,8 @@ def _are_ints(value: object, ndim: int) -> TypeGuard[Sequence[int]]:
 
 
 def _are_sizes(shape: object, ndim: int) -> TypeGuard[Sequence[int]]:
-    """Whether this is a shape of ``ndim`` dimensions. Of an empty tensor, too, the other sizes are limited."""
+    """Whether this is a shape of ``ndim`` dimensions. The product of the sizes other than 0 is limited, also if the
+    tensor is empty."""
     if not _are_ints(shape, ndim):
         return False
     return all(0 <= size < NUMBER_MAX for size in shape) and math.prod(filter(None, shape)) < NUMBER_MAX
@@ -285,7 +291,7 @@ def _is_in(start: Sequence[int], size: Sequence[int], shape: Sequence[int]) -> b
 def coverage(shape: Sequence[int], holders: Sequence[Sequence[Piece]]) -> Coverage:
     """Return whether the pieces of the holders cover the logical tensor, and whether any of them overlap there.
 
-    ``shape``: of the logical tensor. ``holders``: the pieces of each holder.
+    ``shape``: the shape of the logical tensor. ``holders``: the pieces of each holder.
 
     Raises ``ValueError`` if a piece lies outside of the tensor, and ``DamagedError`` if so many pieces overlap in
     different ways that no group can have made them."""
@@ -298,7 +304,7 @@ def assembly(shape: Sequence[int], holders: Sequence[Sequence[Piece]]) -> list[C
     exactly once, from the first holder that holds it. The copies are in C order of their first elements in the logical
     tensor. A piece that overlaps no other piece is one copy.
 
-    ``shape``: of the logical tensor. ``holders``: the pieces of each holder.
+    ``shape``: the shape of the logical tensor. ``holders``: the pieces of each holder.
 
     Raises ``ValueError`` if a piece lies outside of the tensor, or if the pieces do not cover the tensor, and
     ``DamagedError`` as ``coverage`` does."""
@@ -321,7 +327,7 @@ class _Held:
         """Box -> its first holder, and where the box lies in the local tensor of that holder. In order of the
         holders."""
         self._repeated: list[Box] = []
-        """Boxes that are held more than once. The first such box in C order is among them."""
+        """Boxes whose elements are held more than once: not all of them, but always the first one in C order."""
         for holder, pieces in enumerate(holders):
             for start, size, local_start in pieces:
                 if not (len(start) == len(size) == len(shape) and _is_in(start, size, shape)):
@@ -339,11 +345,11 @@ class _Held:
         """Return, for each box that has elements in common with earlier boxes, the numbers of those boxes."""
         low, high = self._corners
         earlier: dict[int, list[int]] = {}
-        n_meetings = 0
-        for first, second in _meetings(low, high):
-            n_meetings += len(first)
-            if n_meetings > MEETINGS_MAX:
-                raise DamagedError(f"pieces: more than {MEETINGS_MAX} pairs of them overlap, which no sharding makes")
+        n_overlaps = 0
+        for first, second in _overlapping_pairs(low, high):
+            n_overlaps += len(first)
+            if n_overlaps > OVERLAPS_MAX:
+                raise DamagedError(f"pieces: more than {OVERLAPS_MAX} pairs of them overlap, which no sharding makes")
             start = np.maximum(low[first], low[second])
             least = np.lexsort(start.T[::-1])[0]
             end = np.minimum(high[first[least]], high[second[least]])
@@ -380,10 +386,11 @@ class _Held:
         return min(self._repeated, default=None)
 
     def _without(self, box: Box, lows: _Corners, highs: _Corners) -> list[Box]:
-        """Return those elements of ``box`` that are in none of the given boxes, as boxes without common elements.
+        """Return the elements of ``box`` that are in none of the boxes with the corners ``lows`` and ``highs``, as
+        boxes without common elements.
 
-        The given box that covers most of ``box`` is taken out first. What is left around it is cut into slabs, and each
-        slab is treated in the same way."""
+        The box that covers most of ``box`` is removed first. The rest of ``box`` is cut into slabs, and each slab is
+        treated in the same way."""
         left: list[Box] = []
         todo = [(np.array(box.start, np.int64), np.array(box.start, np.int64) + box.size, lows, highs)]
         while todo:
@@ -391,8 +398,8 @@ class _Held:
             if self._n_parts > PARTS_MAX:
                 raise DamagedError(f"pieces: their overlaps cut the tensor into more than {PARTS_MAX} parts")
             low, high, lows, highs = todo.pop()
-            meets = ((lows < high) & (low < highs)).all(axis=1)
-            lows, highs = lows[meets], highs[meets]
+            overlaps = ((lows < high) & (low < highs)).all(axis=1)
+            lows, highs = lows[overlaps], highs[overlaps]
             if not len(lows):
                 left.append(_box(low, high))
                 continue
@@ -403,7 +410,8 @@ class _Held:
 
 
 def _moved(at: int, start: int, local_start: int) -> int:
-    """Return where an element lies in the local tensor. ``start``, ``local_start``: those of the element's piece."""
+    """Return where the element ``at`` of the logical tensor lies in the local tensor, in one dimension. ``start``,
+    ``local_start``: where the element's piece starts in both tensors."""
     return local_start + at - start
 
 
@@ -413,13 +421,14 @@ def _corners(boxes: Sequence[Box], ndim: int) -> tuple[_Corners, _Corners]:
     return low, low + np.array([box.size for box in boxes], np.int64).reshape(len(boxes), ndim)
 
 
-def _box(low: _Corners, high: _Corners) -> Box:
+def _box(low: _Corner, high: _Corner) -> Box:
     """Return the box between two corners."""
     return Box(tuple(low.tolist()), tuple((high - low).tolist()))
 
 
-def _slabs(low: _Corners, high: _Corners, taken_low: _Corners, taken_high: _Corners) -> Iterator[tuple[_Corners, ...]]:
-    """Yield start and end of the slabs that are left of a box if another box is taken out of it."""
+def _slabs(low: _Corner, high: _Corner, taken_low: _Corner, taken_high: _Corner) -> Iterator[tuple[_Corner, ...]]:
+    """Yield start and end of each slab of the rest of a box after another box (``taken_low``, ``taken_high``) is taken
+    out of it."""
     low, high = low.copy(), high.copy()
     for dim in range(len(low)):
         if low[dim] < taken_low[dim]:
@@ -434,9 +443,9 @@ def _slabs(low: _Corners, high: _Corners, taken_low: _Corners, taken_high: _Corn
             high[dim] = taken_high[dim]
 
 
-def _meetings(low: _Corners, high: _Corners) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
-    """Yield the pairs of boxes that have elements in common, each pair once, as two arrays for many pairs: the numbers
-    of the first boxes, and of the second ones. In each pair the first number is the smaller one.
+def _overlapping_pairs(low: _Corners, high: _Corners) -> Iterator[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
+    """Find the pairs of boxes that have elements in common, each pair once. Yields many pairs at a time, as two arrays:
+    the number of each pair's first box, and the number of its second box. The first number is the smaller one.
 
     The boxes are sorted along the dimension in which most of them differ. Two boxes are compared only if, in this
     dimension, one starts before the other one ends."""
@@ -456,8 +465,8 @@ def _meetings(low: _Corners, high: _Corners) -> Iterator[tuple[npt.NDArray[np.in
         first = np.repeat(numbers, lengths)
         second = first + 1 + np.arange(len(first)) - np.repeat(ends[begin:end] - lengths - done, lengths)
         for dim in range(ndim):
-            meets = (low[first, dim] < high[second, dim]) & (low[second, dim] < high[first, dim])
-            first, second = first[meets], second[meets]
+            overlaps = (low[first, dim] < high[second, dim]) & (low[second, dim] < high[first, dim])
+            first, second = first[overlaps], second[overlaps]
         if len(first):
             yield np.minimum(order[first], order[second]), np.maximum(order[first], order[second])
         begin = end

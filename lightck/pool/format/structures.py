@@ -252,7 +252,7 @@ class Superblock:
         return self.slots[slot][0] + self.manifest_offset + index * self.manifest_nbytes
 
     def commit_record_offset(self, position: int) -> int:
-        """Return the offset of a commit record in the pool. ``position``: in the commit log, from 0."""
+        """Return the offset of a commit record in the pool. ``position``: its position in the commit log, from 0."""
         return self.ring_offset + position * self.ring_stride
 
 
@@ -280,16 +280,16 @@ class CommitRecord(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes, uuid: bytes) -> CommitRecord | None:
-        """Parse one record. Returns None if no record was ever completed here, that is, if the first 8 bytes are zeros
-        and the rest holds no record that can be used. Raises ``DamagedError`` if a check fails."""
+        """Parse one record. Returns None if the generation (the first 8 bytes) is 0 and cannot be reconstructed from
+        the other bytes. Raises ``DamagedError`` if a check fails."""
         if len(data) < COMMIT_RECORD_NBYTES:
             raise DamagedError("the commit record is cut short")
         body, (check,) = data[:56], _U64.unpack(data[56:64])
         if body[:8] == bytes(8):
-            # The first 8 bytes of a record, the generation, are stored last. If they are zeros, a crash came before
-            # that store, or a bit error erased them. A record of kind CHECKPOINT is accepted all the same, because the
-            # checkpoint that it names was durable before, and ``payload_generation`` repeats the generation. An
-            # adoption record has two different generations, so its checksum does not match here.
+            # The first 8 bytes are stored last. If they are zeros, a crash came before that store, or a bit error
+            # erased them. A record of kind CHECKPOINT is reconstructed: ``payload_generation`` repeats its generation,
+            # and its checkpoint was durable before the record was stored. An adoption record cannot be reconstructed:
+            # its two generations differ, so the checksum does not match.
             body = body[24:32] + body[8:]
             if body[:8] == bytes(8) or crc64(uuid + body) != check:
                 return None
@@ -365,9 +365,9 @@ def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, .
     damaged, or belongs to another generation."""
     if len(data) < _NEXT.size:
         return None
-    magic, whose, count, _ = _NEXT.unpack_from(data)
+    magic, named, count, _ = _NEXT.unpack_from(data)
     end = _NEXT.size + count * _NEXT_ENTRY.size
-    if magic != NEXT_MAGIC or whose != generation or count > NEXT_ENTRIES_MAX or len(data) < end + _U64.size:
+    if magic != NEXT_MAGIC or named != generation or count > NEXT_ENTRIES_MAX or len(data) < end + _U64.size:
         return None
     if crc64(uuid + data[:end]) != _U64.unpack_from(data, end)[0]:
         return None
@@ -376,8 +376,8 @@ def unpack_next(data: bytes, generation: int, uuid: bytes) -> tuple[NextBatch, .
 
 _MANIFEST = struct.Struct("<8sQQQQ16s16sIIQQIIIIIIII")
 _N_BEFORE_RECORDS = 8
-"""The bytes of a manifest header have two fields that ``ManifestHeader`` leaves out, because they are the same in every
-manifest: the offset of the tensor records, and the length of one. This is the number of fields before these two."""
+"""The packed header has two more fields than ``ManifestHeader``, after its first 8 fields: the offset of the tensor
+records, and the length of one record. These two are the same in every manifest."""
 
 
 class ManifestHeader(NamedTuple):

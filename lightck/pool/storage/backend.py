@@ -55,9 +55,9 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     def claims(self, path: str) -> bool:
-        """Whether ``path`` belongs to this backend alone. True for a pool that this backend recognises, and for a file
-        that no backend can use, if this backend's errors explain why (a PMDK pool of another program). False if the
-        user may choose the backend."""
+        """Whether ``path`` belongs to this backend alone. True for a pool that this backend recognises. True also for a
+        file that no backend can use, where this backend's errors say why (a PMDK pool of another program). False if
+        the user may choose the backend."""
 
     def recognises(self, path: str) -> bool:
         """Whether an existing file at ``path`` is, by its signature, a pool of this backend."""

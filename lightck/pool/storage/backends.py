@@ -75,9 +75,11 @@ def pool_path(path: str | os.PathLike[str]) -> str:
     Raises ``TypeError`` or ``PoolPathError`` for what cannot be a path."""
     if not isinstance(path, (str, os.PathLike)) or isinstance(text := os.fspath(path), bytes):
         kind = "None" if path is None else f"of type {type(path).__name__}"
-        raise TypeError(f"The pool's path is {kind}. Pass a str or a path object that names a file, as 'run.pool'.")
+        raise TypeError(
+            f"The pool's path is {kind}. Pass a str or a path object that names a file, such as 'run.pool'."
+        )
     if not text:
-        raise PoolPathError("The pool's path is empty. Name a file, as 'run.pool'.")
+        raise PoolPathError("The pool's path is empty. Name a file, such as 'run.pool'.")
     if text.startswith("~") and not os.path.lexists(text.split(os.sep)[0]):
         raise PoolPathError(
             f"The path {text!r} begins with ~, which the shell expands and Python does not. Use "

@@ -283,7 +283,7 @@ def _checked(device: _Device, head: Head) -> Record:
         )
     if record is None or not record.nbytes:
         raise PoolNotFoundError(
-            f"There is no pool on the device {path!r}. Nothing was ever made there, or it was discarded. Check the "
+            f"There is no pool on the device {path!r}. No pool was made there, or the pool was discarded. Check the "
             "path; lightck.attach() makes a pool."
         )
     if record.device_nbytes != facts.nbytes:

@@ -59,8 +59,8 @@ class Head:
     is_signed: bool
     """Whether one of the copies has lightck's signature, even if it fails its check."""
     is_blank: bool
-    """Whether the head is all zeros. A record without its first 8 bytes counts as zeros, because a crash interrupted
-    the store of the record."""
+    """Whether the head is all zeros. A record whose first 8 bytes are zeros counts as zeros, because a crash
+    interrupted the store of the record."""
 
     @property
     def record(self) -> Record | None:

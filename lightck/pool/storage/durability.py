@@ -43,13 +43,14 @@ _PRETENDED = ("e820", "nfit_test")
 (``nfit_test.0``)."""
 _DOMAINS = {
     "cpu_cache": "the processor's caches are in the persistence domain (eADR): a store is durable without a write-back",
-    "memory_controller": "the memory controller is in the persistence domain (ADR): a line written back is durable",
+    "memory_controller": "the memory controller is in the persistence domain (ADR): a cache line that is written back "
+    "is durable",
 }
 TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR = 0, 1, 2, 3
 """What the choke point does to make stores durable: ``LCK_TIER_*`` in native/include/lck.h."""
 _FLUSH = "power: as far as the disk honours a flush"
-_LOOPS_MAX = 4
-"""To find the medium, at most this number of overlays and loop devices, one below the other, are followed."""
+_NESTED_MAX = 4
+"""Maximum number of overlays and loop devices, one below the other, that ``probe`` follows to find the medium."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Durability:
 def probe(folder: str, file: str | None = None, *, system: System | None = None) -> Durability:
     """Determine the durability of a pool in an existing folder: of the existing file ``file``, or of a new file if
     ``file`` is None."""
-    return _labelled(_probe(folder, file, system or System(), _LOOPS_MAX))
+    return _labelled(_probe(folder, file, system or System(), _NESTED_MAX))
 
 
 def _labelled(found: Durability) -> Durability:
@@ -110,7 +111,10 @@ def probe_device(device: DaxDevice, *, system: System | None = None) -> Durabili
     system, region = system or System(), device.region
     seen = f"{device.name} is a device-dax device of {device.nbytes} bytes: its mapping is the memory itself"
     if region is None:
-        volatile = "it is not on the NVDIMM bus (it is hmem or CXL RAM): lightck expects it to end with the system"
+        volatile = (
+            "it is not on the NVDIMM bus (it is hmem or CXL RAM): lightck expects its content to be lost when the "
+            "system ends"
+        )
         return _process_only("memory (device-dax)", TIER_CACHE, seen, volatile)
     if _is_pretended(region):
         return _process_only("memory (device-dax)", TIER_CACHE, seen, *_why_volatile([Device(device.name, region)]))
@@ -143,18 +147,20 @@ def require(durability: Durability, level: str | None) -> None:
 # -- judging -----------------------------------------------------------------------------------------------
 
 
-def _probe(folder: str, file: str | None, system: System, loops: int) -> Durability:
+def _probe(folder: str, file: str | None, system: System, nested_left: int) -> Durability:
+    """``nested_left``: how many more overlays and loop devices may be followed."""
     kind = system.file_system(folder)
     if kind is None:
         return _process_only("unknown file system", TIER_DISK, "statfs failed: the file system is unknown")
     seen = f"statfs f_type {kind:#x}"
     if kind in _MEMORY:
         name = _MEMORY[kind]
-        return _process_only(name, TIER_CACHE, f"{seen}: {name}, which lives in memory and ends with the system")
+        lost = f"{seen}: {name}, which lives in memory: its files are lost when the system ends"
+        return _process_only(name, TIER_CACHE, lost)
     if kind == _OVERLAY:
-        return _overlay(folder, seen, system, loops)
+        return _overlay(folder, seen, system, nested_left)
     if kind in _ON_A_DEVICE:
-        return _on_a_device(folder, file, f"{seen}: {_ON_A_DEVICE[kind]}", _ON_A_DEVICE[kind], system, loops)
+        return _on_a_device(folder, file, f"{seen}: {_ON_A_DEVICE[kind]}", _ON_A_DEVICE[kind], system, nested_left)
     if kind in _WITH_OWN_DEVICES:
         name = _WITH_OWN_DEVICES[kind]
         own = f"{name} does not show its devices: they are treated as disks"
@@ -182,26 +188,26 @@ def _weaker(promised: Durability, other: Durability) -> Durability:
     )
 
 
-def _overlay(folder: str, seen: str, system: System, loops: int) -> Durability:
+def _overlay(folder: str, seen: str, system: System, nested_left: int) -> Durability:
     """Judge an overlay. An overlay is as durable as its upper folder, if that folder is visible to this process."""
     mount = system.mount(folder)
     if mount is None or "volatile" in mount.options:
         return _process_only("overlay", TIER_DISK, seen, "the overlay is mounted volatile, or its mount is unknown")
     upper = mount.option("upperdir")
-    if upper is None or not os.path.isdir(upper) or loops == 0:
+    if upper is None or not os.path.isdir(upper) or nested_left == 0:
         unseen = (
             f"the medium of the overlay's upper folder ({upper}) is not visible here (a container?): put the pool on a "
             "volume of its own"
         )
         return _process_only("overlay", TIER_DISK, f"{seen}: overlay, which passes fdatasync on", unseen)
-    below = _probe(upper, None, system, loops - 1)
-    first = (f"{seen}: overlay, which passes writes and fdatasync to its upper folder {upper}", *below.evidence)
+    below = _probe(upper, None, system, nested_left - 1)
+    evidence = (f"{seen}: overlay, which passes writes and fdatasync to its upper folder {upper}", *below.evidence)
     if below.tier == TIER_CACHE:
-        return replace(below, medium=f"overlay on {below.medium}", evidence=first)
-    return replace(below, medium=f"overlay on {below.medium}", evidence=first, tier=TIER_DISK, numa_node=None)
+        return replace(below, medium=f"overlay on {below.medium}", evidence=evidence)
+    return replace(below, medium=f"overlay on {below.medium}", evidence=evidence, tier=TIER_DISK, numa_node=None)
 
 
-def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: System, loops: int) -> Durability:
+def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: System, nested_left: int) -> Durability:
     number = system.block_device(folder)
     devices = system.devices(number) if number is not None else ()
     if not devices:
@@ -223,14 +229,14 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
     durable = _disk(name, seen, *_why_not_mapped(dax, regions, system), "each commit waits for two fdatasync", _FLUSH)
     durable = _without_barriers(durable, folder, system)
     for device in devices:
-        durable = _weaker(durable, _below(device, system, loops))
+        durable = _weaker(durable, _below(device, system, nested_left))
     return durable
 
 
 def _why_volatile(devices: Iterable[Device]) -> tuple[str, ...]:
     def sentence(device: Device) -> str:
         if device.region is None:
-            return f"the device {device.name} is a disk in ordinary memory: it ends with the system"
+            return f"the device {device.name} is a disk in ordinary memory: its content is lost when the system ends"
         region = device.region
         return (
             f"{device.name} ({region.name} of {region.bus}, provider {region.provider}) is ordinary memory that "
@@ -266,14 +272,14 @@ def _without_barriers(durable: Durability, folder: str, system: System) -> Durab
     return replace(durable, power=False, evidence=(*durable.evidence, seen))
 
 
-def _below(device: Device, system: System, loops: int) -> Durability:
+def _below(device: Device, system: System, nested_left: int) -> Durability:
     """Return the most that a file system on this device can survive."""
     if device.backing_file is not None:
         folder = os.path.dirname(device.backing_file)
-        if loops == 0 or not os.path.isfile(device.backing_file):
+        if nested_left == 0 or not os.path.isfile(device.backing_file):
             hidden = f"the loop device {device.name} is backed by {device.backing_file}, which is not visible here"
             return _process_only("loop", TIER_DISK, hidden)
-        below = _probe(folder, None, system, loops - 1)
+        below = _probe(folder, None, system, nested_left - 1)
         backed = f"the loop device {device.name} is backed by {device.backing_file}"
         return replace(below, evidence=(backed, *below.evidence))
     if device.region is None:

@@ -1,7 +1,7 @@
 """File extents: the runs of bytes in a file that together are a pool. (A tensor's extent in a slot is something else.)
 
-The file extents follow one another in the pool, wherever each lies in the file. Offsets in the pool count through them
-in order. So the code above this module need not know them.
+The bytes of the file extents, in the order of the extents, are the bytes of the pool, wherever each extent lies in the
+file. Code that uses offsets in the pool need not know the file extents.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _CURES = {
     errno.EROFS: "Its file system is mounted read-only: choose another folder, or mount it for writing.",
 }
 TRANSIENT_ERRNOS = (errno.ENOMEM, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO)
-"""Errors of a query about a file that leave the answer unknown. After any other error the answer is "no"."""
+"""Errors after which the answer to a question about a file is unknown. After any other error the answer is "no"."""
 PATH_ERRNOS = (
     errno.EACCES,
     errno.EPERM,
@@ -60,8 +60,8 @@ def io_error(fact: str, code: int | None, reason: str | None = None) -> PoolIOEr
 def too_long(path: str) -> PoolPathError:
     """Return the error for ENAMETOOLONG."""
     return PoolPathError(
-        f"The path {path!r} is too long: file systems allow names of 255 bytes, and the lock file beside a pool has "
-        "its name with '.lock' appended. Choose a shorter one."
+        f"The path {path!r} is too long: file systems allow names of 255 bytes, and the name of the lock file beside a "
+        "pool is longer by '.lock'. Choose a shorter one."
     )
 
 

@@ -275,19 +275,19 @@ def _allocate(path: str, fd: int, nbytes: int) -> None:
                 "Raise the process's limit (ulimit -f), choose another file system, or use fewer slots."
             ) from err
         raise NoSpaceError(
-            f"{needs} and {_free(fd)} ({err.strerror}). A pool is allocated in full when it is made. Free space, "
-            "choose another medium, or use fewer slots."
+            f"{needs} and {_free_space_text(fd)} ({err.strerror}). A pool is allocated in full when it is made. Free "
+            "space, choose another medium, or use fewer slots."
         ) from err
 
 
 def _allocate_huge_pages(fd: int, nbytes: int) -> int:
     """Allocate huge pages for a new file on tmpfs. Returns the number of bytes in huge pages.
 
-    The file is allocated in slices of ``_SLICE`` bytes, because a GB can take seconds in a virtual machine whose host
-    must find the memory first. Between two slices Ctrl-C is handled and ``_HUGE_SECONDS`` is checked. What has no huge
-    pages after ``_HUGE_SECONDS`` gets small pages from ``_allocate``. (The kernel zeroes a small page at its first
-    write.) A file that does not fit gets no huge pages: they would use up the free space before ``_allocate`` refuses
-    the file."""
+    The file is allocated in slices of ``_SLICE`` bytes. Between two slices Ctrl-C is handled and ``_HUGE_SECONDS`` is
+    checked, because a GB can take seconds in a virtual machine whose host must find the memory first. After
+    ``_HUGE_SECONDS`` the rest of the file gets small pages from ``_allocate``. (The kernel zeroes a small page at its
+    first write.) A file that does not fit gets no huge pages: they would use up the free space before ``_allocate``
+    refuses the file."""
     try:
         space = os.fstatvfs(fd)
     except OSError:
@@ -305,7 +305,7 @@ def _allocate_huge_pages(fd: int, nbytes: int) -> int:
     return made
 
 
-def _free(fd: int) -> str:
+def _free_space_text(fd: int) -> str:
     """Return the end of a sentence that states the free space. What this file has allocated counts as free."""
     try:
         space, allocated = os.fstatvfs(fd), os.fstat(fd).st_blocks * 512
@@ -333,8 +333,8 @@ def _is_regular(path: str) -> bool:
 def _cannot_open(path: str, err: OSError, write: bool) -> Exception:
     if err.errno == errno.ENOENT or err.errno == errno.ENOTDIR:
         return PoolNotFoundError(
-            f"There is no pool at {path!r}. None was made there, or it was removed. Check the path; lightck.attach() "
-            "makes a pool."
+            f"There is no pool at {path!r}. No pool was made there, or the pool was removed. Check the path; "
+            "lightck.attach() makes a pool."
         )
     if err.errno == errno.ELOOP:
         return PoolPathError(

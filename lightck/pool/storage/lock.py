@@ -3,8 +3,8 @@
 A POSIX record lock (on byte 0) ends with its process, even if forked children continue, and the kernel reports the
 lock's owner. But the kernel also drops a record lock when the process closes any descriptor of the file, for example
 after a read of the file for a backup of the folder. An open file description lock (OFD lock, on byte 1) survives such a
-close. An OFD lock would also survive a killed training, in a DataLoader worker that inherited the descriptor. Therefore
-a forked child closes the descriptor at its start, and a process that finds only an OFD lock tries again for a moment.
+close. But it also survives a killed training if a DataLoader worker has inherited the descriptor. Therefore a forked
+child closes the descriptor at its start, and a process that finds only an OFD lock tries again for a moment.
 
 A killed process keeps its locks until its last thread has ended, which can take long on a busy machine. A new process
 waits for a dying holder (``dying_holder``). A holder that is not dying makes the new process raise at once.
@@ -57,8 +57,8 @@ now, or because the worker of a killed training may close its descriptor in a mo
 _PAUSE_SECONDS = 0.005
 """Pause between two attempts."""
 _CHECK_VALID_SECONDS = 0.001
-"""Seconds for which a full check of the lock (``PoolLock.refuse_if_lost``) stays valid. Another training needs more
-time than this to open a pool."""
+"""Seconds for which a full check of the lock (``PoolLock.refuse_if_lost``) stays valid. This is less time than
+another training needs to open a pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +223,8 @@ class PoolLock:
         try:
             st = os.stat(self.path, follow_symlinks=False)
         except OSError as err:
-            # If this process may hold the lock, it must not open a second descriptor of the file: the close of that
-            # descriptor would drop the lock.
+            # After a transient error this process may hold the lock. Raise, so that the file is not opened a second
+            # time: the close of the second descriptor would drop the lock.
             if err.errno in TRANSIENT_ERRNOS:
                 raise io_error(f"The lock file {self.path!r} cannot be inspected", err.errno, err.strerror) from err
             return False
@@ -398,7 +398,7 @@ def lock_file(path: str) -> int:
 
 
 def is_locked(fd: int) -> bool:
-    """Whether another holder than this descriptor has a lock on the open file."""
+    """Whether a holder other than this descriptor has a lock on the open file."""
     return _conflict(fd) is not None
 
 

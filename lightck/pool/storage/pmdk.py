@@ -140,10 +140,10 @@ def _allocate(pool: pmemobj.Pool, file: FileContainer, lengths: list[int]) -> Ex
     root = pool.root(pmdk_file.root_nbytes(len(lengths)))
     arenas = []
     for number, length in enumerate(lengths):
-        place = pmdk_file.arena_place(root, number)
-        pool.alloc(place, pmdk_file.object_nbytes(length), ARENA_KIND)
+        reference = pmdk_file.reference_offset(root, number)
+        pool.alloc(reference, pmdk_file.object_nbytes(length), ARENA_KIND)
         with as_io_error(f"The PMDK pool {file.path!r} cannot be read back"):
-            uuid_lo, offset = pmdk_file.read_object(file.fd, place)
+            uuid_lo, offset = pmdk_file.read_object(file.fd, reference)
         arenas.append(Arena(uuid_lo, offset, pmdk_file.arena_start(offset), length))
     pool.store(root, pmdk_file.pack_root(arenas, file.nbytes))
     return tuple((arena.start, arena.nbytes) for arena in arenas)

@@ -63,7 +63,7 @@ def root_nbytes(arenas: int) -> int:
     return align_up(_ROOT.size + arenas * _ARENA.size + _U64.size, PAGE)
 
 
-def arena_place(root: int, number: int) -> int:
+def reference_offset(root: int, number: int) -> int:
     """Return the offset of the reference to an arena's object. The reference lies in the root object, which begins at
     offset ``root``. ``number``: the number of the arena, from 0."""
     return root + _ROOT.size + number * _ARENA.size
@@ -168,7 +168,8 @@ def _check_layout(layout: bytes, path: str) -> None:
         )
 
 
-def _extents(root: bytes, place: tuple[int, int], path: str, file_nbytes: int) -> Extents:
+def _extents(root: bytes, root_range: tuple[int, int], path: str, file_nbytes: int) -> Extents:
+    """Parse the root object. ``root``: its bytes. ``root_range``: as for ``_fit``."""
     if len(root) < _ROOT.size:
         raise _corrupt(path, "its root object lies outside of the file")
     magic, version, count, nbytes, file_nbytes_before = _ROOT.unpack_from(root)
@@ -182,15 +183,16 @@ def _extents(root: bytes, place: tuple[int, int], path: str, file_nbytes: int) -
         )
     if file_nbytes_before != file_nbytes:
         raise _truncated(path, file_nbytes_before, file_nbytes)
-    arenas = [Arena(*_ARENA.unpack_from(root, arena_place(0, i))) for i in range(count)]
-    if sum(a.nbytes for a in arenas) != nbytes or not _fit(arenas, place, file_nbytes):
+    arenas = [Arena(*_ARENA.unpack_from(root, reference_offset(0, i))) for i in range(count)]
+    if sum(a.nbytes for a in arenas) != nbytes or not _fit(arenas, root_range, file_nbytes):
         raise _corrupt(path, "its root object names impossible places")
     return tuple((a.start, a.nbytes) for a in arenas)
 
 
-def _fit(arenas: list[Arena], root: tuple[int, int], file_nbytes: int) -> bool:
-    """Whether the arenas lie in the file, are aligned, and overlap neither each other nor PMDK's structures."""
-    in_file = sorted([root, *((a.start, a.start + a.nbytes) for a in arenas)])
+def _fit(arenas: list[Arena], root_range: tuple[int, int], file_nbytes: int) -> bool:
+    """Whether the arenas lie in the file, are aligned, and overlap neither each other nor PMDK's structures.
+    ``root_range``: the file offsets at which the root object begins and ends."""
+    in_file = sorted([root_range, *((a.start, a.start + a.nbytes) for a in arenas)])
     return (
         bool(arenas)
         and all(a.start == arena_start(a.offset) and a.start > _HEAP_OFFSET and a.nbytes > 0 for a in arenas)

@@ -30,7 +30,7 @@ class Mount:
     point: str
     """The mount point."""
     root: str
-    """The folder of the file system that is mounted there."""
+    """The folder that is mounted there, as a path in its file system; "/" if the whole file system is mounted."""
     source: str
     """The device, or a name for file systems without one."""
     options: tuple[str, ...]

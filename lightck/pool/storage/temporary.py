@@ -45,11 +45,11 @@ def make(path: str) -> tuple[int, int]:
 def remove_stale(path: str) -> None:
     """Remove the temporary file that a crash left at this path. The caller holds the pool's lock."""
     name = name_of(path)
-    if _is_left(name):
+    if _is_left_by_crash(name):
         remove(name)
 
 
-def _is_left(name: str) -> bool:
+def _is_left_by_crash(name: str) -> bool:
     """Whether this is a regular file of this user that no process has locked. False for a symbolic link. Raises
     ``PoolIOError``."""
     try:

@@ -128,8 +128,8 @@ def test_a_reader_that_believes_what_it_reads_is_found(folder, monkeypatch):
 
     def read_into(self: StoredCheckpoint, name: str, address: int) -> None:
         number = self._index[name]
-        at = self.reader.superblock.slots[self.record.slot][0] + self._all[number].offset
-        data = self.reader.read(at, self._all[number].nbytes)
+        at = self.reader.superblock.slots[self.record.slot][0] + self._record_entries[number].offset
+        data = self.reader.read(at, self._record_entries[number].nbytes)
         if address:
             ctypes.memmove(address, data, len(data))
 

@@ -91,7 +91,7 @@ def test_pinned_checkpoint_is_in_every_image(folder: Path) -> None:
 def test_pin_that_is_not_heeded_is_found(folder: Path) -> None:
     def unheeded(slots: Slots, held: frozenset[int]) -> Slot | None:
         free = [s for s in slots.slots if s.index != slots.protected and not s.is_bad and not s.in_flight]
-        return min(free, key=slots._rank, default=None)
+        return min(free, key=slots._sort_key, default=None)
 
     with patch.object(Slots, "choose", unheeded):
         recording = record(pinned(release=False), folder / "run.pool")

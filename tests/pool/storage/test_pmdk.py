@@ -341,7 +341,7 @@ def root_of(pool: Path) -> tuple[int, list[pmdk_file.Arena]]:
     (root,) = struct.unpack_from("<Q", data, 6144)
     (count,) = struct.unpack_from("<I", data, root + 12)
     return root, [
-        pmdk_file.Arena(*struct.unpack_from("<QQQQ", data, pmdk_file.arena_place(root, i))) for i in range(count)
+        pmdk_file.Arena(*struct.unpack_from("<QQQQ", data, pmdk_file.reference_offset(root, i))) for i in range(count)
     ]
 
 

@@ -229,7 +229,7 @@ def was_predicted(pool: Path) -> None:
     table = {entry.name: entry for entry in checkpoint.reader.entries}
     for name, entry in checkpoint.entries.items():
         assert name in table, f"{name} was not foreseen"
-        assert table[name].fits(entry), f"{entry} was foreseen as {table[name]}"
+        assert table[name].can_hold(entry), f"{entry} was foreseen as {table[name]}"
 
 
 def pool_uuid(pool: Path) -> bytes:

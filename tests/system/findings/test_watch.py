@@ -388,7 +388,7 @@ def count(counter: Any) -> None:
 def test_what_moved_since_the_restore_is_named(pool, caplog):
     counter = Counter()
     (said,) = resumed(pool, counter, lambda model, optimizer: count(counter), caplog)
-    assert re.search(r"state\['n'\] changed between the restore.*step 3 was closed at that point.*end_step\(\)", said)
+    assert re.search(r"state\['n'\] changed between the restore.*Step 3 was closed at that point.*end_step\(\)", said)
 
 
 @pytest.mark.usefixtures("commits_early")
@@ -669,4 +669,4 @@ def test_a_forked_child_that_trains_says_that_nothing_is_saved(pool: Path) -> No
 
     with lightck.attach(model, pool, optimizer=optimizer):
         (said,) = in_child(trains)
-    assert "trained in a process that was forked after attach(). Nothing is saved of that" in said
+    assert "trained in a process that was forked after attach(). These updates are not saved" in said

@@ -1,0 +1,100 @@
+"""What ``lightck diff`` says where a side is the directory of a group of ranks.
+
+If two directories have equal numbers of ranks and equal meshes, they are compared rank by rank, also in what each rank
+has of its own. Otherwise whole tensors are put together and compared. Of what each rank has of its own (random states,
+positions of loaders, buffers that differ), only that of rank 0 is compared then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lightck.cli.text import Facts
+from lightck.errors import NoCheckpointError
+from lightck.pool.format.group import GroupIdentity
+from lightck.pool.reader import PoolReader
+from lightck.ranks.directory import open_all
+from lightck.restore.usable import usable_by_name
+
+if TYPE_CHECKING:
+    from lightck.restore.checkpoint import Checkpoint
+
+Steps = tuple[int | None, int | None]
+Differences = Callable[[str, str, Steps], Facts]
+
+
+def differences(a: str, b: str, steps: Steps, of_pools: Differences) -> Facts:
+    """Return the object that ``--json`` prints; docs/json.md lists its keys. ``steps``: see ``diff.differences``.
+    ``of_pools``: compares the pools of two ranks."""
+    groups = [_group(path, step) for path, step in zip((a, b), steps, strict=True)]
+    if groups[0] is not None and groups[1] is not None and groups[0][0] == groups[1][0]:
+        return _rank_by_rank((a, groups[0]), (b, groups[1]), of_pools)
+    return _whole(a, b, steps)
+
+
+Group = tuple[tuple[int, tuple[int, ...]], list[str], int]
+"""Number of ranks and mesh; path of each rank's pool; step of the checkpoint that is compared."""
+
+
+def _group(path: str, step: int | None) -> Group | None:
+    """Return the group of a directory; None for a file."""
+    if not os.path.isdir(path):
+        return None
+    with open_all(path) as readers:
+        identity = _identity(readers[0])
+        held = [usable_by_name(reader) for reader in readers]
+        common = [name for name in frozenset.intersection(*map(frozenset, held)) if step is None or name.step == step]
+        if not common:
+            wanted = "" if step is None else f" of step {step}"
+            raise NoCheckpointError(
+                f"The ranks in {path!r} have no checkpoint{wanted} in common. `lightck inspect {path}` shows what each "
+                "rank has."
+            )
+        return (identity.world_size, identity.mesh_shape), [reader.path for reader in readers], max(common).step
+
+
+def _identity(reader: PoolReader) -> GroupIdentity:
+    assert reader.group is not None, "open_all has checked it"
+    return reader.group
+
+
+def _rank_by_rank(a: tuple[str, Group], b: tuple[str, Group], of_pools: Differences) -> Facts:
+    (path_a, (_, pools_a, step_a)), (path_b, (_, pools_b, step_b)) = a, b
+    found: Facts = {
+        "equal": True,
+        "a": {"pool": path_a, "step": step_a, "generation": None},
+        "b": {"pool": path_b, "step": step_b, "generation": None},
+        "compared_tensors": 0,
+        "tensors": [],
+        "values": [],
+    }
+    for rank, pools in enumerate(zip(pools_a, pools_b, strict=True)):
+        one = of_pools(*pools, (step_a, step_b))
+        found["equal"] = found["equal"] and one["equal"]
+        found["compared_tensors"] += one["compared_tensors"]
+        found["tensors"] += [{**each, "rank": rank} for each in one["tensors"]]
+        found["values"] += [{**each, "rank": rank} for each in one["values"]]
+    return found
+
+
+def _whole(a: str, b: str, steps: Steps) -> Facts:
+    import lightck
+    from lightck.cli import compare
+
+    one, other = (lightck.recover(path, step=step) for path, step in zip((a, b), steps, strict=True))
+    tensors = list(compare.tensors(one.source, other.source, lambda nbytes: None))
+    values = list(compare.small_state(one.contents, other.contents))
+    return {
+        "equal": not tensors and not values,
+        "a": _location(a, one),
+        "b": _location(b, other),
+        "compared_tensors": len(one.contents.entries.keys() | other.contents.entries.keys()),
+        "tensors": tensors,
+        "values": values,
+    }
+
+
+def _location(path: str, checkpoint: Checkpoint) -> Facts:
+    return {"pool": path, "step": checkpoint.step, "generation": None}

@@ -1,0 +1,158 @@
+"""What ranks on several hosts tell each other while training runs, through the key-value store of the process group.
+
+Ranks on one host read each other's pools (``neighbours.py``). Those of other hosts they cannot read, so each rank also
+publishes what its own pool holds. A helper thread of each rank does all this; the training thread never uses the store.
+
+*Data flow.* When a checkpoint is committed, the training thread leaves the new ``PoolView`` with the helper, which
+writes it into the store. The helper of rank 0 reads the views of all ranks and writes what they have *together*, as one
+value. The other helpers read that value, until it says that all ranks have what this one has. The training thread
+finds it in ``together`` when it chooses a slot.
+
+*Invariant.* What is published was true of that pool at some moment. So a view may be late, and late news only delay
+an overwrite (``ranks/rule.py``).
+
+*Failure cases.* The helper of rank 0 stands still, or its session is closed: a helper for which the value does not
+change reads the views of all ranks itself. The store fails: the helper tries again each second, and if a rank has to
+wait for others, the error at the end of its wait says so. What the store holds after a restart of the ranks has another
+nonce in its keys, and is not read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import msgpack
+
+from lightck.ranks.meet import Store
+from lightck.ranks.rule import CheckpointId, PoolView
+
+log = logging.getLogger("lightck")
+_PAUSES = (0.001, 0.1)
+"""Seconds between two reads of the store while news are expected: at first, and at most. They double, so news are found
+after at most twice the time that they took."""
+_STALE_SECONDS = 0.25
+"""After so many seconds without news from rank 0, a helper reads the views of all ranks itself, as often as that. In a
+group of more than ``_RANKS`` ranks the time is longer in proportion, because each of them reads that many values."""
+_RANKS = 64
+_RETRY_SECONDS = 1.0
+"""Seconds between two attempts to use a store that fails."""
+_JOIN_SECONDS = 1.0
+"""``close`` waits at most so long for the helper thread, which may be in a call of the store."""
+
+
+def packed(view: PoolView) -> bytes:
+    return bytes(msgpack.packb([sorted(view.committed), view.newest]))
+
+
+def unpacked(data: bytes) -> PoolView:
+    """Raises ``ValueError`` or ``TypeError`` for bytes that ``packed`` did not make."""
+    committed, newest = msgpack.unpackb(data)
+    return PoolView(frozenset(CheckpointId(*one) for one in committed), newest and CheckpointId(*newest))
+
+
+class Publication:
+    """The views of all ranks of a group, exchanged by a helper thread."""
+
+    def __init__(self, store: Store, key: Callable[[str, int], str], rank: int, world_size: int, own: PoolView) -> None:
+        """``store``: over a connection that belongs to this object from now on. ``key``: (what, rank) -> key of the
+        store. ``own``: what this rank's pool holds now."""
+        self.together = PoolView.of(())
+        """What all ranks, this one included, have together, as far as this rank has read."""
+        self.views: Mapping[int, PoolView] = {}
+        """Other rank -> its view, as far as this rank has read. Empty until ``together`` was late once."""
+        self.error: Exception | None = None
+        """The error of the last attempt to use the store; None if that succeeded."""
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._keys = [key("view", one) for one in range(world_size)]
+        self._together_key = key("together", 0)
+        self._own, self._published = own, PoolView.of(())
+        self._stale_seconds = _STALE_SECONDS * max(1.0, world_size / _RANKS)
+        self._read_at = time.monotonic()
+        """When this rank last had news, published some, or read the views of all ranks."""
+        self._is_closing = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lightck-ranks", daemon=True)
+        self._thread.start()
+
+    # -- the training thread -----------------------------------------------------------------------------
+
+    def publish(self, own: PoolView) -> None:
+        """Leave the view of this rank's pool with the helper, which writes it into the store."""
+        self._own = own
+        self._wake.set()
+
+    def close(self) -> None:
+        """Publish what was left last, and end the helper. Returns after a second even if the store does not answer."""
+        self._is_closing = True
+        self._wake.set()
+        self._thread.join(_JOIN_SECONDS)
+
+    # -- the helper --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pause = _PAUSES[0]
+        while True:
+            is_last = self._is_closing
+            try:
+                is_new = self._exchange()
+                self.error = None
+            except Exception as err:  # whatever the store raises: training does not depend on it until it waits
+                self._failed(err)
+                is_new, pause = False, _RETRY_SECONDS
+            if is_last:
+                return
+            pause = _PAUSES[0] if is_new else pause
+            if self._wake.wait(pause if self._expects_news() else None):
+                self._wake.clear()
+                pause = _PAUSES[0]
+            pause = min(2 * pause, _PAUSES[1])
+
+    def _expects_news(self) -> bool:
+        """Whether another rank lacks, as far as is known, what this one has committed last, or the store failed."""
+        return self.error is not None or self._own.newest not in self.together.committed
+
+    def _exchange(self) -> bool:
+        """Publish this rank's view if it has changed, and read the news. Returns whether there were any."""
+        own, now = self._own, time.monotonic()
+        if own != self._published:
+            self._store.set(self._keys[self._rank], packed(own))
+            self._published, self._read_at = own, now
+        if self._rank == 0:
+            found = self._put_together()
+        elif now > self._read_at + self._stale_seconds:
+            found, self._read_at = self._put_together(), now
+        else:
+            found = self._read_together()
+        if found is None or found == self.together or _is_older(found, self.together):
+            return False
+        self.together, self._read_at = found, now
+        if self._rank == 0:
+            self._store.set(self._together_key, packed(found))
+        return True
+
+    def _read_together(self) -> PoolView | None:
+        """Return what rank 0 has put together last; None if it has not done so yet."""
+        if not self._store.check([self._together_key]):
+            return None
+        return unpacked(self._store.multi_get([self._together_key])[0])
+
+    def _put_together(self) -> PoolView | None:
+        """Return what the views of all ranks say together; None if a rank has published none yet."""
+        if not self._store.check(self._keys):
+            return None
+        views = [unpacked(data) for data in self._store.multi_get(self._keys)]
+        self.views = {rank: view for rank, view in enumerate(views) if rank != self._rank}
+        return PoolView.together(views)
+
+    def _failed(self, err: Exception) -> None:
+        if self.error is None:
+            log.debug("lightck: the store of the process group cannot be used: %s: %s", type(err).__name__, err)
+        self.error = err
+
+
+def _is_older(one: PoolView, other: PoolView) -> bool:
+    """Whether a view was true at an earlier moment than another: rank 0 may be later than this rank was itself."""
+    return other.newest is not None and (one.newest is None or one.newest < other.newest)
