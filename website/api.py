@@ -34,7 +34,11 @@ GROUPS = {
         "Save a training",
         "`attach` makes a session, in which a training is saved and from which it goes on.",
         ("attach", "Session", "Pin", "Stats", "Durability"),
-        ("lightck.dataloader.loader.SessionLoader", "lightck.profiler.recording.Recording"),
+        (
+            "lightck.dataloader.loader.SessionLoader",
+            "lightck.profiler.recording.Recording",
+            "lightck.restore.resume.Recovered",
+        ),
     ),
     "options": Group(
         "Say how",

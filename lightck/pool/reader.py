@@ -440,6 +440,15 @@ class StoredCheckpoint:
         )
         self._refuse_bad(status, places[bad[0]][0], bad[1])
 
+    def raw_checksums(self, name: str) -> list[int]:
+        """Return the unseeded checksum of each block of a tensor, from the manifest. Equal bytes have equal ones, also
+        in another pool (if its blocks have the same size)."""
+        number, record = self._index[name], self.records[self._index[name]]
+        n_blocks = blocks_of(self._record_entries[number].nbytes, self.reader.superblock.block)
+        stored = self.crcs[int(record["crc"]) :][:n_blocks].tolist()
+        pool, generation = uuid_words(self.header.origin), int(record["generation"])
+        return [crc ^ lib.lck_block_seed(*pool, number, generation, block) for block, crc in enumerate(stored)]
+
     @property
     def _base(self) -> int:
         """Offset of this checkpoint's slot in the pool."""

@@ -7,12 +7,13 @@ If the decision is an error, all ranks raise it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import msgpack
 
 from lightck.errors import CheckpointExistsError, RankError, listed
 from lightck.pool.format.structures import SLOTS_MAX
+from lightck.ranks.directory import pool_name
 from lightck.ranks.rule import CheckpointId, may_start_from_nothing, newest_common, next_incarnation
 
 _NONE: Mapping[CheckpointId, str] = {}
@@ -44,6 +45,10 @@ class Report:
     """(incarnation, step) of each usable checkpoint in the pool (``usable_by_id``)."""
     incarnation: int = 0
     """The largest incarnation in the pool."""
+    is_damaged: bool = False
+    """Whether the pool has commit records, and none of its checkpoints is usable."""
+    has_parts: bool = False
+    """Whether the rank holds parts of tensors, in its model or in a checkpoint."""
 
     def pack(self) -> bytes:
         return bytes(msgpack.packb(asdict(self)))
@@ -74,6 +79,8 @@ class Start:
     """The incarnation of the checkpoints that the ranks write from now on."""
     run_id: bytes
     world_id: bytes
+    sources: Mapping[int, int] = field(default_factory=dict)
+    """Rank whose pool is lost -> rank from whose pool it takes the checkpoint."""
 
 
 def refuse_differences(reports: Sequence[Report]) -> None:
@@ -109,14 +116,19 @@ def decide(
 
     Raises ``CheckpointExistsError`` if there are checkpoints, and neither ``resume`` nor ``overwrite`` is True. Raises
     ``RankError`` if ranks hold checkpoints and have none in common, or pools of different trainings.
+
+    If a rank has no pool, or a pool without a commit record, and others hold checkpoints above step 0, its pool is
+    lost. A checkpoint is then common if all other ranks have it.
     """
     held = [report.ids for report in reports]
     incarnation = next_incarnation(report.incarnation for report in reports)
     if overwrite or not any(held):
         return _new_run(reports)
     runs = {(report.run_id, report.world_id) for report in reports if report.run_id}
-    common = newest_common([ids - struck.keys() for ids in held]) if len(runs) == 1 else None
-    if common is None and not struck and may_start_from_nothing(held):
+    lost = ranks_without_pool(reports)
+    left = [ids - struck.keys() for rank, ids in enumerate(held) if rank not in lost]
+    common = newest_common(left) if len(runs) == 1 else None
+    if (common is None or lost) and not struck and may_start_from_nothing(held):
         return _new_run(reports)  # an earlier start was killed before the first common checkpoint: nothing is lost
     if not resume:
         raise CheckpointExistsError(
@@ -141,12 +153,65 @@ def decide(
             "afresh."
         )
     if common is None:
-        raise RankError(
-            f"The ranks have no intact checkpoint in common: {_listed_steps(reports)}. Nothing was overwritten. If the "
-            "pool of a rank was lost or moved, put it back; attach(..., overwrite=True) on all ranks discards all "
-            "pools and starts afresh."
+        raise _nothing_common(reports)
+    return Start(common, incarnation, *runs.pop(), _sources(reports, lost))
+
+
+def ranks_without_pool(reports: Sequence[Report]) -> list[int]:
+    """Return the ranks that have no pool, or one without a commit record."""
+    return [rank for rank, report in enumerate(reports) if not report.checkpoints and not report.is_damaged]
+
+
+def _sources(reports: Sequence[Report], lost: Sequence[int]) -> dict[int, int]:
+    """Return, for each rank whose pool is lost, the rank from whose pool it takes the checkpoint: the lowest one on the
+    same host. Raises ``RankError`` if there is none, or if ranks hold parts of tensors, which no other pool has."""
+    sources: dict[int, int] = {}
+    for rank in lost:
+        name, world_size = _name(reports, rank), len(reports)
+        fact = (
+            f"The pool of {name} is lost: the directory {reports[rank].directory!r} has no pool "
+            f"{pool_name(rank, world_size)!r} with a checkpoint, and none under another name that is that of rank "
+            f"{rank}"
         )
-    return Start(common, incarnation, *runs.pop())
+        cure = (
+            "Nothing was changed. Put that pool back; attach(..., overwrite=True) on all ranks discards all pools and "
+            "starts afresh."
+        )
+        if any(report.has_parts for report in reports):
+            raise RankError(f"{fact}. The model is sharded, so no other pool has the parts of this rank. {cure}")
+        there = [
+            at
+            for at, other in enumerate(reports)
+            if at not in lost and other.directory_id == reports[rank].directory_id
+        ]
+        if not there:
+            raise RankError(f"{fact}. No other rank on that host has a pool from which it could be replaced. {cure}")
+        sources[rank] = there[0]
+    return sources
+
+
+def describe_replaced(replaced: Mapping[int, int]) -> str:
+    """Return what to say about ranks that took a checkpoint from the pool of another rank; "" if there is none.
+    ``replaced``: rank -> that other rank."""
+    return "; ".join(
+        f"the pool of rank {rank} was lost: its tensors, its objects in state= and its positions in loaders are those "
+        f"of rank {source}, and its random states are new"
+        for rank, source in sorted(replaced.items())
+    )
+
+
+def _nothing_common(reports: Sequence[Report]) -> RankError:
+    damaged = [rank for rank, report in enumerate(reports) if report.is_damaged]
+    cure = "If the pool of a rank was replaced by an older one, put the newer one back"
+    if damaged:
+        cure = (
+            f"No checkpoint in the pool of {_name(reports, damaged[0])} is intact. Put another copy of that pool into "
+            "the directory; or remove it, and the rank takes its tensors from another rank, if the model is replicated"
+        )
+    return RankError(
+        f"The ranks have no intact checkpoint in common: {_listed_steps(reports)}. Nothing was overwritten. {cure}; "
+        "attach(..., overwrite=True) on all ranks discards all pools and starts afresh."
+    )
 
 
 def _new_run(reports: Sequence[Report]) -> Start:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from lightck.errors import CorruptPoolError, NoTensorError
+from lightck.pool.format.group import RANKS_MAX
 from lightck.pool.format.layout import Entry
 from lightck.state import values
 from lightck.state.build_record import BuildRecord
@@ -126,6 +127,8 @@ class Contents:
     """Whether the training had ended: ``session.close(done=True)``."""
     numbers: Mapping[str, int] = field(default_factory=dict)
     """Numbers that modules keep as plain attributes, and that the training had changed: name -> value."""
+    copied_from: int | None = None
+    """If a rank whose pool was lost took this checkpoint from the pool of another rank: that other rank."""
 
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
@@ -161,6 +164,7 @@ class Contents:
                 persistent_started=typed(raw.get("persistent_started", False), bool),
                 done=typed(raw.get("done", False), bool),
                 numbers={typed(k, str): typed(v, int) for k, v in typed(raw.get("numbers", {}), dict).items()},
+                copied_from=_rank(raw.get("copied_from")),
             )
         except (KeyError, TypeError, IndexError, AttributeError) as err:
             raise CorruptPoolError(
@@ -177,6 +181,12 @@ def unpack_dict(packed: bytes, tensor: Callable[[str], torch.Tensor] | None = No
     """Unpack bytes that must hold a dict, and return the dict. ``tensor``: as in ``values.unpack``. Raises
     ``CorruptPoolError`` for any other bytes."""
     return typed(values.unpack(packed, tensor=tensor), dict)
+
+
+def _rank(value: object) -> int | None:
+    if value is not None and not 0 <= typed(value, int) < RANKS_MAX:
+        raise CorruptPoolError("its saved options, counters or random states name a rank that cannot exist")
+    return None if value is None else typed(value, int)
 
 
 def _bytes_map(value: object) -> dict[str, bytes]:

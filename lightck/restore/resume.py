@@ -29,6 +29,19 @@ from lightck.state.rng import RngState
 log = logging.getLogger("lightck")
 
 
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a session goes on from: ``session.recovered``."""
+
+    step: int
+    """The step of the restored checkpoint."""
+    exact: bool
+    """Whether every rank restored a state of its own, so that the continuation can be bit-identical. False if a rank
+    had lost its pool and took the checkpoint of another rank. The same on all ranks."""
+    reason: str
+    """Why ``exact`` is False; else empty."""
+
+
 @dataclass(slots=True)
 class Resumed:
     """The parts of a checkpoint that a session needs to continue from it. Fields without a docstring are those of
@@ -60,6 +73,12 @@ class Resumed:
     numbers: Mapping[str, int] | None = None
     """Name of a number that a module keeps -> its value at the checkpoint, to compare before the first training
     forward. None after that forward, and if there is nothing to compare."""
+    replaced: str = ""
+    """Which ranks took the checkpoint of another rank, as text; empty if none did."""
+
+    @property
+    def recovered(self) -> Recovered:
+        return Recovered(self.step, not self.replaced, self.replaced)
 
     @classmethod
     def from_contents(cls, contents: Contents, recorded: Sequence[NextBatch] | None) -> Resumed:

@@ -167,25 +167,34 @@ def path_of_own_pool(directory: str, group: Group) -> str:
     with this rank's name is the pool of another rank, and this rank's own pool is missing."""
     _refuse_other_size(directory, group)
     expected = os.path.join(directory, pool_name(group.rank, group.world_size))
-    found = _identity(expected)
-    if found is not None and found.rank == group.rank:
-        return expected
-    for other in pools_in(directory):
-        identity = _identity(str(other)) if str(other) != expected else None
-        if identity is not None and (identity.rank, identity.world_size) == (group.rank, group.world_size):
+    found = path_of_pool(directory, group.rank, group.world_size)
+    if found is not None:
+        if found != expected:
             log.warning(
                 "lightck: the pool %r is that of rank %d, although its name says otherwise. It is used as the pool of "
                 "this rank",
-                str(other),
+                found,
                 group.rank,
             )
-            return str(other)
-    if found is not None:
+        return found
+    other = _identity(expected)
+    if other is not None:
         raise RankError(
-            f"The pool {expected!r} is that of rank {found.rank}, and no pool in the directory is that of rank "
+            f"The pool {expected!r} is that of rank {other.rank}, and no pool in the directory is that of rank "
             f"{group.rank}. Nothing was changed. Put the pool of rank {group.rank} back, or use another directory."
         )
     return expected
+
+
+def path_of_pool(directory: str, rank: int, world_size: int) -> str | None:
+    """Return the path of the pool that says inside that it belongs to this rank: first the one with the rank's name,
+    then any other. None if there is none that can be read."""
+    expected = os.path.join(directory, pool_name(rank, world_size))
+    for path in (expected, *(str(other) for other in pools_in(directory) if str(other) != expected)):
+        identity = _identity(path)
+        if identity is not None and (identity.rank, identity.world_size) == (rank, world_size):
+            return path
+    return None
 
 
 def _refuse_other_size(directory: str, group: Group) -> None:

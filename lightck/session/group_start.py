@@ -5,23 +5,26 @@
                 same decision: a checkpoint to continue from, or a new training.
     restore     To continue, each rank restores its part of the chosen checkpoint, and votes. If a rank finds its part
                 damaged, that checkpoint is struck from the reports, and all decide again.
+    replace     A rank whose pool is lost has restored from the pool of another rank. It makes a new pool with a copy of
+                that checkpoint (``lost_pool.py``), and goes on with this pool as all others do.
     adopt       To continue, each rank records the checkpoint and the agreed incarnation in its pool.
     create      For a new training, each rank creates its pool.
     begin       Each rank opens the pools of the others on its host, to read their commit logs. In a new training each
                 rank also commits checkpoint 0. ``attach`` returns when all ranks have done this. If there are several
                 hosts, a helper thread exchanges from now on what the pools hold.
 
-Invariant: a rank that continues changes nothing in its pool before *adopt*, and *adopt* changes no checkpoint. So if a
-process is killed at any moment, the ranks choose the same checkpoint at the next start. In a new training ``attach``
-returns only when all ranks hold step 0. So if the ranks have no checkpoint in common later, one was lost.
+Invariant: a rank that continues changes no pool that has a commit record before *adopt*, and *adopt* changes no
+checkpoint. So if a process is killed at any moment, the ranks choose the same checkpoint at the next start. (After
+*replace* one more rank has it.) In a new training ``attach`` returns only when all ranks hold step 0. So if the ranks
+have no checkpoint in common later, one was lost.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TypeAlias
@@ -34,7 +37,7 @@ from lightck.pool.format.group import ID_NBYTES, GroupIdentity
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.durability import TIER_CACHE
-from lightck.ranks.agreement import Report, Start, decide, refuse_differences
+from lightck.ranks.agreement import Report, Start, decide, describe_replaced, ranks_without_pool, refuse_differences
 from lightck.ranks.meet import Meeting
 from lightck.ranks.neighbours import GroupRule, Neighbour
 from lightck.ranks.publication import Publication
@@ -52,6 +55,7 @@ from lightck.session.group import (
     host_name,
     path_of_own_pool,
 )
+from lightck.session.lost_pool import copy_into_new_pool, has_checkpoints_of, open_source, replicated_lines
 from lightck.session.pool_file import PoolFile
 from lightck.state.parts import mesh_of
 from lightck.tiers.pin import Holds
@@ -64,6 +68,27 @@ _NAMES_NBYTES_MAX = 1 << 20
 """The largest number of bytes that a rank sends of its tensors' names, for the error that lists differences."""
 Stored: TypeAlias = dict[CheckpointId, list[StoredCheckpoint]]
 """The usable checkpoints in one pool, by id. If a step was saved twice, its list has two items, the newer one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What all ranks have restored."""
+
+    name: CheckpointId
+    start: Start
+    """The decision for it."""
+    chosen: StoredCheckpoint
+    """This rank's part. ``name`` and ``chosen`` are of one checkpoint."""
+    is_done: bool
+    """Whether all ranks had declared the training finished there."""
+    replaced: Mapping[int, int]
+    """Rank that took the checkpoint of another rank, now or in an earlier attach -> that other rank."""
+    remark: str
+    """What the warning about ``replaced`` adds."""
+
+    @property
+    def incarnation(self) -> int:
+        return self.start.incarnation
 
 
 @dataclass(slots=True)
@@ -133,14 +158,27 @@ class GroupStart:
             reports = self._exchange_reports(file, reader, stored)
             refuse_differences(reports)
             self._refuse_other_tensors(file, reports)
+            if not file.arguments.overwrite:
+                self._refuse_moved(file, reports)
             start = decide(reports, resume=file.arguments.resume, overwrite=file.arguments.overwrite)
+            source = start.sources.get(self.group.rank)
+            if reader is not None and (start.adopted is None or source is not None):
+                reader.close()  # it holds no checkpoint that is needed
             if start.adopted is None:
-                if reader is not None:
-                    reader.close()
                 self._create(file, pipeline, start)
                 return None
-            assert reader is not None, "all ranks have the checkpoint"
-            return self._continue(file, pipeline, reader, stored, reports, start)
+            if source is not None:
+                reader = open_source(os.path.dirname(file.path), self.group, source, start.run_id)
+                stored = usable_by_id(reader)
+            assert reader is not None, "a rank has its own pool or that of another rank"
+            restored = self._restore(file, reader, stored, reports, start)
+            if source is not None:
+                reader = self._with_copy(file, pipeline, reader, restored, source)
+                stored = usable_by_id(reader)
+                restored = replace(restored, chosen=stored[restored.name][0])
+            if start.sources:
+                self.meeting.exchange("copies", b"")
+            return self._adopt(file, pipeline, reader, stored, restored)
         except BaseException:
             if reader is not None and pipeline.pool.writer is None:
                 reader.close()
@@ -187,68 +225,150 @@ class GroupStart:
             world_id=b"" if identity is None else identity.world_id,
             checkpoints=tuple((one.incarnation, one.step) for one in stored),
             incarnation=0 if reader is None else reader.commit_log().incarnation,
+            is_damaged=reader is not None and not stored and bool(reader.commit_log().records),
+            has_parts=_has_parts(file, reader, stored),
         )
         reports = [Report.unpack(data) for data in self.meeting.exchange("reports", report.pack())]
         self._directory_ids = [one.directory_id for one in reports]
         return reports
 
     def _create(self, file: PoolFile, pipeline: Pipeline, start: Start) -> None:
+        pipeline.pool.group = self._identity(file, start.run_id, start.world_id)
+        file.create_at_once(pipeline)
+
+    def _identity(self, file: PoolFile, run_id: bytes, world_id: bytes) -> GroupIdentity:
         mesh_shape, coordinate = mesh_of(file.capture.tensors())
-        pipeline.pool.group = GroupIdentity(
-            run_id=start.run_id,
-            world_id=start.world_id,
+        return GroupIdentity(
+            run_id=run_id,
+            world_id=world_id,
             rank=self.group.rank,
             world_size=self.group.world_size,
             mesh_shape=mesh_shape,
             coordinate=coordinate,
         )
-        file.create_at_once(pipeline)
 
-    def _continue(
-        self,
-        file: PoolFile,
-        pipeline: Pipeline,
-        reader: PoolReader,
-        stored: Stored,
-        reports: list[Report],
-        start: Start,
-    ) -> Resumed:
-        """Restore the chosen checkpoint, and adopt it."""
+    def _restore(
+        self, file: PoolFile, reader: PoolReader, stored: Stored, reports: list[Report], start: Start
+    ) -> Restored:
+        """Restore the chosen checkpoint. ``reader``: of this rank's pool; if that is lost, of its source's pool."""
         restore = file.live_restore(reader)
         with restore.poisons_on_error():
-            start, chosen, is_done = self._restore_and_vote(restore, stored, reports, start)
-        contents, recorded = parse(chosen), reader.next_batches(chosen.record)
-        self._adoption = Adoption(start.adopted, start.incarnation)
+            return self._restore_and_vote(restore, stored, reports, start)
+
+    def _adopt(
+        self, file: PoolFile, pipeline: Pipeline, reader: PoolReader, stored: Stored, restored: Restored
+    ) -> Resumed:
+        """Adopt the checkpoint that was restored. ``reader``, ``stored``: of this rank's pool."""
+        contents, recorded = parse(restored.chosen), reader.next_batches(restored.chosen.record)
+        self._adoption = Adoption(restored.name, restored.incarnation)
         self._ids = {one.record.payload_generation: name for name, many in stored.items() for one in many}
-        file.adopt(pipeline, reader, contents, chosen.record, incarnation=start.incarnation)
+        file.adopt(pipeline, reader, contents, restored.chosen.record, incarnation=restored.incarnation)
         resumed = Resumed.from_contents(contents, recorded)
-        resumed.done = is_done
+        resumed.done = restored.is_done
+        resumed.replaced = describe_replaced(restored.replaced)
+        if resumed.replaced and self.group.rank in (0, *restored.replaced):
+            log.warning(
+                "lightck: %s. So the continuation of step %d is not bit-identical%s",
+                resumed.replaced,
+                resumed.step,
+                restored.remark,
+            )
         return resumed
 
-    def _restore_and_vote(
-        self, restore: LiveRestore, stored: Stored, reports: list[Report], start: Start
-    ) -> tuple[Start, StoredCheckpoint, bool]:
-        """Restore the chosen checkpoint. If a rank cannot restore it, restore the next older common one, and so on.
-        Returns the last decision, the checkpoint that this rank has restored, and whether the training was declared
-        finished in that checkpoint on all ranks."""
+    def _restore_and_vote(self, restore: LiveRestore, stored: Stored, reports: list[Report], start: Start) -> Restored:
+        """Restore the chosen checkpoint. If a rank cannot restore it, restore the next older common one, and so on."""
         struck: dict[CheckpointId, str] = {}
         while True:
-            assert start.adopted is not None, "resume=True, so a checkpoint is chosen or an error is raised"
-            chosen, problem = _restored(restore, stored[start.adopted])
-            is_done = chosen is not None and parse(chosen).done
-            votes = [msgpack.unpackb(one) for one in self.meeting.exchange("votes", msgpack.packb([problem, is_done]))]
-            failed = [rank for rank, (text, _) in enumerate(votes) if text]
+            name = start.adopted
+            assert name is not None, "resume=True, so a checkpoint is chosen or an error is raised"
+            remark = self._compare_replicas(stored, start) if start.sources else ""
+            chosen, problem = _restored(restore, stored.get(name, []))
+            contents = None if chosen is None else parse(chosen)
+            # A source's own checkpoint may be a copy, too. What counts is from where this rank took it.
+            copied_from = start.sources.get(self.group.rank, None if contents is None else contents.copied_from)
+            own = [problem, contents is not None and contents.done, copied_from]
+            votes = [msgpack.unpackb(one) for one in self.meeting.exchange("votes", msgpack.packb(own))]
+            failed = [rank for rank, (text, _, _) in enumerate(votes) if text]
             if not failed:
                 assert chosen is not None, "this rank has voted for it"
-                return start, chosen, all(done for _, done in votes)
+                replaced = {rank: at for rank, (_, _, at) in enumerate(votes) if at is not None}
+                return Restored(name, start, chosen, all(done for _, done, _ in votes), replaced, remark)
             why = f"{self.meeting.name_of(failed[0]).lower()} cannot restore it: {votes[failed[0]][0]}"
             log.warning(
                 "lightck: the checkpoint of step %d cannot be used on any rank, because %s. An older one is looked for",
-                start.adopted.step,
+                name.step,
                 why,
             )
-            struck[start.adopted] = why
+            struck[name] = why
             start = decide(reports, resume=True, overwrite=False, struck=struck)
+
+    # -- a rank whose pool is lost -----------------------------------------------------------------------
+
+    def _refuse_moved(self, file: PoolFile, reports: list[Report]) -> None:
+        """Raise ``RankError`` if a rank has no pool in its directory, and the directory of another host has it. Then
+        the pool is not lost, and the training is not new."""
+        missing = ranks_without_pool(reports)
+        if not missing or len(set(self._directory_ids)) == 1:
+            return
+        own, directory = self._directory_ids[self.group.rank], os.path.dirname(file.path)
+        found = [
+            rank
+            for rank in missing
+            if self._directory_ids[rank] != own and has_checkpoints_of(directory, rank, self.group.world_size)
+        ]
+        for holder, data in enumerate(self.meeting.exchange("moved pools", msgpack.packb(found))):
+            for rank in msgpack.unpackb(data):
+                raise RankError(
+                    f"{self.meeting.name_of(rank)} has no pool in its directory {reports[rank].directory!r}, and the "
+                    f"directory {reports[holder].directory!r} of {self.meeting.name_of(holder).lower()} has the pool "
+                    f"of rank {rank}. Nothing was changed. Start the ranks on the same hosts in the same order as "
+                    "before, or copy each pool to the host on which its rank runs now; attach(..., overwrite=True) on "
+                    "all ranks discards all pools and starts afresh."
+                )
+
+    def _compare_replicas(self, stored: Stored, start: Start) -> str:
+        """Raise ``RankError`` if the ranks whose pools are left have other parameters or another optimizer state than
+        each other: then none of them can replace another. Returns a remark for the warning if only one pool is left,
+        so that nothing can be compared. ``stored``: of this rank's pool, if that is left."""
+        assert start.adopted is not None, "a checkpoint is chosen"
+        holders = [rank for rank in range(self.group.world_size) if rank not in start.sources]
+        lines = replicated_lines(stored[start.adopted][0]) if self.group.rank in holders else []
+        own = "\n".join(lines).encode("utf-8", "surrogatepass")
+        digests = self.meeting.exchange("digests", blake2b(own, digest_size=16).digest())
+        first = holders[0]
+        other = next((rank for rank in holders if digests[rank] != digests[first]), None)
+        if other is None:
+            alone = f". It was not possible to compare: of the pools only that of rank {first} is left"
+            return alone if len(holders) == 1 else ""
+        texts = self.meeting.exchange("tensors", own[:_NAMES_NBYTES_MAX] if self.group.rank in (first, other) else b"")
+        one, two = (set(texts[rank].decode("utf-8", "replace").splitlines()) for rank in (first, other))
+        names = sorted({line.rpartition(" ")[0] for line in one ^ two})
+        lost = min(start.sources)
+        raise RankError(
+            f"The pool of {self.meeting.name_of(lost).lower()} is lost, and no other rank's can replace it, because "
+            f"each rank has a state of its own: {listed(names, 3)} on {self.meeting.name_of(first).lower()} and on "
+            f"{self.meeting.name_of(other).lower()} differ. Nothing was changed. Put that pool back; "
+            "attach(..., overwrite=True) on all ranks discards all pools and starts afresh."
+        )
+
+    def _with_copy(
+        self, file: PoolFile, pipeline: Pipeline, source: PoolReader, restored: Restored, source_rank: int
+    ) -> PoolReader:
+        """Make a new pool of this rank with a copy of the checkpoint that was restored, and open it. ``source``: the
+        pool from which it was restored, which is closed."""
+        start = restored.start
+        pipeline.pool.group = self._identity(file, start.run_id, start.world_id)
+        with closing(source):
+            copy_into_new_pool(
+                pipeline,
+                restored.chosen,
+                restored.name,
+                source=source_rank,
+                expected_state_nbytes=file.capture.expected_state_nbytes,
+            )
+        reader = file.existing()
+        assert reader is not None, "it was made just now"
+        return reader
 
     # -- the group begins --------------------------------------------------------------------------------
 
@@ -310,7 +430,7 @@ class GroupStart:
 def _restored(restore: LiveRestore, candidates: list[StoredCheckpoint]) -> tuple[StoredCheckpoint | None, str]:
     """Restore the first of these checkpoints of one step that verifies. Returns the checkpoint and "", or None and the
     reason why the first one does not verify."""
-    problem = ""
+    problem = "" if candidates else "it can no longer be read"
     for stored in candidates:
         try:
             restore.take(stored, parse(stored), [])
@@ -318,6 +438,13 @@ def _restored(restore: LiveRestore, candidates: list[StoredCheckpoint]) -> tuple
         except DamagedError as err:
             problem = problem or str(err)
     return None, problem
+
+
+def _has_parts(file: PoolFile, reader: PoolReader | None, stored: Stored) -> bool:
+    """Whether this rank holds parts of tensors, now or in a checkpoint."""
+    entries = [*file.entries.values(), *(() if reader is None else reader.entries)]
+    entries += [entry for many in stored.values() for one in many for entry in one.entries.values()]
+    return any(entry.pieces is not None for entry in entries)
 
 
 def _arguments_to_compare(arguments: Arguments) -> dict[str, str]:

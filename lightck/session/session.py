@@ -25,6 +25,7 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.profiler.recording import Recording, Traces
+from lightck.restore.resume import Recovered
 from lightck.session.group import Membership
 from lightck.session.loaders import LoaderEvents
 from lightck.session.steps import Steps
@@ -62,6 +63,7 @@ class Session:
         self.found: Mapping[str, str] = dict(found)
         """What attach found by itself: name -> class name."""
         self._steps, self._pipeline, self._membership = steps, steps.pipeline, membership
+        self._recovered = None if steps.resumed is None else steps.resumed.recovered
         self._loader_events = LoaderEvents(steps)
         self._traces = Traces(steps.events, steps.pipeline.events, steps.pipeline.engine, steps.meter)
         self._finalizer = weakref.finalize(self, _end, steps.pipeline, lock, steps.hooks.handles)
@@ -121,6 +123,12 @@ class Session:
             return self.committed
         known = self._membership.rule.knowledge.common
         return None if known is None else known.step
+
+    @property
+    def recovered(self) -> Recovered | None:
+        """The checkpoint from which this session goes on, and whether it was restored exactly; None for a new
+        training."""
+        return self._recovered
 
     @property
     def durability(self) -> Durability:

@@ -16,6 +16,8 @@ import torch
 from toys import BIG, adam, batch, everything, is_step, net, same
 
 import lightck
+from lightck.state import rng
+from lightck.state.derived_rng import derived
 from lightck.state.device_transfers import transfer_of
 
 SCRIPT = """
@@ -260,6 +262,16 @@ def test_random_states_of_the_device_come_back(pool):
     torch.cuda.manual_seed(6)
     with lightck.attach(model, pool, resume=True):
         assert torch.equal(torch.rand(4, device="cuda"), expected)
+
+
+def test_a_derived_random_state_of_the_device_follows_from_its_key():
+    torch.rand(1, device="cuda")
+    with rng.preserved() as state:
+        found = []
+        for key in (b"one", b"other", b"one"):
+            derived(state, key).restore()
+            found.append(torch.rand((), device="cuda").item())
+    assert found[0] == found[2] != found[1]
 
 
 def test_tensors_on_both_sides(pool):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightck.errors import CheckpointExistsError, RankError
-from lightck.ranks.agreement import Report, decide, refuse_differences
+from lightck.ranks.agreement import Report, decide, describe_replaced, refuse_differences
 from lightck.ranks.rule import CheckpointId, newest_common
 
 RUN, WORLD = b"r" * 16, b"w" * 16
@@ -96,9 +96,75 @@ def test_checkpoints_are_not_overwritten_unasked():
     assert decide([report(3, 4), report()], resume=False, overwrite=True).adopted is None
 
 
-def test_a_lost_pool_is_no_new_training():
-    with pytest.raises(RankError, match="holds nothing"):
-        decide([report(3, 4), report()], resume=True, overwrite=False)
+def test_a_lost_pool_is_taken_from_the_lowest_rank_that_has_one():
+    start = decide([report(), report(3, 4), report(), report(4, 5)], resume=True, overwrite=False)
+    assert start.adopted == CheckpointId(1, 4)
+    assert start.sources == {0: 1, 2: 1}
+    assert (start.run_id, start.world_id) == (RUN, WORLD)
+
+
+def test_a_pool_without_checkpoints_of_the_same_run_is_lost():
+    start = decide([report(0, 3), report(run_id=RUN, world_id=WORLD)], resume=True, overwrite=False)
+    assert (start.adopted, start.sources) == (CheckpointId(1, 3), {1: 0})
+
+
+def test_a_pool_is_lost_also_if_the_others_have_only_checkpoint_0_in_common():
+    start = decide([report(0), report(0, 1), report()], resume=True, overwrite=False)
+    assert (start.adopted, start.sources) == (CheckpointId(1, 0), {2: 0})
+
+
+def test_a_lost_pool_is_taken_only_from_the_same_host():
+    reports = [report(3, directory_id="p"), report(3, directory_id="q"), report(directory_id="q", host="other")]
+    assert decide(reports, resume=True, overwrite=False).sources == {2: 1}
+    with pytest.raises(
+        RankError, match=r"pool of rank 2 \(host other\) is lost.*No other rank on that host has a pool"
+    ):
+        decide([reports[0], reports[0], reports[2]], resume=True, overwrite=False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_part_is_named(rank):
+    """Either the checkpoints have parts, or the model of the lost rank has."""
+    reports = [report(3, 4), report(host="b")]
+    reports[rank] = replace(reports[rank], has_parts=True)
+    with pytest.raises(RankError) as caught:
+        decide(reports, resume=True, overwrite=False)
+    assert str(caught.value).startswith(
+        "The pool of rank 1 (host b) is lost: the directory '/d' has no pool 'rank-00001-of-00002.pool' with a "
+        "checkpoint, and none under another name that is that of rank 1. The model is sharded"
+    )
+
+
+def test_a_damaged_pool_is_not_lost():
+    reports = [report(3, 4), report(run_id=RUN, world_id=WORLD, is_damaged=True)]
+    with pytest.raises(RankError, match=r"No checkpoint in the pool of rank 1 \(host h\) is intact.*or remove it"):
+        decide(reports, resume=True, overwrite=False)
+
+
+def test_a_pool_of_another_training_is_not_lost():
+    other = report(run_id=b"o" * 16, world_id=WORLD)
+    with pytest.raises(RankError, match=r"pool of rank 1 \(host h\) belongs to another training"):
+        decide([report(3, 4), other], resume=True, overwrite=False)
+
+
+def test_a_struck_checkpoint_is_not_taken_for_a_lost_pool():
+    struck = {CheckpointId(1, 4): "rank 0 is damaged"}
+    start = decide([report(3, 4), report()], resume=True, overwrite=False, struck=struck)
+    assert (start.adopted, start.sources) == (CheckpointId(1, 3), {1: 0})
+    with pytest.raises(RankError, match="No checkpoint that all ranks have can be restored"):
+        decide([report(4), report()], resume=True, overwrite=False, struck=struck)
+
+
+def test_without_resume_a_lost_pool_is_not_taken():
+    with pytest.raises(CheckpointExistsError):
+        decide([report(3), report()], resume=False, overwrite=False)
+
+
+def test_what_was_replaced_is_described():
+    assert describe_replaced({}) == ""
+    text = describe_replaced({3: 1, 0: 1})
+    assert text.startswith("the pool of rank 0 was lost: its tensors, ")
+    assert "those of rank 1, and its random states are new; the pool of rank 3 was lost" in text
 
 
 def test_pools_of_two_trainings_are_named():
@@ -126,14 +192,20 @@ ids = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), max_size=4, uniq
 @given(st.lists(ids, min_size=2, max_size=4), st.booleans())
 def test_the_decision_is_that_of_the_rule(held, overwrite):
     reports = [report(*checkpoints) for checkpoints in held]
-    common = newest_common([one.ids for one in reports])
+    lost = {rank for rank, checkpoints in enumerate(held) if not checkpoints}
+    is_any_above_0 = any(step for checkpoints in held for _, step in checkpoints)
+    common = newest_common([one.ids for one in reports if one.checkpoints])
+    if lost and not is_any_above_0:
+        common, lost = None, set()  # a start that was cut off
     try:
         start = decide(reports, resume=not overwrite, overwrite=overwrite)
     except RankError:
         assert common is None
-        assert any(one.step for report_ in reports for one in report_.ids)
+        assert is_any_above_0
         return
     assert start.adopted == (None if overwrite else common)
+    assert start.sources.keys() == (set() if overwrite else lost)
+    assert all(start.adopted in reports[source].ids for source in start.sources.values())
     if start.adopted is not None:
         assert start.incarnation > max(at for checkpoints in held for at, _ in checkpoints)
 

@@ -200,21 +200,6 @@ def test_checkpoints_are_neither_loaded_nor_overwritten_unasked(pools):
     assert [run.began for run in runs] == [5, 5]
 
 
-def test_a_lost_pool_is_named_on_all_ranks(pools):
-    values(run_ranks(2, body(TOPOLOGIES["fsdp"], pools, 3)))
-    (pools / "rank-00001-of-00002.pool").unlink()
-
-    def attach(rank: int) -> None:
-        model, optimizer = build(TOPOLOGIES["fsdp"])
-        lightck.attach(model, pools, optimizer=optimizer, resume=True, timeout=30)
-
-    for found in errors(2, attach):
-        assert isinstance(found, RankError)
-        assert "rank 1 (" in str(found)
-        assert "holds nothing" in str(found)
-    assert not (pools / "rank-00001-of-00002.pool").exists()
-
-
 def test_a_pool_of_another_training_is_named_on_all_ranks(pools):
     other = pools.parent / "other"
     for folder in (pools, other):

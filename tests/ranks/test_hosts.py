@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import toys
-from ranked import log_lines, run_ranks, values
+from ranked import everything, log_lines, run_ranks, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -244,7 +245,8 @@ def test_a_lost_pool_of_another_host_is_named(pools):
     (pools / "host-1/rank-00001-of-00002.pool").unlink()
     for ended in run_ranks(2, body(DDP, pools, 6)):
         assert isinstance(ended.error, RankError)
-        assert "rank 1 (host host-1) holds nothing" in str(ended.error)
+        assert "The pool of rank 1 (host host-1) is lost" in str(ended.error)
+        assert "No other rank on that host has a pool from which it could be replaced" in str(ended.error)
 
 
 def test_the_pools_of_all_hosts_in_one_directory_are_recovered(pools):
@@ -273,12 +275,37 @@ def test_directories_that_differ_on_one_host_are_refused_by_name(pools):
     assert values(run_ranks(2, rank_body)) == [[], []]
 
 
-def test_ranks_that_are_moved_to_other_hosts_are_refused_by_name(pools):
+@pytest.mark.parametrize("resume", [True, False])
+def test_ranks_that_changed_their_hosts_are_refused_by_name(pools, resume):
+    """No rank finds a pool in its directory, and that is no new training."""
     values(run_ranks(2, body(DDP, pools, 3)))
-    moved = replace(DDP, ranks_per_host=2)  # both ranks on host-0 now
-    for ended in run_ranks(2, body(moved, pools, 6)):
+    (pools / "host-0").rename(pools / "aside")
+    (pools / "host-1").rename(pools / "host-0")
+    (pools / "aside").rename(pools / "host-1")
+    for ended in run_ranks(2, body(DDP, pools, 6, resume=resume)):
         assert isinstance(ended.error, RankError)
-        assert "rank 1 (host host-0) holds nothing" in str(ended.error)
+        assert "Rank 1 (host host-1) has no pool in its directory" in str(ended.error)
+        assert "of rank 0 (host host-0) has the pool of rank 1" in str(ended.error)
+    assert len(list(pools.rglob("*.pool"))) == 2
+    runs = values(run_ranks(2, body(DDP, pools, 2, resume=False, overwrite=True)))
+    assert [run.began for run in runs] == [0, 0]
+
+
+def test_a_rank_whose_host_is_gone_takes_the_checkpoint_of_another_rank(pools):
+    before = values(run_ranks(2, body(DDP, pools, 3)))
+    moved = replace(DDP, ranks_per_host=2)  # both ranks on host-0 now
+
+    def rank_body(rank):
+        with log_lines() as lines:
+            model, optimizer, session = training(rank, pools, moved)
+            state = everything(model.module, optimizer)
+            session.close()
+        return state, session.recovered, [line for line in lines if "the pool of rank 1 was lost" in line]
+
+    for state, recovered, lines in values(run_ranks(2, rank_body)):
+        assert all(map(torch.equal, state, before[0].state))
+        assert (recovered.step, recovered.exact) == (3, False)
+        assert len(lines) == 1
 
 
 def test_a_training_on_several_hosts_logs_nothing_unusual(pools):

@@ -1,0 +1,148 @@
+"""A rank whose pool is lost takes the checkpoint of another rank: it makes a pool of its own with a copy of it.
+
+The rank restores from the pool of the other rank, and votes as all do. Then it creates its pool and commits the copy
+there, under the name that the checkpoint has in the group. From then on it goes on as if the pool had never been lost:
+it reads the copy, and adopts it. The others adopt only when the copy is durable.
+
+In the copy, tensors, options, objects in ``state=`` and positions in loaders are those of the other rank. Random states
+are new: they follow from run, step and rank. What identifies the other rank's data is left out: the checksum of its
+last batch, and what followed its checkpoint. The copy says from which rank it is, so a resume from it says so again.
+
+Invariant: no pool that has a commit record is changed. The new pool gets its path when the copy is durable. So a kill
+before that leaves the pool lost as before, and a kill after that leaves a pool with the checkpoint.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from hashlib import blake2b
+
+import numpy as np
+
+from lightck.errors import CorruptPoolError, RankError
+from lightck.pipeline.pipeline import Pipeline
+from lightck.pool.engine import ENDED
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.pool.writer import CopyPlan, PoolWriter
+from lightck.ranks.rule import CheckpointId
+from lightck.restore.contents import MemorySource, in_memory, unpack_dict
+from lightck.restore.usable import parse
+from lightck.session.group import Group, path_of_pool
+from lightck.state import values
+from lightck.state.derived_rng import derived
+
+REPLICATED = ("param", "optimizer")
+"""Roles of the tensors that must be equal on all ranks, if one rank is to replace another. Buffers may differ: each
+rank has BatchNorm statistics of its own."""
+
+
+def open_source(directory: str, group: Group, rank: int, run_id: bytes) -> PoolReader:
+    """Open the pool of another rank for reading. Raises ``PoolError`` or ``RankError``."""
+    path = path_of_pool(directory, rank, group.world_size)
+    reader = None if path is None else open_pool(path)
+    if reader is not None and reader.group is not None and reader.group.run_id == run_id:
+        return reader
+    if reader is not None:
+        reader.close()
+    raise RankError(
+        f"The pool of rank {rank} in {directory!r}, whose checkpoint rank {group.rank} would take, was removed or "
+        "replaced while the ranks attached. Is a second job using the directory? End it, and start again."
+    )
+
+
+def has_checkpoints_of(directory: str, rank: int, world_size: int) -> bool:
+    """Whether the directory has a pool of this rank with a commit record."""
+    path = path_of_pool(directory, rank, world_size)
+    if path is None:
+        return False
+    with closing(open_pool(path)) as reader:
+        return bool(reader.commit_log().records)
+
+
+def replicated_lines(stored: StoredCheckpoint) -> list[str]:
+    """Return a line for each parameter, for each tensor of an optimizer, and for the rest of its state: a name and a
+    digest of the bytes, from their checksums."""
+    lines = [
+        f"{name} {_digest(repr((entry.dtype, entry.shape, entry.stride, entry.alias, stored.raw_checksums(name))))}"
+        for name, entry in stored.entries.items()
+        if entry.role in REPLICATED
+    ]
+    optimizers = parse(stored).optimizers
+    lines += [f"optimizer {number} {_digest(repr((one.values, one.rest)))}" for number, one in enumerate(optimizers)]
+    return sorted(lines)
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def copy_into_new_pool(
+    pipeline: Pipeline, stored: StoredCheckpoint, name: CheckpointId, *, source: int, expected_state_nbytes: int
+) -> None:
+    """Create the pool of this rank (``pipeline.pool.group``) with a copy of ``stored``, committed under ``name``. The
+    pool gets its path when the copy is durable, and is closed again. ``source``: the rank from whose pool ``stored``
+    is. ``expected_state_nbytes``: bytes of small state for which the slots must have space at least."""
+    pool, group = pipeline.pool, pipeline.pool.group
+    assert group is not None, "the identity of the rank is known"
+    key = group.run_id + name.step.to_bytes(8, "little") + group.rank.to_bytes(8, "little")
+    state = _state_of_copy(stored, source, key)
+    try:
+        tensors = in_memory(stored)
+    except DamagedError as err:
+        raise CorruptPoolError(
+            f"The checkpoint of step {stored.step} in {stored.reader.path!r} was intact when it was restored, and can "
+            f"no longer be read: {err}. Check the pool's medium, and start again."
+        ) from err
+    pool.n_slots = len(stored.reader.superblock.slots)
+    entries = [*stored.reader.entries, *stored.entries.values()]
+    try:
+        pool.relayout(
+            entries,
+            max(len(state), expected_state_nbytes),
+            lambda writer: _commit(writer, name, stored, state, tensors),
+        )
+    finally:
+        pool.close()
+
+
+def _commit(
+    writer: PoolWriter, name: CheckpointId, stored: StoredCheckpoint, state: bytes, tensors: MemorySource
+) -> None:
+    """Write the copy, and wait until it is durable."""
+    writer.incarnation = name.incarnation
+    entries, numbers = stored.entries.values(), writer.numbers
+    copied = [entry.name for entry in entries if entry.alias is None and entry.nbytes]
+    others = [entry.name for entry in entries if entry.alias is not None or not entry.nbytes]
+    plan = CopyPlan(
+        name.step,
+        stored.iteration,
+        np.array([numbers[tensor] for tensor in copied], np.int64),
+        np.array([tensors.tensors[tensor].data_ptr() for tensor in copied], np.uint64),
+        np.ones(len(copied), np.bool_),
+        np.array([], np.int64),
+        np.array([numbers[tensor] for tensor in others], np.int64),
+        len(entries),
+        state,
+    )
+    slot = writer.slots.choose()
+    assert slot is not None, "the pool is new"
+    job = writer.begin(plan, slot, tensors).job
+    try:
+        job.release()
+        job.wait(ENDED)
+    finally:
+        job.abandon()
+
+
+def _state_of_copy(stored: StoredCheckpoint, source: int, key: bytes) -> bytes:
+    """Return the small state of the copy. ``source``: the rank whose checkpoint it is. ``key``: from what the random
+    states follow."""
+    contents, state = parse(stored), unpack_dict(stored.state)
+    state["rng"] = derived(contents.rng, key).to_value()
+    if contents.rng_forward is not None:
+        state["rng_forward"] = derived(contents.rng_forward, key + b"forward").to_value()
+    state["loaders"] = {name: {**position, "content": None} for name, position in contents.loaders.items()}
+    state["stale_after"] = None  # a generation of the other pool, whose older checkpoints are not copied
+    state["copied_from"] = source
+    return values.pack(state, path="state")
