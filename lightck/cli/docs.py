@@ -20,7 +20,7 @@ def command(page: str | None) -> int:
     if folder is None:
         print_error("The pages of the documentation are missing in this copy of lightck. Install lightck again.")
         return FAILED
-    pages = {path.stem: path for path in sorted(folder.glob("*.md"))}
+    pages = {path.stem: path for path in sorted(folder.glob("*.md"), key=lambda path: path.stem)}
     if page is None:
         for line in columns([(name, _title(path)) for name, path in pages.items()]):
             print_line(line)

@@ -119,7 +119,7 @@ def attach(
 def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_known: bool) -> Session:
     """Make the session. If a step fails, release what the steps before it acquired. ``group_start``: the part of attach
     that concerns the other ranks of the group (None: no group). ``is_rank_known``: see ``FirstStep``."""
-    cadence = arguments.check()
+    cadence, is_rank_pool = arguments.check(), group_start is not None
     if group_start is not None:
         group_start.check(arguments)
     path = _path_without_group(arguments) if group_start is None else group_start.own_path(arguments)
@@ -128,23 +128,17 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     durability.require(medium_durability, arguments.require)
     found = _discover(arguments)
     capture = Capture(arguments.model, found.optimizers, found.state)
-    file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=group_start is not None)
+    file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
     meter = Meter(slowdown())
     lock = file.lock()
     with ExitStack() as undo:
         undo.callback(lock.release)
         pipeline = _pipeline(
-            arguments.save_options,
-            path,
-            backend,
-            medium_durability,
-            meter,
-            lock,
-            is_rank_pool=group_start is not None,
+            arguments.save_options, path, backend, medium_durability, meter, lock, is_rank_pool=is_rank_pool
         )
         undo.callback(pipeline.close)
         participants = _commit_participants(
-            arguments.save_options, found, path, meter, SLOTS_MIN if group_start is not None else 2
+            arguments.save_options, found, path, meter, SLOTS_MIN if is_rank_pool else 2
         )
         participants.register_with(pipeline)
         backend.remove_stale(path)
