@@ -199,6 +199,12 @@ DRAWS_IN_ITEMS = (
 """Why a replay of a loader with an iterable dataset and no workers may not be exact. Before the first pass it is
 unknown whether the dataset draws in this way. So the risk is only logged, and a resume compares the batches."""
 
+POSSIBLE_REASONS = (
+    "Possible reasons are random augmentation in persistent workers, and a dataset that keeps a state from pass to "
+    "pass. Pass persistent_workers=False, or let the dataset keep no such state"
+)
+"""Why a replay may give another last batch although ``replay_risk`` knows no reason."""
+
 
 def replay_risk(loader: object) -> str | None:
     """Return why a replay of this loader may not be exact, or None if no reason is known before its first pass."""

@@ -21,6 +21,7 @@ import torch
 from lightck.dataloader.batch import TensorReads, checksum_of, differ
 from lightck.dataloader.identity import (
     DRAWS_IN_ITEMS,
+    POSSIBLE_REASONS,
     TAKEN_BEFORE,
     drift_of,
     has_one_pass,
@@ -258,7 +259,7 @@ class SessionLoader:
 
     def _warn_risk(self, risk: str, level: int = logging.WARNING) -> None:
         self._risk = risk
-        text = "lightck: loader %r: a resume in mid-pass may not be exact, or may be refused; %s"
+        text = "lightck: loader %r: a resume in mid-pass may not be exact, or may be refused: %s"
         log.log(level, text, self.name, risk)
 
     # -- restoring
@@ -487,9 +488,10 @@ class SessionLoader:
             return False
         if not self.is_begun:
             log.warning(
-                "lightck: loader %r goes on in a later pass of persistent workers. The workers of the interrupted run "
-                "are gone, and new ones are started: the order of the samples is exact, but random augmentation and "
-                "other state in the workers is not. Both are exact with persistent_workers=False",
+                "lightck: loader %r has persistent workers, and the training goes on in a later pass than their first. "
+                "The workers of the interrupted run are gone, and new ones are started. The order of the samples is "
+                "exact, but random augmentation and other state in the workers is not. persistent_workers=False makes "
+                "these exact too",
                 self.name,
             )
         self._generators.restore(position.worker_rng)
@@ -507,21 +509,19 @@ class SessionLoader:
             report = ReplayReport(self.name, position.state.given)
             batch = replay(inner, position, self._generators.restore, report)
         except PassTooShort as ended:
-            fact = f"it ended after {'some' if skips else ended} of the {given} batches that the run before got from it"
+            fact = f"its pass ended after {'some' if skips else ended} of the {given} batches of the interrupted run"
             raise replay_error(self.name, fact, is_wrapper) from None
         if position.state.checksum is not None and position.state.given:
             checksum = checksum_of(batch)
             if checksum is not None and differ(position.state.checksum, checksum):
-                fact = f"batch {given - 1} of the pass is not the one that was given before{SKIP_NOTE if skips else ''}"
+                fact = f"batch {given - 1} of the pass is not that of the interrupted run{SKIP_NOTE if skips else ''}"
                 if is_exact:
                     raise replay_error(self.name, fact, is_wrapper)
                 log.warning(
-                    "lightck: loader %r: %s, so the training goes on with other data than the run before. %s",
+                    "lightck: loader %r: %s, so the training goes on with other data than the interrupted run. %s",
                     self.name,
                     fact,
-                    self._risk
-                    or "Possible reasons are random augmentation in persistent workers, and a dataset that keeps a "
-                    "state from pass to pass. Pass persistent_workers=False, or let the dataset keep no such state",
+                    f"Possible reason: {self._risk}" if self._risk is not None else POSSIBLE_REASONS,
                 )
 
     # -- one batch
@@ -572,8 +572,9 @@ class SessionLoader:
     def _count_batch(self, pass_: Pass, batch: object, before: RngSnapshot | None) -> None:
         if TAKEN_BEFORE in self._identity and self._risk is None:
             self._warn_risk(
-                "it is an iterator, which has only one pass, and a second `for` over it has begun. In a new process "
-                "it begins at its first batch, so a resume in mid-pass will be refused. Pass the iterable that made it"
+                "the loader is an iterator, which has only one pass, and the loop has begun a second `for` over it. In "
+                "a new process the iterator begins at its first batch, so a resume in mid-pass will be refused. Pass "
+                "the iterable that makes the iterator"
             )
         state = pass_.state
         state.given += 1

@@ -55,7 +55,7 @@ class PersistentLoaders:
             log.warning(
                 "lightck: a DataLoader with persistent workers (over a %s, batch size %s) is used outside "
                 "session.loader(). It draws from torch's global random generator in its first pass of each process, so "
-                "the random numbers after that pass are not those of the run before. Pass the DataLoader "
+                "the random numbers after that pass are not those of the interrupted run. Pass the DataLoader "
                 "to session.loader(loader, name=...), or build it with persistent_workers=False or a generator= of its "
                 "own",
                 type(loader.dataset).__name__,

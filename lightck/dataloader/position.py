@@ -59,7 +59,7 @@ def _from_bytes(value: object) -> tuple[torch.Tensor, ...]:
     if type(value) is not list or len(value) > _GENERATORS_MAX:
         raise corrupt("its generators are no list of states")
     if not all(type(item) is bytes and item for item in value):
-        raise corrupt("the state of a generator is no bytes")
+        raise corrupt("the state of a generator is not bytes")
     return tuple(torch.frombuffer(bytearray(item), dtype=torch.uint8).clone() for item in value)
 
 
@@ -166,7 +166,7 @@ class Position:
             checksum=value["content"],
             inner=value["inner"],
             pass_number=value["passes"],
-            objects=_read_map(value["objects"], (bytes, type(None)), "the states of its objects are no bytes"),
+            objects=_read_map(value["objects"], (bytes, type(None)), "the states of its objects are not bytes"),
             raised=_read_raised(value["raised"], value["given"]),
         )
         position = cls(
@@ -190,7 +190,7 @@ class Position:
 
     def _check(self) -> None:
         if self.kind not in ("plain", "stateful"):
-            raise corrupt(f"{self.kind!r} is no kind of loader")
+            raise corrupt(f"lightck does not know its kind of loader, {self.kind!r}")
         if self.in_pass and self.state.at_iter is None:
             raise corrupt("its pass has begun and a random state is missing")
         if self.in_pass and self.kind == "stateful" and self.state.inner is None:

@@ -93,7 +93,8 @@ class ReplayReport:
         if now - self._reported >= _REPORT_SECONDS:
             self._reported = now
             log.info(
-                "lightck: loader %r: %d of the %d batches that its pass gave before are fetched again, %.1f per second",
+                "lightck: loader %r: %d of the %d batches that the interrupted run got in this pass are fetched again, "
+                "%.1f per second",
                 self._name,
                 done,
                 self._count,
@@ -103,9 +104,10 @@ class ReplayReport:
     def fetch_succeeded(self, place: int) -> None:
         """Warn of a fetch after ``place`` batches that raised an error in the run before and gives a batch now."""
         log.warning(
-            "lightck: loader %r: in the run before, a fetch after %d batches of the pass raised an error, which was "
-            "ignored. Now the same fetch gives a batch, which lightck drops. If the dataset draws random numbers in "
-            "workers, later ones may differ from those of the run before. Mend what makes the fetch fail sometimes",
+            "lightck: loader %r: in the interrupted run, a fetch after %d batches of the pass raised an error, which "
+            "was ignored. Now the same fetch gives a batch, which lightck drops. If the dataset draws random numbers "
+            "in workers, later ones may differ from those of the interrupted run. Mend what makes the fetch fail "
+            "sometimes",
             self._name,
             place,
         )
@@ -113,7 +115,7 @@ class ReplayReport:
 
 # -- replay="skip" -----------------------------------------------------------------------------------------------------
 
-SKIP_NOTE = " (replay='skip' did not fetch those before it; replay='fetch' fetches all)"
+SKIP_NOTE = " (replay='skip' skipped the batches before this one; replay='fetch' fetches all of them)"
 
 
 def wants_skip(loader: object, replay: object) -> bool:
@@ -121,13 +123,15 @@ def wants_skip(loader: object, replay: object) -> bool:
     cannot be skipped."""
     if replay not in ("fetch", "skip"):
         raise ValueError(
-            f"replay={replay!r}: pass 'fetch' (fetch all batches given before) or 'skip' (skip them in the sampler)."
+            f"replay={replay!r}: pass 'fetch' (fetch again all batches that the interrupted run got in this pass) or "
+            "'skip' (skip them in the sampler)."
         )
     is_plain = is_loader_of_torch(loader) and type(loader).__iter__ is DataLoader.__iter__  # type: ignore[attr-defined]
     if replay == "skip" and (not is_plain or isinstance(loader.dataset, IterableDataset)):  # type: ignore[attr-defined]
         raise SessionError(
             f"replay='skip' on a {type(loader).__qualname__}: only a plain DataLoader over a map-style dataset can "
-            "skip batches in its sampler. Leave replay= out: the batches given before are then fetched again."
+            "skip batches in its sampler. Leave replay= out: then the batches that the interrupted run got in "
+            "this pass are fetched again."
         )
     return replay == "skip"
 

@@ -68,9 +68,9 @@ class _WorkerFetchWatch:
         if self._state is None or torch.equal(self._state, torch.get_rng_state()):
             return None
         return (
-            "its sampler draws from torch's global random generator at each next(), and the loop may draw from the "
-            "same generator. A resume fetches the earlier batches of the pass again, but does not run the loop for "
-            f"them. Without the loop's draws the sampler may draw other numbers: {_CURE}"
+            "the loader's sampler draws from torch's global random generator at each next(), and the loop may draw "
+            "from the same generator. A resume fetches the earlier batches of the pass again, but does not run the "
+            f"loop for them. Without the loop's draws the sampler may draw other numbers. To avoid this, {_CURE}"
         )
 
 
@@ -89,9 +89,9 @@ class _InProcessWatch:
     def risk(self) -> str | None:
         if self._sampler.has_drawn:
             return (
-                "its sampler draws from torch's global random generator at next(), and the loop draws from the same "
-                "generator. A resume fetches the earlier batches of the pass again, but does not run the loop for "
-                f"them. Without the loop's draws the sampler may draw other numbers: {_CURE}"
+                "the loader's sampler draws from torch's global random generator at next(), and the loop draws from "
+                "the same generator. A resume fetches the earlier batches of the pass again, but does not run the loop "
+                f"for them. Without the loop's draws the sampler may draw other numbers. To avoid this, {_CURE}"
             )
         self._state = None if self._sampler.is_watched else torch.get_rng_state()
         return None

@@ -241,7 +241,7 @@ def test_an_iterator_has_one_pass(caplog):
 
 def test_an_iterator_that_is_left_and_iterated_again_is_reported_and_not_resumed(caplog):
     reference = run(train(numbers, leave_at=4), seed=1)
-    assert caplog.text.count("Pass the iterable that made it") == 1
+    assert caplog.text.count("Pass the iterable that makes the iterator") == 1
     assert Host(resumed=reference.checkpoints[3][1]).loader(numbers()).start == 3
     for number in (4, 5, 8, 9):  # from the next() of a later pass on
         with pytest.raises(DriftError, match=r"the number of batches taken before this pass was [48] and is None"):
@@ -611,7 +611,7 @@ def test_batches_in_other_containers_are_compared(hold):
     again = Host(resumed=saved[3][1]).loader([hold(torch.full((2,), i)) for i in range(4)])
     assert len(list(again)) == 1
     changed = Host(resumed=saved[3][1]).loader([hold(torch.full((2,), i + (i == 2))) for i in range(4)])
-    with pytest.raises(DriftError, match="batch 2 of the pass is not the one that was given before"):
+    with pytest.raises(DriftError, match="batch 2 of the pass is not that of the interrupted run"):
         iter(changed)
 
 
@@ -668,7 +668,7 @@ def test_a_sampler_that_draws_between_draws_of_the_loop_is_reported_once(caplog,
     for _ in range(2):
         for _ in itertools.islice(loader, 6):
             torch.rand(1)
-    assert caplog.text.count("its sampler draws") == 1
+    assert caplog.text.count("the loader's sampler draws") == 1
 
 
 class Chunks:
@@ -708,12 +708,12 @@ def test_a_sampler_that_draws_for_each_chunk_between_draws_of_the_loop_is_report
         return DataLoader(Noisy(), BATCH, sampler=Chunks(own=False), collate_fn=collate)
 
     saved = run(train(build), seed=1).checkpoints
-    assert caplog.text.count("its sampler draws from torch's global random generator at next()") == 1
+    assert caplog.text.count("the loader's sampler draws from torch's global random generator at next()") == 1
     with pytest.raises(DriftError, match=r"sampler and the loop draw.*give the sampler a generator of its own"):
         iter(Host(resumed=saved[5][1]).loader(build()))
     caplog.clear()
     run(train(lambda: build(Opaque)), seed=1)  # its batches cannot be compared after a resume
-    assert caplog.text.count("its sampler draws") == 1
+    assert caplog.text.count("the loader's sampler draws") == 1
 
 
 @pytest.mark.parametrize("workers", [0, 1])

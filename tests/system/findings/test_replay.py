@@ -77,7 +77,9 @@ def test_a_dataset_with_a_generator_of_its_own_is_found_behind_padding(bench: Be
 
 @pytest.mark.parametrize("name", ["prefetcher-persistent", "prefetcher-persistent-augmented"])
 def test_persistent_workers_inside_a_wrapper(name: str, bench: Bench) -> None:
-    outcomes = bench.exact_or_reported(name, "later pass of persistent workers", quiet=True)
+    outcomes = bench.exact_or_reported(
+        name, "has persistent workers, and the training goes on in a later pass", quiet=True
+    )
     if name == "prefetcher-persistent":
         assert all(outcome.difference is None for outcome in outcomes)
     assert not all(outcome.warnings for outcome in outcomes)
