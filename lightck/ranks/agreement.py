@@ -169,9 +169,8 @@ def _sources(reports: Sequence[Report], lost: Sequence[int]) -> dict[int, int]:
     for rank in lost:
         name, world_size = _name(reports, rank), len(reports)
         fact = (
-            f"The pool of {name} is lost: the directory {reports[rank].directory!r} has no pool "
-            f"{pool_name(rank, world_size)!r} with a checkpoint, and none under another name that is that of rank "
-            f"{rank}"
+            f"The pool of {name} is lost: the directory {reports[rank].directory!r} has no pool of rank {rank} with a "
+            f"checkpoint, neither under the name {pool_name(rank, world_size)!r} nor under another one"
         )
         cure = (
             "Nothing was changed. Put that pool back; attach(..., overwrite=True) on all ranks discards all pools and "
@@ -185,7 +184,7 @@ def _sources(reports: Sequence[Report], lost: Sequence[int]) -> dict[int, int]:
             if at not in lost and other.directory_id == reports[rank].directory_id
         ]
         if not there:
-            raise RankError(f"{fact}. No other rank on that host has a pool from which it could be replaced. {cure}")
+            raise RankError(f"{fact}. No other rank on that host has a pool that could replace the lost one. {cure}")
         sources[rank] = there[0]
     return sources
 
@@ -206,7 +205,8 @@ def _nothing_common(reports: Sequence[Report]) -> RankError:
     if damaged:
         cure = (
             f"No checkpoint in the pool of {_name(reports, damaged[0])} is intact. Put another copy of that pool into "
-            "the directory; or remove it, and the rank takes its tensors from another rank, if the model is replicated"
+            "the directory. Or, if the model is replicated, remove the damaged pool: then the rank takes its tensors "
+            "from another rank"
         )
     return RankError(
         f"The ranks have no intact checkpoint in common: {_listed_steps(reports)}. Nothing was overwritten. {cure}; "

@@ -190,10 +190,10 @@ class Meeting:
 
         def report(seconds: float) -> None:
             log.warning(
-                "lightck: rank %d has waited in attach for %s for %.0f seconds. Missing: %s",
+                "lightck: rank %d has waited %.0f seconds in attach for %s. Missing: %s",
                 self.rank,
-                what,
                 seconds,
+                what,
                 self._names(ranks).lower(),
             )
 

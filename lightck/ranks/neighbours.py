@@ -79,7 +79,12 @@ class Neighbour:
         try:
             reader = open_pool(self._reader.path)
         except PoolError as err:  # the rank itself will find that its pool was removed or damaged
-            log.debug("lightck: the pool of rank %d cannot be opened now: %s", self.rank, err)
+            log.debug(
+                "lightck: the pool of rank %d cannot be opened now, so this rank does not see newer checkpoints in "
+                "that pool: %s",
+                self.rank,
+                err,
+            )
             return
         if self._is_new_file(reader):
             old = self._reader
@@ -225,7 +230,10 @@ class GroupRule(CommitListener):
                 timeout=self._timeout,
                 pauses=_PAUSES,
                 report=lambda seconds: log.warning(
-                    "lightck: this rank has waited %.0f seconds for a newer checkpoint of %s", seconds, self._slowest()
+                    "lightck: this rank has waited %.0f seconds for a newer checkpoint of %s. Until it comes, this "
+                    "rank's pool has no room for a new checkpoint, because the ranks may still need the old ones",
+                    seconds,
+                    self._slowest(),
                 ),
                 error=self._timeout_error,
                 between=pause,
@@ -239,9 +247,10 @@ class GroupRule(CommitListener):
         n_ahead = sum(common is None or one > common for one in self._own)
         return RankError(
             f"For {self._timeout:g} seconds (timeout=) no newer checkpoint came from {self._slowest()}. This rank is "
-            f"{n_ahead} saved checkpoints ahead, and may not overwrite checkpoints that are still needed there. The "
-            "checkpoints that all ranks have are intact. Look for an error there. All ranks must make the same number "
-            "of updates; a larger slots= of attach lets them be further apart."
+            f"{n_ahead} saved checkpoints ahead, and may not overwrite checkpoints that the other ranks still need. "
+            "The checkpoints that all ranks have are intact. Look for an error of the ranks for which this rank "
+            "waited. All ranks must make the same number of updates; a larger slots= of attach lets them be further "
+            "apart."
         )
 
     def committed(self, writer: PoolWriter, step: int) -> None:

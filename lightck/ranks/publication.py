@@ -149,7 +149,12 @@ class Publication:
 
     def _failed(self, err: Exception) -> None:
         if self.error is None:
-            log.debug("lightck: the store of the process group cannot be used: %s: %s", type(err).__name__, err)
+            log.debug(
+                "lightck: the store of the process group cannot be used (%s: %s), so this rank does not see new "
+                "checkpoints of ranks on other hosts. lightck tries again",
+                type(err).__name__,
+                err,
+            )
         self.error = err
 
 

@@ -89,9 +89,10 @@ def refuse_directory_of_ranks(path: str) -> None:
     """Raise ``UnsupportedError`` if a single process attaches to the directory of a group of ranks."""
     pools = pools_in(path) if os.path.isdir(path) else []
     if pools:
+        n_ranks = world_size_in(pools[0].name)
         raise UnsupportedError(
-            f"{path!r} is the directory of a group of {world_size_in(pools[0].name)} ranks, and this process is alone. "
-            "Start as many ranks, call init_process_group before attach, and leave group= out. To save this process "
+            f"{path!r} is the directory of a group of {n_ranks} ranks, and this process is alone. "
+            f"Start {n_ranks} ranks, call init_process_group before attach, and leave group= out. To save this process "
             f"alone, name a file. To load the model into a single process: lightck.recover({path!r}, model)."
         )
 
@@ -104,7 +105,11 @@ def _store_of(group: Any) -> Store:
     try:
         store = store.clone()
     except (AttributeError, NotImplementedError, RuntimeError):  # some stores cannot be cloned
-        log.debug("lightck: the store %s cannot be cloned, so its connection is shared", type(store).__name__)
+        log.debug(
+            "lightck: the store %s of the process group cannot be cloned, so lightck uses the same connection as "
+            "torch, and one may have to wait for the other",
+            type(store).__name__,
+        )
     own: Store = store
     return own
 

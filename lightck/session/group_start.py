@@ -338,17 +338,20 @@ class GroupStart:
         first = holders[0]
         other = next((rank for rank in holders if digests[rank] != digests[first]), None)
         if other is None:
-            alone = f". It was not possible to compare: of the pools only that of rank {first} is left"
+            alone = (
+                f". Only the pool of rank {first} is left, so lightck could not check that all ranks had the same "
+                "parameters and optimizer state"
+            )
             return alone if len(holders) == 1 else ""
         texts = self.meeting.exchange("tensors", own[:_NAMES_NBYTES_MAX] if self.group.rank in (first, other) else b"")
         one, two = (set(texts[rank].decode("utf-8", "replace").splitlines()) for rank in (first, other))
         names = sorted({line.rpartition(" ")[0] for line in one ^ two})
         lost = min(start.sources)
         raise RankError(
-            f"The pool of {self.meeting.name_of(lost).lower()} is lost, and no other rank's can replace it, because "
-            f"each rank has a state of its own: {listed(names, 3)} on {self.meeting.name_of(first).lower()} and on "
-            f"{self.meeting.name_of(other).lower()} differ. Nothing was changed. Put that pool back; "
-            "attach(..., overwrite=True) on all ranks discards all pools and starts afresh."
+            f"The pool of {self.meeting.name_of(lost).lower()} is lost, and the pool of another rank cannot replace "
+            f"it, because the ranks have different states: {self.meeting.name_of(first).lower()} and "
+            f"{self.meeting.name_of(other).lower()} differ in {listed(names, 3)}. Nothing was changed. Put that pool "
+            "back; attach(..., overwrite=True) on all ranks discards all pools and starts afresh."
         )
 
     def _with_copy(

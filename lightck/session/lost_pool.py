@@ -46,8 +46,8 @@ def open_source(directory: str, group: Group, rank: int, run_id: bytes) -> PoolR
     if reader is not None:
         reader.close()
     raise RankError(
-        f"The pool of rank {rank} in {directory!r}, whose checkpoint rank {group.rank} would take, was removed or "
-        "replaced while the ranks attached. Is a second job using the directory? End it, and start again."
+        f"The pool of rank {rank} in {directory!r} was removed or replaced while the ranks attached, before rank "
+        f"{group.rank} could take its checkpoint. Is a second job using the directory? End it, and start again."
     )
 
 

@@ -130,14 +130,16 @@ def test_a_lost_part_is_named(rank):
     with pytest.raises(RankError) as caught:
         decide(reports, resume=True, overwrite=False)
     assert str(caught.value).startswith(
-        "The pool of rank 1 (host b) is lost: the directory '/d' has no pool 'rank-00001-of-00002.pool' with a "
-        "checkpoint, and none under another name that is that of rank 1. The model is sharded"
+        "The pool of rank 1 (host b) is lost: the directory '/d' has no pool of rank 1 with a checkpoint, neither "
+        "under the name 'rank-00001-of-00002.pool' nor under another one. The model is sharded"
     )
 
 
 def test_a_damaged_pool_is_not_lost():
     reports = [report(3, 4), report(run_id=RUN, world_id=WORLD, is_damaged=True)]
-    with pytest.raises(RankError, match=r"No checkpoint in the pool of rank 1 \(host h\) is intact.*or remove it"):
+    with pytest.raises(
+        RankError, match=r"No checkpoint in the pool of rank 1 \(host h\) is intact.*remove the damaged pool"
+    ):
         decide(reports, resume=True, overwrite=False)
 
 

@@ -246,7 +246,7 @@ def test_a_lost_pool_of_another_host_is_named(pools):
     for ended in run_ranks(2, body(DDP, pools, 6)):
         assert isinstance(ended.error, RankError)
         assert "The pool of rank 1 (host host-1) is lost" in str(ended.error)
-        assert "No other rank on that host has a pool from which it could be replaced" in str(ended.error)
+        assert "No other rank on that host has a pool that could replace the lost one" in str(ended.error)
 
 
 def test_the_pools_of_all_hosts_in_one_directory_are_recovered(pools):

@@ -196,7 +196,7 @@ def test_the_warning_says_that_there_was_nothing_to_compare_with(pools, two):
     two.copy_to(pools, 0)
     lives = values(run_ranks(2, life(pools, STEPS)))
     assert [len(one.warnings) for one in lives] == [1, 0]
-    assert "It was not possible to compare: of the pools only that of rank 1 is left" in lives[0].warnings[0]
+    assert "Only the pool of rank 1 is left, so lightck could not check" in lives[0].warnings[0]
 
 
 def test_random_states_differ_between_ranks_and_are_the_same_the_second_time(pools, four):
@@ -455,7 +455,7 @@ def test_a_damaged_pool_is_not_replaced_unasked(pools, two):
     for found in errors(2, attaching(pools)):
         assert isinstance(found, RankError)
         assert "No checkpoint in the pool of rank 1 (host" in str(found)
-        assert "or remove it, and the rank takes its tensors from another rank" in str(found)
+        assert "remove the damaged pool: then the rank takes its tensors from another rank" in str(found)
     assert contents_of(pools) == before
     path.unlink()
     assert values(run_ranks(2, life(pools, STEPS)))[1].recovered == Recovered(STEPS, False, reason(1, 0))
