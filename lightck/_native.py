@@ -122,7 +122,7 @@ _REASONS = {
     lib.LCK_ENOMEM: "out of memory",
     lib.LCK_EFORK: "called in a forked child, which cannot use its parent's pool",
     lib.LCK_ETIMEDOUT: "timed out",
-    lib.LCK_EBUSY: "all entries for jobs or mappings are in use",
+    lib.LCK_EBUSY: "too much is under way at once in the native library (an error in lightck: please report it)",
     lib.LCK_ECHECKSUM: "a block does not match its checksum",
     lib.LCK_ESHORT: "the file ends early",
     lib.LCK_EDROPPED: "the checkpoint was dropped before its commit",
@@ -136,7 +136,7 @@ def check(status: int, what: str) -> None:
     thread that made the native call, because the errno is kept for each thread."""
     if status == lib.LCK_OK:
         return
-    raise NativeError(status, f"{what}: {reason(status)}", errno_of(status))
+    raise NativeError(status, f"{what} failed: {reason(status)}", errno_of(status))
 
 
 def reason(status: int) -> str:

@@ -220,7 +220,8 @@ class Pipeline:
                         continue
                 raise LightckError(
                     "No slot of the pool can be written: earlier writes to the free slots failed. The last committed "
-                    "checkpoint is intact. Put the pool on a sound medium and start again with resume=True."
+                    "checkpoint is intact. Copy the pool to another medium, and start again with the copy and "
+                    "resume=True."
                 )
             self._finish(self._in_flight[0])
 

@@ -462,7 +462,11 @@ def test_a_device_without_room_for_a_copy_and_a_pool_that_cannot_be_registered(p
         assert session.stats().staging == "Host()"
     assert is_step(lightck.recover(pool), everything(model, optimizer))
     reported = "\n".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
-    reasons = {"Host()": "", "Device()": "no room for a copy", "Direct()": "cannot be registered: refused"}
+    reasons = {
+        "Host()": "",
+        "Device()": "no room for a copy",
+        "Direct()": "cannot be given access to the pool's memory: refused",
+    }
     assert reasons[str(kind)] in reported
     assert ("lightck.Host() is used" in reported) == (kind != lightck.Host())
 

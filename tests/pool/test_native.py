@@ -244,7 +244,7 @@ def test_a_forked_child_can_do_nothing() -> None:
 
 def test_check_tells_status_and_errno() -> None:
     check(_native.lib.LCK_OK, "nothing")
-    with pytest.raises(_native.NativeError, match=r"opening: .*descriptor") as caught:
+    with pytest.raises(_native.NativeError, match=r"opening failed: .*descriptor") as caught:
         whole = ffi.new("lck_extent[]", [(0, 4096)])
         check(lib.lck_medium_open(2**20 + 7, whole, 1, _native.lib.LCK_TIER_CACHE, ffi.new("lck_medium **")), "opening")
     assert (caught.value.status, caught.value.errno) == (_native.lib.LCK_ESYS, errno.EBADF)

@@ -304,7 +304,7 @@ def test_each_element_is_taken_once_from_the_first_holder(held):
         for start, size, _ in pieces:
             first[at(Box(start, size))] = number
     if (first < 0).any():
-        with pytest.raises(ValueError, match="nobody holds the box of size"):
+        with pytest.raises(ValueError, match="no rank holds the part of size"):
             assembly(shape, holders)
         return
     taken = np.full(shape, -1)
@@ -327,7 +327,7 @@ def test_a_missing_box_is_named():
     missing = coverage((8, 6), rows[:5] + rows[6:])
     assert missing == Coverage(Box((4, 3), (2, 3)), None)
     assert not missing.is_complete
-    with pytest.raises(ValueError, match=r"nobody holds the box of size \(2, 3\) at \(4, 3\)"):
+    with pytest.raises(ValueError, match=r"no rank holds the part of size \(2, 3\) at \(4, 3\)"):
         assembly((8, 6), rows[:5] + rows[6:])
 
 
@@ -363,7 +363,7 @@ def test_a_later_holder_fills_only_what_is_left():
                                    Piece((0, 0), (1, 1), (0, 0)), Piece((2**70,), (1,), (0,))])  # fmt: skip
 @pytest.mark.parametrize("function", [coverage, assembly])
 def test_a_piece_outside_of_the_tensor_is_an_error(function, piece):
-    with pytest.raises(ValueError, match=r"holder 1,.* lies outside"):
+    with pytest.raises(ValueError, match=r"holder 1 has a part .*which lies outside"):
         function((4,), [[Piece((0,), (4,), (0,))], [piece]])
     with pytest.raises(ValueError, match="cannot have the shape"):
         function((2**63,), [[piece]])

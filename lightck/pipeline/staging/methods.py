@@ -94,14 +94,16 @@ class DirectMethod:
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
         if writer.durability.tier == TIER_DISK:
             # The kernel does not see that a device wrote to a page, so the next fdatasync could skip the page.
-            raise UnavailableError("the pool is on a disk")
+            raise UnavailableError(
+                "the pool is on a disk, and what a device writes into such a pool might not become durable"
+            )
         if self._pool is None or not self._pool.is_of(writer):
             self.forget()
             try:
                 transfers = list(dict.fromkeys(one.transfer for one in staged))
                 self._pool = RegisteredPool(writer, transfers, self._wait_idle)
             except RuntimeError as err:
-                raise UnavailableError(f"the pool's memory cannot be registered: {err}") from err
+                raise UnavailableError(f"the device cannot be given access to the pool's memory: {err}") from err
 
     def group(
         self, reservation: Reservation, tensors: list[StagedTensor], segment_nbytes: int, *, in_order: bool

@@ -158,8 +158,9 @@ def _sharded_dim(placement: Placement, mesh_dim: int, ndim: int) -> int | None:
         return None
     if isinstance(placement, Partial):
         raise UnsupportedError(
-            f"The tensor's placement is Partial({placement.reduce_op}) on mesh dimension {mesh_dim}: what a rank holds "
-            "is not a part of the tensor until it is reduced. Redistribute the tensor to Replicate or Shard first."
+            f"The tensor's placement is Partial({placement.reduce_op}) on mesh dimension {mesh_dim}: a rank holds "
+            "values that are not reduced yet, and not a part of the tensor. Redistribute the tensor to Replicate or "
+            "Shard first."
         )
     if not isinstance(placement, (Shard, StridedShard)):
         raise TypeError(f"the placement on mesh dimension {mesh_dim} is of an unknown class: {placement!r}")
@@ -312,7 +313,7 @@ def assembly(shape: Sequence[int], holders: Sequence[Sequence[Piece]]) -> list[C
     copies = held.copies()
     if not held.is_complete(copies):
         start, size = held.uncovered()
-        raise ValueError(f"the pieces do not cover the tensor: nobody holds the box of size {size} at {start}")
+        raise ValueError(f"the pieces do not cover the tensor: no rank holds the part of size {size} at {start}")
     return sorted(copies, key=lambda copy: copy.destination.start)
 
 
@@ -331,8 +332,10 @@ class _Held:
         for holder, pieces in enumerate(holders):
             for start, size, local_start in pieces:
                 if not (len(start) == len(size) == len(shape) and _is_in(start, size, shape)):
-                    part = f"of size {size} at {start}"
-                    raise ValueError(f"the part of holder {holder}, {part}, lies outside of a tensor of {self.shape}")
+                    raise ValueError(
+                        f"holder {holder} has a part of size {size} at {start}, which lies outside of the tensor of "
+                        f"shape {self.shape}"
+                    )
                 box = Box(tuple(start), tuple(size))
                 if box in self._sources:
                     self._repeated.append(box)

@@ -262,8 +262,8 @@ def _place(device: _Device, nbytes: int) -> int:
     assert there is not None, "only the present pool is in the way"
     error = NoSpaceError(
         f"A pool of {nbytes / 1e6:,.1f} MB has no room on {device.path!r} beside the pool that is there: the device "
-        f"has {facts.nbytes / 1e6:,.1f} MB, and that pool takes {there.nbytes / 1e6:,.1f} MB. The old pool must stay "
-        "until the new one is complete, and it is intact. Use a larger namespace; or export the newest checkpoint, and "
+        f"has {facts.nbytes / 1e6:,.1f} MB, and that pool takes {there.nbytes / 1e6:,.1f} MB. The old pool is intact, "
+        "and must stay until the new one is complete. Use a larger namespace; or export the newest checkpoint, and "
         "start afresh with overwrite=True."
     )
     error.discard_helps = True

@@ -119,7 +119,10 @@ def probe_device(device: DaxDevice, *, system: System | None = None) -> Durabili
     if _is_pretended(region):
         return _process_only("memory (device-dax)", TIER_CACHE, seen, *_why_volatile([Device(device.name, region)]))
     if region.provider not in _REAL:
-        no_flush = ("its host must get a request to flush, and a device-dax mapping cannot send one",)
+        no_flush = (
+            "it is memory of a virtual machine (virtio-pmem): its host makes it durable only when asked to flush, and "
+            "a device-dax mapping cannot ask",
+        )
         why = no_flush if region.provider == _HOSTED else _reports(region)
         return _process_only("unknown memory (device-dax)", TIER_CACHE, seen, *why)
     if system.write_back() is None:
@@ -134,7 +137,7 @@ def require(durability: Durability, level: str | None) -> None:
     if level is None:
         return
     if level not in ("process", "os", "power"):
-        raise ValueError(f'require={level!r} is not known. It is one of "process", "os", "power".')
+        raise ValueError(f'require={level!r} is not known. Pass "process", "os" or "power".')
     if not getattr(durability, level):
         what = {"process": "a kill of the process", "os": "a crash of the operating system", "power": "a power cut"}
         raise MediumError(
@@ -192,14 +195,21 @@ def _overlay(folder: str, seen: str, system: System, nested_left: int) -> Durabi
     """Judge an overlay. An overlay is as durable as its upper folder, if that folder is visible to this process."""
     mount = system.mount(folder)
     if mount is None or "volatile" in mount.options:
-        return _process_only("overlay", TIER_DISK, seen, "the overlay is mounted volatile, or its mount is unknown")
+        return _process_only(
+            "overlay",
+            TIER_DISK,
+            seen,
+            "the overlay is mounted with the option volatile, or its mount options cannot be read",
+        )
     upper = mount.option("upperdir")
     if upper is None or not os.path.isdir(upper) or nested_left == 0:
         unseen = (
             f"the medium of the overlay's upper folder ({upper}) is not visible here (a container?): put the pool on a "
             "volume of its own"
         )
-        return _process_only("overlay", TIER_DISK, f"{seen}: overlay, which passes fdatasync on", unseen)
+        return _process_only(
+            "overlay", TIER_DISK, f"{seen}: overlay, which passes fdatasync to its upper folder", unseen
+        )
     below = _probe(upper, None, system, nested_left - 1)
     evidence = (f"{seen}: overlay, which passes writes and fdatasync to its upper folder {upper}", *below.evidence)
     if below.tier == TIER_CACHE:

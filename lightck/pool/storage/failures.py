@@ -17,13 +17,13 @@ from lightck.errors import LightckError, PoolIOError, PoolPathError
 _MEDIUM_ERRNOS = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
 _MEDIUM_CURE = "Check the health of its medium (dmesg), and make a copy of the pool before you try anything else."
 _CURES = {
-    errno.ENOMEM: "Free memory, or raise the limit (ulimit -v, the container's), and try again.",
+    errno.ENOMEM: "Free memory, or raise the limit (ulimit -v, or that of the container), and try again.",
     errno.EAGAIN: "End processes or threads, or raise the limit (ulimit -u), and try again.",
     errno.EMFILE: "Close files, or raise the limit (ulimit -n), and try again.",
-    errno.ENFILE: "The whole system is out of descriptors: end programs that hold many of them, and try again.",
+    errno.ENFILE: "The whole system is out of file descriptors: end programs that have many files open, and try again.",
     errno.ENOLCK: "The file system supports no locks, or has none left: use a local file system, and try again.",
-    errno.ENOSPC: "Free space there, or choose another medium.",
-    errno.EDQUOT: "Free space there, raise the quota, or choose another medium.",
+    errno.ENOSPC: "Free space on its file system, or choose another medium.",
+    errno.EDQUOT: "Free space on its file system, raise the quota, or choose another medium.",
     errno.EROFS: "Its file system is mounted read-only: choose another folder, or mount it for writing.",
 }
 TRANSIENT_ERRNOS = (errno.ENOMEM, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO)

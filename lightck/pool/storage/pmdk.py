@@ -172,9 +172,9 @@ def _refused(path: str, err: pmemobj.PmemobjError) -> PoolError:
         )
     if err.errno == errno.EEXIST:
         return PoolLockedError(
-            f"The PMDK pool {path!r} or a copy of it is open in this process, or in the one that it was forked from "
-            f"({reason}): libpmemobj distinguishes pools by an identity that a copy shares. Close the other pool "
-            "first, or open this one in a separate process."
+            f"The PMDK pool {path!r} or a copy of it is open in this process, or in its parent, from which it was "
+            f"forked ({reason}): libpmemobj distinguishes pools by an identity that a copy shares. Close the other "
+            "pool first, or open this one in a separate process."
         )
     if err.errno in (errno.EIO, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EAGAIN):
         return io_error(f"libpmemobj cannot open the PMDK pool {path!r}", err.errno, reason)

@@ -136,7 +136,7 @@ class System:
         try:
             fd = _open_probe(folder, file)
         except OSError as err:
-            return Dax(False, False, f"no file could be opened to try it: {err.strerror}")
+            return Dax(False, False, f"it was not tried, because no file could be opened: {err.strerror}")
         try:
             why_not = _why_no_map_sync(fd)
             return Dax(_is_dax(fd), not why_not, why_not)
