@@ -175,7 +175,7 @@ def _device(machine: Machine, path: str) -> Finding | None:
     said = f"{durability.medium}, {size(nbytes)}; survives {survived}"
     if durability.os:
         return Finding(path, OK, said)
-    return Finding(path, NOTE, said, f"No more is guaranteed, because {durability.evidence[-1]}.")
+    return Finding(path, NOTE, said, f"More than that is not guaranteed, because {durability.evidence[-1]}.")
 
 
 def _asked_medium(machine: Machine, path: str) -> Finding:

@@ -78,9 +78,9 @@ def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> Facts:
             except _OverwrittenError:
                 continue
     raise PoolLockedError(
-        f"The pools {a!r} and {b!r} could not be compared: one of them is in use, and its checkpoints were overwritten "
-        f"faster than they could be read, {stored_checkpoints.ATTEMPTS} times. The pools are not damaged. Try again, "
-        "or stop the training first."
+        f"The pools {a!r} and {b!r} could not be compared: one of them is in use, and in each of "
+        f"{stored_checkpoints.ATTEMPTS} attempts its checkpoints were overwritten while they were read. The pools are "
+        "not damaged. Try again, or stop the training first."
     )
 
 

@@ -92,7 +92,7 @@ def _show(facts: Facts) -> None:
     print_line(f"{facts['directory']}: {count(len(facts['pools']), 'pool')} of ranks")
     print_line()
     common = {one["step"] for one in facts["common"]}
-    rows = [("rank", "checkpoints (* all ranks have it)", "open in", "file")]
+    rows = [("rank", "checkpoints (*: all ranks have this one)", "open in", "file")]
     for pool in facts["pools"]:
         group, holder = pool["group"], pool["holder"]
         steps = [f"{one['step']}{'*' * (one['step'] in common)}" for one in pool["checkpoints"]]

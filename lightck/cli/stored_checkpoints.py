@@ -87,8 +87,8 @@ def find_checkpoints(reader: PoolReader, step: int | None = None) -> tuple[Found
 
 def overwritten_error(reader: PoolReader) -> PoolLockedError:
     return PoolLockedError(
-        f"The pool {reader.path!r} is in use, and its checkpoints were overwritten faster than they could be read, "
-        f"{ATTEMPTS} times. The pool is not damaged. Try again, or stop the training first."
+        f"The pool {reader.path!r} is in use, and in each of {ATTEMPTS} attempts its checkpoints were overwritten "
+        "while they were read. The pool is not damaged. Try again, or stop the training first."
     )
 
 

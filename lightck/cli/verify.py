@@ -141,7 +141,8 @@ def _check_record(reader: PoolReader, position: int) -> CheckResult:
     except DamagedError as error:
         if _lacks_last_store(data, reader):
             return (
-                "it was not finished, as after a kill during a commit; the checkpoint that it would name is not used",
+                "its write was not finished, as after a kill during a commit; the checkpoint of this record is not "
+                "used",
                 True,
             )
         return f"{error}: the checkpoint that it named cannot be found", False
@@ -177,12 +178,16 @@ def _check_header(reader: PoolReader, slot: int) -> CheckResult:
     newest = stored_checkpoints.newest_generations(reader.commit_log()).get(slot, 0)
     generation = reader.slot_generation(slot)
     if generation is not None and generation < newest:
-        return f"it names generation {generation}, but {newest} was committed: a write of the header was lost", False
+        return (
+            f"it names generation {generation}, but generation {newest} was committed in this slot: a write of the "
+            "header was lost",
+            False,
+        )
     if generation is not None or (never_written and not newest):
         return None, True
     return (
-        "its header is damaged, but a checkpoint can be read without it: the line of the checkpoint says whether it is "
-        "intact",
+        "it is damaged. The checkpoint in the slot can be read without this header, and the line of that checkpoint "
+        "says whether the checkpoint is intact",
         False,
     )
 

@@ -210,7 +210,7 @@ class _Run:
     def failed(self, what: str) -> DemoError:
         self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
         tail = self.log.read().decode(errors="replace").strip()
-        return DemoError(f"{what}. It is the {self.name} run. Its last output:\n{tail or '(nothing)'}")
+        return DemoError(f"{what}. This happened in the {self.name} run. Its last output:\n{tail or '(nothing)'}")
 
     def read(self, child: Child, due: float = math.inf) -> dict[str, Any] | None:
         """Return the child's next message, or None if the child has ended and all its messages were read. Raises

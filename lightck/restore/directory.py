@@ -83,8 +83,9 @@ def _newest(readers: Sequence[PoolReader], step: int | None, device: torch.devic
         if [reader.commit_log() for reader in readers] == logs:
             raise _no_checkpoint_error(readers, step, common, rejected)
     raise PoolLockedError(
-        f"The pools in {os.path.dirname(readers[0].path)!r} are in use, and their checkpoints were overwritten faster "
-        f"than they could be read, {_ATTEMPTS} times. They are not damaged. Try again, or end the training first."
+        f"The pools in {os.path.dirname(readers[0].path)!r} are in use, and in each of {_ATTEMPTS} attempts their "
+        "checkpoints were overwritten while they were read. The pools are not damaged. Try again, or end the training "
+        "first."
     )
 
 

@@ -164,9 +164,9 @@ def take_newest(
         if reader.commit_log() == commit_log:
             raise _no_checkpoint_error(reader, commit_log, step, rejected)
     raise PoolLockedError(
-        f"The pool {reader.path!r} is in use, and its checkpoints were overwritten faster than they could be read, "
-        f"{_ATTEMPTS} times. The pool is not damaged. Try again, end the training first, or give the pool more slots: "
-        "attach(..., slots=3)."
+        f"The pool {reader.path!r} is in use, and in each of {_ATTEMPTS} attempts its checkpoints were overwritten "
+        "while they were read. The pool is not damaged. Try again, end the training first, or give the pool more "
+        "slots: attach(..., slots=3)."
     )
 
 

@@ -130,7 +130,7 @@ def test_a_restart_that_was_killed_in_its_adoption_record_is_no_damage(pool):
     status, facts = call_json("verify", pool)
     assert status == 0, facts
     assert [s["note"] for s in facts["structures"] if s["note"]] == [
-        "it was not finished, as after a kill during a commit; the checkpoint that it would name is not used"
+        "its write was not finished, as after a kill during a commit; the checkpoint of this record is not used"
     ]
 
 

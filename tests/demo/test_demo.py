@@ -101,7 +101,7 @@ def test_a_demo_that_cannot_be_done_gives_exit_status_2(monkeypatch, tmp_path):
     assert answer.stderr.splitlines()[-1].startswith("error: the training process ended")
     error = json.loads(answer.stdout)["error"]
     assert error["class"] == "DemoError"
-    assert "It is the killed run" in error["message"]
+    assert "This happened in the killed run" in error["message"]
     assert list(tmp_path.iterdir()) == []
 
 
