@@ -284,9 +284,9 @@ class Comparison:
     def _report(self, fact: str) -> None:
         """Log a warning. With ``is_strict``, keep an error instead, which ``before_update`` raises."""
         if self._is_strict:
-            self._error = DataMismatchError(f"{fact}. strict_data=False makes this a warning.")
+            self._error = DataMismatchError(f"{fact}. attach(..., strict_data=False) makes this a warning.")
         else:
-            log.warning("lightck: %s. strict_data=True makes this an error.", fact)
+            log.warning("lightck: %s. attach(..., strict_data=True) makes this an error.", fact)
 
     def _random_numbers_message(self) -> str:
         return (
@@ -333,9 +333,11 @@ class Comparison:
         ]
         why = []
         if GRADIENT in verdict.parts:
-            begin = "Its batch is the same, so something" if _data_of(verdict.equal) else "Something"
+            begin = (
+                "The batch of this update is the same, so something else" if _data_of(verdict.equal) else "Something"
+            )
             why.append(
-                f"{begin} else that the loss depends on is in no checkpoint, or the loop changed it between the "
+                f"{begin} that the loss depends on is in no checkpoint, or the loop changed it between the "
                 "restore and this update. Likely causes: a counter of the loop that began at 0 again, for a loss "
                 "weight, a warm-up, or accumulation (count by session.step and loader.start); a second model or a "
                 "random generator that only the loss uses (pass it in state=); a number or a tensor that a module "
@@ -362,8 +364,8 @@ class Comparison:
         if not data and not gradients:
             log.info(
                 "lightck: the first batch after the resume could not be checked: the batch that followed step %d "
-                "is not recorded (for example after a kill at an epoch's end or in an evaluation), or it is on a "
-                "device. That is no error, and no proof that the data are the same",
+                "is not recorded (for example after a kill at an epoch's end or in an evaluation), or it lies on a "
+                "device, where lightck does not read it. That is no error, and no proof that the data are the same",
                 self._step,
             )
             return

@@ -98,7 +98,7 @@ class LoopCounterCheck:
         log.warning(
             "lightck: The training goes on from step %d%s, and the loop has read neither session.step nor "
             "loader.epoch. A loop that counts from 0, such as range(steps) or range(epochs), makes too many updates. "
-            "Count from session.step; over a session loader, write: for epoch in range(loader.epoch, epochs)",
+            "Count from session.step; over a session loader, write `for epoch in range(loader.epoch, epochs)`",
             self._step,
             where,
         )
@@ -119,7 +119,7 @@ class LoopCounterCheck:
         log.warning(
             "lightck: The training goes on from step %d in pass %d over loader %r, but the loop seems to count passes "
             "from 0: it has never read loader.epoch, %s. Such a loop, for example range(epochs), makes too many "
-            "updates: write for epoch in range(loader.epoch, epochs). If your loop does not count passes from 0, "
+            "updates. Write `for epoch in range(loader.epoch, epochs)`. If your loop does not count passes from 0, "
             "ignore this warning; reading loader.epoch once silences it",
             self._step,
             loader.restored_epoch + 1,

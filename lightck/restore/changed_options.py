@@ -70,7 +70,11 @@ def _edited(then: Mapping[Any, object], now: Mapping[Any, object], kept: Mapping
     checkpoint holds them."""
     keys = [key for key in then if key in now and key in kept]
     return [
-        (str(key), f"({_text(now[key])} here, {_text(then[key])} at the start, {_text(kept[key])} in the checkpoint)")
+        (
+            str(key),
+            f"({_text(now[key])} in this run, {_text(then[key])} at the start of the training, {_text(kept[key])} in "
+            "the checkpoint)",
+        )
         for key in keys
         if not _is_equal(then[key], now[key]) and not _is_equal(now[key], kept[key])
     ]
@@ -92,7 +96,7 @@ def _text(value: object) -> str:
 def warn_options(found: Sequence[str]) -> None:
     if found:
         log.warning(
-            "lightck: the script builds other options than it did when this training began: %s. The checkpoint's "
+            "lightck: the script sets other options than it did when this training began: %s. The checkpoint's "
             "options are used. To change them, set them after attach",
             listed(found),
         )

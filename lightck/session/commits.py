@@ -55,7 +55,7 @@ class CommitParticipants:
         pipeline.finish()
         writer = pipeline.pool.writer
         if writer is None or pipeline.committed is None:
-            raise SessionError("Nothing is committed yet that could be pinned. Pin after the first step.")
+            raise SessionError("No checkpoint can be pinned, because none is committed yet. Pin after the first step.")
         writer.refuse_lost_pool()
         needed = self.holds.slots_for_a_pin(pipeline.pool.spare_slots)
         hold = self.holds.take(writer, is_pin=True)
@@ -196,7 +196,7 @@ class Commits:
         if not self.pipeline.finish(deadline):
             raise FlushTimeoutError(
                 f"Step {self._boundary.step} was not durable within {timeout} seconds. The copies of its checkpoint go "
-                "on in the background. Wait longer, or check the speed of the pool's medium."
+                "on in the background. Pass a larger timeout=, or check the speed of the pool's medium."
             )
 
     # -- what failed -------------------------------------------------------------------------------------

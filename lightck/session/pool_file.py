@@ -155,9 +155,9 @@ class PoolFile:
             records = candidates(reader.commit_log())
             held = f"step {records[0].step}" if records else "checkpoints that cannot be read"
             raise CheckpointExistsError(
-                f"The pool {self.path!r} holds {held}. It is neither loaded nor overwritten unasked. Pass "
-                "attach(..., resume=True) to go on from it, restore it yourself with lightck.recover(path, model, "
-                "...), or pass overwrite=True to discard it."
+                f"The pool {self.path!r} holds {held}. lightck.attach neither loads nor overwrites a checkpoint "
+                "unasked. Pass attach(..., resume=True) to go on from the newest checkpoint, restore it yourself with "
+                "lightck.recover(path, model, ...), or pass overwrite=True to discard all checkpoints of the pool."
             )
         refuse_part(reader)
         self._refuse_missing_optimizer(reader)
@@ -258,8 +258,8 @@ class PoolFile:
             fact = f"The state of {names} cannot be predicted" if names else "There is no optimizer yet"
             cure = "Use another optimizer of torch.optim" if names else "Build the optimizer before attach"
             raise UnsupportedError(
-                f"{fact}, so the pool cannot be laid out before the first update. In a group of ranks each pool must "
-                f"be laid out in attach. {cure}."
+                f"{fact}, so it is not known before the first update what the pool must hold. In a group of ranks each "
+                f"pool is created in attach. {cure}."
             )
         pipeline.pool.create(list(entries.values()), self.capture.expected_state_nbytes)
 

@@ -175,8 +175,9 @@ class ModelView:
             self._is_sharded_late |= self.is_sharded and not was_sharded
         if self._is_sharded_late:
             raise UnsupportedError(
-                "fully_shard was called on the model after lightck.attach, so lightck does not know which of its plain "
-                "parameters stand for DTensors. Shard the model, make its optimizer, and then attach."
+                "fully_shard was called on the model after lightck.attach. It replaces parameters by DTensors, and "
+                "lightck does not know which DTensor replaced which parameter. Shard the model, make its optimizer, "
+                "and then attach."
             )
         return has_changed
 

@@ -101,7 +101,8 @@ def refuse_unrestorable_state(name: str, param: torch.Tensor, key: object, value
         raise UnsupportedError(
             f"The state {name!r} could not be restored as it is. State of a DTensor has to be a DTensor with the "
             "shape, mesh and placements of its parameter (torch.zeros_like(p)), or a plain tensor of another shape; "
-            "state of a plain parameter has to be a plain tensor. Let the optimizer keep such state."
+            "state of a plain parameter has to be a plain tensor. Let the optimizer keep only state "
+            "that has one of these forms."
         )
 
 

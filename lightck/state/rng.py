@@ -317,7 +317,7 @@ def _read_cuda(value: object) -> tuple[tuple[int, Tensor], ...]:
 
 def _as_tensor(value: object) -> Tensor:
     if type(value) is not bytes or not value:
-        raise _corrupt("a generator's state is empty, or is no bytes")
+        raise _corrupt("a generator's state is empty, or is not bytes")
     return torch.frombuffer(bytearray(value), dtype=torch.uint8).clone()
 
 

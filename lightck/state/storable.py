@@ -82,7 +82,10 @@ def unstorable_reason(tensor: torch.Tensor) -> tuple[str, str] | None:
     if type(tensor) not in _PLAIN_TENSORS and (why := _reason_by_type(tensor)):
         return why
     if tensor.is_nested:
-        return "it is a nested tensor, a list of tensors of several shapes", f"Keep its parts apart, {_KEEP_OUT}"
+        return (
+            "it is a nested tensor, a list of tensors of several shapes",
+            f"Keep its parts as separate tensors, {_KEEP_OUT}",
+        )
     if tensor.layout != torch.strided:
         return (
             f"its layout is {tensor.layout}, which does not keep all values in one array",

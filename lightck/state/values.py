@@ -153,7 +153,7 @@ class _Packer:
         try:
             return self._msgpack(value)
         except UnicodeEncodeError:
-            raise self.refused(value, "it holds lone surrogates, which are no text") from None
+            raise self.refused(value, "it holds lone surrogates, which cannot be encoded as text") from None
         except ValueError as error:
             raise self.refused(value, f"it is too large for one value ({error})") from error
 

@@ -120,7 +120,8 @@ class Holds(CommitListener):
         if pinned:
             log.warning(
                 "lightck: the pinned checkpoints of steps %s are struck (made unreadable), because they hold old bytes "
-                "of a tensor that was written without a change of its version counter",
+                "of a tensor that was written in a way that moves no version counter of torch (.data, numpy, a fused "
+                "kernel or another thread)",
                 ", ".join(map(str, pinned)),
             )
 

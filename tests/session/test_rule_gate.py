@@ -185,7 +185,7 @@ def test_flush_in_no_time_is_a_timeout_and_the_copies_go_on(pool, slow_memory):
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 1)
-        with pytest.raises(FlushTimeoutError, match=r"Step 1 .* 0 seconds\. .*\. Wait longer") as caught:
+        with pytest.raises(FlushTimeoutError, match=r"Step 1 .* 0 seconds\. .*\. Pass a larger timeout=") as caught:
             session.flush(timeout=0)
         assert isinstance(caught.value, TimeoutError)
         assert session.flush(timeout=60) == 1

@@ -63,8 +63,11 @@ def test_an_edited_option_is_named_with_all_its_values(pool, said):
     script = Script(lr=0.001, weight_decay=0.5)
     with script.attach(pool):
         (warning,) = said()
-        assert "AdamW's lr (0.001 here, 0.01 at the start, 0.01 in the checkpoint)" in warning
-        assert "AdamW's weight_decay (0.5 here, 0.01 at the start, 0.01 in the checkpoint)" in warning
+        assert "AdamW's lr (0.001 in this run, 0.01 at the start of the training, 0.01 in the checkpoint)" in warning
+        assert (
+            "AdamW's weight_decay (0.5 in this run, 0.01 at the start of the training, 0.01 in the checkpoint)"
+            in warning
+        )
         assert "set them after attach" in warning
         assert script.opt.param_groups[0]["lr"] == 0.01
 
@@ -77,7 +80,7 @@ def test_it_is_said_once_for_each_edit(pool, said):
     assert len(said()) == 1
     Script(lr=0.003).run(pool)
     assert len(said()) == 2
-    assert "lr (0.003 here, 0.001 at the start, 0.01 in the checkpoint)" in said()[-1]
+    assert "lr (0.003 in this run, 0.001 at the start of the training, 0.01 in the checkpoint)" in said()[-1]
 
 
 def test_a_scheduled_lr_is_no_edit_and_an_edited_schedule_is(pool, said):
@@ -86,7 +89,7 @@ def test_a_scheduled_lr_is_no_edit_and_an_edited_schedule_is(pool, said):
     assert said() == []
     script = Script(scheduler={"T_max": 20}).run(pool)
     (warning,) = said()
-    assert "CosineAnnealingLR's T_max (20 here, 9 at the start, 9 in the checkpoint)" in warning
+    assert "CosineAnnealingLR's T_max (20 in this run, 9 at the start of the training, 9 in the checkpoint)" in warning
     assert script.state["scheduler"].T_max == 9
 
 
@@ -95,7 +98,10 @@ def test_a_private_attribute_that_follows_from_an_option_is_not_named_beside_it(
     Script(kind=one_cycle, scheduler={"max_lr": 0.1, "total_steps": 20}).run(pool)
     Script(kind=one_cycle, scheduler={"max_lr": 0.1, "total_steps": 30}).run(pool)
     (warning,) = said()
-    assert "OneCycleLR's total_steps (30 here, 20 at the start, 20 in the checkpoint). The" in warning
+    assert (
+        "OneCycleLR's total_steps (30 in this run, 20 at the start of the training, 20 in the checkpoint). The"
+        in warning
+    )
     assert "_schedule_phases" not in warning
 
 
@@ -104,7 +110,7 @@ def test_the_group_is_named_where_there_are_several(pool, said):
     script = Script(groups=2)
     script.opt.param_groups[1]["betas"] = (0.5, 0.9)
     script.run(pool)
-    assert "AdamW's betas of group 1 ((0.5, 0.9) here, (0.9, 0.999) at the start" in said()[0]
+    assert "AdamW's betas of group 1 ((0.5, 0.9) in this run, (0.9, 0.999) at the start" in said()[0]
 
 
 def test_an_edit_to_what_the_checkpoint_holds_is_nothing(pool, said):
