@@ -24,7 +24,7 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     ├── NoTensorError                 (KeyError)            a checkpoint holds no tensor of this name
     ├── DriftError                    (ValueError)          the checkpoint does not fit the model or optimizer
     ├── DataMismatchError             (ValueError)          strict_data=True: a resume goes on with other data
-    ├── AmbiguousError                (ValueError)          several live objects could fill one role
+    ├── AmbiguousError                (ValueError)          several optimizers, schedulers or scalers would fit
     ├── StateValueError               (TypeError)           a value that cannot be stored
     ├── UnsupportedError              (NotImplementedError) something that lightck does not support: see the message
     ├── LateError                     (RuntimeError)        an optimizer or scheduler was created after attach
@@ -169,11 +169,11 @@ class DataMismatchError(LightckError, ValueError):
 
 
 class AmbiguousError(LightckError, ValueError):
-    """Two or more live objects could fill one role; the message names them."""
+    """Two or more live objects could be the optimizer, a scheduler or the GradScaler; the message names them."""
 
 
 class StateValueError(LightckError, TypeError):
-    """A value in the state cannot be stored; the message names its path."""
+    """A value in the state cannot be stored; the message says where in the state it is."""
 
 
 class UnsupportedError(LightckError, NotImplementedError):

@@ -72,8 +72,8 @@ class StepListener:
 
     def before_step(self, index: int, bypasses_wrapper: bool, has_gradients: bool) -> None:
         """The ``step`` of a followed optimizer is called. ``bypasses_wrapper``: whether a wrapper contains this
-        optimizer and the caller is not the wrapper's ``step``. ``has_gradients``: whether the gradients exist already,
-        because no closure computes them inside ``step``."""
+        optimizer and the caller is not the wrapper's ``step``. ``has_gradients``: whether the gradients exist already;
+        False if a closure computes them inside ``step``."""
 
     def gate(self) -> None:
         """An update is about to change tensors. The update begins after every listener has returned from ``gate``."""

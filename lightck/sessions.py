@@ -47,10 +47,10 @@ installed."""
 
 def _open() -> Iterator[tuple[nn.Module, FollowedTraining]]:
     """Yield (model, ``Steps``) of each open session whose model still exists."""
-    for one in list(followed_trainings):
-        model = one.model if one.session_lock.is_open else None
+    for training in list(followed_trainings):
+        model = training.model if training.session_lock.is_open else None
         if model is not None:
-            yield model, one
+            yield model, training
 
 
 def has_open_session(model: nn.Module, *, shared_parts: bool = False) -> bool:
@@ -76,7 +76,7 @@ def refuse_open(model: nn.Module) -> None:
     """Raise ``SessionError`` if an open session saves this module, one of its submodules, or a module that contains
     it."""
     mine = {module: name for name, module in model.named_modules()}
-    for other, one in _open():
+    for other, training in _open():
         theirs = {module: name for name, module in other.named_modules()}
         if other is model:
             what = "This model has"
@@ -87,15 +87,15 @@ def refuse_open(model: nn.Module) -> None:
         else:
             continue
         raise SessionError(
-            f"{what} an open session already, on {one.session.path!r}. A parameter can be saved by one session only. "
-            "Close the open session first: session.close(). If no variable refers to the open session any more: "
+            f"{what} an open session already, on {training.session.path!r}. A parameter can be saved by one session "
+            "only. Close the open session first: session.close(). If no variable refers to the open session any more: "
             "for session in lightck.sessions.open_sessions(): session.abandon()."
         )
 
 
 def is_followed(optimizer: object) -> bool:
     """Whether an open session follows this optimizer."""
-    return any(one.follows_optimizer(optimizer) for _, one in _open())
+    return any(training.follows_optimizer(optimizer) for _, training in _open())
 
 
 def open_sessions() -> list[OpenSession]:
@@ -105,11 +105,11 @@ def open_sessions() -> list[OpenSession]:
     Each item is a :class:`lightck.Session`. ``session.path`` is the path of its pool. ``session.abandon()`` ends the
     session as an exception would: checkpoints that are closed are committed, and the state of an unfinished step is
     dropped."""
-    found = [one.session for one in list(followed_trainings) if one.session_lock.is_live]
+    found = [training.session for training in list(followed_trainings) if training.session_lock.is_live]
     return sorted(found, key=lambda session: session.path)
 
 
 @atexit.register
 def _at_exit() -> None:
-    for one in list(followed_trainings):
-        one.session.abandon()
+    for training in list(followed_trainings):
+        training.session.abandon()

@@ -43,6 +43,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "tensors*": "Tensors",
         "devices*": "Devices",
         "ranks*": "Several ranks",
+        "lost-pool*": "A lost pool",
     },
     "Keep": {
         "medium*": "Choose a medium",

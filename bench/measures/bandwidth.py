@@ -27,7 +27,7 @@ from lightck.errors import BenchError
 from lightck.pool.engine import Medium
 from lightck.pool.format.structures import BLOCK_MAX, align_up
 from lightck.pool.storage.backends import BACKENDS
-from lightck.pool.storage.extents import native
+from lightck.pool.storage.extents import as_c_array
 
 ALIGN = 4096
 PMEM_NODRAIN, PMEM_NONTEMPORAL, PMEM_TEMPORAL = 1, 2, 4
@@ -158,7 +158,7 @@ class _Room:
                 done += nbytes
 
     def _verified(self) -> None:
-        places = native(self.container.extents)
+        places = as_c_array(self.container.extents)
         for i, (offset, target, crcs) in enumerate(zip(self.offsets, self.targets, self.crcs, strict=False)):
             seeds = np.array([lib.lck_block_seed(0, 0, i, 1, block) for block in range(len(crcs))], np.uint32)
             seeded = crcs ^ seeds

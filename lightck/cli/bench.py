@@ -41,8 +41,8 @@ class _Bench(Command):
         if extra.get("resilient_parsing"):  # shell completion
             return super().make_context(info_name, args, parent, **extra)
         given = _raw_arguments.make_context(info_name, list(args), parent).params
-        words, named = list(given["words"]), given["checkout"]
-        root = _checkout(named)
+        words, folder = list(given["words"]), given["checkout"]
+        root = _checkout(folder)
         if root is None or MACHINE in words:
             return super().make_context(info_name, words, parent, **extra)
         return _command_of(root).make_context(info_name, words, parent, **extra)
@@ -188,25 +188,25 @@ def verdict_on(found: Speed) -> str:
 # -- the checkout ----------------------------------------------------------------------------------------------------
 
 
-def _checkout(named: str | None) -> Path | None:
-    """Return the root of the checkout to run: ``named``, or the working directory. Returns None if ``named`` is None
-    and the working directory is no checkout of this version. Raises ``BenchError`` if ``named`` is a folder that is no
-    checkout of this version."""
-    root, own = Path(named or "."), lightck.__version__
+def _checkout(folder: str | None) -> Path | None:
+    """Return the root of the checkout to run: ``folder``, or the working directory. Returns None if ``folder`` is None
+    and the working directory is no checkout of this version. Raises ``BenchError`` if ``folder`` is given and is
+    no checkout of this version."""
+    root, own = Path(folder or "."), lightck.__version__
     version = _version_in(root)
     if version == own:
         return root
-    if named is None and version is not None:
+    if folder is None and version is not None:
         print_progress(f"The bench of this checkout (lightck {version}) is not run: the installed lightck is {own}.")
-    if named is None:
+    if folder is None:
         return None
     if version is None:
         raise BenchError(
-            f"{named!r} is no checkout of lightck: it has no bench/command.py beside the sources of lightck. Name the "
+            f"{folder!r} is no checkout of lightck: it has no bench/command.py beside the sources of lightck. Name the "
             f"root of a checkout of lightck {own}, or omit --checkout to measure this machine."
         )
     raise BenchError(
-        f"{named!r} is a checkout of lightck {version}, and lightck {own} is installed: a bench measures only the "
+        f"{folder!r} is a checkout of lightck {version}, and lightck {own} is installed: a bench measures only the "
         f"version of its checkout. Check out lightck {own} in that folder, or install lightck {version}."
     )
 

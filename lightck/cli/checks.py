@@ -185,7 +185,7 @@ def _asked_medium(machine: Machine, path: str) -> Finding:
     if device is not None:
         return device
     if not os.path.isdir(folder):
-        why_not = machine.obstacle(folder)
+        why_not = machine.pool_refusal(folder)
         if why_not is not None:
             return refused(path, why_not)
         folder = os.path.dirname(folder)
@@ -199,7 +199,7 @@ def _medium(machine: Machine, folder: str) -> Finding:
     space = machine.space(folder)
     if space is None or not machine.writable(folder):
         return Finding(folder, PROBLEM, "missing, or not writable by you", _ELSEWHERE)
-    why_not = machine.refusal(folder)
+    why_not = machine.folder_refusal(folder)
     if why_not is not None:
         return refused(folder, why_not)
     try:
@@ -300,7 +300,8 @@ def slurm(machine: Machine) -> Iterator[Finding]:
 
 
 def logout(machine: Machine) -> Iterator[Finding]:
-    """Yield a note if systemd-logind removes the user's files in /dev/shm at the last logout (RemoveIPC is not no)."""
+    """Yield a note if systemd-logind removes the user's files in /dev/shm at the last logout, which it does unless
+    RemoveIPC=no is set."""
     if machine.uid < 1000 or not machine.exists("/run/systemd/system"):
         return
     files = ["/etc/systemd/logind.conf", *_drop_ins(machine)]

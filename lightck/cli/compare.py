@@ -150,9 +150,9 @@ def small_state(a: Contents, b: Contents) -> Iterator[dict[str, str]]:
 
 
 def _as_tree(contents: Contents) -> Facts:
-    many = len(contents.optimizers) > 1
+    has_several = len(contents.optimizers) > 1
     optimizers = {
-        f"optimizer.{i}" if many else "optimizer": {
+        f"optimizer.{i}" if has_several else "optimizer": {
             "class": saved.class_name,
             "param_groups": [
                 {**options, "params": names} for options, names in zip(saved.groups, saved.names, strict=True)

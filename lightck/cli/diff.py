@@ -54,7 +54,7 @@ def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bo
     if b is None and steps is None:
         usage_error("One pool alone cannot be compared: name a second pool, or two steps of this pool (--steps M N).")
     b = a if b is None else b
-    compare_sides = partial(diff_directories.differences, of_pools=differences)
+    compare_sides = partial(diff_directories.differences, compare_pools=differences)
     facts = (compare_sides if os.path.isdir(a) or os.path.isdir(b) else differences)(a, b, steps or (None, None))
     if as_json:
         print_json(facts)

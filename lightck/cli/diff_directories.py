@@ -1,8 +1,8 @@
 """What ``lightck diff`` says where a side is the directory of a group of ranks.
 
-If two directories have equal numbers of ranks and equal meshes, they are compared rank by rank, also in what each rank
-has of its own. Otherwise whole tensors are put together and compared. Of what each rank has of its own (random states,
-positions of loaders, buffers that differ), only that of rank 0 is compared then.
+Each rank has some state of its own: random states, positions of loaders, buffers that differ. If two directories have
+equal numbers of ranks and equal meshes, they are compared rank by rank, the ranks' own state included. Otherwise whole
+tensors are put together and compared, and only rank 0's own state is compared.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from lightck.errors import NoCheckpointError
 from lightck.pool.format.group import GroupIdentity
 from lightck.pool.reader import PoolReader
 from lightck.ranks.directory import open_all
-from lightck.restore.usable import usable_by_name
+from lightck.restore.usable import usable_by_id
 
 if TYPE_CHECKING:
     from lightck.restore.checkpoint import Checkpoint
 
 Steps = tuple[int | None, int | None]
-Differences = Callable[[str, str, Steps], Facts]
+ComparePools = Callable[[str, str, Steps], Facts]
+"""Compares two pools, named by their paths, and returns the object for ``--json``."""
 
 
-def differences(a: str, b: str, steps: Steps, of_pools: Differences) -> Facts:
+def differences(a: str, b: str, steps: Steps, compare_pools: ComparePools) -> Facts:
     """Return the object that ``--json`` prints; docs/json.md lists its keys. ``steps``: see ``diff.differences``.
-    ``of_pools``: compares the pools of two ranks."""
+    ``compare_pools``: compares the pools of two ranks."""
     groups = [_group(path, step) for path, step in zip((a, b), steps, strict=True)]
     if groups[0] is not None and groups[1] is not None and groups[0][0] == groups[1][0]:
-        return _rank_by_rank((a, groups[0]), (b, groups[1]), of_pools)
+        return _rank_by_rank((a, groups[0]), (b, groups[1]), compare_pools)
     return _whole(a, b, steps)
 
 
@@ -44,8 +45,8 @@ def _group(path: str, step: int | None) -> Group | None:
         return None
     with open_all(path) as readers:
         identity = _identity(readers[0])
-        held = [usable_by_name(reader) for reader in readers]
-        common = [name for name in frozenset.intersection(*map(frozenset, held)) if step is None or name.step == step]
+        held = [usable_by_id(reader) for reader in readers]
+        common = [one for one in frozenset.intersection(*map(frozenset, held)) if step is None or one.step == step]
         if not common:
             wanted = "" if step is None else f" of step {step}"
             raise NoCheckpointError(
@@ -60,7 +61,7 @@ def _identity(reader: PoolReader) -> GroupIdentity:
     return reader.group
 
 
-def _rank_by_rank(a: tuple[str, Group], b: tuple[str, Group], of_pools: Differences) -> Facts:
+def _rank_by_rank(a: tuple[str, Group], b: tuple[str, Group], compare_pools: ComparePools) -> Facts:
     (path_a, (_, pools_a, step_a)), (path_b, (_, pools_b, step_b)) = a, b
     found: Facts = {
         "equal": True,
@@ -71,7 +72,7 @@ def _rank_by_rank(a: tuple[str, Group], b: tuple[str, Group], of_pools: Differen
         "values": [],
     }
     for rank, pools in enumerate(zip(pools_a, pools_b, strict=True)):
-        one = of_pools(*pools, (step_a, step_b))
+        one = compare_pools(*pools, (step_a, step_b))
         found["equal"] = found["equal"] and one["equal"]
         found["compared_tensors"] += one["compared_tensors"]
         found["tensors"] += [{**each, "rank": rank} for each in one["tensors"]]

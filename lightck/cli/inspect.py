@@ -108,35 +108,35 @@ def _format(reader: PoolReader) -> str:
     return "unknown"
 
 
-def _checkpoint(each: stored_checkpoints.FoundCheckpoint, newest: bool) -> Facts:
+def _checkpoint(checkpoint: stored_checkpoints.FoundCheckpoint, newest: bool) -> Facts:
     return {
-        "step": each.step,
-        "iteration": None if each.stored is None else each.stored.iteration,
-        "generation": each.generation,
-        "incarnation": each.record.incarnation,
-        "slot": each.record.slot,
-        "state": each.state,
-        "reason": each.reason,
+        "step": checkpoint.step,
+        "iteration": None if checkpoint.stored is None else checkpoint.stored.iteration,
+        "generation": checkpoint.generation,
+        "incarnation": checkpoint.record.incarnation,
+        "slot": checkpoint.record.slot,
+        "state": checkpoint.state,
+        "reason": checkpoint.reason,
         "newest": newest,
-        "nbytes": each.nbytes,
+        "nbytes": checkpoint.nbytes,
     }
 
 
-def _contents(each: stored_checkpoints.FoundCheckpoint, tensors: bool) -> Facts:
-    assert each.stored is not None
-    assert each.contents is not None
-    contents, stored = each.contents, each.stored
+def _contents(checkpoint: stored_checkpoints.FoundCheckpoint, tensors: bool) -> Facts:
+    assert checkpoint.stored is not None
+    assert checkpoint.contents is not None
+    contents, stored = checkpoint.contents, checkpoint.stored
     entries = stored.entries
     return {
-        "step": each.step,
-        "generation": each.generation,
-        "nbytes": each.nbytes,
+        "step": checkpoint.step,
+        "generation": checkpoint.generation,
+        "nbytes": checkpoint.nbytes,
         "small_state_nbytes": len(stored.state),
         "tensors": len(entries),
         "parts": sum(entry.pieces is not None for entry in entries.values()),
-        "layers": _layers(each),
+        "layers": _layers(checkpoint),
         "tied": {name: entry.alias for name, entry in entries.items() if entry.alias is not None},
-        "optimizers": _optimizers(each),
+        "optimizers": _optimizers(checkpoint),
         "state": {name: len(packed) for name, packed in contents.state.items()},
         "extra_state": list(contents.extra),
         "loaders": sorted(map(str, contents.loaders)),
@@ -153,17 +153,17 @@ def _tensor(entry: Entry) -> Facts:
     return plain | groups.part_facts(entry)
 
 
-def _layers(each: stored_checkpoints.FoundCheckpoint) -> list[Facts]:
+def _layers(checkpoint: stored_checkpoints.FoundCheckpoint) -> list[Facts]:
     """Return one object per module, in the model's order, with the sums over the module's own tensors (without those of
     submodules) and over the optimizer state of its parameters."""
     from lightck.restore.optimizer import keys_by_param
 
-    assert each.contents is not None
+    assert checkpoint.contents is not None
     found: dict[str, Facts] = {}
     by_param: dict[str, Facts] = {}
-    for saved in each.contents.optimizers:
-        by_param |= keys_by_param(each.contents, saved)
-    for name, entry in each.contents.model_entries.items():
+    for saved in checkpoint.contents.optimizers:
+        by_param |= keys_by_param(checkpoint.contents, saved)
+    for name, entry in checkpoint.contents.model_entries.items():
         module = name.rpartition(".")[0]
         empty = {"module": module, "tensors": 0, "elements": 0, "model_nbytes": 0, "optimizer_nbytes": 0}
         row = found.setdefault(module, empty)
@@ -174,13 +174,13 @@ def _layers(each: stored_checkpoints.FoundCheckpoint) -> list[Facts]:
     return list(found.values())
 
 
-def _optimizers(each: stored_checkpoints.FoundCheckpoint) -> list[Facts]:
+def _optimizers(checkpoint: stored_checkpoints.FoundCheckpoint) -> list[Facts]:
     from lightck.restore.optimizer import keys_by_param
 
-    assert each.contents is not None
+    assert checkpoint.contents is not None
     rows = []
-    for saved in each.contents.optimizers:
-        by_param = keys_by_param(each.contents, saved)
+    for saved in checkpoint.contents.optimizers:
+        by_param = keys_by_param(checkpoint.contents, saved)
         state = [entry for name in saved.all_names for entry in by_param.get(name, {}).values()]
         rows.append(
             {

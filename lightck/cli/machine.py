@@ -49,7 +49,7 @@ def durability_of(folder: str) -> Durability:
     return durability.probe(folder)
 
 
-def refusal_of(folder: str) -> str | None:
+def folder_refusal_of(folder: str) -> str | None:
     """Return, as text, why ``attach`` refuses to create a pool in this folder; None if it does not refuse."""
     from lightck.pool.storage.file import checked_folder
 
@@ -60,9 +60,9 @@ def refusal_of(folder: str) -> str | None:
     return None
 
 
-def obstacle_at(path: str) -> str | None:
-    """Return, as text, why ``attach`` cannot open the file at ``path`` as a pool. Return None if it can, or if there is
-    no file at ``path``."""
+def pool_refusal_at(path: str) -> str | None:
+    """Return, as text, why ``attach`` refuses to open the file at ``path`` as a pool; None if it does not refuse, or if
+    there is no file at ``path``."""
     from lightck.pool.reader import open_pool
     from lightck.pool.storage.backends import pool_path
 
@@ -105,8 +105,8 @@ class Machine:
     durability: Callable[[str], Durability] = durability_of
     device: Callable[[str], tuple[int, Durability] | None] = device_at
     writable: Callable[[str], bool] = is_writable
-    refusal: Callable[[str], str | None] = refusal_of
-    obstacle: Callable[[str], str | None] = obstacle_at
+    folder_refusal: Callable[[str], str | None] = folder_refusal_of
+    pool_refusal: Callable[[str], str | None] = pool_refusal_at
 
     def text(self, path: str) -> str:
         """Return the text of a file; empty if the file cannot be read."""

@@ -122,12 +122,12 @@ def _not_overwritten(reader: PoolReader, commit_log: CommitLog) -> Iterator[Foun
         for record in records:
             is_superseded = record.payload_generation < newest[record.slot]
             if is_superseded and reader.slot_generation(record.slot) != record.payload_generation:
-                # A newer record names this slot, and the header does not show that the slot still holds this
-                # checkpoint: the header names another one, or is damaged.
+                # A newer record names the slot, and the slot's header names another checkpoint or is damaged. So the
+                # checkpoint of ``record`` counts as overwritten.
                 continue
-            each = _parsed(reader, record, state)
-            if each is not None and not stale.includes(each.generation):  # a stale checkpoint counts as struck
-                yield each
+            checkpoint = _parsed(reader, record, state)
+            if checkpoint is not None and not stale.includes(checkpoint.generation):  # a stale one counts as struck
+                yield checkpoint
 
 
 def _parsed(reader: PoolReader, record: CommitRecord, state: str) -> FoundCheckpoint | None:
@@ -146,7 +146,7 @@ def _parsed(reader: PoolReader, record: CommitRecord, state: str) -> FoundCheckp
 def is_in_slot(reader: PoolReader, record: CommitRecord) -> bool:
     """Whether the slot still holds the bytes that the commit record names. True if the slot's header is damaged: only a
     header that names a newer checkpoint shows that the slot was reused."""
-    return not reader.is_reused(record)
+    return not reader.has_lost_slot(record)
 
 
 def first_usable(checkpoints: tuple[FoundCheckpoint, ...], step: int | None) -> FoundCheckpoint | None:

@@ -96,7 +96,7 @@ def _structures(reader: PoolReader) -> Iterator[Facts]:
         yield _structure(f"layout table {name}", None if good else "it does not match its hash; the other copy is used")
     for position in range(sb.ring_lines):
         yield _structure(f"commit record {position}", *_stable_result(lambda at=position: _check_record(reader, at)))  # type: ignore[misc]
-    if reader.unnamed_generations():
+    if reader.generations_of_erased_records():
         yield _structure(
             "commit log", "all records are erased, but slots hold checkpoints: it is unknown which were committed"
         )
@@ -151,10 +151,10 @@ def _check_record(reader: PoolReader, position: int) -> CheckResult:
 def _lacks_last_store(data: bytes, reader: PoolReader) -> bool:
     """Whether a commit record is complete except for its first 8 bytes, the generation, which are stored last.
 
-    The first 8 bytes of such a record still hold the generation of the record that it overwrote. If a readable record
-    has this generation, a bit was flipped, because no two records have the same generation: return False. The missing
-    generation is that of the payload or, for an adoption, a larger one. Possible generations are tried until the
-    checksum of the record matches.
+    The first 8 bytes of such a record still hold the generation of the record that it overwrote. No two records have
+    the same generation. So if a readable record has this generation, the first 8 bytes are damaged, and the result is
+    False. The missing generation is that of the payload or, for an adoption, a larger one. Possible generations are
+    tried until the checksum of the record matches.
     """
     (older,), (payload,) = struct.unpack_from("<Q", data), struct.unpack_from("<Q", data, 24)
     commit_log = reader.commit_log()
@@ -207,10 +207,10 @@ def _checked(
         sum(each.nbytes or 0 for each in found) if all_blocks else max((each.nbytes or 0 for each in found), default=0)
     )
     with progress_bar("verifying", total) as advance:
-        for each in found:
-            read = all_blocks or (not is_one_intact and each.state == stored_checkpoints.COMMITTED)
-            row = _row(reader, each, read, advance)
-            if row["damage"] and each.generation < newest.get(each.record.slot, 0):
+        for checkpoint in found:
+            reads_blocks = all_blocks or (not is_one_intact and checkpoint.state == stored_checkpoints.COMMITTED)
+            row = _row(reader, checkpoint, reads_blocks, advance)
+            if row["damage"] and checkpoint.generation < newest.get(checkpoint.record.slot, 0):
                 continue  # the slot holds a newer checkpoint, although the slot's header names this checkpoint
             rows.append(row)
             is_one_intact = is_one_intact or row["blocks"] == "verified"
@@ -218,24 +218,27 @@ def _checked(
 
 
 def _row(
-    reader: PoolReader, each: stored_checkpoints.FoundCheckpoint, read: bool, advance: Callable[[int], None]
+    reader: PoolReader,
+    checkpoint: stored_checkpoints.FoundCheckpoint,
+    reads_blocks: bool,
+    advance: Callable[[int], None],
 ) -> Facts:
     row = {
-        "step": each.step,
-        "generation": each.generation,
-        "incarnation": each.record.incarnation,
-        "slot": each.record.slot,
-        "state": each.state,
-        "nbytes": each.nbytes,
+        "step": checkpoint.step,
+        "generation": checkpoint.generation,
+        "incarnation": checkpoint.record.incarnation,
+        "slot": checkpoint.record.slot,
+        "state": checkpoint.state,
+        "nbytes": checkpoint.nbytes,
         "blocks": "not read",
         "damage": [],
     }
-    if each.stored is None:
-        return row | {"damage": [{"tensor": None, "reason": each.reason, "logical_shape": None}]}
-    if not read:
+    if checkpoint.stored is None:
+        return row | {"damage": [{"tensor": None, "reason": checkpoint.reason, "logical_shape": None}]}
+    if not reads_blocks:
         return row
-    damage = list(_damage(each.stored, advance))
-    if not stored_checkpoints.is_in_slot(reader, each.record):
+    damage = list(_damage(checkpoint.stored, advance))
+    if not stored_checkpoints.is_in_slot(reader, checkpoint.record):
         return row | {"blocks": "overwritten"}
     return row | {"blocks": "damaged" if damage else "verified", "damage": damage}
 

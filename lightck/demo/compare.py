@@ -17,7 +17,7 @@ NAMED_MAX = 5  # the most differing tensors that are named; further ones are onl
 class Kill:
     """One kill and the recovery after it. A step is a number of finished updates; 0 is a new training."""
 
-    how: str  # at which moment, as text
+    how: str  # a description of the kill: timed, or at which kill site
     reported: int  # the last update that the killed child reported
     recovered: int  # the step from which the next child resumed
     recovery_seconds: float

@@ -53,8 +53,9 @@ def draw(kills: int, steps: int, seed: int) -> tuple[PlannedKill, ...]:
 
 
 def _updates(kills: int, steps: int, rng: random.Random) -> list[int]:
-    """Return ``kills`` random updates that are at least ``GAP`` apart. The range of the drawn numbers is ``kills`` gaps
-    shorter than the run. Then the n-th smallest number, counted from 0, is increased by n gaps."""
+    """Return ``kills`` random updates that are at least ``GAP`` apart; at least ``TAIL`` updates follow the last one.
+    Random numbers are drawn and sorted. Then ``n * GAP`` is added to the n-th number, counted from 0. So the numbers
+    are drawn from a range that is shorter than the run."""
     room = steps - TAIL - GAP * kills
     drawn = sorted(rng.randint(1, room) for _ in range(kills))
     return [after + GAP * index for index, after in enumerate(drawn)]

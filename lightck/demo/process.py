@@ -82,7 +82,7 @@ class Child:
         If the kill cut off the last line, this line is dropped, and the update in it counts as not reported.
         """
         while not self._lines:
-            # This comes before the read of the pipe: if the child is dead now, the pipe holds all that the child wrote.
+            # ``_is_dead`` is called before the pipe is read: if the child is dead now, the pipe holds all its output.
             is_dead = self._is_dead()
             left = 0.0 if is_dead else max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
             if select.select([self._pipe], [], [], left)[0]:

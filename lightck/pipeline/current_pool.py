@@ -11,13 +11,12 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from lightck.errors import UnsupportedError
 from lightck.pool.create import RESERVE_MIN, create
 from lightck.pool.engine import Engine
 from lightck.pool.format.group import GroupIdentity
 from lightck.pool.format.layout import Entry
 from lightck.pool.listener import CommitEvents
-from lightck.pool.reader import PoolReader
+from lightck.pool.reader import PoolReader, StoredCheckpoint
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
@@ -126,16 +125,6 @@ class CurrentPool:
             container.close()
             raise
 
-    def refuse_relayout(self, why: str) -> None:
-        """Raise ``UnsupportedError`` if this is the pool of a rank: a new file would hold only the newest checkpoint,
-        and other ranks may not have that one."""
-        if self.writer is not None and self.writer.reader.group is not None:
-            raise UnsupportedError(
-                f"The pool {self.path!r} has to be written anew ({why}), and lightck cannot do that yet for the pool "
-                "of a rank. The checkpoints in it are intact. Create all tensors and objects of the training before "
-                "attach, so that the pool has space for them from the start; or use another directory."
-            )
-
     def relayout(self, entries: Sequence[Entry], state_nbytes: int, commit_checkpoint: Callable[[PoolWriter], T]) -> T:
         """Move the pool to a new file, and return the result of ``commit_checkpoint``. Call only while no checkpoint is
         in flight. If this raises, the new file is removed, and the pool stays in its present file, unchanged.
@@ -144,24 +133,33 @@ class CurrentPool:
         a pin it does nothing). It is called after the held checkpoints were carried over."""
         old, events = self.writer, self._events
         events.stop_reading()
-        carried = events.checkpoints_to_carry(old) if old is not None else []
-        held = [entry for checkpoint in carried for entry in checkpoint.entries.values()]
-        layout, extras = pool_layout(old, entries, held)
-        state_nbytes = max([state_nbytes, *(len(checkpoint.state) for checkpoint in carried)])
-        writer = self._new_writer(in_module_order(layout.values()), state_nbytes, spare_nbytes(old, layout), extras)
+        writer: PoolWriter | None = None
         try:
+            writer = self._laid_out_anew(old, entries, state_nbytes)
             events.carry(writer)
             result = commit_checkpoint(writer)
             writer.reader.container.publish()
         except BaseException:
             events.relayout_failed()
-            writer.close()
+            if writer is not None:
+                writer.close()
             raise
         events.relayout_done(writer)
         self.writer = writer
         if old is not None:
             old.close()
         return result
+
+    def _laid_out_anew(self, old: PoolWriter | None, entries: Sequence[Entry], state_nbytes: int) -> PoolWriter:
+        """Return the writer of an empty new file with space for the checkpoints that the relayout carries over."""
+        carried: Sequence[StoredCheckpoint] = ()
+        if old is not None:
+            self._events.relayout_begins(old)
+            carried = self._events.checkpoints_to_carry(old)
+        held = [entry for checkpoint in carried for entry in checkpoint.entries.values()]
+        layout, extras = pool_layout(old, entries, held)
+        state_nbytes = max([state_nbytes, *(len(checkpoint.state) for checkpoint in carried)])
+        return self._new_writer(in_module_order(layout.values()), state_nbytes, spare_nbytes(old, layout), extras)
 
     def close(self) -> None:
         if self.writer is not None:

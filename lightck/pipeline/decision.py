@@ -32,9 +32,9 @@ class CommitDecision(Protocol):
 class GroupDecision(CommitDecision, Protocol):
     """The decision of a group of ranks: it may hold all slots, until other ranks have committed."""
 
-    def wait_for_slot(self, writer: PoolWriter, pause: Callable[[], object]) -> bool:
-        """Wait until a slot may be overwritten, and return True. ``pause`` is called repeatedly during the
-        wait."""
+    def wait_until(self, has_room: Callable[[], bool], pause: Callable[[], object]) -> None:
+        """Wait until ``has_room()`` is true, because other ranks have committed. ``pause`` is called repeatedly during
+        the wait."""
         ...
 
 
@@ -62,7 +62,16 @@ class Decisions:
     def wait_for_slot(self, writer: PoolWriter, pause: Callable[[], object]) -> bool:
         """Wait until other ranks let this one overwrite a slot, and return True. Return False at once if there are no
         other ranks."""
-        return self._of_group is not None and self._of_group.wait_for_slot(writer, pause)
+        if self._of_group is None:
+            return False
+        self._of_group.wait_until(lambda: writer.slots.choose(self.held(writer)) is not None, pause)
+        return True
+
+    def wait_for_relayout(self, writer: PoolWriter, slots: int, pause: Callable[[], object]) -> None:
+        """Wait until a file with this number of slots has room for the held checkpoints of ``writer`` and for one
+        more. Without other ranks it always has."""
+        if self._of_group is not None:
+            self._of_group.wait_until(lambda: len(self.held(writer)) < slots, pause)
 
     def may_commit(self, closed_step: ClosedStep) -> bool:
         return all(one.may_commit(closed_step) for one in self._decisions)

@@ -251,8 +251,8 @@ class Pipeline:
 
     def _relayout(self, closed_step: ClosedStep, why: RelayoutNeededError) -> None:
         """Move the pool to a new file because of ``why``: commit the checkpoint of the closed step there, give the
-        pool's name to the file, and then report the commit. Raises ``UnsupportedError`` for the pool of a rank."""
-        self.pool.refuse_relayout(str(why))
+        pool's name to the file, and then report the commit. A rank of a group first waits until the new file has
+        room for all that other ranks may need."""
 
         def commit_checkpoint(writer: PoolWriter) -> InFlightCheckpoint:
             checkpoint = self._begin(writer, closed_step)
@@ -262,9 +262,11 @@ class Pipeline:
         entries = [entry_of(live) for live in closed_step.lives]
         try:
             self.finish()
+            self.eager.drop()
             if self.pool.writer is not None:
                 log.info("lightck: the pool %r is written anew, under the same path: %s", self.path, why)
-            self.eager.drop()
+                with self._meter.wait():
+                    self.decisions.wait_for_relayout(self.pool.writer, self.pool.n_slots, raise_if_interrupted)
             checkpoint = self.pool.relayout(entries, len(closed_step.state), commit_checkpoint)
             self._note_committed(checkpoint)
             self._newest = self._writer, checkpoint.pending.slot, checkpoint.pending.record.generation
@@ -281,20 +283,16 @@ class Pipeline:
         try:
             wanted = max(needed, pool.requested_slots or 0)
             if writer.slots.n_usable < wanted:
-                pool.refuse_relayout(f"a pin needs {wanted} slots (attach(..., slots={wanted}) gives it that many)")
                 pool.n_slots = max(wanted, pool.n_slots)
                 log.info(
                     "lightck: the pool %r is written anew with %d slots, under the same path, for a pin",
                     self.path,
                     pool.n_slots,
                 )
-                original_generation = None
-                if self._newest is not None:
-                    _, slot, generation = self._newest
-                    original_generation = slot.original_generation or generation
+                generation = None if self._newest is None else self._newest[2]
                 self.eager.drop()
                 pool.relayout((), 0, lambda _: None)
-                self._newest = _slot_of_original(self._writer, original_generation)
+                self._newest = _slot_of(self._writer, generation)
             pool.requested_slots = None  # the pool has at least as many slots now as were requested
         except BaseException:
             pool.n_slots, pool.requested_slots = before
@@ -450,10 +448,10 @@ class Pipeline:
             self.pool.close()
 
 
-def _slot_of_original(writer: PoolWriter, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:
+def _slot_of(writer: PoolWriter, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:
     """Return writer, slot and generation of a checkpoint that a relayout carried over to this file; None if the file
-    does not hold it. ``generation``: the generation that the checkpoint had in the file in which it was made."""
+    does not hold it."""
     for slot in writer.slots.slots:
-        if generation is not None and slot.original_generation == generation and slot.generation is not None:
-            return writer, slot, slot.generation
+        if generation is not None and slot.generation == generation:
+            return writer, slot, generation
     return None

@@ -26,7 +26,8 @@ class CommitLog:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no record was ever completed: the pool holds no checkpoint and never held one."""
+        """Whether the log has neither a valid nor a damaged record. This is so if no checkpoint was ever committed,
+        and also if all records were erased (``PoolReader.generations_of_erased_records``)."""
         return not self.records and not self.damaged
 
     @property

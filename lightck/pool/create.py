@@ -54,13 +54,13 @@ def create(
 ) -> tuple[Container, Superblock]:
     """Allocate a pool for these entries and write its static part. Returns the pool's container, which ``publish()``
     makes visible, and its superblock. Raises the errors of ``Backend.create``, and ``ValueError`` if entries have
-    pieces that the pool cannot have.
+    pieces without a ``group``, or invalid pieces.
 
     ``slots``: number of slots. ``state_nbytes``: expected length of the small state. ``extras``: extra entries of an
     old pool, for which the reserve of each slot gets room. ``spare_nbytes``: further bytes of the reserve.
     ``may_discard``: whether to remove what is at this path if the new pool has no room beside it. True only if what is
     there is empty or no longer wanted. ``group``: the identity of a rank's pool, whose entries may have pieces; None
-    for another pool.
+    if the pool is not that of a rank.
     """
     sb, table = _geometry(entries, slots, state_nbytes, spare_nbytes, extras, group)
     container = _allocated(backend, path, sb.nbytes, may_discard)

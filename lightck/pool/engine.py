@@ -18,7 +18,7 @@ from lightck._native import NativeError, errno_of, ffi, lib, reason
 from lightck._native import check as _check
 from lightck.errors import BackgroundError
 from lightck.pool.storage import emulation
-from lightck.pool.storage.extents import Extents, native
+from lightck.pool.storage.extents import Extents, as_c_array
 from lightck.pool.storage.failures import io_error
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def check(status: int, what: str) -> None:
 
 
 class Medium:
-    """A writable mapping of a pool; every store goes through the choke point in C (native/src/medium.c).
+    """A writable mapping of a pool on its medium (``lck_medium``). Every store goes through the choke point in C
+    (native/src/medium.c).
 
     Each method that writes raises ``BackgroundError`` if the native library fails."""
 
@@ -63,7 +64,7 @@ class Medium:
         """Map these extents of the file. ``tier``: ``TIER_...`` of ``durability``. Raises ``PoolIOError``."""
         out = ffi.new("lck_medium **")
         emulation.active_profile()  # raises ImportError if LIGHTCK_EMULATE is invalid
-        status = lib.lck_medium_open(fd, native(extents), len(extents), tier, out)
+        status = lib.lck_medium_open(fd, as_c_array(extents), len(extents), tier, out)
         if status != lib.LCK_OK:
             raise io_error("The pool cannot be mapped into memory", errno_of(status), reason(status))
         self.handle: CData | None = out[0]

@@ -34,6 +34,9 @@ class CommitListener:
     def struck(self, slots: Sequence[int]) -> None:
         """The checkpoints in these slots (indexes) held old bytes and were made unreadable."""
 
+    def relayout_begins(self, old: PoolWriter) -> None:
+        """The pool moves to a new file. After this call ``relayout_done`` or ``relayout_failed`` follows."""
+
     def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
         """Return the checkpoints of the old file that a relayout must carry over to the new one, oldest first."""
         return ()
@@ -92,6 +95,10 @@ class CommitEvents(CommitListener):
     def struck(self, slots: Sequence[int]) -> None:
         for one in self._listeners:
             one.struck(slots)
+
+    def relayout_begins(self, old: PoolWriter) -> None:
+        for one in self._listeners:
+            one.relayout_begins(old)
 
     def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
         return [checkpoint for one in self._listeners for checkpoint in one.checkpoints_to_carry(old)]

@@ -49,8 +49,9 @@ class PlannedRecords:
         return template is self._template and all(map(is_, self._arrays, _arrays_of(plan)))
 
     def write(self, image: SlotImage) -> None:
-        """Write into the image what stays the same. Set ``SlotImage.in_slot`` to True for the records that the plan
-        writes, and to False for the records that the plan does not list."""
+        """Write into the image what is the same in all checkpoints with this plan. Records that the plan writes get
+        their offset and checksum index, and their ``SlotImage.in_slot`` becomes True. Records that the plan does not
+        list get generation 0, and their ``in_slot`` becomes False."""
         records, written = image.records, self._written
         records["offset"][written] = self._template["dst"][written]
         records["crc"][written] = self._template["crc_index"][written]

@@ -47,7 +47,7 @@ from lightck.pool.format.structures import (
 )
 from lightck.pool.storage import emulation
 from lightck.pool.storage.backend import Container
-from lightck.pool.storage.extents import native
+from lightck.pool.storage.extents import as_c_array
 from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error, undo_on_error
 
 log = logging.getLogger("lightck")
@@ -83,13 +83,13 @@ class PoolReader:
         self.container = container
         self.path = path
         fd, places = container.reads_from
-        self.read_arguments = fd, native(places), len(places)
+        self.read_arguments = fd, as_c_array(places), len(places)
         """The first three arguments of the native functions that read: descriptor, extents, number of extents."""
         self._unreadable: OSError | None = None
         """The last medium error of ``read``."""
         self.superblock = self._read_superblock()
         self.group: GroupIdentity | None = None
-        """The identity of a rank's pool, whose entries may have pieces; None for another pool."""
+        """The identity of a rank's pool, whose entries may have pieces; None if the pool is not that of a rank."""
         self.table, self.entries = self._read_table()
 
     @property
@@ -221,7 +221,7 @@ class PoolReader:
             return None
         return unpack_slot_header(data, slot, self.superblock.uuid)
 
-    def unnamed_generations(self) -> tuple[int, ...]:
+    def generations_of_erased_records(self) -> tuple[int, ...]:
         """Return the generations of the checkpoints whose commit records were erased; () if no record was erased.
 
         Records were erased if the commit log is empty and at least two slots hold a manifest. (A second slot gets a
@@ -259,12 +259,12 @@ class PoolReader:
         data = self.read(sb.slots[record.slot][0] + NEXT_OFFSET, NEXT_NBYTES)
         return unpack_next(data, record.payload_generation, sb.uuid)
 
-    def is_reused(self, record: CommitRecord) -> bool:
-        """Whether the slot's header names a newer generation than this commit record: the slot was reused, or its
-        checkpoint was struck.
+    def has_lost_slot(self, record: CommitRecord) -> bool:
+        """Whether the checkpoint of this commit record has lost its slot: the slot was reused, or the checkpoint was
+        struck. Then the slot's header names a newer generation than the record.
 
-        If the header names an older generation, the slot was not reused: a faulty medium lost the write of the header.
-        (A crash cannot cause this, because the header is durable before the commit record.)"""
+        A header that names an older generation shows that a faulty medium lost the write of the header. (A crash cannot
+        cause this, because the header is durable before the commit record.)"""
         return (self.slot_generation(record.slot) or 0) > record.payload_generation
 
     def _is_struck(self, slot: int) -> bool:
@@ -296,7 +296,7 @@ class PoolReader:
 
     def _checkpoint(self, record: CommitRecord) -> StoredCheckpoint:
         sb = self.superblock
-        if self.is_reused(record):
+        if self.has_lost_slot(record):
             raise DamagedError(
                 STRUCK_REASON if self._is_struck(record.slot) else "its slot was reused by a newer checkpoint"
             )
@@ -468,7 +468,7 @@ class StoredCheckpoint:
     def owns_slot(self) -> bool:
         """Whether the slot still belongs to this checkpoint. (A process that writes to the pool can reuse the slot, or
         strike the checkpoint, while this process reads it.)"""
-        return not self.reader.is_reused(self.record)
+        return not self.reader.has_lost_slot(self.record)
 
     def verify(self) -> None:
         """Read and verify every block. Raises ``DamagedError`` or ``PoolIOError``."""

@@ -23,7 +23,8 @@ class SlotImage:
     """The manifest of one slot in memory, into which the engine writes the block checksums.
 
     ``records`` and ``crcs`` are views of the tensor records and the seeded block checksums in ``buffer``. ``raw`` holds
-    the unseeded CRC-32C of every block in the slot. Unseeded checksums can be compared across generations.
+    the unseeded CRC-32C of every block in the slot. The seed of a checksum depends on the generation (docs/format.md,
+    "Block checksums"), so only unseeded checksums can be compared across generations.
     """
 
     def __init__(self, n_records: int, n_crcs: int, nbytes_max: int) -> None:
@@ -84,9 +85,6 @@ class Slot:
     """Whether a write to the slot failed. This process does not use the slot again."""
     in_flight: bool = False
     """Whether the slot belongs to a checkpoint in flight or to a reservation."""
-    original_generation: int | None = None
-    """The generation that the checkpoint had before the first relayout of this session that carried it over. None if
-    no relayout of this session carried it over."""
 
 
 @dataclass(slots=True)

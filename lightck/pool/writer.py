@@ -188,8 +188,8 @@ class PoolWriter:
     # -- layout ------------------------------------------------------------------------------------------
 
     def has_extent_for(self, entry: Entry) -> bool:
-        """Whether the tensor that ``entry`` describes has an extent whose dtype, shape, strides, alias and device are
-        those of ``entry``."""
+        """Whether a tensor of this name has an extent that can hold the tensor that ``entry`` describes
+        (``Entry.can_hold``)."""
         number = self.numbers.get(entry.name)
         return number is not None and self.entries[number].can_hold(entry)
 
@@ -275,7 +275,7 @@ class PoolWriter:
         """Return where a record's bytes lie in this slot: (offset in the mapping, number of bytes)."""
         return slot.offset + int(self._template["dst"][number]), self.entries[number].nbytes
 
-    # -- identity ----------------------------------------------------------------------------------------
+    # -- adoption and strikes ----------------------------------------------------------------------------
 
     def adopt(self, record: CommitRecord) -> None:
         """Write a durable adoption record for the checkpoint of ``record``, and protect the checkpoint's slot."""
@@ -307,7 +307,7 @@ class PoolWriter:
         "Slot")."""
         self._refuse_lost_lock()
         written = [slot for slot in self.slots.slots if slot.generation is not None]
-        struck = [slot for slot in written if after < (slot.original_generation or slot.generation or 0) < before]
+        struck = [slot for slot in written if after < (slot.generation or 0) < before]
         for slot in struck:
             assert not slot.in_flight, "a checkpoint in flight is never struck"
             assert slot.index != self.slots.protected, "the newest checkpoint is never struck"
@@ -326,7 +326,7 @@ class PoolWriter:
         """Reserve a slot for a checkpoint whose step is not closed yet. Raises ``BackgroundError``."""
         self._refuse_lost_lock()
         self.generation += 1
-        slot.generation, slot.in_flight, slot.original_generation = self.generation, True, None
+        slot.generation, slot.in_flight = self.generation, True
         return Reservation(self, slot, self.generation)
 
     def begin(self, plan: CopyPlan, slot: Slot, keep: object, reservation: Reservation | None = None) -> Pending:
@@ -342,13 +342,13 @@ class PoolWriter:
             self._refuse_lost_lock()
         generation = self.generation + 1 if reservation is None else reservation.generation
         planned = self._planned(slot, plan)
-        image_nbytes = self._fill_image(slot, plan, planned, generation)
+        manifest_nbytes = self._fill_image(slot, plan, planned, generation)
         self.generation = max(self.generation, generation)
-        slot.generation, slot.in_flight, slot.original_generation = generation, True, None
+        slot.generation, slot.in_flight = generation, True
         position = self._next_position()
         parts = [] if reservation is None else reservation.parts
         flags = lib.LCK_FOLLOWS if parts else 0
-        commit = self._fill_commit_struct(slot, plan.step, generation, position, image_nbytes, flags)
+        commit = self._fill_commit_struct(slot, plan.step, generation, position, manifest_nbytes, flags)
         status, ticket = self._submit(planned.c_copies, len(planned.copies), commit)
         if status != lib.LCK_OK:
             slot.in_flight, slot.is_bad = False, True
@@ -363,7 +363,7 @@ class PoolWriter:
             plan.step,
             generation,
             0,
-            image_nbytes,
+            manifest_nbytes,
             KIND_CHECKPOINT,
             slot.index,
             commit.manifest_index,
@@ -410,8 +410,8 @@ class PoolWriter:
         return PlannedRecords(plan, self._template, slot.offset)
 
     def _fill_image(self, slot: Slot, plan: CopyPlan, planned: PlannedRecords, generation: int) -> int:
-        """Write the manifest into the slot's image, except the block checksums. Returns its length in bytes. Raises
-        ``RelayoutNeededError`` or ``SessionError``."""
+        """Write the manifest, except the block checksums, into the slot's image. Returns the manifest's length in
+        bytes. Raises ``RelayoutNeededError`` or ``SessionError``."""
         image = slot.image
         extras = self._extras
         if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:
@@ -460,7 +460,7 @@ class PoolWriter:
             )
 
     def _fill_commit_struct(
-        self, slot: Slot, step: int, generation: int, position: int, image_nbytes: int, flags: int
+        self, slot: Slot, step: int, generation: int, position: int, manifest_nbytes: int, flags: int
     ) -> Commit:
         """Fill ``_commit_struct`` and return it. ``position``: position of the commit record in the log."""
         sb = self.superblock
@@ -469,7 +469,7 @@ class PoolWriter:
         commit.header_off = slot.offset
         commit.manifest_off = slot.offset + sb.manifest_offset + slot.manifest_index * sb.manifest_nbytes
         commit.record_off = sb.commit_record_offset(position)
-        commit.image, commit.image_nbytes = slot.image.buffer_address, image_nbytes
+        commit.image, commit.image_nbytes = slot.image.buffer_address, manifest_nbytes
         commit.crcs_off, commit.crcs_count = slot.image.crcs_offset, self._n_crcs
         commit.raw_crcs, commit.block = slot.image.raw_address, sb.block
         commit.uuid_lo = commit.origin_lo = lo
@@ -486,7 +486,7 @@ class PoolWriter:
         if another training may be using the pool."""
         if slot.generation != generation or slot.is_bad or not self.superblock.has_next_batch:
             return False
-        self._refuse_lost_lock(by_file=True)
+        self._refuse_lost_lock(path_only=True)
         self.medium.store(slot.offset + NEXT_OFFSET, pack_next(generation, entries, self.superblock.uuid))
         return True
 
@@ -526,9 +526,9 @@ class PoolWriter:
             errno.ENOENT,
         )
 
-    def _refuse_lost_lock(self, *, by_file: bool = False) -> None:
+    def _refuse_lost_lock(self, *, path_only: bool = False) -> None:
         if self._lock is not None:
-            self._lock.refuse_if_lost(by_file=by_file)
+            self._lock.refuse_if_lost(path_only=path_only)
 
     def close(self) -> None:
         """Unmap the pool and close its container. No job on it may be running. The engine may be closed already."""

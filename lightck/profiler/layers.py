@@ -47,7 +47,8 @@ class ModuleHooks:
         self._last_seen = 0
         """Time of the last hook of the running backward pass."""
         self._running: tuple[str, int, int] | None = None
-        """The module whose backward runs: its name, its number, and the time at which its backward began."""
+        """The module whose backward runs: its name, its layer number (its position in the order of the hooked modules,
+        from 0), and the time at which its backward began."""
         self.is_on = True
         self.compiled: list[str] = []
         """Names of compiled modules: the modules inside of them get no hooks."""
@@ -58,8 +59,8 @@ class ModuleHooks:
     def install(self) -> None:
         """Install the hooks. If this raises, the caller must call ``remove``, which removes the hooks installed so
         far."""
-        for number, (name, module) in enumerate(self._modules):
-            self._hook(module, name or self._model, number)
+        for layer, (name, module) in enumerate(self._modules):
+            self._hook(module, name or self._model, layer)
         self._modules.clear()
 
     def _computing(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -79,7 +80,7 @@ class ModuleHooks:
             elif not module._modules or module._parameters:
                 yield name, module
 
-    def _hook(self, module: nn.Module, name: str, number: int) -> None:
+    def _hook(self, module: nn.Module, name: str, layer: int) -> None:
         def before(_module: nn.Module, args: object) -> None:
             if self._in_pass():
                 self._open.setdefault(id(module), []).append((time.monotonic_ns(), _node(args)))
@@ -90,18 +91,18 @@ class ModuleHooks:
                 return
             begin, input_node = begun.pop()
             recomputed = {"recomputed": True} if self._backward_since else {}
-            args = {"module": name, "layer": number, **recomputed}
+            args = {"module": name, "layer": layer, **recomputed}
             self._add(FORWARD, name, begin, time.monotonic_ns(), args)
             node = _node(output)
             if node is not None and node is not input_node:
-                self._hook_backward(node, input_node, name, number)
+                self._hook_backward(node, input_node, name, layer)
 
         self._handles.append(HookFreeCopies(module))  # deep and pickled copies of the module get none of these hooks
         self._handles.append(module.register_forward_pre_hook(self._guarded(before)))
         self._handles.append(module.register_forward_hook(self._guarded(after)))
         for parameter in module._parameters.values():
             if parameter is not None and parameter.requires_grad and parameter.is_leaf:
-                hook = self._guarded(lambda _parameter: self._accumulated(name))
+                hook = self._guarded(lambda _parameter: self._accumulated())
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _guarded(self, hook: Callable[..., None]) -> OwnHook:
@@ -111,11 +112,11 @@ class ModuleHooks:
         """Whether a forward or backward pass of the training runs."""
         return self.is_on and bool(self._forward_since or self._backward_since)
 
-    def _hook_backward(self, node: Node, input_node: Node | None, name: str, number: int) -> None:
+    def _hook_backward(self, node: Node, input_node: Node | None, name: str, layer: int) -> None:
         """Add hooks to the autograd nodes of one call of a module: from ``node``, which computed the module's output,
         to ``input_node``, which computed its input and gets no hook. ``input_node`` is None if the input has no
         node."""
-        node.register_prehook(self._guarded(lambda _grads: self._backward_begins(name, number)))
+        node.register_prehook(self._guarded(lambda _grads: self._backward_begins(name, layer)))
         ran = self._guarded(lambda _inputs, _outputs: self._node_ran(name))
         todo, seen = [node], {id(node), id(input_node)}
         for each in itertools.islice(todo, _NODES_MAX):
@@ -146,12 +147,12 @@ class ModuleHooks:
 
     # -- the backward pass -------------------------------------------------------------------------------
 
-    def _backward_begins(self, name: str, number: int) -> None:
+    def _backward_begins(self, name: str, layer: int) -> None:
         if not self.is_on:
             return
         now = time.monotonic_ns()
         self._module_over(self._last_seen)
-        self._running = name, number, now
+        self._running = name, layer, now
         self._backward_since = self._backward_since or now
         self._last_seen = now
 
@@ -159,17 +160,18 @@ class ModuleHooks:
         if self._running is not None and self._running[0] == name:
             self._last_seen = time.monotonic_ns()
 
-    def _accumulated(self, name: str) -> None:
-        """A gradient of a parameter was accumulated. This event does not end the backward of the parameter's module,
-        because the gradient of a tied parameter is accumulated later, during the backward of another module."""
+    def _accumulated(self) -> None:
+        """A gradient of a parameter was accumulated. Only the time is recorded. The backward of the parameter's module
+        does not end here, because the gradient of a tied parameter may be accumulated later, during the backward of
+        another module."""
         if self.is_on and self._backward_since:
             self._last_seen = time.monotonic_ns()
 
     def _module_over(self, end: int) -> None:
         """Add the event of the module whose backward is recorded as running, if any. Its backward ended at ``end``."""
         if self._running is not None:
-            name, number, begin = self._running
-            self._add(BACKWARD, name, begin, max(begin, end), {"module": name, "layer": number})
+            name, layer, begin = self._running
+            self._add(BACKWARD, name, begin, max(begin, end), {"module": name, "layer": layer})
         self._running = None
 
     # -- the end -----------------------------------------------------------------------------------------

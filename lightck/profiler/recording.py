@@ -221,8 +221,8 @@ class Recording:
             self.is_on = False
 
     def _write(self) -> None:
-        spans = list(self._engine_spans.events(self._start))
-        kept = [
+        engine_events = list(self._engine_spans.events(self._start))
+        own_events = [
             Event(row, name, begin - self._start, end - self._start, args)
             for row, name, begin, end, args in self._events
             if begin >= self._start
@@ -232,7 +232,7 @@ class Recording:
         if dropped:
             log.warning("lightck: the trace %r lacks %d events, because a buffer was full", self.path, dropped)
         about = {**self._about, "dropped": dropped, "compiled": self._module_hooks.compiled[:100]}
-        whole = Trace(tuple(sorted(kept + spans, key=lambda event: (event.begin, -event.end))), about)
+        whole = Trace(tuple(sorted(own_events + engine_events, key=lambda event: (event.begin, -event.end))), about)
         try:
             with atomic_file(self.path, overwrite=self._overwrite) as file:
                 events.write(whole, file)

@@ -42,7 +42,7 @@ class Report:
     world_id: bytes = b""
     """Id of the group in the rank's pool (``GroupIdentity.world_id``); empty if the rank has no pool."""
     checkpoints: tuple[tuple[int, int], ...] = ()
-    """(incarnation, step) of each usable checkpoint in the pool (``usable_by_name``)."""
+    """(incarnation, step) of each usable checkpoint in the pool (``usable_by_id``)."""
     incarnation: int = 0
     """The largest incarnation in the pool."""
     is_damaged: bool = False

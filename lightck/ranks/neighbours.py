@@ -8,6 +8,10 @@ until it has learnt that one of them may be overwritten.
 A commit record is visible before it is durable. A rank syncs its pool before it writes a record, and this sync makes
 the previous record durable. So on a medium that must be synced, the last record in a pool does not count yet, and the
 records before it do.
+
+A relayout gives a rank's pool a new file, to which the rank carries over what the rule does not let it overwrite. The
+other ranks on its host have the old file open, in which nothing changes any more. So each of them soon has no slot left
+and must wait. Only then it looks for new files, so that this costs nothing while nobody waits.
 """
 
 from __future__ import annotations
@@ -16,11 +20,12 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from lightck.errors import RankError, listed
+from lightck.errors import PoolError, RankError, listed
 from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, KIND_CHECKPOINT, CommitRecord, DamagedError
 from lightck.pool.listener import CommitListener
-from lightck.pool.reader import PoolReader
+from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.writer import PoolWriter
 from lightck.ranks.publication import Publication
 from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView, reported
@@ -39,7 +44,15 @@ class Neighbour:
         """``reader``: reads that rank's pool; ``close`` closes it. ``adoption``: the adoption that all ranks of the
         group made. ``must_sync``: whether a record in this pool is durable only after a sync."""
         self.rank = rank
-        self._reader, self._adoption, self._must_sync = reader, adoption, must_sync
+        self._adoption, self._must_sync = adoption, must_sync
+        self._refused = b""
+        """The uuid of a pool at this pool's path that is not its new file."""
+        self.view = PoolView.of(())
+        self._use(reader)
+
+    def _use(self, reader: PoolReader) -> None:
+        """Read this pool from now on."""
+        self._reader = reader
         reader.table, reader.entries = b"", ()  # only the commit log is read
         sb = reader.superblock
         self._span = sb.ring_offset, (sb.ring_lines - 1) * sb.ring_stride + COMMIT_RECORD_NBYTES
@@ -54,11 +67,43 @@ class Neighbour:
         self._found: dict[int, tuple[int, CheckpointId]] = {}
         """Position of a commit record -> its generation, and the id of its checkpoint. Without those older than the
         newest common checkpoint."""
-        self.view = PoolView.of(())
 
     @property
     def uuid(self) -> bytes:
         return self._reader.superblock.uuid
+
+    def look_for_new_file(self) -> None:
+        """If the pool has moved to a new file since it was opened, read that file from now on."""
+        if self._reader.container.is_current():
+            return
+        try:
+            reader = open_pool(self._reader.path)
+        except PoolError as err:  # the rank itself will find that its pool was removed or damaged
+            log.debug("lightck: the pool of rank %d cannot be opened now: %s", self.rank, err)
+            return
+        if self._is_new_file(reader):
+            old = self._reader
+            self._use(reader)
+            old.close()
+            return
+        if reader.superblock.uuid != self._refused:
+            self._refused = reader.superblock.uuid
+            log.warning(
+                "lightck: the pool %r of rank %d was replaced by the pool of another rank or training, or by an older "
+                "copy. The checkpoints in it do not count",
+                reader.path,
+                self.rank,
+            )
+        reader.close()
+
+    def _is_new_file(self, reader: PoolReader) -> bool:
+        """Whether a pool is the new file of this one: it belongs to the same rank of the same run and world, and holds
+        a checkpoint that is at least as new as every one that was seen in the old file."""
+        if reader.group is None or reader.group != self._reader.group:
+            return False
+        seen = max((one for _, one in self._found.values()), default=None)
+        ids = [self._id_of(record) for record in reader.commit_log().records.values()]
+        return seen is None or any(one is not None and one >= seen for one in ids)
 
     def has_news(self, common: CheckpointId | None) -> bool:
         """Read the commit log, update ``view``, and return whether ``view`` has changed. ``common``: the newest
@@ -82,12 +127,18 @@ class Neighbour:
             record = CommitRecord.unpack(data[at : at + COMMIT_RECORD_NBYTES], self._reader.superblock.uuid)
         except DamagedError:
             return False
-        if record is not None and record.incarnation == self._adoption.incarnation:
-            is_checkpoint = record.kind == KIND_CHECKPOINT
-            named = CheckpointId(record.incarnation, record.step) if is_checkpoint else self._adoption.adopted
-            if named is not None:
-                self._found[at] = record.generation, named
+        named = None if record is None else self._id_of(record)
+        if record is not None and named is not None:
+            self._found[at] = record.generation, named
         return True
+
+    def _id_of(self, record: CommitRecord) -> CheckpointId | None:
+        """Return the id of the checkpoint that a record names. None if the checkpoint is older than the adopted one, or
+        belongs to a history that the group has left."""
+        own, adopted = CheckpointId(record.incarnation, record.step), self._adoption.adopted
+        if record.incarnation == self._adoption.incarnation:
+            return own if record.kind == KIND_CHECKPOINT else adopted
+        return own if own == adopted and record.kind == KIND_CHECKPOINT else None
 
     def _current_view(self, common: CheckpointId | None) -> PoolView:
         found = self._found
@@ -104,21 +155,31 @@ class Neighbour:
         self._reader.close()
 
 
+class Keeper(Protocol):
+    """Holds checkpoints, so that a relayout carries them over: ``Holds`` (tiers/pin.py)."""
+
+    def take_slot(self, writer: PoolWriter, index: int, *, is_for_ranks: bool) -> Any: ...
+
+    def release(self, hold: Any) -> None: ...
+
+
 class GroupRule(CommitListener):
-    """The commit rule of a group, as a decision of this rank's pipeline (``CommitDecision``)."""
+    """The commit rule of a group, as a decision of this rank's pipeline (``GroupDecision``)."""
 
     def __init__(
         self,
         neighbours: Sequence[Neighbour],
         knowledge: Knowledge,
         ids: Mapping[int, CheckpointId],
+        keeper: Keeper,
         *,
         timeout: float,
         name_of: Callable[[int], str],
     ) -> None:
         """``neighbours``: the other ranks on this host. ``knowledge``: what every rank knows when attach returns.
-        ``ids``: generation -> id of each checkpoint in this rank's pool. ``timeout``: seconds after which a wait for
-        other ranks ends with an error. ``name_of``: returns the name of a rank for messages."""
+        ``ids``: generation -> id of each checkpoint in this rank's pool. ``keeper``: a commit listener that was added
+        before this one. ``timeout``: seconds after which a wait for other ranks ends with an error. ``name_of``:
+        returns the name of a rank for messages."""
         self.knowledge = knowledge
         self.wait_seconds = 0.0
         """Seconds that this rank has waited for other ranks, because it could overwrite no slot."""
@@ -126,6 +187,9 @@ class GroupRule(CommitListener):
         self._ids = dict(ids)
         self._own: frozenset[CheckpointId] = frozenset()
         """The committed checkpoints in this rank's pool at the last call of ``_learn``."""
+        self._keeper = keeper
+        self._kept: list[Any] = []
+        """During a relayout: the holds of what it carries over."""
         self._elsewhere: Publication | None = None
         self._together: PoolView | None = None
         """What all ranks have together, as far as this rank has learnt it from ``_elsewhere``."""
@@ -145,27 +209,34 @@ class GroupRule(CommitListener):
         self._learn(frozenset(one for one in contents.values() if one is not None))
         return frozenset(i for i, content in contents.items() if not self.knowledge.may_overwrite(content))
 
-    def wait_for_slot(self, writer: PoolWriter, pause: Callable[[], object]) -> bool:
-        """Wait until a slot may be overwritten, and return True. ``pause``: called at times, to let a signal's handler
-        run. Raises ``RankError`` after the timeout."""
+    def wait_until(self, has_room: Callable[[], bool], pause: Callable[[], object]) -> None:
+        """Wait until ``has_room()``, which calls ``held``, is true. ``pause``: called at times, to let a signal's
+        handler run. Raises ``RankError`` after the timeout."""
         began = time.monotonic()
+
+        def is_over() -> bool:
+            for neighbour in self._neighbours:
+                neighbour.look_for_new_file()
+            return has_room()
+
         try:
             wait_until(
-                lambda: writer.slots.choose(self.held(writer)) is not None,
+                is_over,
                 timeout=self._timeout,
                 pauses=_PAUSES,
                 report=lambda seconds: log.warning(
                     "lightck: this rank has waited %.0f seconds for a newer checkpoint of %s", seconds, self._slowest()
                 ),
-                error=lambda: self._timeout_error(len(writer.slots.slots) - 1),
+                error=self._timeout_error,
                 between=pause,
             )
         finally:
             self.wait_seconds += time.monotonic() - began
-        return True
 
-    def _timeout_error(self, n_ahead: int) -> RankError:
-        """Return the error of a wait that took too long. ``n_ahead``: how many saved checkpoints this rank is ahead."""
+    def _timeout_error(self) -> RankError:
+        """Return the error of a wait that took too long."""
+        common = self.knowledge.common
+        n_ahead = sum(common is None or one > common for one in self._own)
         return RankError(
             f"For {self._timeout:g} seconds (timeout=) no newer checkpoint came from {self._slowest()}. This rank is "
             f"{n_ahead} saved checkpoints ahead, and may not overwrite checkpoints that are still needed there. The "
@@ -183,6 +254,23 @@ class GroupRule(CommitListener):
         if self._elsewhere is not None:
             counting = reported(self._ids.values(), self.knowledge.adoption)
             self._elsewhere.publish(PoolView.of(counting, newest))
+
+    def relayout_begins(self, old: PoolWriter) -> None:
+        """Have everything carried over that must not be overwritten. Then the new file's name overwrites, all at once,
+        only what the rule lets this rank overwrite."""
+        for index in sorted(self.held(old)):
+            self._kept.append(self._keeper.take_slot(old, index, is_for_ranks=True))
+
+    def relayout_done(self, new: PoolWriter) -> None:
+        self._release_kept()
+
+    def relayout_failed(self) -> None:
+        self._release_kept()
+
+    def _release_kept(self) -> None:
+        for hold in self._kept:
+            self._keeper.release(hold)
+        self._kept = []
 
     def closed(self) -> None:
         if self._elsewhere is not None:

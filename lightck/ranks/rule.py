@@ -21,7 +21,9 @@ them:
 
 - A rank commits its checkpoints in the order of their ids, and leaves out fewer in a row than it has slots.
 - Only durable records count as committed, for the rank itself and for others.
-- After a relayout, the checkpoints in the pool's old file are part of what others read, as long as that file exists.
+- Before a relayout gives the pool's name to the new file, the new file holds every checkpoint that the rank may not
+  overwrite, under its id. Then the change of the name is an overwrite of all others. (It would be as safe to keep the
+  old file beside the new one: ``Knowledge.may_remove``. Then its checkpoints are part of what others read.)
 - ``PoolView.newest`` is not read later than ``PoolView.committed``.
 """
 
@@ -202,9 +204,9 @@ class Knowledge:
         return min(free, key=lambda slot: self._priority(contents[slot]), default=None)
 
     def may_remove(self, contents: Iterable[CheckpointId]) -> bool:
-        """Whether the pool's old file may be removed after a relayout. ``contents``: the checkpoints in that file. It
-        may be removed if the rank may overwrite each of them. Until then it stays, because it may be the only file with
-        the newest common checkpoint."""
+        """Whether the pool's old file may be removed after a relayout that has carried nothing over. ``contents``: the
+        checkpoints in that file. It may be removed if the rank may overwrite each of them. Until then it stays, because
+        it may be the only file with the newest common checkpoint."""
         return all(self.may_overwrite(content) for content in contents)
 
     def _is_useless(self, content: CheckpointId) -> bool:

@@ -191,11 +191,11 @@ def plan_restore(
     state: Mapping[str, object] | None,
     *,
     strict: bool,
-    complete: bool = False,
+    unused_is_drift: bool = False,
     of_rank: bool = False,
 ) -> _restore.RestorePlan:
     """Check a restore into these objects and return its plan; nothing is changed. ``state``: name -> object; None as
-    the object means that the saved state of this name is not restored. ``strict``, ``complete``, ``of_rank``: as
+    the object means that the saved state of this name is not restored. ``strict``, ``unused_is_drift``, ``of_rank``: as
     in ``restore.check``.
 
     Raises ``DriftError`` if the checkpoint does not fit the objects, ``SessionError`` for a model with an open session,
@@ -215,7 +215,7 @@ def plan_restore(
         list(optimizers_to_follow(many)),
         state or {},
         strict=strict,
-        complete=complete,
+        unused_is_drift=unused_is_drift,
         of_rank=of_rank,
     )
 

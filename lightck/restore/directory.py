@@ -25,7 +25,7 @@ from lightck.ranks.directory import open_all
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.checkpoint import Checkpoint
 from lightck.restore.contents import Contents, MemorySource, load_tensor
-from lightck.restore.usable import usable_by_name
+from lightck.restore.usable import usable_by_id
 from lightck.state.inventory import contiguous_stride
 from lightck.state.storable import dtype_from_name
 
@@ -46,28 +46,40 @@ def recover_directory(
 ) -> Checkpoint:
     """``recover`` for the directory of a group. Raises as ``recover`` does, and ``RankError`` if the pool of a rank is
     missing."""
-    with open_all(os.path.realpath(directory)) as readers:
-        checkpoint = _newest(readers, step, device if model is None else "cpu")
+    checkpoint = _recovered(os.path.realpath(directory), step, device if model is None else "cpu")
     if model is not None:
         checkpoint.restore(model, optimizer, state, strict=strict)
     return checkpoint
+
+
+def _recovered(directory: str, step: int | None, device: torch.device | str) -> Checkpoint:
+    """Load the newest common checkpoint (of ``step``, if given). If a pool has moved to a new file since it was opened,
+    and so nothing was found, open all pools again."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        with open_all(directory) as readers:
+            try:
+                return _newest(readers, step, device)
+            except (NoCheckpointError, CorruptPoolError, PoolLockedError):
+                if attempt == _ATTEMPTS or all(reader.container.is_current() for reader in readers):
+                    raise
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _newest(readers: Sequence[PoolReader], step: int | None, device: torch.device | str) -> Checkpoint:
     """Load the newest common checkpoint (of ``step``, if given) that verifies on all ranks."""
     for _ in range(_ATTEMPTS):
         logs = [reader.commit_log() for reader in readers]
-        held = [usable_by_name(reader) for reader in readers]
+        held = [usable_by_id(reader) for reader in readers]
         common = sorted(frozenset.intersection(*map(frozenset, held)), reverse=True)
         rejected: list[RejectedCheckpoint] = []
-        for name in common:
-            if step is not None and name.step != step:
+        for checkpoint_id in common:
+            if step is not None and checkpoint_id.step != step:
                 continue
             try:
-                return _load([_newest_intact(of_rank[name]) for of_rank in held], device, rejected)
+                return _load([_newest_intact(of_rank[checkpoint_id]) for of_rank in held], device, rejected)
             except DamagedError as err:
-                record = held[0][name][0].record
-                rejected.append(RejectedCheckpoint(name.step, record.generation, str(err)))
+                record = held[0][checkpoint_id][0].record
+                rejected.append(RejectedCheckpoint(checkpoint_id.step, record.generation, str(err)))
         if [reader.commit_log() for reader in readers] == logs:
             raise _no_checkpoint_error(readers, step, common, rejected)
     raise PoolLockedError(
@@ -117,7 +129,9 @@ def _load(
     tensors: dict[str, torch.Tensor] = {}
     differing: list[str] = []
     for name in dict.fromkeys(name for stored in of_ranks for name in stored.entries):
-        holders = [stored for stored in of_ranks if name in stored.entries]
+        holders = _holders(name, of_ranks)
+        if not holders:
+            continue
         entry = entries[name] = _whole_entry(holders[0].entries[name])
         if entry.alias is None:
             whole, is_equal = _put_together(name, entry, holders)
@@ -129,8 +143,8 @@ def _load(
         raise DamagedError("its slot was reused while it was read")
     if differing:
         log.warning(
-            "lightck: %d tensors of step %d differ between ranks, and those of rank 0 are taken: %s. Statistics of "
-            "BatchNorm do so, because each rank has its own; parameters should not",
+            "lightck: %d tensors of step %d differ between ranks, and those of rank 0 are taken: %s. Each rank has its "
+            "own statistics of BatchNorm, so these may differ; parameters should not differ",
             len(differing),
             of_ranks[0].step,
             listed(differing),
@@ -145,6 +159,19 @@ def _load(
     return Checkpoint(
         contents, lambda: source, first.record, os.path.dirname(reader.path), reader.superblock.uuid, rejected
     )
+
+
+def _holders(name: str, of_ranks: Sequence[StoredCheckpoint]) -> list[StoredCheckpoint]:
+    """Return the checkpoints from whose tensors of this name the whole tensor is put together, rank 0 first. Objects in
+    ``state=`` belong to each rank: only those of rank 0 count, and other ranks may have other tensors there."""
+    holders = [stored for stored in of_ranks if name in stored.entries]
+    first = _whole_entry(holders[0].entries[name])
+    if first.role != "state":
+        return holders
+    if holders[0] is not of_ranks[0]:
+        return []
+    others = [(stored, _whole_entry(stored.entries[name])) for stored in holders]
+    return [stored for stored, one in others if (one.shape, one.dtype) == (first.shape, first.dtype)]
 
 
 def _whole_entry(entry: Entry) -> Entry:

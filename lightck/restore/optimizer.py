@@ -49,18 +49,21 @@ def read_state(
         if name in unfit:
             continue
         p = params[name]
-        present, is_of_dtensor = live.optimizer.state.get(p), is_dtensor(p)
+        live_state, is_of_dtensor = live.optimizer.state.get(p), is_dtensor(p)
         new: dict[object, object] = {}
         for key, entry in keys.get(name, {}).items():
-            now = present.get(key) if isinstance(present, dict) else None
+            live_value = live_state.get(key) if isinstance(live_state, dict) else None
             is_cpu_count = key == "step" and name not in counts_on_device
             choose_device = partial(device_of, entry, contents, name, p, is_cpu_count)
             if not is_of_dtensor:
-                new[key] = _state_tensor(now, entry, choose_device, restored, writes, used)
+                new[key] = _state_tensor(live_value, entry, choose_device, restored, writes, used)
                 continue
-            present_local = local_of(now) if isinstance(now, torch.Tensor) else None
-            local = _state_tensor(present_local, entry, choose_device, restored, writes, used)
-            new[key] = now if local is present_local else state_tensors.setdefault(id(local), state_of(p, key, local))
+            live_local = local_of(live_value) if isinstance(live_value, torch.Tensor) else None
+            local = _state_tensor(live_local, entry, choose_device, restored, writes, used)
+            if local is live_local:
+                new[key] = live_value
+            else:
+                new[key] = state_tensors.setdefault(id(local), state_of(p, key, local))
         if new or name in non_tensors:
             state[name] = joined(new, non_tensors, name)
     return state
@@ -81,19 +84,21 @@ def params_with_count_on_device(saved: OptimizerContents) -> set[str]:
     return {name for names, options in groups if options.get("fused") or options.get("capturable") for name in names}
 
 
-def device_of(entry: Entry, contents: Contents, name: str, live: torch.Tensor, is_cpu_count: bool) -> torch.device:
-    """Return the device for a new state tensor: usually the device of its live parameter ``live``, named ``name``.
+def device_of(entry: Entry, contents: Contents, name: str, param: torch.Tensor, is_cpu_count: bool) -> torch.device:
+    """Return the device for a new state tensor. ``entry``: the saved state tensor. ``param``: its live parameter.
+    ``name``: the name of the parameter. ``is_cpu_count``: whether the tensor is a step count that the optimizer keeps
+    on the CPU.
 
-    The CPU is returned for two kinds of state tensors that were saved on the CPU: those whose parameter was on another
-    device, and a step count that the optimizer keeps on the CPU (``is_cpu_count``). torch's ``load_state_dict`` treats
-    such a step count in the same way."""
-    param = contents.entries.get(f"model/{name}")
-    follows_param = param is not None and param.device == "cpu" and not is_cpu_count
-    return torch.device("cpu") if entry.device == "cpu" and not follows_param else live.device
+    Usually the device is that of the parameter. It is the CPU if the state tensor was saved on the CPU, and either its
+    parameter was saved on another device, or the tensor is a step count that the optimizer keeps on the CPU. torch's
+    ``load_state_dict`` treats such a step count in the same way."""
+    saved_param = contents.entries.get(f"model/{name}")
+    follows_param = saved_param is not None and saved_param.device == "cpu" and not is_cpu_count
+    return torch.device("cpu") if entry.device == "cpu" and not follows_param else param.device
 
 
 def _state_tensor(
-    present: Any,
+    live_value: Any,
     entry: Entry,
     choose_device: Callable[[], torch.device],
     restored: dict[str, torch.Tensor],
@@ -101,7 +106,7 @@ def _state_tensor(
     used: set[int],
 ) -> torch.Tensor:
     """Return the tensor into which ``writes.run()`` will write the saved values of ``entry``: the live tensor
-    ``present`` if it fits and no other entry uses it, else a new one on ``choose_device()``.
+    ``live_value`` if it fits and no other entry uses it, else a new one on ``choose_device()``.
 
     ``used``: ids of the tensors that other entries use. Parameters that shared a state tensor when it was saved share
     it again (``entry.alias``). If parameters share a live state tensor and were saved with separate ones, the first
@@ -111,7 +116,7 @@ def _state_tensor(
         if known is not None:
             return known
         entry = writes.source.entries[entry.alias]
-    target = present if _fits(present, entry) and id(present) not in used else None
+    target = live_value if _fits(live_value, entry) and id(live_value) not in used else None
     if target is None:
         target = empty_for(entry, choose_device())
     used.add(id(target))
@@ -120,11 +125,11 @@ def _state_tensor(
     return target
 
 
-def _fits(present: object, entry: Entry) -> bool:
-    """Whether a live value is a tensor with the dtype and shape of the entry."""
-    if not isinstance(present, torch.Tensor) or is_dtensor(present) or present.dtype != dtype_from_name(entry.dtype):
+def _fits(value: object, entry: Entry) -> bool:
+    """Whether a live value is a tensor with the dtype and shape of the entry, and no DTensor."""
+    if not isinstance(value, torch.Tensor) or is_dtensor(value) or value.dtype != dtype_from_name(entry.dtype):
         return False
-    return present.shape == entry.shape
+    return value.shape == entry.shape
 
 
 def keys_by_param(contents: Contents, saved: OptimizerContents) -> dict[str, dict[str, Entry]]:
@@ -156,8 +161,8 @@ def set_state(saved: OptimizerContents, live: OptimizerView, state: dict[str, di
             group[key] = _option(group.get(key), value, taken)
 
 
-def _option(now: Any, saved: object, taken: dict[int, torch.Tensor]) -> object:
-    """Return the value of a group's option: a copy of the saved value, or the live tensor ``now`` with the saved value
+def _option(live: Any, saved: object, taken: dict[int, torch.Tensor]) -> object:
+    """Return the value of a group's option: a copy of the saved value, or the tensor ``live`` with the saved value
     written into it.
 
     A live tensor (a learning rate) is written in place, because other objects may refer to it. If several groups share
@@ -165,10 +170,10 @@ def _option(now: Any, saved: object, taken: dict[int, torch.Tensor]) -> object:
     tensor -> saved value that was written into it."""
     if not isinstance(saved, torch.Tensor):
         return deepcopy(saved)
-    fits = isinstance(now, torch.Tensor) and (now.dtype, now.shape) == (saved.dtype, saved.shape)
-    if not fits or not torch.equal(taken.setdefault(id(now), saved), saved):
-        device = now.device if isinstance(now, torch.Tensor) else saved.device
+    fits = isinstance(live, torch.Tensor) and (live.dtype, live.shape) == (saved.dtype, saved.shape)
+    if not fits or not torch.equal(taken.setdefault(id(live), saved), saved):
+        device = live.device if isinstance(live, torch.Tensor) else saved.device
         return saved.clone().to(device)
     with torch.no_grad():
-        tensor_writes.write(now, saved)
-    return now
+        tensor_writes.write(live, saved)
+    return live

@@ -100,7 +100,7 @@ def recover(
     reader = open_pool(path)
     try:
         if model is None:
-            return newest(
+            return take_newest(
                 reader, step, lambda stored, contents, rejected: _load(reader, stored, contents, rejected, device)
             )
         in_use = holder_of(path) is not None
@@ -123,7 +123,7 @@ def _check_arguments(model: object, optimizer: object, state: object, step: obje
         )
 
 
-def newest(
+def take_newest(
     reader: PoolReader, step: int | None, take: Callable[[StoredCheckpoint, Contents, list[RejectedCheckpoint]], T]
 ) -> T:
     """Call ``take`` for one checkpoint after the other, from newest to oldest, until a call raises no ``DamagedError``,
@@ -193,7 +193,7 @@ def _no_checkpoint_error(
             "If that training has ended, start it afresh: attach(..., resume=True) does so on a pool without "
             "checkpoints."
         )
-    steps = {record.step for record in commit_log.records.values() if not reader.is_reused(record)}
+    steps = {record.step for record in commit_log.records.values() if not reader.has_lost_slot(record)}
     if step is not None and step not in steps:
         return NoCheckpointError(
             f"The pool {reader.path!r} does not hold step {step}. It holds {', '.join(map(str, sorted(steps)))}: older "
@@ -208,9 +208,9 @@ def _no_checkpoint_error(
 
 
 def erased_log_error(reader: PoolReader) -> CorruptPoolError | None:
-    """Return the error for a pool whose commit records were erased (``PoolReader.unnamed_generations``), or None for
-    any other pool."""
-    generations = ", ".join(map(str, reader.unnamed_generations()))
+    """Return the error for a pool whose commit records were erased (``PoolReader.generations_of_erased_records``), or
+    None for any other pool."""
+    generations = ", ".join(map(str, reader.generations_of_erased_records()))
     if not generations:
         return None
     return CorruptPoolError(
@@ -259,19 +259,20 @@ def restore_newest(
     state: Mapping[str, object] | None,
     *,
     strict: bool,
-    complete: bool = False,
+    unused_is_drift: bool = False,
     in_use: bool = False,
 ) -> Checkpoint:
     """Restore the newest checkpoint that verifies into live objects, and return it. If a block does not match its
     checksum, restore the next older checkpoint. Raises as ``recover`` does.
 
-    ``step``, ``strict``: as in ``recover``. ``complete``: as in ``restore.check``. ``in_use``: whether a training has
-    the pool open, and may overwrite the checkpoint while it is read. If so, the whole checkpoint is read into separate
-    memory before live tensors change.
+    ``step``, ``strict``: as in ``recover``. ``unused_is_drift``: whether it counts as drift if there is no live object
+    for a saved optimizer or for a saved name in ``state``. ``in_use``: whether a training has the pool open, and may
+    overwrite the checkpoint while it is read. If so, the whole checkpoint is read into separate memory before live
+    tensors change.
     """
-    live = LiveRestore(reader, model, optimizer, state, strict=strict, complete=complete, in_use=in_use)
+    live = LiveRestore(reader, model, optimizer, state, strict=strict, unused_is_drift=unused_is_drift, in_use=in_use)
     with live.poisons_on_error():
-        return newest(reader, step, live.take)
+        return take_newest(reader, step, live.take)
 
 
 class LiveRestore:
@@ -286,11 +287,11 @@ class LiveRestore:
         state: Mapping[str, object] | None,
         *,
         strict: bool,
-        complete: bool,
+        unused_is_drift: bool,
         in_use: bool = False,
     ) -> None:
         self._reader, self._model, self._optimizer, self._state = reader, model, optimizer, state
-        self._strict, self._complete, self._in_use = strict, complete, in_use
+        self._strict, self._unused_is_drift, self._in_use = strict, unused_is_drift, in_use
         self._touched: list[torch.Tensor] = []
         """Live tensors that may have been written."""
 
@@ -304,7 +305,7 @@ class LiveRestore:
             self._optimizer,
             self._state,
             strict=self._strict,
-            complete=self._complete,
+            unused_is_drift=self._unused_is_drift,
             of_rank=reader.group is not None,
         )
         # If ``_touched`` is not empty, the restore of a newer checkpoint failed halfway. So this checkpoint is read and

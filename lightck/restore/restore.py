@@ -101,15 +101,15 @@ def check(
     objects: Mapping[str, object],
     *,
     strict: bool,
-    complete: bool,
+    unused_is_drift: bool,
     of_rank: bool = False,
 ) -> RestorePlan:
     """Compare a checkpoint with live objects, and return the plan of the restore. Raises ``DriftError`` if they differ
     and ``strict`` is True.
 
     ``objects``: name in ``state`` -> object; None as the object means that what was saved under this name is not
-    restored. ``complete``: whether it counts as drift if a saved optimizer, or a saved name in ``state``, has no live
-    object. ``of_rank``: whether the checkpoint is that of a rank, so that tensors may be parts.
+    restored. ``unused_is_drift``: whether it counts as drift if there is no live object for a saved optimizer or for a
+    saved name in ``state``. ``of_rank``: whether the checkpoint is that of a rank, so that tensors may be parts.
     """
     reshard(model)
     view = ModelView(model)
@@ -125,8 +125,8 @@ def check(
     refuse_optimizer_before_dtensors(view.parameters(), [(one.class_name, one.params) for one in opt_views])
     left = _match_resizable(contents, view, tensors, plan)
     missing, extra, reshaped, retyped = _match_tensors(contents, left, plan, notes)
-    _match_optimizers(contents, opt_views, plan, notes, complete)
-    _match_objects(contents, objects, plan, notes, complete, strict)
+    _match_optimizers(contents, opt_views, plan, notes, unused_is_drift)
+    _match_objects(contents, objects, plan, notes, unused_is_drift, strict)
     _match_extra_state(contents, view, plan, notes)
     plan.drift = Drift(missing, extra, reshaped, retyped, tuple(notes))
     if plan.drift and strict:
@@ -197,8 +197,9 @@ def _match_tensors(
             if live.alias is not None and tensors.get(live.alias) is live.tensor and live.alias in contents.entries:
                 notes.append(f"{live.name} is tied to {live.alias} now, and was saved with values of its own")
             else:
-                # Either the name is not tied now, or it is tied by another tensor object on the same memory. In the
-                # second case ``_refuse_contradiction`` compares the saved values of the two before the first write.
+                # Either the name is not tied now, or its tensor object and that of ``live.alias`` are two objects
+                # that share memory. In the second case ``_refuse_contradiction`` compares the saved values of the two
+                # before the first write.
                 plan.tensors.append((entry.alias or live.name, live.tensor))
     return tuple(missing), tuple(unmatched), tuple(reshaped), tuple(retyped)
 
@@ -219,12 +220,12 @@ def _were_tied(contents: Contents, name: str, other: str) -> bool:
 
 
 def _match_optimizers(
-    contents: Contents, views: list[OptimizerView], plan: RestorePlan, notes: list[str], complete: bool
+    contents: Contents, views: list[OptimizerView], plan: RestorePlan, notes: list[str], unused_is_drift: bool
 ) -> None:
     left, pairs = _pairs(contents.optimizers, views)
     for saved, live in pairs:
         if live is None:
-            if complete:
+            if unused_is_drift:
                 notes.append(
                     f"the checkpoint holds the state of {saved.class_name}, and this run has no optimizer for it"
                 )
@@ -293,7 +294,12 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
 
 
 def _match_objects(
-    contents: Contents, objects: Mapping[str, object], plan: RestorePlan, notes: list[str], complete: bool, strict: bool
+    contents: Contents,
+    objects: Mapping[str, object],
+    plan: RestorePlan,
+    notes: list[str],
+    unused_is_drift: bool,
+    strict: bool,
 ) -> None:
     """Match the objects in ``state`` by name. A live object of another class than the saved one is drift. Without
     ``strict`` the object is restored nevertheless if its state has the saved keys: its class may have been renamed."""
@@ -305,7 +311,7 @@ def _match_objects(
                 if strict or not has_same_keys(objects[name], contents.state[name]):
                     continue
             plan.objects[name] = objects[name]
-        elif complete and name not in plan.declined:
+        elif unused_is_drift and name not in plan.declined:
             notes.append(
                 f"the checkpoint holds state {name!r}, and this run has no object for it (build a scheduler before "
                 f'attach; pass any other object in state={{"{name}": ...}}, or None to leave this state out)'

@@ -140,7 +140,7 @@ class RestoredFrom:
     record: CommitRecord
     contents: Contents
     unused_parts: tuple[str, ...]
-    """Descriptions of the parts of the checkpoint that the restore did not use (not ``Drift.missing``)."""
+    """Descriptions of the parts of the checkpoint that the restore did not use."""
 
 
 _restored: weakref.WeakKeyDictionary[nn.Module, RestoredFrom] = weakref.WeakKeyDictionary()

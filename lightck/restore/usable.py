@@ -29,10 +29,11 @@ class StaleCheckpoints:
     def of_pool(cls, reader: PoolReader) -> StaleCheckpoints:
         """Return the stale checkpoints that were not struck yet, according to the readable checkpoints of a pool.
 
-        The checkpoints are read from newest to oldest. The search ends at the first checkpoint that shows that the
-        stale ones were struck: it has no ``stale_after``, or a struck slot has a newer generation than it. From there
-        on ``stale_after`` must not be used: after the strike, a relayout may have carried over a pinned checkpoint that
-        is not stale, with a new generation for which ``includes`` would be true."""
+        The checkpoints are read from newest to oldest. The search ends at the first checkpoint that has no
+        ``stale_after``, or whose generation is smaller than that of a struck slot: both show that the stale checkpoints
+        were struck. The ``stale_after`` of this checkpoint and of older ones is out of date. After the strike a
+        relayout may have carried over a pinned checkpoint that is not stale, with a new generation for which
+        ``includes`` would be true."""
         stale, struck_generation = cls(), reader.newest_struck_generation()
         for stored in reader.checkpoints():
             if isinstance(stored, StoredCheckpoint):
@@ -72,9 +73,9 @@ def usable_checkpoints(reader: PoolReader) -> Iterator[StoredCheckpoint]:
             yield stored
 
 
-def usable_by_name(reader: PoolReader) -> dict[CheckpointId, list[StoredCheckpoint]]:
-    """Return name in the group -> usable checkpoints of a rank's pool with this name, newest first. There are two
-    checkpoints of one name if a step was saved twice."""
+def usable_by_id(reader: PoolReader) -> dict[CheckpointId, list[StoredCheckpoint]]:
+    """Return id in the group -> usable checkpoints of a rank's pool with this id, newest first. Two checkpoints have
+    the same id if a step was saved twice."""
     found: dict[CheckpointId, list[StoredCheckpoint]] = {}
     for stored in usable_checkpoints(reader):
         found.setdefault(CheckpointId(stored.header.incarnation, stored.step), []).append(stored)

@@ -32,7 +32,8 @@ class SaveOptions:
     strict_data: bool
 
     def check(self) -> Cadence:
-        """Check the options, and return the cadence for ``interval``. Raises ``TypeError`` or ``ValueError``."""
+        """Check the options. Returns the ``Cadence``, which decides from ``interval`` when a checkpoint is due. Raises
+        ``TypeError`` or ``ValueError``."""
         refuse_other_than_bool(strict_data=self.strict_data, pause_on_nonfinite=self.pause_on_nonfinite)
         if self.strategy is not None and (isinstance(self.strategy, type) or not isinstance(self.strategy, Strategy)):
             name = getattr(self.strategy, "__name__", type(self.strategy).__name__)
@@ -71,7 +72,7 @@ class Arguments:
         return frozenset(name for name, obj in (self.state or {}).items() if obj is None)
 
     def check(self) -> Cadence:
-        """Check all arguments, and return the cadence for ``interval``. Raises ``TypeError``, ``ValueError`` or
+        """Check all arguments, and return the ``Cadence`` of the save options. Raises ``TypeError``, ``ValueError`` or
         ``SessionError``."""
         refuse_other_than_bool(resume=self.resume, overwrite=self.overwrite)
         refuse_other_than_module(self.model)

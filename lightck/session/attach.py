@@ -122,10 +122,10 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     cadence = arguments.check()
     if group_start is not None:
         group_start.check(arguments)
-    path = _path_alone(arguments) if group_start is None else group_start.own_path(arguments)
+    path = _path_without_group(arguments) if group_start is None else group_start.own_path(arguments)
     backend = backend_for(path, arguments.backend)
-    durable = backend.probe(path)
-    durability.require(durable, arguments.require)
+    medium_durability = backend.probe(path)
+    durability.require(medium_durability, arguments.require)
     found = _discover(arguments)
     capture = Capture(arguments.model, found.optimizers, found.state)
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=group_start is not None)
@@ -134,16 +134,24 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     with ExitStack() as undo:
         undo.callback(lock.release)
         pipeline = _pipeline(
-            arguments.save_options, path, backend, durable, meter, lock, is_rank_pool=group_start is not None
+            arguments.save_options,
+            path,
+            backend,
+            medium_durability,
+            meter,
+            lock,
+            is_rank_pool=group_start is not None,
         )
         undo.callback(pipeline.close)
-        participants = _commit_participants(arguments.save_options, found, path, meter)
-        participants.join(pipeline)
+        participants = _commit_participants(
+            arguments.save_options, found, path, meter, SLOTS_MIN if group_start is not None else 2
+        )
+        participants.register_with(pipeline)
         backend.remove_stale(path)
         first = _first_step(found, arguments, is_rank_known)
         resumed = file.open(pipeline) if group_start is None else group_start.open(file, pipeline)
         if group_start is not None:
-            group_start.join(file, pipeline)
+            group_start.join(file, pipeline, participants.holds)
         if resumed is not None:
             first.after_restore(resumed.has_recorded_options)
         steps = Steps(
@@ -171,7 +179,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     return session
 
 
-def _path_alone(arguments: Arguments) -> str:
+def _path_without_group(arguments: Arguments) -> str:
     path = _pool_path(arguments.pool_path)
     refuse_directory_of_ranks(path)
     return path
@@ -181,7 +189,7 @@ def _pipeline(
     options: SaveOptions,
     path: str,
     backend: Backend,
-    durable: durability.Durability,
+    medium_durability: durability.Durability,
     meter: Meter,
     lock: PoolLock,
     *,
@@ -190,7 +198,7 @@ def _pipeline(
     return Pipeline(
         path,
         backend,
-        durable,
+        medium_durability,
         options.slots or (SLOTS_MIN if is_rank_pool else 2),
         meter,
         options.strategy or FullState(),
@@ -201,8 +209,11 @@ def _pipeline(
     )
 
 
-def _commit_participants(save_options: SaveOptions, found: Found, path: str, meter: Meter) -> CommitParticipants:
-    holds = Holds()
+def _commit_participants(
+    save_options: SaveOptions, found: Found, path: str, meter: Meter, slots: int
+) -> CommitParticipants:
+    """``slots``: how many slots the training needs besides those of pins."""
+    holds = Holds(slots)
     keeper = Retention(save_options.keep, path, meter, holds) if save_options.keep is not None else None
     return CommitParticipants(
         holds, keeper, NonfiniteCheck(found.state, meter) if save_options.pause_on_nonfinite else None

@@ -369,8 +369,8 @@ class Capture:
 
     @staticmethod
     def _with_buffers_of(provisional: Provisional, lives: list[Live]) -> list[Live]:
-        """Return ``lives`` with the buffers that were read after the update in place of the present ones. The shapes
-        may differ."""
+        """Return ``lives``, in which the present buffers are replaced by those that were read right after the update.
+        The two may differ in shape."""
         tied = {live.name for live in lives if live.alias is not None}
         buffers = [Live(name, "buffer", t, None, None) for name, t in provisional.buffers.items() if name not in tied]
         return [live for live in lives if live.role != "buffer" or live.alias is not None] + buffers
@@ -394,8 +394,8 @@ class Capture:
         return list(lives)
 
     def expected_tensors(self) -> Iterator[Live]:
-        """Yield the tensors of ``tensors``, and then the large tensors inside ``state=``, for the layout of a pool. Set
-        ``expected_state_nbytes``."""
+        """Yield what ``tensors`` returns, and then the large tensors inside ``state=``, for the layout of a pool. The
+        generator also sets ``expected_state_nbytes``."""
         yield from self.tensors()
         large: list[Live] = []
         # The state_dict() of a loader is not called before its first pass, because some loaders draw random numbers in
@@ -450,7 +450,7 @@ class Capture:
         may_differ = known.options.may_have_changed(view.optimizer.param_groups)
         if not may_differ and known.tensor_list is tensor_list is not None:
             return known.packed
-        known.tensor_list = None  # until everything is packed: if an error is raised, the packed bytes are old
+        known.tensor_list = None  # set again below. If an error is raised before, ``packed`` is out of date
         view.refuse_nameless()
         path = numbered_name("optimizer", view.index, len(self.optimizers))
         # The parameters whose state is not only tensors. None: not known, so the state of all parameters is read.

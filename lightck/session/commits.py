@@ -36,9 +36,9 @@ class CommitParticipants:
     keeper: Retention | None = None
     nonfinite_check: NonfiniteCheck | None = None
 
-    def join(self, pipeline: Pipeline) -> None:
-        """Register the participants with the pipeline, as commit listeners and commit decisions. Called before the pool
-        is created or opened."""
+    def register_with(self, pipeline: Pipeline) -> None:
+        """Add the participants to the pipeline's commit listeners and commit decisions. To be called before the pool is
+        created or opened."""
         pipeline.decisions.add(self.holds)
         if self.nonfinite_check is not None:
             pipeline.decisions.add(self.nonfinite_check)
@@ -48,9 +48,10 @@ class CommitParticipants:
             pipeline.events.add(self.keeper)
 
     def pin(self, pipeline: Pipeline) -> Hold:
-        """Hold the newest committed checkpoint, and return the hold. At least two slots must remain that are neither
-        pinned nor reserved for ``keep=``; otherwise a relayout gives the pool more slots. Raises ``SessionError`` if
-        nothing is committed yet, or if the pool cannot have enough slots."""
+        """Hold the newest committed checkpoint, and return the hold. At least two slots (in a
+        group of ranks: three) must remain that are neither pinned nor reserved for ``keep=``; otherwise a relayout
+        gives the pool more slots. Raises ``SessionError`` if nothing is committed yet, or if the pool cannot have
+        enough slots."""
         pipeline.finish()
         writer = pipeline.pool.writer
         if writer is None or pipeline.committed is None:
@@ -67,9 +68,9 @@ class CommitParticipants:
 
 
 class Commits:
-    """Saves and commits the closed checkpoints of one session. ``saved_step``: the step of the last checkpoint that was
-    saved (the step at which the session began, until one is saved). ``failure``: the ``BackgroundError`` to raise at
-    every later step."""
+    """Saves and commits the closed checkpoints of one session. A checkpoint is *saved* when its state is read and its
+    copies begin; it commits later. ``saved_step``: the step of the last saved checkpoint (the step at which the session
+    began, until one is saved). ``failure``: the ``BackgroundError`` to raise at every later step."""
 
     def __init__(
         self,
@@ -130,8 +131,7 @@ class Commits:
         is_saved = event is Event.FLUSH or self.will_be_saved(step)
         meter = self._meter
         meter.count_step(is_saved)
-        # Only unsaved_slowdown_seconds is added, the slowdown of a step without a checkpoint, because the cadence
-        # itself measures how much a checkpoint slows down the step after it.
+        # The slowdown that a checkpoint adds to the step after it is left out, because the cadence measures it itself.
         self.cadence.boundary_passed(
             time.perf_counter(), meter.stall_seconds + meter.unsaved_slowdown_seconds, is_saved
         )

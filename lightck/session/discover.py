@@ -158,7 +158,7 @@ def live_optimizers(model: nn.Module) -> tuple[Optimizer, ...]:
     return tuple(o for o, wrapper_role in zip(found, wrapper_roles(found), strict=True) if not wrapper_role.is_wrapped)
 
 
-def follow_late(
+def check_late_optimizer(
     optimizer: Optimizer, views: Sequence[OptimizerView], names: Mapping[int, str]
 ) -> tuple[Optimizer, ...]:
     """Warn about an optimizer that was made after attach, and return the optimizers to follow.

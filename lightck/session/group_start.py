@@ -44,7 +44,7 @@ from lightck.ranks.publication import Publication
 from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
 from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
-from lightck.restore.usable import parse, usable_by_name
+from lightck.restore.usable import parse, usable_by_id
 from lightck.session.arguments import Arguments
 from lightck.session.group import (
     Group,
@@ -58,6 +58,7 @@ from lightck.session.group import (
 from lightck.session.lost_pool import copy_into_new_pool, has_checkpoints_of, open_source, replicated_lines
 from lightck.session.pool_file import PoolFile
 from lightck.state.parts import mesh_of
+from lightck.tiers.pin import Holds
 
 log = logging.getLogger("lightck")
 SLOTS_MIN = 3
@@ -168,12 +169,12 @@ class GroupStart:
                 return None
             if source is not None:
                 reader = open_source(os.path.dirname(file.path), self.group, source, start.run_id)
-                stored = usable_by_name(reader)
+                stored = usable_by_id(reader)
             assert reader is not None, "a rank has its own pool or that of another rank"
             restored = self._restore(file, reader, stored, reports, start)
             if source is not None:
                 reader = self._with_copy(file, pipeline, reader, restored, source)
-                stored = usable_by_name(reader)
+                stored = usable_by_id(reader)
                 restored = replace(restored, chosen=stored[restored.name][0])
             if start.sources:
                 self.meeting.exchange("copies", b"")
@@ -192,7 +193,7 @@ class GroupStart:
                 "changed. Use another directory; or remove the pool if nobody needs it."
             )
         file.refuse_erased_log(reader)
-        return usable_by_name(reader)
+        return usable_by_id(reader)
 
     def _refuse_other_tensors(self, file: PoolFile, reports: list[Report]) -> None:
         """Raise ``RankError`` if the tensors of a rank differ from those of rank 0. The ranks exchange the names of
@@ -250,12 +251,6 @@ class GroupStart:
         self, file: PoolFile, reader: PoolReader, stored: Stored, reports: list[Report], start: Start
     ) -> Restored:
         """Restore the chosen checkpoint. ``reader``: of this rank's pool; if that is lost, of its source's pool."""
-        slots = file.arguments.save_options.slots
-        if slots is not None and slots != len(reader.superblock.slots):
-            raise UnsupportedError(
-                f"slots={slots}, and the pool {reader.path!r} has {len(reader.superblock.slots)} slots. The pool of a "
-                "rank cannot be given another number of slots yet. Leave slots= out."
-            )
         restore = file.live_restore(reader)
         with restore.poisons_on_error():
             return self._restore_and_vote(restore, stored, reports, start)
@@ -377,8 +372,9 @@ class GroupStart:
 
     # -- the group begins --------------------------------------------------------------------------------
 
-    def join(self, file: PoolFile, pipeline: Pipeline) -> None:
-        """Open the pools of the other ranks on this host, and add the commit rule of the group to the pipeline."""
+    def join(self, file: PoolFile, pipeline: Pipeline, holds: Holds) -> None:
+        """Open the pools of the other ranks on this host, and add the commit rule of the group to the pipeline.
+        ``holds``: of this session."""
         writer = pipeline.pool.writer
         assert writer is not None, "a rank's pool exists from attach on"
         own = msgpack.packb([file.path, writer.superblock.uuid])
@@ -397,6 +393,7 @@ class GroupStart:
             neighbours,
             Knowledge.at_start(self._adoption),
             self._ids,
+            holds,
             timeout=self.meeting.timeout,
             name_of=self.meeting.name_of,
         )

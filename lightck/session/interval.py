@@ -110,7 +110,7 @@ def _number(value: object) -> float:
         return math.nan
 
 
-# A *pair* is a step after a saved checkpoint, and the next step, which begins without one (see ``Adaptive``).
+# A *pair* is a step that follows a saved checkpoint, and the next step, which follows none (see ``Adaptive``).
 _WARM_UP = 3
 """How many steps after the first boundary are not measured, because they create optimizer state and touch memory for
 the first time."""
@@ -259,8 +259,8 @@ class Adaptive:
         stalls_allow_1 = self._wanted_interval(0.0) == 1
         if (enters_or_leaves_1 or len(pairs) < _AGREE_UP) and stalls_allow_1:
             if enters_or_leaves_1 and (wanted == 1 or self._saved_in_a_row > _SKIP_SOON):
-                # Entering 1: pairs measured at a larger interval do not apply. Leaving 1: the pairs are old, because
-                # more than _SKIP_SOON checkpoints in a row were saved since.
+                # If the interval becomes 1, pairs that were measured at a larger interval do not apply. If it was 1,
+                # the pairs are old, because more than _SKIP_SOON checkpoints in a row were saved since.
                 pairs.clear()
             wanted = wanted if len(pairs) >= _AGREE_UP else min(wanted, 2)  # 2: each checkpoint gives a pair
         self.interval = min(wanted, self.auto.most)
@@ -273,9 +273,9 @@ class Adaptive:
         return self._saved_in_a_row >= (_SKIP_SOON if len(self._extra.last) < _AGREE_UP else _SKIP_EVERY)
 
     def _wanted_interval(self, extra: float) -> int:
-        """Return the smallest interval within the budget, if a checkpoint makes the step after it ``extra`` seconds
-        longer. Return the present interval if no step was measured yet, or if ``extra`` is out of date: longer than the
-        steps are now."""
+        """Return the smallest interval that keeps within the budget. ``extra``: by how many seconds a checkpoint makes
+        the step after it longer. Return the present interval if no step was measured yet, or if ``extra`` is out of
+        date: longer than the steps are now."""
         extra = max(extra, 0.0)
         steps = sorted([s.outside - extra * s.saved for s in self._steps])
         step = steps[len(steps) // 2] if steps else 0.0

@@ -160,9 +160,15 @@ class PoolFile:
                 "...), or pass overwrite=True to discard it."
             )
         refuse_part(reader)
-        self._check_optimizer_in_time(reader)
+        self._refuse_missing_optimizer(reader)
         checkpoint = restore_newest(
-            reader, None, self.arguments.model, list(self.found.optimizers), self._state, strict=True, complete=True
+            reader,
+            None,
+            self.arguments.model,
+            list(self.found.optimizers),
+            self._state,
+            strict=True,
+            unused_is_drift=True,
         )
         for rejected in checkpoint.rejected:
             log.warning("lightck: a newer checkpoint cannot be used, and an older one is restored: %s", rejected)
@@ -175,9 +181,9 @@ class PoolFile:
 
     def live_restore(self, reader: PoolReader) -> LiveRestore:
         """Return what restores checkpoints of ``reader`` into the objects of this attach."""
-        self._check_optimizer_in_time(reader)
+        self._refuse_missing_optimizer(reader)
         return LiveRestore(
-            reader, self.arguments.model, list(self.found.optimizers), self._state, strict=True, complete=True
+            reader, self.arguments.model, list(self.found.optimizers), self._state, strict=True, unused_is_drift=True
         )
 
     @staticmethod
@@ -212,7 +218,7 @@ class PoolFile:
         self.capture.built.use_record(known.contents.built)
         return known.contents, known.record
 
-    def _check_optimizer_in_time(self, reader: PoolReader) -> None:
+    def _refuse_missing_optimizer(self, reader: PoolReader) -> None:
         """Raise ``LateError`` if no optimizer is followed, and the newest readable checkpoint holds the state of
         one."""
         if self.found.optimizers:

@@ -132,8 +132,7 @@ class SavedWatch:
         return True
 
     def before_step(self, index: int) -> None:
-        """The optimizer ``index`` is about to make an update. If this event closes a checkpoint, the checkpoint is
-        closed already."""
+        """The optimizer ``index`` is about to make an update. To be called after the boundary, if this event is one."""
         n = self._boundary.pending(index)
         if n < _CHECK_AFTER or self._is_reported:
             return

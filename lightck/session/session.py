@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from lightck.dataloader.identity import name_of
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.replay import wants_skip
-from lightck.errors import NothingSavedError, SessionError, UnsupportedError
+from lightck.errors import NothingSavedError, SessionError
 from lightck.events import Event
 from lightck.hooks.own_hooks import Handle, remove
 from lightck.interrupts import deferred, retry_interrupted
@@ -59,7 +59,7 @@ class Session:
     def __init__(
         self, steps: Steps, lock: PoolLock, found: Mapping[str, str], membership: Membership | None = None
     ) -> None:
-        """Called by ``attach`` only. ``membership``: of this session in its group (None: no group)."""
+        """Called by ``attach`` only. ``membership``: the session's place in its group (None: no group)."""
         self.found: Mapping[str, str] = dict(found)
         """What attach found by itself: name -> class name."""
         self._steps, self._pipeline, self._membership = steps, steps.pipeline, membership
@@ -233,14 +233,9 @@ class Session:
         """Commit the current step, as ``flush`` does, and hold its checkpoint in the pool until the pin is released.
 
         ``recover(path, step=pin.step)`` returns the checkpoint, now and after a crash. The first pin may move the pool
-        to a larger file. With ``pause_on_nonfinite`` the last checkpoint with finite values is held. Raises
-        ``UnsupportedError`` in a group of ranks.
+        to a larger file. With ``pause_on_nonfinite`` the last checkpoint with finite values is held. In a group every
+        rank calls it, at the same step; what only some ranks hold is not kept for ``recover``.
         """
-        if self._membership is not None:
-            raise UnsupportedError(
-                "pin() is not supported in a group of ranks yet: the ranks would have to hold the same step. Save what "
-                "must stay with torch.save or torch.distributed.checkpoint."
-            )
         self.flush()
         participants = self._steps.commits.participants
         with self._steps.meter.stall("pin"):

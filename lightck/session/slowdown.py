@@ -29,7 +29,7 @@ from lightck.state import rng, values
 from lightck.stats import Slowdown
 
 _WIDTH, _LAYERS, _BATCH = 64, 3, 32
-"""The small model: ``_LAYERS`` linear layers of ``_WIDTH`` x ``_WIDTH``, and the number of its inputs."""
+"""The small model: ``_LAYERS`` linear layers of ``_WIDTH`` x ``_WIDTH``, and its batch size."""
 _NOTHING = 0.0, 0.0, 0.0
 _HOOKS = 15e-6, 15e-6, 10e-6
 _CHECKPOINT = 200e-6, 50e-6, 25e-6
@@ -38,7 +38,7 @@ step that saves a checkpoint. Measured in a training of the small model on an AM
 _STEPS, _ROUNDS = 12, 3
 """Steps of each kind in one round, and rounds."""
 _UNTIMED = 2
-"""The first steps of each kind in a round, which are not timed."""
+"""How many steps of each kind are not timed, at the beginning of a round."""
 
 
 def slowdown() -> Slowdown:

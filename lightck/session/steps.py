@@ -33,7 +33,14 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.restore.resume import Resumed
 from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants, Commits, deadline_after
-from lightck.session.discover import Found, count_updating, drives, follow_late, live_optimizers, param_positions
+from lightck.session.discover import (
+    Found,
+    check_late_optimizer,
+    count_updating,
+    drives,
+    live_optimizers,
+    param_positions,
+)
 from lightck.session.first_step import FirstStep
 from lightck.session.flush_moment import FlushMoment
 from lightck.session.interval import Cadence
@@ -97,7 +104,7 @@ class Steps(StepListener):
         self._is_before_first_forward = True
         """Whether the next training forward is the first one of the session."""
         self._may_log_no_forward = True
-        """Whether the model's forward hook has not fired yet, and no log line has said so."""
+        """True until the model's forward hook fires, or a log line says that it does not fire."""
         self._scalers = ScalerWatch(capture.objects)
         self.partial_update = PartialUpdate()
         self.events = StepEvents(self.session_lock)
@@ -306,7 +313,7 @@ class Steps(StepListener):
         if self._optimizers_were_passed and not self.capture.optimizers:  # optimizer=[]: the loop updates by hand
             self.watch.step_by_hand(optimizer)
             return
-        new = follow_late(optimizer, self.capture.optimizers, self.capture.model.names_by_id())
+        new = check_late_optimizer(optimizer, self.capture.optimizers, self.capture.model.names_by_id())
         self.capture.add_optimizers(new)
         self.boundary.n_optimizers += count_updating(new)
         self.hooks.add(new)
@@ -384,7 +391,9 @@ def _continuation_of(
     parts = UpdateParts(capture.optimizers)
     comparison, step = None, 0
     if resumed is not None:
-        step, is_same = resumed.step, resumed.same_conditions
-        comparison = Comparison(step, resumed.recorded, is_strict=strict_data, same_bits=is_same, parts=parts)
+        step = resumed.step
+        comparison = Comparison(
+            step, resumed.recorded, is_strict=strict_data, same_bits=resumed.same_conditions, parts=parts
+        )
     loop_counter = LoopCounterCheck(step, lambda: boundary.step, capture.loaders, may_keep_count=bool(found.passed))
     return Continuation(Recorder(pipeline.store_next_batch, parts), comparison, loop_counter)

@@ -1,8 +1,8 @@
 """Copies of the persistent buffers as they are right after an update, in memory that the next update reuses.
 
-The forward of the next step changes buffers. If no event closes the checkpoint before that forward, the optimizer's
-next call of ``step`` closes it, and the checkpoint holds these copies. One call copies all buffers, as long as every
-buffer is the same tensor with the same memory layout as at the call before.
+The forward of the next step changes buffers. If no event closes the checkpoint before that forward, the next call of
+``optimizer.step()`` closes it, and the checkpoint holds these copies. One call of torch copies all buffers, as long as
+every buffer is the same tensor with the same memory layout as the last time.
 """
 
 from __future__ import annotations

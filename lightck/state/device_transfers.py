@@ -80,7 +80,7 @@ class DeviceTransfer(Protocol):
         """Whether work on the current stream is captured in a graph instead of executed."""
 
     def release_host_memory(self) -> None:
-        """Give the operating system back the host memory that `memory` allocated and that nothing uses now."""
+        """Release host memory that `memory` allocated, and that nothing uses now, to the operating system."""
 
 
 def is_dense_tensor(tensor: torch.Tensor) -> bool:

@@ -330,12 +330,12 @@ def storage_of(tensor: torch.Tensor) -> object:
 
 def _structure_of(module: nn.Module) -> tuple[object, ...]:
     """Return what decides the names and the places of a module's tensors, to compare later: its class
-    (``fully_shard`` gives it another one), the names and the ids of its children, the names of its parameters, and the
-    names of its buffers and of the non-persistent ones."""
-    children, temporary = module._modules, module._non_persistent_buffers_set
+    (``fully_shard`` gives it another one), the names and the ids of its children, the names of its parameters and
+    buffers, and which buffers are not persistent."""
+    children, not_persistent = module._modules, module._non_persistent_buffers_set
     # None separates the names of the dicts, so that a parameter that becomes a buffer of the same name is a change.
     names = (*children, None, *module._parameters, None, *module._buffers)
-    return (type(module), *names, *map(id, children.values()), *(sorted(temporary) if temporary else ()))
+    return (type(module), *names, *map(id, children.values()), *(sorted(not_persistent) if not_persistent else ()))
 
 
 class OptimizerView:
@@ -397,7 +397,7 @@ class OptimizerView:
 
     def state_tensors(self) -> Iterator[Live]:
         """Yield the tensors that lie directly in ``optimizer.state[p]``. A tensor that several parameters share is
-        yielded for each of these parameters, as an alias for all but the first. Yield nothing for a wrapper, whose
+        yielded once for each of them; all items but the first are aliases. Yield nothing for a wrapper, whose
         state, its tensors included, is part of the small state."""
         if self.wraps:
             return

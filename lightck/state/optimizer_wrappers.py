@@ -155,7 +155,8 @@ def wrapper_roles(optimizers: Sequence[object]) -> list[WrapperRole]:
     wrapped = [[positions[key] for key in wrapped_ids(o) - {id(o)} if key in positions] for o in optimizers]
     hooked = list(map(_steps_with_hooks, optimizers))
     outermost, root = list(range(len(wrapped))), list(range(len(wrapped)))
-    for i in sorted(range(len(wrapped)), key=lambda i: len(wrapped[i])):  # the outermost is last and overrides
+    # An outer wrapper comes after the wrappers inside it, so its index replaces theirs.
+    for i in sorted(range(len(wrapped)), key=lambda i: len(wrapped[i])):
         for inner_index in wrapped[i]:
             outermost[inner_index] = i
             root[inner_index] = i if hooked[i] else root[inner_index]
@@ -184,9 +185,9 @@ def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
 
 
 class ScalerWatch:
-    """Detects the updates that the GradScalers in ``state`` skip. To skip the update of an optimizer that is not fused,
-    the scaler leaves out the call of ``step``, so only the state of the scaler shows it. The session calls ``skipped``
-    at each event that can be a boundary."""
+    """Detects the updates that the GradScalers in ``state`` skip. To skip an update, the scaler does not call
+    ``step`` (except of a fused optimizer), so no hook runs, and only the scaler's own state shows the skip. The session
+    calls ``skipped`` at each event that can be a boundary."""
 
     def __init__(self, objects: Mapping[str, object]) -> None:
         self._objects = objects

@@ -18,8 +18,8 @@ class OptionsWatch:
         """Whether all options are immutable, so that the same objects always mean the same options."""
 
     def may_have_changed(self, groups: Sequence[Mapping[str, object]]) -> bool:
-        """Whether an option can be another one than at the last call: it is another object now, or it is mutable, or
-        there was no call before. Runs at every step."""
+        """Whether an option may have changed since the last call: it is another object now, or it is mutable, or
+        this is the first call. Runs at every step."""
         objects: list[object] = []
         for group in groups:
             objects.append(len(group))

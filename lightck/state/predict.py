@@ -1,9 +1,10 @@
 """Predicts, before an optimizer's first step, which state it will have, so that the pool can be laid out at attach.
 
 A scratch instance of the optimizer's class makes one step on tiny stand-ins. Each kind of parameter (group, number of
-dimensions, dtype, device) has one stand-in, a tensor whose sizes are different primes. So a size of a state tensor that
-equals one of these primes follows from that size of the parameter. User hooks do not run, and random states are
-preserved. If anything fails, ``predict`` returns None, and the pool is laid out at the first boundary instead.
+dimensions, dtype, device) has one stand-in, a tensor whose sizes are different primes. So a prime among
+the sizes of a state tensor shows from which dimension of the parameter that size comes. User hooks do not run, and
+random states are preserved. If anything fails, ``predict`` returns None, and the pool is laid out at the first boundary
+instead.
 
 Only torch's own optimizers are run in this way. The constructor or the step of another class may do more than create
 state (change a counter of the class or a buffer that its groups share, write a file, make a collective call). Such a

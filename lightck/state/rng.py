@@ -48,7 +48,7 @@ _NUMPY_POSITIONS = {
 
 
 class _LastPacked:
-    """The packed form of the last state that was packed, of one generator or of all."""
+    """Remembers the last state that was packed, and its packed form. The state is that of one generator, or of all."""
 
     def __init__(self, is_same: Callable[[Any, Any], bool]) -> None:
         """``is_same``: whether two states have the same packed form."""
@@ -219,8 +219,7 @@ def _python_bytes(state: Twister) -> bytes:
 
 @contextmanager
 def preserved() -> Iterator[RngState]:
-    """A block at whose end all global generators are restored, also after an exception. Yields the state that will be
-    restored."""
+    """Restore all global generators at the end of the block, even after an exception. Yields the state to restore."""
     before = capture()
     try:
         yield before

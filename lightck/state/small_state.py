@@ -80,7 +80,7 @@ class CachedPacker:
         replaced an equal ``bytes`` value."""
         try:
             # The fast encoding keeps types, order and bits. It refuses types that need an extension, except tuple.
-            now = _tuple_packer.pack(value)
+            now = _fast_packer.pack(value)
         except (TypeError, ValueError, OverflowError, RecursionError):
             return values.pack(value, path=path, large=large)
         seen, packed = self._last
@@ -90,15 +90,15 @@ class CachedPacker:
         return packed
 
 
-def _tuple_only(value: object) -> msgpack.ExtType:
+def _encode_tuple(value: object) -> msgpack.ExtType:
     if type(value) is not tuple:
         raise TypeError(type(value).__name__)
     return msgpack.ExtType(
-        values.TUPLE, msgpack.packb(list(value), strict_types=True, use_bin_type=True, default=_tuple_only)
+        values.TUPLE, msgpack.packb(list(value), strict_types=True, use_bin_type=True, default=_encode_tuple)
     )
 
 
-_tuple_packer = msgpack.Packer(strict_types=True, use_bin_type=True, default=_tuple_only)
+_fast_packer = msgpack.Packer(strict_types=True, use_bin_type=True, default=_encode_tuple)
 
 
 # -- pieces of packed values -------------------------------------------------------------------------------------------

@@ -166,8 +166,7 @@ PLAIN = frozenset((type(None), bool, float, bytes))
 _SCALARS = frozenset((*PLAIN, int, str, *NUMPY_SCALARS))
 _CONTAINERS = frozenset((tuple, frozenset))
 COLLIDING_MAX = 100
-"""The largest number of keys of a dict or set that have the same hash as an earlier key. With more such keys, the dict
-or set is refused."""
+"""A dict or set is refused if more than ``COLLIDING_MAX`` of its keys have the same hash as an earlier key."""
 INT_NBYTES_MAX = 1700
 """The largest int that is stored, in bytes. Python converts no int of more than 4300 digits to text, and an error or a
 report may have to print any int that is stored."""

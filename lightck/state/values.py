@@ -51,8 +51,8 @@ _LEAF = MAX_DEPTH + 1
 """The depth to pass for a value that must not be a container, because at this depth lists and extensions are
 refused."""
 _TEXT_LIST_MIN = 16
-"""A list of at least this many items is tested for whether all of them are text, because such a list is encoded by one
-fast call."""
+"""A list of at least this many items is encoded by one fast call, if all of them are text. Shorter lists are not tested
+for that."""
 
 
 # --------------------------------------------------------------------------------------------------- packing

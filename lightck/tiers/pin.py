@@ -1,8 +1,11 @@
 """Held checkpoints: their slots are not overwritten, and a relayout carries them over to the new pool file.
 
 A *hold* is on one committed checkpoint of the open pool. ``Pin`` is the user's handle on a hold; ``keep=`` holds the
-checkpoint that it exports. Invariant: at least two slots are not held, and the training writes to these, so that it
-never waits for the release of a hold.
+checkpoint that it exports. Invariant: at least two slots (in a group of ranks: three) are not held by a pin or an
+export, and the training writes to these, so that it never waits for the release of a hold. During a relayout a rank
+also holds what other ranks may need (``ranks/neighbours.py``).
+
+In the new file a held checkpoint keeps its generation, its incarnation and its step. So whatever names it still does.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from lightck.pool.engine import ENDED
 from lightck.pool.format.structures import SLOTS_MAX, CommitRecord, DamagedError
 from lightck.pool.listener import CommitListener
 from lightck.pool.reader import StoredCheckpoint
+from lightck.pool.slots import Slot
 from lightck.pool.storage.failures import io_error
-from lightck.pool.writer import CopyPlan, PoolWriter
+from lightck.pool.writer import CopyPlan, Pending, PoolWriter
 from lightck.restore.contents import load_tensors
 
 log = logging.getLogger("lightck")
@@ -36,9 +40,8 @@ class Hold:
     record: CommitRecord
     is_pin: bool = False
     """Whether the user asked for this hold (``Session.pin()``)."""
-    original_generation: int = 0
-    """The generation with which the training wrote the checkpoint. A relayout copies the checkpoint to the new file
-    with another generation."""
+    is_for_ranks: bool = False
+    """Whether a relayout holds the checkpoint because other ranks may need it."""
 
 
 class Holds(CommitListener):
@@ -46,7 +49,9 @@ class Holds(CommitListener):
     relayout. As a ``CommitDecision`` (``pipeline/decision.py``) it protects their slots. Any thread can call
     ``release``; all other methods are called on the training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_free: int = 2) -> None:
+        """``n_free``: the number of slots that the training needs besides the held ones."""
+        self._n_free = n_free
         self._held: list[Hold] = []
         self._to_carry: list[tuple[Hold, StoredCheckpoint]] = []
         """During a relayout: each hold, and its checkpoint in the old file."""
@@ -64,7 +69,7 @@ class Holds(CommitListener):
     def slots_for_a_pin(self, n_export_slots: int) -> int:
         """Return the number of slots that the pool needs to hold one more pin. ``n_export_slots``: number of slots for
         ``keep=``; they are included in the result. Raises ``SessionError`` if no pool can have so many slots."""
-        needed = 2 + self.n_pins + 1 + n_export_slots
+        needed = self._n_free + self.n_pins + 1 + n_export_slots
         if needed > SLOTS_MAX:
             raise SessionError(
                 f"No further checkpoint can be pinned: {self.n_pins} are pinned, a pool has at most {SLOTS_MAX} slots, "
@@ -77,9 +82,13 @@ class Holds(CommitListener):
         """Hold the checkpoint in the writer's protected slot, which is the newest committed one, and return the hold.
         Raises ``PoolIOError`` if its commit record cannot be read."""
         assert writer.slots.protected is not None, "a checkpoint was committed"
-        slot = writer.slots.slots[writer.slots.protected]
-        record = _commit_record_of(writer, slot.index, slot.generation)
-        hold = Hold(record.step, record, is_pin, slot.original_generation or record.payload_generation)
+        return self.take_slot(writer, writer.slots.protected, is_pin=is_pin)
+
+    def take_slot(self, writer: PoolWriter, index: int, *, is_pin: bool = False, is_for_ranks: bool = False) -> Hold:
+        """Hold the committed checkpoint in a slot, and return the hold. Raises ``PoolIOError`` if its commit record
+        cannot be read."""
+        record = _commit_record_of(writer, index, writer.slots.slots[index].generation)
+        hold = Hold(record.step, record, is_pin, is_for_ranks)
         with self._lock:
             self._held.append(hold)
         return hold
@@ -118,7 +127,7 @@ class Holds(CommitListener):
     def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
         """Return the held checkpoints, oldest first. Raises ``CorruptPoolError`` if one of them cannot be read."""
         self._to_carry = []
-        for hold in sorted(self._held, key=lambda h: h.record.generation):
+        for hold in sorted(self._held, key=lambda h: h.record.payload_generation):
             try:
                 self._to_carry.append((hold, old.reader.checkpoint(hold.record)))
             except DamagedError as err:
@@ -127,7 +136,8 @@ class Holds(CommitListener):
 
     def carry(self, new: PoolWriter) -> None:
         """Commit each held checkpoint in the new file, and hold its slot in the new file. A checkpoint with several
-        holds is copied once."""
+        holds is copied once. If none of them is of this session, an adoption record names the newest one, so that the
+        new file knows the session's incarnation."""
         self._new = new
         committed: dict[int, CommitRecord] = {}  # generation in the old file -> commit record in the new file
         for hold, stored in self._to_carry:
@@ -136,14 +146,20 @@ class Holds(CommitListener):
                 committed[generation] = _carry(stored, hold, new, self.held(new))
             with self._lock:
                 self._carried.append((hold, committed[generation]))
+        if self._carried and new.commit_log.incarnation < new.incarnation:
+            new.adopt(self._carried[-1][1])
 
     def relayout_done(self, new: PoolWriter) -> None:
         with self._lock:
             for hold, record in self._carried:
                 hold.record = record
-        self.relayout_failed()  # forgets what exists only during a relayout
+        self._forget_relayout()
 
     def relayout_failed(self) -> None:
+        self._forget_relayout()
+
+    def _forget_relayout(self) -> None:
+        """Clear the fields that are used only during a relayout."""
         with self._lock:
             self._to_carry, self._carried, self._new = [], [], None
 
@@ -161,19 +177,28 @@ def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: froze
         tensors = load_tensors(stored, [name for name, entry in stored.entries.items() if entry.nbytes])
     except DamagedError as err:
         raise _damaged(hold, err) from err
-    plan = _plan(stored, numbers, tensors)
     slot = writer.slots.choose(held)
     assert slot is not None, "a new pool has a slot for each held checkpoint"
-    pending = writer.begin(plan, slot, tensors)
+    pending = _begin(stored, writer, _plan(stored, numbers, tensors), slot, tensors)
     pending.job.release()  # allows the commit: ``begin`` has made all copies
     pending.job.wait(ENDED)
     recorded = stored.reader.next_batches(stored.record)
     if recorded is not None:
         writer.store_next_batch(slot, pending.record.generation, recorded)
     writer.committed(pending)
-    slot.original_generation = hold.original_generation
     pending.job.forget()
     return _commit_record_of(writer, slot.index, pending.record.generation)
+
+
+def _begin(stored: StoredCheckpoint, writer: PoolWriter, plan: CopyPlan, slot: Slot, keep: object) -> Pending:
+    """Begin the checkpoint in the new file, under the generation and the incarnation that it has in the old one. (Held
+    checkpoints are carried over first, oldest first, so generations only grow in the new file too.)"""
+    own = writer.generation, writer.incarnation
+    writer.generation, writer.incarnation = stored.header.generation - 1, stored.header.incarnation
+    try:
+        return writer.begin(plan, slot, keep)
+    finally:
+        writer.generation, writer.incarnation = own
 
 
 def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> CommitRecord:
@@ -217,9 +242,13 @@ def _plan(stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, 
 
 
 def _damaged(hold: Hold, err: DamagedError) -> CorruptPoolError:
+    if hold.is_for_ranks:
+        what, cure = "checkpoint", "Other ranks may need it. Nothing was changed. Start all ranks again"
+    else:
+        what, cure = "pinned checkpoint", "The newest checkpoint is intact. Release the pin"
     return CorruptPoolError(
-        f"The pool must be written anew, and the pinned checkpoint of step {hold.step} cannot be copied to the new "
-        f"file: {err}. The newest checkpoint is intact. Release the pin, and check the health of the pool's medium.",
+        f"The pool must be written anew, and the {what} of step {hold.step} cannot be copied to the new file: {err}. "
+        f"{cure}, and check the health of the pool's medium.",
         (str(err),),
     )
 

@@ -209,8 +209,8 @@ enum { LCK_EMULATED_FENCE_MAX = 1000000000 }; /* maximum of fence_ns */
  * that memory. write_bps, read_bps: bandwidth in bytes per second (0: no limit). fence_ns: nanoseconds of each fence
  * and each sync. unit: bytes of the smallest transfer, a power of two, at most 1 MiB; part of a unit takes as long as a
  * whole unit (0: no units). Each medium has a write bandwidth of its own, which all threads that write to the medium
- * share. All reads of the process share one read bandwidth. The CPU time of stalls is not emulated. Media that are open
- * already are not affected. */
+ * share. All reads of the process share one read bandwidth. A thread that waits for the emulated memory may sleep,
+ * while it would use CPU time on the real one. Media that are open already are not affected. */
 int32_t lck_emulate(uint64_t write_bps, uint64_t read_bps, uint64_t fence_ns, uint64_t unit);
 
 /* ---- engine: background copies and the commit -------------------------------------------------------- */

@@ -32,9 +32,9 @@ __attribute__((target("clwb"))) static void back_clwb(const unsigned char *line,
         _mm_clwb((void *)(uintptr_t)line);
 }
 
-/* Best first: clwb can keep the line in the cache, and clflushopt need not wait for the flush before it. Bits of CPUID
- * leaf 7 (register b) tell whether the processor has clwb and clflushopt, which need no support from the operating
- * system. clflush is part of x86-64. */
+/* Best first: clwb can keep the line in the cache, and clflushopt need not wait for the flush before it. Bits of EBX in
+ * CPUID leaf 7 tell whether the processor has clwb and clflushopt, which need no support from the operating system.
+ * clflush is part of x86-64. */
 static const struct write_back {
     const char *name;
     write_back_fn *lines;

@@ -282,7 +282,7 @@ struct lck_engine {
     struct populate populates[ENGINE_POPULATES];
     pthread_t workers[ENGINE_THREADS];
     pthread_t team; /* the thread lightck-openmp, which makes and ends an OpenMP team: openmp.c */
-    _Atomic bool has_team; /* the thread `team` was started, whether or not it has a team now */
+    _Atomic bool has_team; /* the thread `team` was started; it need not have an OpenMP team now */
     _Atomic bool no_room;  /* no further OpenMP thread could be started: not tried again */
 };
 

@@ -40,8 +40,8 @@ static bool whole_pages(const lck_extent *extents, uint64_t count)
 static bool writes_back(uint32_t tier) { return tier == LCK_TIER_PM || tier == LCK_TIER_PM_EMULATED; }
 
 /* On persistent memory MAP_SYNC makes the file system's metadata durable before a page can be stored to. Without
- * MAP_SYNC, medium_sync would not make stores durable. With MAP_SHARED_VALIDATE, mmap fails if the kernel does not grant
- * MAP_SYNC. */
+ * MAP_SYNC, medium_sync would not make stores durable. With MAP_SHARED_VALIDATE, mmap fails if the kernel does not
+ * grant MAP_SYNC. */
 static int map_flags(uint32_t tier)
 {
     bool synced = tier == LCK_TIER_PM || tier == LCK_TIER_PM_EADR;

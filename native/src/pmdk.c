@@ -119,7 +119,7 @@ static bool resolve_all(void *library)
            resolve(library, "pmemobj_ctl_set", &api.ctl_set) && resolve(library, "pmemobj_errormsg", &api.errormsg);
 }
 
-/* Releases from 2.1 on write to stderr and syslog unless a log function is set. */
+/* Since release 2.1, libpmemobj writes to stderr and syslog unless a log function is set. */
 static void route_log(void)
 {
     if (api.log_set_function == NULL || api.log_set_threshold == NULL)

@@ -19,8 +19,8 @@ enum {
     RING = 8192,       /* offset of 16 commit records, 256 bytes apart */
     SLOT0 = 64 << 10,
     SLOT_NBYTES = 1 << 20,
-    MANIFEST = 4096,   /* offset in a slot, as PAYLOAD */
-    PAYLOAD = 64 << 10,
+    MANIFEST = 4096,   /* offset in a slot */
+    PAYLOAD = 64 << 10, /* offset in a slot */
     SIZE = SLOT0 + SLOTS * SLOT_NBYTES,
     IMAGE = 2048,
     CRCS_OFF = 128,
@@ -920,7 +920,7 @@ static pid_t copier(void)
 }
 
 static _Atomic bool watching;
-static _Atomic int hurried;
+static _Atomic int hurried; /* how many times `watch` saw the worker at normal priority */
 
 static void *watch(void *arg)
 {
@@ -933,6 +933,7 @@ static void *watch(void *arg)
     return NULL;
 }
 
+/* Set *arg to whether the system permits a thread to return from idle to normal priority. */
 static void *may_stop_idling(void *arg)
 {
     const struct sched_param none = {0};

@@ -80,8 +80,8 @@ static void check_job(void)
     close(fd);
 }
 
-/* The wait status of a child that runs `work`. A SIGBUS outside of the choke point must end the process as without
- * lightck. */
+/* The wait status of a child that runs `work`. Each `work` below gets a SIGBUS that is not due to a medium's mapping.
+ * The SIGBUS must have the same effect as without lightck. */
 static int status_of(void (*work)(void))
 {
     pid_t pid = fork();

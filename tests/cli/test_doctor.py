@@ -54,7 +54,7 @@ class Fake:
             durability=lambda folder: self.media.get(folder, DISK),
             device=self.device,
             writable=lambda folder: folder in self.spaces or Path(folder).is_dir(),
-            refusal=self.refusals.get,
+            folder_refusal=self.refusals.get,
         )
 
     def device(self, path: str) -> tuple[int, Durability] | None:

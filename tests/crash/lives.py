@@ -43,7 +43,7 @@ class Life:
         reported = story(partial(self._train, slots, steps, before, refusal), kill)
         self.history.append(f"{kill or 'no kill'}, {slots} slots: {reported}")
         self.ledger.note(reported, slots)
-        if not reported.was_killed and os.path.lexists(temporary.name_of(self.path)):
+        if not reported.was_killed and os.path.lexists(temporary.path_of(self.path)):
             raise BrokenError("a new file that a kill left is still there")
         self.judge()
         return reported
@@ -82,7 +82,7 @@ class Life:
             raise BrokenError(f"{err}; {self.plan}; processes: {'; '.join(self.history[-4:])}") from err
 
     def remove(self) -> None:
-        for left in (self.path, self.path + ".lock", temporary.name_of(self.path)):
+        for left in (self.path, self.path + ".lock", temporary.path_of(self.path)):
             with suppress(FileNotFoundError):
                 os.unlink(left)
 

@@ -104,7 +104,7 @@ def test_a_new_pool_file_is_heard_of_before_and_after(training):
     session.pin()
     session.pin()
     said = [one for one in recorder.heard if isinstance(one, str)]
-    assert said[:4] == ["stop_reading", "checkpoints_to_carry", "carry", "relayout_done"]
+    assert said[:5] == ["stop_reading", "relayout_begins", "checkpoints_to_carry", "carry", "relayout_done"]
     session.close()
 
 

@@ -69,7 +69,7 @@ def test_a_crash_in_the_middle_of_a_move_leaves_what_the_next_attach_removes(fol
         session.pin()
 
     killed_child(work)
-    assert names(folder) == before | {os.path.basename(temporary.name_of(str(pool)))}
+    assert names(folder) == before | {os.path.basename(temporary.path_of(str(pool)))}
     assert lightck.recover(pool).step == 2
     _goes_on(pool)
     assert names(folder) == before
@@ -85,7 +85,7 @@ def test_the_temporary_file_is_found_where_the_folder_has_another_name(folder):
     (folder / "here").mkdir()
     pool = folder / "here" / "run.pool"
     pool_with(pool, 2)
-    Path(temporary.name_of(str(pool))).write_bytes(b"left by a kill")
+    Path(temporary.path_of(str(pool))).write_bytes(b"left by a kill")
     (folder / "here").rename(folder / "there")
     _goes_on(folder / "there" / "run.pool")
     assert names(folder / "there") == {"run.pool", "run.pool.lock"}

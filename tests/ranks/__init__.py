@@ -1,5 +1,5 @@
 """The commit rule of ranks, checked: ``model.py`` is the model, ``topology.py`` how ranks wait for each other,
-``explore.py`` the search, ``mutants.py`` what is wrong.
+``carrying.py`` relayouts as they are built, ``explore.py`` the search, ``mutants.py`` what is wrong.
 
 ``test_model.py`` has a row for each claim, with what must come out and how many states there are. A row that fails
 prints the events that lead to the failure. ``test_rule.py`` looks at single functions.
@@ -10,7 +10,8 @@ model, without that, had 436,656. ``test_going_on_at_once_hides_nothing`` compar
 first.
 
 Not explored to the end: three ranks that read each pool at a moment of its own (more than 200,000 states), and
-relayouts with a crash and a give-up (more than 150,000). Lost pools and copies of pools are not in the model.
+relayouts that keep the file of before, with a crash and a give-up (more than 150,000). Lost pools and copies of pools
+are not in the model.
 
 What came out otherwise than the first design of the groups said, or more exactly:
 
@@ -38,6 +39,10 @@ What came out otherwise than the first design of the groups said, or more exactl
    given up by any rank (so more than "one more", where ranks give up in turn). Without collectives, or with one in each
    third step, it is three with 3 slots, and six while a pool also keeps a file of before.
 8. *Two slots* are safe by the rule and do not stop, also with give-ups; what they cost is waiting.
-9. *Damage* to the common checkpoint of one rank leaves the one before only as long as no checkpoint was given up: with
+9. *Relayouts* are safe in two ways: the file of before stays beside the new one, or the new one holds what may not be
+   overwritten before it gets the name. The second is built; it has fewer states, so crashes and give-ups are explored
+   with it to the end. To carry over the newest checkpoint alone, or the known common one alone, is unsafe; also under
+   new names.
+10. *Damage* to the common checkpoint of one rank leaves the one before only as long as no checkpoint was given up: with
    one give-up it may leave none, also with three slots and an early gate.
 """

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,13 @@ from typing import Any
 import ranked
 
 from lightck._native import lib
+from lightck.pool.storage.file import FileContainer
 from lightck.pool.writer import PoolWriter
 from lightck.ranks.meet import Meeting
 from lightck.restore.recover import LiveRestore
+from lightck.tiers.pin import Holds
 
-from .trainings import TOPOLOGIES, Run, body, is_equal
+from .trainings import TOPOLOGIES, Run, Topology, body, is_equal
 
 UPDATES, LIVES_MAX = 24, 5
 ROUNDS = ("host names", "reports", "votes", "pools", "readiness")
@@ -43,6 +45,16 @@ POINTS = (
     *(f"{when} restore" for when in ("before", "after")),
 )
 """Named points of attach."""
+RELAYOUT_POINTS = tuple(f"{when} {what}" for what in ("carry", "rename") for when in ("before", "after"))
+"""Named points of a relayout: before and after checkpoints are carried over, and the new file gets the pool's name."""
+GROWING = {
+    "ddp grows": replace(
+        TOPOLOGIES["ddp"],
+        grows_at={0: {3: 700_000, 9: 3_000_000}, 1: {3: 700_000, 12: 3_000_000}},
+    )
+}
+"""Trainings in which pools get new files, on both ranks in one step and in different ones."""
+ALL = TOPOLOGIES | GROWING
 SITES = ("header", "block", "manifest", "sealed", "body", "word", "ack")
 """Points of the native core in the life of a checkpoint, checkpoint 0 included."""
 
@@ -50,14 +62,18 @@ SITES = ("header", "block", "manifest", "sealed", "body", "word", "ack")
 @dataclass(frozen=True)
 class Kill:
     """How one rank is to die. ``kind``: "time" (``value`` seconds after the process began), "point" (``value`` of
-    ``POINTS``), "site" (``value`` of ``SITES``, at its ``nth`` passing) or "step" (in the update after ``nth``)."""
+    ``POINTS`` or ``RELAYOUT_POINTS``), "site" (``value`` of ``SITES``), or "step" (in the update after ``nth``).
+    ``nth``: at which passing of a point of a relayout, or of a site."""
 
     kind: str
     value: Any = None
     nth: int = 1
 
     @classmethod
-    def drawn(cls, rng: random.Random) -> Kill:
+    def drawn(cls, rng: random.Random, *, grows: bool = False) -> Kill:
+        """``grows``: whether pools get new files in this training."""
+        if grows and rng.random() < 0.5:
+            return cls("point", rng.choice(RELAYOUT_POINTS), rng.choice((1, 1, 2)))
         kind = rng.choice(("time", "point", "site", "site", "step"))
         if kind == "time":
             return cls(kind, rng.uniform(0.0, 0.6))
@@ -72,31 +88,39 @@ class Kill:
         elif self.kind == "site":
             assert lib.lck_kill(self.value.encode(), self.nth) == lib.LCK_OK
         elif self.kind == "point":
-            _arm_point(self.value)
+            _arm_point(self.value, self.nth)
 
     def after_update(self, n_updates: int) -> None:
         if self.kind == "step" and n_updates >= self.nth:
             ranked.die()
 
 
-def _arm_point(point: str) -> None:
+def _arm_point(point: str, nth: int) -> None:
     when, what = point.split()
     if what in ROUNDS:
         _around(Meeting, "exchange", when, lambda _, name, value: name == what)
     elif what == "adopt":
         _around(PoolWriter, "adopt", when)
+    elif what == "carry":
+        _around(Holds, "carry", when, nth=nth)
+    elif what == "rename":  # of a new file: there was one of before
+        _around(FileContainer, "publish", when, lambda container: os.path.exists(container.path), nth)
     else:
         _around(LiveRestore, "take", when)
 
 
-def _around(owner: type, name: str, when: str, applies: Callable[..., bool] = lambda *_: True) -> None:
+def _around(owner: type, name: str, when: str, applies: Callable[..., bool] = lambda *_: True, nth: int = 1) -> None:
     original = getattr(owner, name)
+    n_calls = 0
 
     def patched(*args: Any, **kwargs: Any) -> Any:
-        if when == "before" and applies(*args):
+        nonlocal n_calls
+        n_calls += applies(*args)
+        dies = applies(*args) and n_calls == nth
+        if when == "before" and dies:
             ranked.die()
         result = original(*args, **kwargs)
-        if when == "after" and applies(*args):
+        if when == "after" and dies:
             ranked.die()
         return result
 
@@ -144,14 +168,14 @@ class Tally:
 
 @cache
 def reference(name: str) -> list[Run]:
-    return ranked.values(ranked.run_ranks(TOPOLOGIES[name].n_ranks, body(TOPOLOGIES[name], None, UPDATES)))
+    return ranked.values(ranked.run_ranks(ALL[name].n_ranks, body(ALL[name], None, UPDATES)))
 
 
-def trial(seed: int, tally: Tally, names: tuple[str, ...] = tuple(TOPOLOGIES)) -> None:
+def trial(seed: int, tally: Tally, names: tuple[str, ...] = tuple(ALL)) -> None:
     """One trial. Raises ``AssertionError`` with the seed if a promise is broken."""
     rng = random.Random(seed)
     name = rng.choice(names)
-    topology = TOPOLOGIES[name]
+    topology = ALL[name]
     folder = Path(tempfile.mkdtemp(prefix="lightck-kills-", dir="/dev/shm"))
     progress = Progress(folder / "progress", topology.n_ranks)
     ends_step = rng.random() < 0.5
@@ -159,7 +183,7 @@ def trial(seed: int, tally: Tally, names: tuple[str, ...] = tuple(TOPOLOGIES)) -
     try:
         for life in range(rng.randint(2, LIVES_MAX)):
             progress.clear()
-            plan = _plan(rng, topology.n_ranks)
+            plan = _plan(rng, topology)
             ended = _live(name, folder / "pools", plan, progress, rng.choice((0.0, 0.02, 0.1)), ends_step)
             tally.n_killed += sum(one.is_killed for one in ended)
             tally.kinds.update([name, *(str(kill.value) for kill in plan.values() if kill.kind in ("point", "site"))])
@@ -176,10 +200,11 @@ def trial(seed: int, tally: Tally, names: tuple[str, ...] = tuple(TOPOLOGIES)) -
         shutil.rmtree(folder)
 
 
-def _plan(rng: random.Random, n_ranks: int) -> dict[int, Kill]:
+def _plan(rng: random.Random, topology: Topology) -> dict[int, Kill]:
     """Which ranks die, and how: one, some or all."""
+    n_ranks, grows = topology.n_ranks, bool(topology.grows_at)
     victims = rng.sample(range(n_ranks), rng.choice((1, 1, rng.randint(1, n_ranks), n_ranks)))
-    return {rank: Kill.drawn(rng) for rank in victims}
+    return {rank: Kill.drawn(rng, grows=grows) for rank in victims}
 
 
 def _live(
@@ -197,8 +222,8 @@ def _live(
         if rank in plan:
             plan[rank].after_update(n_updates[rank] - 1)
 
-    life = body(TOPOLOGIES[name], pools, UPDATES, before=arm, on_step=on_step, ends_step=ends_step)
-    return ranked.run_ranks(TOPOLOGIES[name].n_ranks, life, ends_others_after=delay)
+    life = body(ALL[name], pools, UPDATES, before=arm, on_step=on_step, ends_step=ends_step)
+    return ranked.run_ranks(ALL[name].n_ranks, life, ends_others_after=delay)
 
 
 def _judge(
@@ -217,7 +242,7 @@ def _judge(
     return first, max(last for _, last in progress.all())
 
 
-def campaign(n_kills: int, seed: int, names: tuple[str, ...] = tuple(TOPOLOGIES)) -> Tally:
+def campaign(n_kills: int, seed: int, names: tuple[str, ...] = tuple(ALL)) -> Tally:
     """Run trials until ``n_kills`` ranks were killed."""
     tally = Tally()
     while tally.n_killed < n_kills:
@@ -230,7 +255,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", nargs="*", default=list(TOPOLOGIES), choices=list(TOPOLOGIES))
+    parser.add_argument("--only", nargs="*", default=list(ALL), choices=list(ALL))
     args = parser.parse_args()
     tally = campaign(args.kills, args.seed, tuple(args.only))
     print(f"{tally.n_trials} trials from seed {args.seed}: {tally.n_killed} ranks killed, no promise broken")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from lightck.ranks.rule import CheckpointId, Knowledge, PoolView
+from ranks.carrying import Carries, in_slots
 from ranks.model import COMMITTED, DOWN, NOTHING, Choice, Model, Move, Rank, State, committed, stored
 
 
@@ -69,6 +70,29 @@ class HidesPredecessor(Model):
 
     def visible_to_others(self, rank: Rank) -> PoolView:
         return PoolView.of(committed(rank._replace(files=())), rank.newest)
+
+
+class CarriesNewestAlone(Carries):
+    """A relayout carries over the newest checkpoint alone."""
+
+    def carried(self, state: State, rank: Rank, knowledge: Knowledge) -> frozenset[CheckpointId]:
+        return frozenset({max(in_slots(rank))})
+
+
+class CarriesCommonAlone(Carries):
+    """A relayout carries over the checkpoint that the rank knows to be common, and none that is newer."""
+
+    def carried(self, state: State, rank: Rank, knowledge: Knowledge) -> frozenset[CheckpointId]:
+        found = super().carried(state, rank, knowledge)
+        return frozenset({min(found)}) if found else found
+
+
+class CarriesUnderNewNames(Carries):
+    """A checkpoint that is carried over gets the incarnation of the session."""
+
+    def carried(self, state: State, rank: Rank, knowledge: Knowledge) -> frozenset[CheckpointId]:
+        found = super().carried(state, rank, knowledge)
+        return frozenset(CheckpointId(state.incarnation, one.step) for one in found)
 
 
 class NeverForces(Model):

@@ -324,32 +324,6 @@ def test_an_optimizer_whose_state_cannot_be_predicted_is_refused(pools):
         assert "The state of LBFGS cannot be predicted" in str(found)
 
 
-def test_a_pin_is_refused(pools):
-    def rank_body(rank: int) -> None:
-        model, optimizer = plain_model()
-        session = lightck.attach(model, pools, optimizer=optimizer, timeout=30)
-        with pytest.raises(UnsupportedError, match="pin"):
-            session.pin()
-        session.close()
-
-    values(run_ranks(2, rank_body))
-
-
-def test_a_tensor_without_space_in_the_pool_is_refused(pools):
-    """A new file would hold only the newest checkpoint, which other ranks may not have."""
-
-    def rank_body(rank: int) -> None:
-        model, optimizer = plain_model()
-        session = lightck.attach(model, pools, optimizer=optimizer, timeout=30)
-        model.register_buffer("late", torch.zeros(1 << 20))
-        model(torch.ones(3)).sum().backward()
-        optimizer.step()
-        with pytest.raises(UnsupportedError, match="has to be written anew"):
-            session.flush()
-
-    values(run_ranks(2, rank_body))
-
-
 def test_a_rank_that_makes_fewer_updates_is_named_by_the_others(pools):
     """Rank 1 stops, as under DDP's join with uneven inputs. Rank 0 never overwrites what both have."""
 

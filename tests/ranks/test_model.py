@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ranks import mutants
+from ranks.carrying import Carries
 from ranks.explore import explore
 from ranks.model import Model
 from ranks.topology import Topology, data_parallel, mesh_2x2, no_collective, pipeline
@@ -34,9 +35,11 @@ class Row:
     """The most that a crash costs, beyond one for each step whose checkpoint was given up."""
 
 
-def safe(name: str, n: int, topology: Topology, states: int, lost: int, **options: Any) -> Row:
+def safe(
+    name: str, n: int, topology: Topology, states: int, lost: int, *, model: type[Model] = Model, **options: Any
+) -> Row:
     """A row without an unsafe state and without a deadlock, in which a crash costs ``lost`` steps at the most."""
-    return Row(name, n, topology, states, {"loss": lost, **options}, lost=lost)
+    return Row(name, n, topology, states, {"loss": lost, **options}, model, lost=lost)
 
 
 def wrong(name: str, model: type[Model], expected: str, n: int, topology: Topology, states: int, **options: Any) -> Row:
@@ -86,6 +89,15 @@ SAFE = [
     safe("relayouts in a row, 2 ranks", 2, DP(2), 11_040, 1, files=2),
     safe("relayouts, 3 ranks", 3, DP(3), 15_929, 1, files=1),
     safe("relayouts, no collective", 2, no_collective(2), 2_907, 6, files=1),
+    # relayouts that carry over what must stay, as they are built
+    safe("carried over, 2 ranks, 2 crashes", 2, DP(2), 4_101, 1, model=Carries, crashes=2),
+    safe(
+        "carried over, 2 ranks, 1 crash, news come late", 2, DP(2), 1_583, 1, model=Carries, crashes=1, reads="earlier"
+    ),
+    safe("carried over, 2 ranks, 2 given up, 1 crash", 2, DP(2), 25_504, 1, model=Carries, give_ups=2, crashes=1),
+    safe("carried over, 3 ranks, 1 crash", 3, DP(3), 6_282, 1, model=Carries, crashes=1),
+    safe("carried over, mesh", 4, mesh_2x2(), 9_350, 2, model=Carries),
+    safe("carried over, no collective, 1 crash", 2, no_collective(2), 1_734, 3, model=Carries, crashes=1),
     # two slots, by the rule
     safe("2 slots, 2 crashes", 2, DP(2, early=False), 455, 2, slots=2, crashes=2),
     safe("2 slots, 3 given up", 2, DP(2, early=False), 65, 2, slots=2, give_ups=3),
@@ -129,6 +141,10 @@ WRONG = [
     wrong("relayout drops the file of before", mutants.DropsPredecessor, NO_COMMON, 2, DP(2), 6, files=1),
     wrong("relayout drops it at its commit", mutants.DropsPredecessorAfterCommit, NO_COMMON, 2, DP(2), 28, files=1),
     wrong("others do not see the file of before", mutants.HidesPredecessor, NO_COMMON, 2, DP(2), 24, files=1),
+    wrong("the newest alone is carried over, last gate", mutants.CarriesNewestAlone, NO_COMMON, 2, LATE, 40),
+    wrong("the newest alone is carried over, 1 crash", mutants.CarriesNewestAlone, NO_COMMON, 2, DP(2), 162, crashes=1),
+    wrong("the common one alone is carried over", mutants.CarriesCommonAlone, NO_COMMON, 2, DP(2), 242),
+    wrong("carried over under new names", mutants.CarriesUnderNewNames, NO_COMMON, 2, DP(2), 98, crashes=1),
     wrong("given up in a row, never forced", NeverForces, STUCK, 2, DP(2), 147, give_ups=3),
     wrong("design: 2 given up in a row", NeverForces, STUCK, 2, DP(2), 161, give_ups=2, uses_never_common=False),
     wrong("design: given up in turn", Model, STUCK, 2, DP(2), 203, give_ups=3, uses_never_common=False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,25 @@ class WithDropout(Net):
         return nn.functional.dropout(super().forward(x).expand(-1, 4), 0.3)
 
 
+class Grown:
+    """An object in ``state=`` whose tensor changes at each step, and grows at some. A pool has space for 256 KiB that
+    come later, and for what fills up its last 2 MiB; for more it gets a new file."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(10)
+
+    def updated(self, step: int, grows_at: dict[int, int]) -> None:
+        self.value = self.value + step
+        if step in grows_at:
+            self.value = torch.cat([self.value, torch.full((grows_at[step],), float(step))])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
 @dataclass(frozen=True)
 class Topology:
     """``shard``: turns the model into the one that is attached; ``wrap``: into the one that the loop calls."""
@@ -57,6 +76,8 @@ class Topology:
     model: Callable[[], nn.Module] = Net
     n_same_data: int = 1
     """So many neighbouring ranks get the same batches: the ranks of one tensor parallel group."""
+    grows_at: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Rank -> step -> how many numbers its object in ``state=`` gets after that step (see ``Grown``)."""
     ranks_per_host: int = 0
     """If not 0, a folder stands for each host, and so many ranks are on it."""
 
@@ -142,7 +163,9 @@ def body(
         before(rank)
         model, optimizer = build(topology)
         torch.manual_seed(100 + rank)
-        session = None
+        session, grown, grows_at = None, Grown(), topology.grows_at.get(rank)
+        if grows_at is not None:
+            options["state"] = {"grown": grown}
         if pools is not None:
             directory = topology.on_host(rank, pools)
             session = lightck.attach(model, directory, optimizer=optimizer, **{"resume": True, "timeout": 60} | options)
@@ -154,14 +177,17 @@ def body(
             if kill == (rank, step):
                 ranked.die()
             optimizer.step()
+            grown.updated(step + 1, grows_at or {})
             on_step(rank, step + 1)
             optimizer.zero_grad()
             if session is not None and ends_step:
                 session.end_step()
+        if session is not None:
+            session.close()
+        state = [*ranked.everything(model, optimizer), *([] if grows_at is None else [grown.value])]
         if session is None:
-            return Run(began, ranked.everything(model, optimizer))
-        session.close()
-        return Run(began, ranked.everything(model, optimizer), session.stats(), session.common)
+            return Run(began, state)
+        return Run(began, state, session.stats(), session.common)
 
     return run
 

@@ -1065,7 +1065,7 @@ def test_every_error_is_also_the_builtin_that_the_tree_names():
 
 def test_stale_temporary_is_removed_by_who_holds_the_lock(folder, pool):
     model, optimizer = pool_with(pool)
-    stale = Path(temporary.name_of(str(pool)))
+    stale = Path(temporary.path_of(str(pool)))
     stale.write_bytes(b"left behind by a kill while a pool was being made")
     lightck.attach(model, pool, optimizer=optimizer, resume=True).close()
     assert not stale.exists()

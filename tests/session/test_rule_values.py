@@ -277,7 +277,7 @@ def test_kill_while_the_pool_moves_to_a_new_file_leaves_the_old_checkpoint(folde
     again = net(seed=3)
     with lightck.attach(again, pool, optimizer=adam(again), state={"box": Box()}, resume=True) as session:
         assert session.step == 2
-    assert not os.path.exists(temporary.name_of(str(pool)))
+    assert not os.path.exists(temporary.path_of(str(pool)))
 
 
 def test_new_pool_file_is_used_by_the_next_run(pool):

@@ -1,6 +1,6 @@
 """The identity of a rank's pool: which run and which world it belongs to, and the place of its rank in that world.
 
-docs/format.md, "Pools of a rank", describes the map in which the layout table holds it. What is read is untrusted.
+The layout table contains the identity as a map (docs/format.md, "Pools of a rank"). A map that is read is untrusted.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class GroupIdentity:
             raise ValueError(problem)
 
     def _problem(self) -> str | None:
-        """Return what is wrong with the values, or None. They may be untrusted, so only integers are shown: the repr of
-        a deep list raises ``RecursionError``."""
+        """Return what is wrong with the values, or None. The text contains no other values than integers, because the
+        values may be untrusted, and the repr of a deep list raises ``RecursionError``."""
         ids = (self.run_id, self.world_id)
         if not all(type(one) is bytes and len(one) == ID_NBYTES for one in ids):
             return f"the id of a run or of a world is not {ID_NBYTES} bytes"

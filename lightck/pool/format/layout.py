@@ -27,9 +27,9 @@ INT_MAX = 1 << 62
 NAME_NBYTES_MAX = 4096
 """Maximum length of a name in UTF-8."""
 LIST_PIECES_MAX, LIST_PAIRS_MAX = 1 << 20, 1 << 28
-"""Maximum sums over all entries of a table, or over all extra entries of a checkpoint. ``LIST_PIECES_MAX`` limits the
-number of pieces, and so the memory. The pieces of an entry are compared with each other, so ``LIST_PAIRS_MAX`` limits
-the time: the sum, over the entries, of the square of the number of pieces."""
+"""Maximum sums over all entries of a table, or over all extra entries of a checkpoint. ``LIST_PIECES_MAX``: of
+the numbers of pieces, which limits the memory. ``LIST_PAIRS_MAX``: of the squares of these numbers, which limits the
+time, because the pieces of an entry are compared with each other."""
 ROLES = ("param", "buffer", "optimizer", "state")
 
 # Bytes per element of every dtype name that a table may contain. The pool knows names and sizes, but not torch.
@@ -57,8 +57,8 @@ class Entry(NamedTuple):
     layer: int = -1
     alias: str | None = None
     logical_shape: tuple[int, ...] | None = None
-    """Shape of the logical tensor of which this tensor is a part. ``logical_shape`` and ``pieces`` are both None if the
-    entry does not say that its tensor is a part."""
+    """Shape of the logical tensor of which this tensor is a part. ``logical_shape`` and ``pieces`` are both None for a
+    tensor that is not stored as a part."""
     pieces: tuple[Piece, ...] | None = None
     """The pieces of the logical tensor that this tensor holds. Only the pool of a rank stores pieces."""
 
@@ -74,10 +74,11 @@ class Entry(NamedTuple):
         ) and (self.logical_shape, self.pieces) == (other.logical_shape, other.pieces)
 
     def to_map(self, *, has_group: bool = False) -> dict[str, object]:
-        """Return the entry as the map that the table contains. ``has_group``: whether the pool is that of a rank. In
-        another pool the last four keys of the map carry no information: they are None, or follow from the shape.
+        """Return the entry as the map that the table contains. ``has_group``: whether the pool is that of a rank. If
+        it is not, the last four keys of the map carry no information: they are None, or follow from the shape.
 
-        Raises ``ValueError`` if the entry has pieces that this pool cannot have."""
+        Raises ``ValueError`` if the pieces are invalid, or if the entry has pieces and the pool is not that of a
+        rank."""
         plain: dict[str, object] = dict(zip(_PLAIN_FIELDS, self, strict=False))
         plain |= {"shape": list(self.shape), "stride": list(self.stride)}
         if has_group:
@@ -122,8 +123,8 @@ def blocks_of(nbytes: int, block: int) -> int:
 
 
 def encode(entries: Sequence[Entry], group: GroupIdentity | None = None) -> bytes:
-    """Return the layout table of these entries. ``group``: the identity of a rank's pool; None for another pool.
-    Raises ``ValueError`` as ``Entry.to_map`` does."""
+    """Return the layout table of these entries. ``group``: the identity of a rank's pool; None if the pool is not
+    that of a rank. Raises ``ValueError`` as ``Entry.to_map`` does."""
     head = {} if group is None else {"group": group.to_map()}
     return bytes(msgpack.packb(head | {"entries": _maps(entries, group is not None)}, use_bin_type=True))
 

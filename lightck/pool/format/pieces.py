@@ -200,7 +200,7 @@ def _chunk(length: int, chunks: int, index: int) -> tuple[int, int]:
 
 
 def _between(runs: _Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the runs of the elements from ``start`` to ``stop``, which are positions in the local tensor."""
+    """Yield the runs of the elements at positions ``start`` to ``stop`` (excluded) of the local tensor."""
     at = 0
     for begin, length in runs:
         low, high = max(start - at, 0), min(stop - at, length)
@@ -427,8 +427,8 @@ def _box(low: _Corner, high: _Corner) -> Box:
 
 
 def _slabs(low: _Corner, high: _Corner, taken_low: _Corner, taken_high: _Corner) -> Iterator[tuple[_Corner, ...]]:
-    """Yield start and end of each slab of the rest of a box after another box (``taken_low``, ``taken_high``) is taken
-    out of it."""
+    """Take the box with the corners ``taken_low`` and ``taken_high`` out of the box with the corners ``low`` and
+    ``high``. Cut the rest into slabs, and yield start and end of each slab."""
     low, high = low.copy(), high.copy()
     for dim in range(len(low)):
         if low[dim] < taken_low[dim]:
@@ -455,15 +455,16 @@ def _overlapping_pairs(low: _Corners, high: _Corners) -> Iterator[tuple[npt.NDAr
     axis = max(range(ndim), key=lambda dim: len(np.unique(low[:, dim])))
     order = np.argsort(low[:, axis], kind="stable")
     low, high = low[order], high[order]
+    # For each box in this order: how many of the boxes after it start before it ends.
     n_after = np.searchsorted(low[:, axis], high[:, axis]) - np.arange(1, count + 1)
     ends = np.cumsum(n_after)
     begin = 0
     while begin < count:
-        done = ends[begin] - n_after[begin]
-        end = max(begin + 1, int(np.searchsorted(ends, done + _CANDIDATES_MAX, "right")))
+        n_compared = ends[begin] - n_after[begin]  # pairs of the earlier rounds
+        end = max(begin + 1, int(np.searchsorted(ends, n_compared + _CANDIDATES_MAX, "right")))
         numbers, lengths = np.arange(begin, end), n_after[begin:end]
         first = np.repeat(numbers, lengths)
-        second = first + 1 + np.arange(len(first)) - np.repeat(ends[begin:end] - lengths - done, lengths)
+        second = first + 1 + np.arange(len(first)) - np.repeat(ends[begin:end] - lengths - n_compared, lengths)
         for dim in range(ndim):
             overlaps = (low[first, dim] < high[second, dim]) & (low[second, dim] < high[first, dim])
             first, second = first[overlaps], second[overlaps]

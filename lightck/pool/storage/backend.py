@@ -56,8 +56,8 @@ class Backend(Protocol):
 
     def claims(self, path: str) -> bool:
         """Whether ``path`` belongs to this backend alone. True for a pool that this backend recognises. True also for a
-        file that no backend can use, where this backend's errors say why (a PMDK pool of another program). False if
-        the user may choose the backend."""
+        file that no backend can use, where this backend's errors say why (a PMDK pool of another program). False for
+        any other path: the caller chooses the backend."""
 
     def recognises(self, path: str) -> bool:
         """Whether an existing file at ``path`` is, by its signature, a pool of this backend."""

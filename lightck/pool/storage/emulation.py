@@ -2,8 +2,8 @@
 
 ``LIGHTCK_EMULATE=name`` or ``use(name)`` selects a profile; by default none is selected. A profile slows down verified
 reads, and the copies and fences of pools that are opened afterwards. What a pool survives does not change, and every
-report of the pool's medium says "emulated". Only bandwidth and latency are limited. Caches, contention and the CPU time
-of stalls are not modelled.
+report of the pool's medium says "emulated". Only bandwidth and latency are limited. Caches and contention are not
+modelled. A thread that waits for the emulated memory may sleep, while it would use CPU time on the real one.
 """
 
 from __future__ import annotations

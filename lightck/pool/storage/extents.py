@@ -56,6 +56,6 @@ def runs(extents: Extents, offset: int, nbytes: int) -> list[tuple[int, int]]:
     return found
 
 
-def native(extents: Extents) -> CData:
+def as_c_array(extents: Extents) -> CData:
     """Return the file extents as a C array for the native library."""
     return ffi.new("lck_extent[]", list(extents))

@@ -46,7 +46,7 @@ PATH_ERRNOS = (
 
 
 def is_medium_error(code: int | None) -> bool:
-    """Whether an errno says that the medium cannot deliver these bytes, rather than that the system cannot read now."""
+    """Whether an errno says that the medium cannot deliver these bytes. Other errors say nothing about the bytes."""
     return code in _MEDIUM_ERRNOS
 
 

@@ -49,7 +49,7 @@ _HUGE_SECONDS = 2.0
 _OVERFLOW_UID_FILE = "/proc/sys/kernel/overflowuid"
 """Contains the uid that the kernel shows for an owner who has no uid in this user namespace."""
 _N_ALL_UIDS = "4294967295"
-"""Number of uids in the uid map outside of user namespaces, where every owner has a uid."""
+"""Number of uids in the uid map of the initial user namespace, where every owner has a uid."""
 _IS_FOLDER = (
     "{path!r} is a directory. A pool is one regular file. Name a file in that directory: add '/run.pool', or the name "
     "of a pool in it."
@@ -88,7 +88,7 @@ class FileContainer:
         assert self.lock_fd is not None, "published once"
         with _creation_errors(self.path):
             os.fsync(self.fd)
-            os.rename(temporary.name_of(self.path), self.path)
+            os.rename(temporary.path_of(self.path), self.path)
             self._unlock()
             sync_folder(os.path.dirname(self.path))
 
@@ -108,7 +108,7 @@ class FileContainer:
             return
         if self.lock_fd is not None and os.getpid() == self._pid:
             with contextlib.suppress(OSError):
-                os.unlink(temporary.name_of(self.path))
+                os.unlink(temporary.path_of(self.path))
         self._unlock()
         os.close(self.fd)
         self.fd = -1
@@ -156,7 +156,7 @@ class FileBackend:
         with undo_on_error(container.close):
             with _creation_errors(path):
                 _allocate(path, fd, nbytes)
-            if durability.probe(os.path.dirname(path), temporary.name_of(path)).is_persistent_memory:
+            if durability.probe(os.path.dirname(path), temporary.path_of(path)).is_persistent_memory:
                 _prewrite(path, fd, nbytes)
         return container
 
@@ -285,9 +285,9 @@ def _allocate_huge_pages(fd: int, nbytes: int) -> int:
 
     The file is allocated in slices of ``_SLICE`` bytes. Between two slices Ctrl-C is handled and ``_HUGE_SECONDS`` is
     checked, because a GB can take seconds in a virtual machine whose host must find the memory first. After
-    ``_HUGE_SECONDS`` the rest of the file gets small pages from ``_allocate``. (The kernel zeroes a small page at its
-    first write.) A file that does not fit gets no huge pages: they would use up the free space before ``_allocate``
-    refuses the file."""
+    ``_HUGE_SECONDS`` the rest of the file gets small pages from ``_allocate``. That is fast, because the kernel zeroes
+    a small page only at its first write. A file that does not fit gets no huge pages, because they would use up the
+    free space before ``_allocate`` refuses the file."""
     try:
         space = os.fstatvfs(fd)
     except OSError:

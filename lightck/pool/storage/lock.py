@@ -154,7 +154,8 @@ def _descriptors_in(folder: str) -> list[str]:
 
 
 def _holds(info: str, file: str) -> bool:
-    """Whether a descriptor (its fdinfo file ``info``) holds an OFD lock on ``file``, as fdinfo names it."""
+    """Whether the descriptor with the fdinfo file ``info`` holds an OFD lock on ``file`` ("major:minor:inode ", as in
+    fdinfo)."""
     with contextlib.suppress(OSError), open(info) as f:
         return any(line.startswith("lock:") and "OFDLCK" in line and file in line for line in f)
     return False
@@ -325,10 +326,10 @@ class PoolLock:
             return False
         return True
 
-    def refuse_if_lost(self, *, by_file: bool = False) -> None:
+    def refuse_if_lost(self, *, path_only: bool = False) -> None:
         """Check the lock before a slot is written. If the lock file was removed, create and lock a new one.
 
-        Nothing is checked within ``_CHECK_VALID_SECONDS`` after a full check. ``by_file``: check only that the path
+        Nothing is checked within ``_CHECK_VALID_SECONDS`` after a full check. ``path_only``: check only that the path
         still names the locked file, which is no full check. Raises ``BackgroundError`` if another process may have
         opened the pool meanwhile."""
         if time.monotonic() - self._checked_at < _CHECK_VALID_SECONDS:
@@ -342,13 +343,13 @@ class PoolLock:
             return  # the answer is unknown: checked again at the next checkpoint
         try:
             is_ours = (st.st_dev, st.st_ino) == self._key
-            if is_ours and not by_file:
+            if is_ours and not path_only:
                 is_ours = self._try_lock()  # lock again: the kernel may have dropped the record lock
         except PoolIOError:
             return  # the answer is unknown: checked again at the next checkpoint
         if not is_ours:
             raise self._lost()
-        if not by_file:
+        if not path_only:
             self._checked_at = time.monotonic()
 
     def _take_again(self) -> None:

@@ -296,9 +296,9 @@ def processors_near(node: int | None, threads: int) -> frozenset[int]:
     """Return the processors for the copy threads: those of NUMA node ``node`` that the calling thread may use.
     ``threads``: number of copy threads.
 
-    An empty set means all processors. It is returned in three cases. The node is unknown. Or all processors that the
-    calling thread may use belong to the node. Or at most ``threads`` of them do: then the copy threads would compete
-    with a training that uses all processors of the node.
+    An empty set means all processors. It is returned if the node is unknown, or if all processors that the calling
+    thread may use belong to the node. It is also returned if at most ``threads`` of these processors belong to the
+    node, because the copy threads would then compete with a training that uses all processors of the node.
 
     Persistent memory belongs to one socket, and stores from another socket are several times slower. So the copy
     threads stay on the socket of the pool's memory. The node of ordinary memory is unknown before its pages are

@@ -16,7 +16,7 @@ from lightck.pool.storage import lock
 from lightck.pool.storage.failures import PATH_ERRNOS, TRANSIENT_ERRNOS, io_error, undo_on_error
 
 
-def name_of(path: str) -> str:
+def path_of(path: str) -> str:
     """Return the path of the temporary file. Its name is a hash of the pool's name without the folder, because the
     folder may be mounted elsewhere later."""
     folder, name = os.path.split(path)
@@ -28,35 +28,35 @@ def make(path: str) -> tuple[int, int]:
     ``lock.unlock_file``.
 
     Raises ``PoolPermissionError`` if a file of this name exists, and ``OSError``."""
-    name = name_of(path)
+    new = path_of(path)
     try:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError as err:
         raise PoolPermissionError(
-            f"The pool {path!r} cannot be made: its temporary file {name!r} exists, and no crashed training of yours "
+            f"The pool {path!r} cannot be made: its temporary file {new!r} exists, and no crashed training of yours "
             "left that file. The file was not touched. Remove the file if nobody needs it, or choose another name for "
             "the pool."
         ) from err
-    with undo_on_error(lambda: os.unlink(name)), undo_on_error(lambda: os.close(fd)):
+    with undo_on_error(lambda: os.unlink(new)), undo_on_error(lambda: os.close(fd)):
         os.fchmod(fd, 0o600)
-        return fd, lock.lock_file(name)
+        return fd, lock.lock_file(new)
 
 
 def remove_stale(path: str) -> None:
     """Remove the temporary file that a crash left at this path. The caller holds the pool's lock."""
-    name = name_of(path)
-    if _is_left_by_crash(name):
-        remove(name)
+    new = path_of(path)
+    if _is_left_by_crash(new):
+        remove(new)
 
 
-def _is_left_by_crash(name: str) -> bool:
+def _is_left_by_crash(path: str) -> bool:
     """Whether this is a regular file of this user that no process has locked. False for a symbolic link. Raises
     ``PoolIOError``."""
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as err:
         if err.errno in TRANSIENT_ERRNOS:
-            raise io_error(f"The file {name!r} cannot be inspected", err.errno, err.strerror) from err
+            raise io_error(f"The file {path!r} cannot be inspected", err.errno, err.strerror) from err
         return False
     try:
         st = os.fstat(fd)

@@ -120,7 +120,7 @@ def _trial(order: Order, trial: int, name: str, truth: Truth, tally: Tally) -> N
         except BrokenError as err:
             raise BrokenError(f"{err}; options {options}; processes: {'; '.join(history)}") from err
         _count(tally, reported, kill, seed)
-    for left in (chain.path, chain.path + ".lock", temporary.name_of(chain.path)):
+    for left in (chain.path, chain.path + ".lock", temporary.path_of(chain.path)):
         if os.path.exists(left):
             os.unlink(left)
 

@@ -189,7 +189,7 @@ def _small_tmpfs(life: Life, seed: int, tell: Tell) -> None:
                 if life.file is None:
                     continue
                 with suppress(FileNotFoundError):
-                    os.unlink(temporary.name_of(life.path))  # what a kill left there, as the next attach does
+                    os.unlink(temporary.path_of(life.path))  # what a kill left there, as the next attach does
                 resize(os.stat(life.path).st_size + _ROOM_LEFT)
                 kill = Kill("finished", 1, delay=rng.uniform(0.0, 0.004)) if rng.random() < 0.5 else None
                 reported = life.train(kill, 5, 5, refusal=NoSpaceError)

@@ -220,10 +220,10 @@ class FileContract(BackendContract):
         container.close()
 
     def test_what_a_kill_left_behind_is_removed(self, backend: Backend, path: str) -> None:
-        Path(temporary.name_of(path)).write_bytes(b"half a pool")
+        Path(temporary.path_of(path)).write_bytes(b"half a pool")
         backend.remove_stale(path)
         self.assert_nothing_is_left(path)
-        Path(temporary.name_of(path)).write_bytes(b"half a pool")
+        Path(temporary.path_of(path)).write_bytes(b"half a pool")
         self.published(backend, path)
         assert os.listdir(os.path.dirname(path)) == ["run.pool"]
 
@@ -241,7 +241,7 @@ class FileContract(BackendContract):
     def test_what_was_not_made_here_stays_under_the_temporary_name(
         self, backend: Backend, path: str, place: Path, what: str
     ) -> None:
-        name = Path(temporary.name_of(path))
+        name = Path(temporary.path_of(path))
         victim = place / "victim"
         victim.write_bytes(b"a thesis")
         if "link" in what:

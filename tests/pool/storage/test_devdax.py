@@ -93,7 +93,7 @@ def test_a_training_lives_on_a_device_that_cannot_be_read(plugged):
     with lightck.attach(again, path, optimizer=its, resume=True) as session:
         toys.train(again, its, 2, session.step)
     assert toys.is_step(lightck.recover(path), toys.everything(again, its))
-    assert not os.path.exists(temporary.name_of(path))
+    assert not os.path.exists(temporary.path_of(path))
 
 
 def test_a_device_with_a_training_is_neither_loaded_nor_overwritten_unasked(plugged):

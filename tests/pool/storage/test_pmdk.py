@@ -127,7 +127,7 @@ def test_killed_while_it_is_made_a_pool_leaves_a_temporary_that_the_next_attach_
                 trained(pool, 1)
 
         toys.killed_child(run)
-        left = os.path.basename(temporary.name_of(str(pool)))
+        left = os.path.basename(temporary.path_of(str(pool)))
         assert sorted(os.listdir(pool.parent)) == [left, "run.pool.lock"], name
     trained(pool, 3)
     assert sorted(os.listdir(pool.parent)) == ["run.pool", "run.pool.lock"]
