@@ -133,19 +133,10 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     lock = file.lock()
     with ExitStack() as undo:
         undo.callback(lock.release)
-        pipeline = _pipeline(
-            arguments.save_options,
-            path,
-            backend,
-            medium_durability,
-            meter,
-            lock,
-            is_rank_pool=group_start is not None,
-        )
+        options, is_rank_pool = arguments.save_options, group_start is not None
+        pipeline = _pipeline(options, path, backend, medium_durability, meter, lock, is_rank_pool=is_rank_pool)
         undo.callback(pipeline.close)
-        participants = _commit_participants(
-            arguments.save_options, found, path, meter, SLOTS_MIN if group_start is not None else 2
-        )
+        participants = _commit_participants(options, found, path, meter, SLOTS_MIN if is_rank_pool else 2)
         participants.register_with(pipeline)
         backend.remove_stale(path)
         first = _first_step(found, arguments, is_rank_known)
