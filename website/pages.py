@@ -42,7 +42,9 @@ SECTIONS: dict[str, dict[str, str]] = {
         "optimizers*": "Optimizers",
         "tensors*": "Tensors",
         "devices*": "Devices",
-        "ranks*": "Several ranks",
+        "ranks": "Several ranks",
+        "ranks-hosts*": "Hosts and new files",
+        "lost-pool*": "A lost pool",
     },
     "Keep": {
         "medium*": "Choose a medium",

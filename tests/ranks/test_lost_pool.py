@@ -298,6 +298,30 @@ def test_a_damaged_checkpoint_of_the_source_takes_all_ranks_to_the_one_before(po
     assert are_equal(lives[0].restored, lives[1].restored)
 
 
+def test_a_checkpoint_that_the_source_carried_over_to_a_new_file_is_taken(pools):
+    """Another slots= moves each pool to a new file; the newest checkpoint there is damaged on rank 0."""
+    values(run_ranks(3, life(pools, STEPS)))
+    before = values(run_ranks(3, life(pools, STEPS + 1, slots=5)))
+    lose(pools, 1)
+    path = pools / pool_name(0, 3)
+    assert len(toys.checkpoints(path)[0].reader.superblock.slots) == 5, "a new file, which was made at STEPS + 1"
+    assert STEPS in [one.step for one in toys.checkpoints(path)]
+    toys.damage(path, "model/first.weight", [STEPS + 1])
+    lives = values(run_ranks(3, life(pools, STEPS + 2)))
+    for one in lives:
+        assert one.recovered == Recovered(STEPS, False, reason(1, 0))
+        assert are_equal(one.restored, before[0].restored)
+
+
+def test_a_lost_pool_gets_the_slots_that_are_asked_for(pools, two):
+    two.copy_to(pools, 1)
+    values(run_ranks(2, life(pools, STEPS + 3, slots=5)))
+    readers = [open_pool(str(pools / pool_name(rank, 2))) for rank in (0, 1)]
+    assert [len(reader.superblock.slots) for reader in readers] == [5, 5]
+    lives = values(run_ranks(2, life(pools, STEPS + 3)))
+    assert [one.recovered for one in lives] == [Recovered(STEPS + 3, True, "")] * 2
+
+
 # -- kills -------------------------------------------------------------------------------------------------------------
 
 POINTS = {

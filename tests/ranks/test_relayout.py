@@ -288,6 +288,7 @@ def test_another_file_at_the_path_of_a_rank_does_not_count(pools, replacement):
         values(run_ranks(2, training("ddp", other, updates=20)))
 
     def on_step(rank: int, step: int, session: Any) -> None:
+        dist.barrier()  # both have committed the step
         path = pools / "rank-00001-of-00002.pool"
         if rank == 0 and step == 2:
             shutil.copy2(path, pools.parent / "copy")
