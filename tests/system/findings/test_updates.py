@@ -12,7 +12,9 @@ from .programs.updates import Longest, Queue
 
 pytestmark = pytest.mark.long
 
-GRADIENT = r"What differs: the gradient of '.*Its batch is the same, so something else that the loss depends on"
+GRADIENT = (
+    r"What differs: the gradient of '.*The batch of this update is the same, so something else that the loss depends on"
+)
 
 
 @pytest.mark.parametrize(
