@@ -96,7 +96,7 @@ class Kill:
 
 
 def _arm_point(point: str, nth: int) -> None:
-    when, what = point.split()
+    when, what = point.split(" ", 1)
     if what in ROUNDS:
         _around(Meeting, "exchange", when, lambda _, name, value: name == what)
     elif what == "adopt":

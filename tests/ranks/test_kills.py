@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import pytest
+from ranked import run_ranks
 
-from .kills import campaign
+from .kills import POINTS, Kill, campaign
+from .trainings import TOPOLOGIES, body
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_named_point_is_one_that_a_resume_passes(point, pool):
+    """Else a kill that is planned there never comes."""
+    pools, topology = pool.parent / "pools", TOPOLOGIES["ddp"]
+    run_ranks(2, body(topology, pools, 2))
+
+    def arm(rank: int) -> None:
+        if rank == 1:
+            Kill("point", point).arm()
+
+    ended = run_ranks(2, body(topology, pools, 4, before=arm))
+    assert ended[1].is_killed
 
 
 @pytest.mark.parametrize("seed", [1, 1000])
