@@ -364,9 +364,9 @@ class Comparison:
         if not data and not gradients:
             log.info(
                 "lightck: the first batch after the resume could not be checked: the batch that followed step %d "
-                "is not recorded (for example after a kill at an epoch's end, in an evaluation, or soon after an update), "
-                "or it lies on a "
-                "device, where lightck does not read it. That is no error, and no proof that the data are the same",
+                "is not recorded (for example after a kill at an epoch's end, in an evaluation, or soon after an "
+                "update), or it lies on a device, where lightck does not read it. That is no error, and no proof that "
+                "the data are the same",
                 self._step,
             )
             return
