@@ -183,7 +183,7 @@ def test_the_plain_run_is_deterministic_and_never_imports_lightck(tmp_path):
     records = []
     for _ in range(2):
         with open(tmp_path / "log", "w+b", buffering=0) as log:
-            reference = run._Reference(options, run.Watch(), log)
+            reference = run._ReferenceRun(options, run.Watch(), log)
             reference.run()
             records.append(reference.record)
     assert records[0] == records[1]
@@ -209,7 +209,7 @@ def test_what_was_reported_before_a_kill_is_read_after_it(tmp_path):
 def test_a_child_that_fails_is_an_error_with_its_last_words(tmp_path):
     options = run.Options(kills=1, steps=6, seed=7, size=run.Size(1, 30, 4, 8, 2))  # 30 is no multiple of 4 heads
     with open(tmp_path / "log", "w+b", buffering=0) as log, pytest.raises(run.DemoError, match="reference run") as info:
-        run._Reference(options, run.Watch(), log).run()
+        run._ReferenceRun(options, run.Watch(), log).run()
     assert "RuntimeError" in str(info.value)
 
 
