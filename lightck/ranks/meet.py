@@ -111,7 +111,9 @@ class Meeting:
         def missing() -> list[int]:
             if self.store.check(keys):
                 return []
-            self._raise_failure()
+            # A rank that fails later has written its message of this exchange before.
+            if self.store.check([self.key("failed")]) and not self.store.check(keys):
+                self._raise_failure()
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
 
         self._wait(missing, f"the {what} of all ranks")
@@ -214,11 +216,9 @@ class Meeting:
     # -- errors of others --------------------------------------------------------------------------------
 
     def _raise_failure(self) -> None:
-        """Raise ``RankError`` if another rank has written an error."""
-        key = self.key("failed")
-        if self.store.check([key]):
-            rank, message = msgpack.unpackb(self.store.multi_get([key])[0])
-            self._raise_error_of(rank, message)
+        """Raise ``RankError`` with the error that another rank has written."""
+        rank, message = msgpack.unpackb(self.store.multi_get([self.key("failed")])[0])
+        self._raise_error_of(rank, message)
 
     def _raise_error_of(self, rank: int, message: dict[str, str]) -> None:
         self._received = RankError(

@@ -127,3 +127,41 @@ def test_an_error_of_the_store_is_typed():
 
     with pytest.raises(RankError, match=r"store of the process group.*ConnectionResetError: gone.*rank 0"):
         Meeting(Broken(), 1, 2, timeout=1.0).meet("h")
+
+
+class LateStore:
+    """A store in which the other rank goes on and fails just after this one has found its message missing."""
+
+    def __init__(self, store: Any, then: Callable[[], Any]) -> None:
+        self._store, self._then = store, then
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        found = bool(self._store.check(keys))
+        if not found and len(keys) > 1 and self._then is not None:
+            then, self._then = self._then, None
+            then()
+        return found
+
+
+def test_an_error_after_an_exchange_does_not_take_its_values_from_others():
+    """So a rank that has the same error raises its own one, and not that of the other rank."""
+    store = dist.HashStore()
+
+    def body(meeting: Meeting) -> list[bytes]:
+        meeting.meet("h")
+        if meeting.rank == 0:
+            return []
+        other = Meeting(store, 0, 2, 20.0, ["h", "h"], _nonce=meeting._nonce, _n_rounds=meeting._n_rounds)
+
+        def goes_on_and_fails() -> None:
+            with pytest.raises(ValueError), other.shares_errors():
+                other.exchange("numbers", b"\0")
+                raise ValueError("too late")
+
+        meeting.store = LateStore(store, goes_on_and_fails)
+        return meeting.exchange("numbers", b"\1")
+
+    assert run(2, body, store)[1] == [b"\0", b"\1"]
