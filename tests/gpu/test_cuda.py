@@ -400,7 +400,7 @@ def test_tensors_that_share_memory_on_the_device_and_were_saved_apart_are_refuse
     shared = torch.zeros(64, device="cuda")
     model[0].weight.data = model[1].weight.data = shared.view(8, 8)
     before = shared.clone()
-    with pytest.raises(lightck.DriftError, match="share memory now"):
+    with pytest.raises(lightck.errors.DriftError, match="share memory now"):
         lightck.recover(pool, model)
     assert torch.equal(shared, before)
 
@@ -423,7 +423,7 @@ def test_a_whole_step_is_not_captured_in_a_graph(pool):
     with lightck.attach(model, pool) as session:
         ready_to_capture(session, model, optimizer, x)
         graph = torch.cuda.CUDAGraph()
-        with pytest.raises(lightck.SessionError, match="captured in a CUDA graph"), torch.cuda.graph(graph):
+        with pytest.raises(lightck.errors.SessionError, match="captured in a CUDA graph"), torch.cuda.graph(graph):
             model(x).square().sum().backward()
             optimizer.step()
         assert session.committed == 3

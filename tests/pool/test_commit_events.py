@@ -112,13 +112,13 @@ def test_a_resume_is_heard_of(training, pool, monkeypatch):
     model, optimizer, session = training
     train(model, optimizer, 2)
     session.close()
-    recorder, join = Recorder(), CommitParticipants.join
+    recorder, join = Recorder(), CommitParticipants.register_with
 
     def joined(self: CommitParticipants, pipeline: Pipeline) -> None:
         join(self, pipeline)
         pipeline.events.add(recorder)
 
-    monkeypatch.setattr(CommitParticipants, "join", joined)
+    monkeypatch.setattr(CommitParticipants, "register_with", joined)
     lightck.attach(model, pool, optimizer=optimizer, resume=True).close()
     assert recorder.heard == [("adopted", 2), "closing", "closed"]
 

@@ -120,7 +120,7 @@ def test_flips_find_a_reader_that_takes_blocks_as_they_are(folder, monkeypatch):
 
 
 def test_flips_find_a_verify_that_leaves_something_out(folder, monkeypatch):
-    monkeypatch.setattr(verify, "_header_reason", lambda *_: (None, True))
+    monkeypatch.setattr(verify, "_check_header", lambda *_: (None, True))
     found = play(flips.CAMPAIGN, folder, 100).findings
     assert any("nothing is damaged" in f.reason for f in found)
 
