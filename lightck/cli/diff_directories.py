@@ -11,11 +11,13 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lightck.cli.stored_checkpoints import ATTEMPTS
 from lightck.cli.text import Facts
-from lightck.errors import NoCheckpointError
+from lightck.errors import NoCheckpointError, PoolLockedError
 from lightck.pool.format.group import GroupIdentity
 from lightck.pool.reader import PoolReader
-from lightck.ranks.directory import open_all
+from lightck.pool.storage.lock import holder_of
+from lightck.ranks.directory import existing_pools, open_all
 from lightck.restore.usable import usable_by_id
 
 if TYPE_CHECKING:
@@ -29,10 +31,28 @@ ComparePools = Callable[[str, str, Steps], Facts]
 def differences(a: str, b: str, steps: Steps, compare_pools: ComparePools) -> Facts:
     """Return the object that ``--json`` prints; docs/json.md lists its keys. ``steps``: see ``diff.differences``.
     ``compare_pools``: compares the pools of two ranks."""
+    for _ in range(ATTEMPTS):
+        try:
+            return _compared(a, b, steps, compare_pools)
+        except NoCheckpointError:
+            if steps != (None, None) or not (_is_in_use(a) or _is_in_use(b)):
+                raise
+    raise PoolLockedError(
+        f"The pools in {a!r} and {b!r} could not be compared: a training has them open, and in each of {ATTEMPTS} "
+        "attempts it overwrote the checkpoint before that of each rank was compared. The pools are not damaged. Try "
+        "again, give the training more slots (attach(..., slots=8)), or stop it first."
+    )
+
+
+def _is_in_use(path: str) -> bool:
+    return os.path.isdir(path) and any(holder_of(str(pool)) for pool in existing_pools(path))
+
+
+def _compared(a: str, b: str, steps: Steps, compare_pools: ComparePools) -> Facts:
     groups = [_group(path, step) for path, step in zip((a, b), steps, strict=True)]
-    if groups[0] is not None and groups[1] is not None and groups[0][0] == groups[1][0]:
-        return _rank_by_rank((a, groups[0]), (b, groups[1]), compare_pools)
-    return _whole(a, b, steps)
+    if groups[0] is None or groups[1] is None or groups[0][0] != groups[1][0]:
+        return _whole(a, b, steps)
+    return _rank_by_rank((a, groups[0]), (b, groups[1]), compare_pools)
 
 
 Group = tuple[tuple[int, tuple[int, ...]], list[str], int]

@@ -121,7 +121,8 @@ def decide(
     lost. A checkpoint is then common if all other ranks have it.
     """
     held = [report.ids for report in reports]
-    incarnation = next_incarnation(report.incarnation for report in reports)
+    # A random number is added, so that two histories that go on from copies of one directory differ in it.
+    incarnation = next_incarnation(report.incarnation for report in reports) + _random_number(reports)
     if overwrite or not any(held):
         return _new_run(reports)
     runs = {(report.run_id, report.world_id) for report in reports if report.run_id}
@@ -201,6 +202,7 @@ def describe_replaced(replaced: Mapping[int, int]) -> str:
 
 def _nothing_common(reports: Sequence[Report]) -> RankError:
     damaged = [rank for rank, report in enumerate(reports) if report.is_damaged]
+    steps = [{checkpoint.step for checkpoint in report.ids} for report in reports]
     cure = "If the pool of a rank was replaced by an older one, put the newer one back"
     if damaged:
         cure = (
@@ -208,10 +210,20 @@ def _nothing_common(reports: Sequence[Report]) -> RankError:
             "the directory. Or, if the model is replicated, remove the damaged pool: then the rank takes its tensors "
             "from another rank"
         )
+    elif set.intersection(*steps):
+        cure = (
+            "Steps with the same number are of different histories: the training went on from two copies of these "
+            "pools, or from different steps. Put the pools of one history into the directory"
+        )
     return RankError(
         f"The ranks have no intact checkpoint in common: {_listed_steps(reports)}. Nothing was overwritten. {cure}; "
         "attach(..., overwrite=True) on all ranks discards all pools and starts afresh."
     )
+
+
+def _random_number(reports: Sequence[Report]) -> int:
+    """Return a number of 20 bits, which is random, and the same on all ranks."""
+    return int.from_bytes(reports[0].new_ids[:4], "little") >> 12
 
 
 def _new_run(reports: Sequence[Report]) -> Start:

@@ -13,7 +13,9 @@ from ranks.test_attach import damage
 from ranks.trainings import TOPOLOGIES, body
 
 import lightck
+from lightck.cli import diff, diff_directories
 from lightck.cli.base import BAD, FAILED, OK
+from lightck.errors import NoCheckpointError, PoolLockedError
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +141,28 @@ def test_diff_of_a_damaged_part_fails_and_names_the_rank(made, pools):
     result = call("diff", made, pools)
     assert result.exit_code == FAILED
     assert "rank-00001-of-00002.pool" in result.stderr
+
+
+def test_diff_of_a_directory_in_use_tries_again_when_a_checkpoint_was_overwritten(made, pools, monkeypatch):
+    """``compare_pools`` fails as it does when the training has gone on since the common step was chosen."""
+    failures = iter([True, True])
+
+    def once_overwritten(*args):
+        if next(failures, False):
+            raise NoCheckpointError("overwritten")
+        return diff.differences(*args)
+
+    monkeypatch.setattr(diff_directories, "holder_of", lambda path: "a training")
+    facts = diff_directories.differences(str(made), str(pools), (None, None), once_overwritten)
+    assert facts["equal"]
+
+    def always_overwritten(*_):
+        raise NoCheckpointError("overwritten")
+
+    with pytest.raises(PoolLockedError, match="a training has them open, and in each of 20 attempts"):
+        diff_directories.differences(str(made), str(pools), (None, None), always_overwritten)
+    with pytest.raises(NoCheckpointError):
+        diff_directories.differences(str(made), str(pools), (4, 4), always_overwritten)
+    monkeypatch.setattr(diff_directories, "holder_of", lambda path: None)
+    with pytest.raises(NoCheckpointError):
+        diff_directories.differences(str(made), str(pools), (None, None), always_overwritten)

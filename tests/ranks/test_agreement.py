@@ -58,8 +58,19 @@ def test_a_report_takes_at_most_a_kibibyte():
 def test_all_resume_at_the_newest_common_checkpoint_with_one_incarnation_more():
     start = decide([report(4, 5), report(3, 4, incarnation=6)], resume=True, overwrite=False)
     assert start.adopted == CheckpointId(1, 4)
-    assert start.incarnation == 7
+    assert 7 <= start.incarnation < 7 + (1 << 20)
     assert (start.run_id, start.world_id) == (RUN, WORLD)
+
+
+def test_histories_that_went_on_from_two_copies_have_nothing_in_common():
+    """Each start after a copy agrees on an incarnation of its own, so steps with the same number are not common."""
+    one, other = (
+        decide([replace(report(4, 5), new_ids=bytes([n]) * 32)] * 2, resume=True, overwrite=False).incarnation
+        for n in (1, 2)
+    )
+    assert one != other
+    with pytest.raises(RankError, match="of different histories: the training went on from two copies"):
+        decide([report((one, 9), (one, 10)), report((other, 9), (other, 10))], resume=True, overwrite=False)
 
 
 def test_one_step_of_two_incarnations_is_not_common():

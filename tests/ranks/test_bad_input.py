@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,19 @@ def test_a_pool_of_another_training_is_named_on_all_ranks(pools):
     for found in errors(2, body(TOPOLOGIES["ddp"], pools, 5)):
         assert isinstance(found, RankError)
         assert "belongs to another training" in str(found)
+
+
+def test_pools_of_two_histories_that_began_with_one_copy_are_refused_on_all_ranks(pools):
+    """Both histories have the same run, and steps with the same numbers."""
+    topology, copy = TOPOLOGIES["ddp"], pools.parent / "copy"
+    values(run_ranks(2, body(topology, pools, 5)))
+    shutil.copytree(pools, copy)
+    for folder in (pools, copy):
+        values(run_ranks(2, body(topology, folder, 10)))
+    shutil.copy(copy / "rank-00001-of-00002.pool", pools)
+    for found in errors(2, attached(pools, resume=True)):
+        assert isinstance(found, RankError)
+        assert "of different histories: the training went on from two copies of these pools" in str(found)
 
 
 def test_a_pool_that_was_copied_over_another_is_named_on_all_ranks(pools):

@@ -237,7 +237,8 @@ def test_a_checkpoint_that_the_group_has_left_is_not_published(pools, stores):
 
     for views in values(run_ranks(2, rank_body)):
         assert views[0].committed == {CheckpointId(1, 4)}
-        assert views[-1].committed == {CheckpointId(1, 4), CheckpointId(2, 5)}
+        assert sorted(one.step for one in views[-1].committed) == [4, 5]
+        assert CheckpointId(1, 6) not in views[-1].committed
 
 
 def test_a_lost_pool_of_another_host_is_named(pools):

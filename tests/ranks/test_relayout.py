@@ -418,15 +418,18 @@ def test_a_pin_right_after_a_resume_holds_the_adopted_step(pools):
             die()
 
     run_ranks(2, training("ddp", pools, on_step=on_step), ends_others_after=1.0)
+    of_second_session = set()
     for path in pools_in(pools):
         reader = open_pool(str(path))
-        assert reader.commit_log().incarnation == 2, "that of the session which pinned"
+        of_second_session.add(reader.commit_log().incarnation)
         reader.close()
         assert (1, 4) in steps_in(path)
     runs = values(run_ranks(2, training("ddp", pools)))
     assert [run.began for run in runs] == [4, 4]
     assert is_equal(runs, values(run_ranks(2, training("ddp", None))))
-    assert {incarnation for path in pools_in(pools) for incarnation, step in steps_in(path) if step > 4} == {3}
+    of_third_session = {number for path in pools_in(pools) for number, step in steps_in(path) if step > 4}
+    assert len(of_second_session) == len(of_third_session) == 1
+    assert 1 < min(of_second_session) < min(of_third_session)
 
 
 def test_pins_of_a_group_are_bounded(pools):
