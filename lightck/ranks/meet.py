@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from lightck.ranks.waiting import wait_until
 log = logging.getLogger("lightck")
 _PREFIX = "lightck"
 _CHALLENGE_NBYTES = 16
+_LEAVE_SECONDS = 2.0
+"""After an error rank 0 waits at most so long until the other ranks have read it."""
 _PAUSES = (0.001, 0.02)
 """Seconds between two reads of the store while a rank waits: the first pause, and the longest one."""
 
@@ -125,17 +128,30 @@ class Meeting:
         try:
             yield
         except BaseException as err:
-            if err is self._received:
-                raise
-            self._n_rounds += 1
-            text = str(err.args[0]) if err.args else ""
-            message = {"error": f"{type(err).__name__}: {text}" if text else type(err).__name__}
             try:
-                self._write(msgpack.packb(message))
-                self.store.set(self.key("failed"), msgpack.packb([self.rank, message]))
+                if err is not self._received:
+                    self._share(err)
+                self._leave()
             except Exception as store_error:  # the store is gone, which raises an error on the other ranks too
                 log.debug("lightck: the error could not be passed on to the other ranks: %s", store_error)
             raise
+
+    def _share(self, err: BaseException) -> None:
+        """Write the error of this rank."""
+        self._n_rounds += 1
+        text = str(err.args[0]) if err.args else ""
+        message = {"error": f"{type(err).__name__}: {text}" if text else type(err).__name__}
+        self._write(msgpack.packb(message))
+        self.store.set(self.key("failed"), msgpack.packb([self.rank, message]))
+
+    def _leave(self) -> None:
+        """Say that this rank goes no further. Rank 0, whose process often serves the store, waits for a moment until
+        all ranks have said so: else they would find the store gone, and not the error."""
+        self.store.set(self.key("left", self.rank), b"1")
+        others = [self.key("left", rank) for rank in range(self.world_size)]
+        end = time.monotonic() + _LEAVE_SECONDS
+        while self.rank == 0 and time.monotonic() < end and not self.store.check(others):
+            time.sleep(_PAUSES[1])
 
     def name_of(self, rank: int) -> str:
         """Return a rank with its host, for messages."""

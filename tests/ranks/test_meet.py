@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -165,3 +166,41 @@ def test_an_error_after_an_exchange_does_not_take_its_values_from_others():
         return meeting.exchange("numbers", b"\1")
 
     assert run(2, body, store)[1] == [b"\0", b"\1"]
+
+
+class ServedStore:
+    """A store that is gone when the process which serves it has ended."""
+
+    def __init__(self) -> None:
+        self._store, self.is_served = dist.HashStore(), True
+
+    def __getattr__(self, name: str) -> Any:
+        if not self.is_served:
+            raise ConnectionError("connection reset by peer")
+        return getattr(self._store, name)
+
+
+def test_an_error_of_rank_0_is_read_before_its_process_ends():
+    """Rank 0 usually serves the store, and its process ends soon after the error."""
+    store = ServedStore()
+
+    def body(meeting: Meeting) -> None:
+        meeting.meet("h")
+        with meeting.shares_errors():
+            if meeting.rank == 0:
+                raise ValueError("no space")
+            time.sleep(0.1 * meeting.rank)
+            meeting.exchange("numbers", b"")
+
+    def ends(meeting: Meeting) -> None:
+        try:
+            body(meeting)
+        finally:
+            store.is_served = store.is_served and meeting.rank != 0
+
+    results = run(3, ends, store)
+    assert isinstance(results[0], ValueError)
+    for error in results[1:]:
+        assert isinstance(error, RankError)
+        assert "Rank 0 (host h) failed" in str(error)
+        assert "ValueError: no space" in str(error)
