@@ -163,7 +163,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
         session = Session(steps, lock, found.classes, None if group_start is None else group_start.membership())
         undo.pop_all()
         undo.callback(session.abandon)
-        _start(session, path, resumed)
+        _start(session, path, resumed, arguments)
         if group_start is not None:
             steps.add_early_gate()
             if resumed is None:
@@ -241,12 +241,14 @@ def _first_step(found: Found, arguments: Arguments, is_rank_known: bool) -> Firs
     return FirstStep(found.optimizers, found.state, "scheduler" in arguments.declined, scheduled, is_rank_known)
 
 
-def _start(session: Session, path: str, resumed: Resumed | None) -> None:
-    """Set the restored random states, and log what was found and at which step the training starts."""
+def _start(session: Session, path: str, resumed: Resumed | None, arguments: Arguments) -> None:
+    """Set the restored random states, and log what is saved and at which step the training starts."""
     if resumed is not None:
         resumed.set_rng()
     found = ", ".join(f"{name}: {kind}" for name, kind in session.found.items())
     also_saved = f"found and saved too: {found}" if found else "found nothing else to save"
+    passed = ", ".join(name for name, value in (arguments.state or {}).items() if value is not None)
+    also_saved += f"; saved from state=: {passed}" if passed else ""
     start = f"resumed at step {resumed.step}" if resumed is not None else "fresh start"
     if resumed is not None and resumed.done:
         start += ", at which the training was declared finished (session.done is True)"

@@ -69,6 +69,18 @@ def test_what_was_found_is_named_in_found_and_in_one_log_line(pool, caplog):
     del scheduler, scaler
 
 
+def test_the_log_names_what_was_passed_in_state(pool, caplog):
+    caplog.set_level("INFO", logger="lightck")
+    model = net()
+    optimizer = adam(model)
+    scheduler = StepLR(optimizer, 1)
+    with lightck.attach(model, pool, state={"record": torch.nn.Linear(1, 1), "scheduler": None}):
+        pass
+    (line,) = [r.getMessage() for r in caplog.records if "found and saved too" in r.getMessage()]
+    assert line.endswith("; saved from state=: record")
+    del scheduler
+
+
 def test_what_was_passed_is_not_among_what_was_found(pool):
     model = net()
     optimizer = adam(model)
