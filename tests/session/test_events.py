@@ -193,6 +193,7 @@ def test_a_session_shows_what_a_user_calls(training):
         "paused_reason",
         "pin",
         "rank",
+        "recovered",
         "stats",
         "step",
         "trace",
