@@ -242,13 +242,25 @@ def _judge(
     return first, max(last for _, last in progress.all())
 
 
-def campaign(n_kills: int, seed: int, names: tuple[str, ...] = tuple(ALL)) -> Tally:
-    """Run trials until ``n_kills`` ranks were killed."""
+def campaign(
+    n_kills: int,
+    seed: int,
+    names: tuple[str, ...] = tuple(ALL),
+    report: Callable[[Tally], object] = lambda tally: None,
+) -> Tally:
+    """Run trials until ``n_kills`` ranks were killed. ``report``: called after each trial."""
     tally = Tally()
     while tally.n_killed < n_kills:
         trial(seed, tally, names)
+        report(tally)
         seed += 1
     return tally
+
+
+def _show_progress(tally: Tally) -> None:
+    """Print a line after every tenth trial, so that a campaign which is cut off says how far it came."""
+    if tally.n_trials % 10 == 0:
+        print(f"{tally.n_trials} trials, {tally.n_killed} ranks killed, no promise broken so far")
 
 
 def main() -> None:
@@ -257,7 +269,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", default=list(ALL), choices=list(ALL))
     args = parser.parse_args()
-    tally = campaign(args.kills, args.seed, tuple(args.only))
+    tally = campaign(args.kills, args.seed, tuple(args.only), _show_progress)
     print(f"{tally.n_trials} trials from seed {args.seed}: {tally.n_killed} ranks killed, no promise broken")
     for (name, lost), n in sorted(tally.lost.items()):
         print(f"  {name}: {lost} finished steps lost in {n} lives")
