@@ -18,7 +18,6 @@ from lightck.pool.format.group import GroupIdentity
 from lightck.pool.reader import PoolReader
 from lightck.pool.storage.lock import holder_of
 from lightck.ranks.directory import existing_pools, open_all
-from lightck.restore.usable import usable_by_id
 
 if TYPE_CHECKING:
     from lightck.restore.checkpoint import Checkpoint
@@ -61,6 +60,8 @@ Group = tuple[tuple[int, tuple[int, ...]], list[str], int]
 
 def _group(path: str, step: int | None) -> Group | None:
     """Return the group of a directory; None for a file."""
+    from lightck.restore.usable import usable_by_id
+
     if not os.path.isdir(path):
         return None
     with open_all(path) as readers:
