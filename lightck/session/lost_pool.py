@@ -17,20 +17,21 @@ from __future__ import annotations
 from contextlib import closing
 from hashlib import blake2b
 
-import numpy as np
+import torch
 
 from lightck.errors import CorruptPoolError, RankError
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.engine import ENDED
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
-from lightck.pool.writer import CopyPlan, PoolWriter
+from lightck.pool.writer import PoolWriter
 from lightck.ranks.rule import CheckpointId
-from lightck.restore.contents import MemorySource, in_memory, unpack_dict
+from lightck.restore.contents import unpack_dict
 from lightck.restore.usable import parse
 from lightck.session.group import Group, path_of_pool
 from lightck.state import values
 from lightck.state.derived_rng import derived
+from lightck.tiers.pin import copy_plan, load_to_copy
 
 REPLICATED = ("param", "optimizer")
 """Roles of the tensors that must be equal on all ranks, if one rank is to replace another. Buffers may differ: each
@@ -88,7 +89,7 @@ def copy_into_new_pool(
     key = group.run_id + name.step.to_bytes(8, "little") + group.rank.to_bytes(8, "little")
     state = _state_of_copy(stored, source, key)
     try:
-        tensors = in_memory(stored)
+        tensors = load_to_copy(stored)
     except DamagedError as err:
         raise CorruptPoolError(
             f"The checkpoint of step {stored.step} in {stored.reader.path!r} was intact when it was restored, and can "
@@ -107,24 +108,11 @@ def copy_into_new_pool(
 
 
 def _commit(
-    writer: PoolWriter, name: CheckpointId, stored: StoredCheckpoint, state: bytes, tensors: MemorySource
+    writer: PoolWriter, name: CheckpointId, stored: StoredCheckpoint, state: bytes, tensors: dict[str, torch.Tensor]
 ) -> None:
     """Write the copy, and wait until it is durable."""
     writer.incarnation = name.incarnation
-    entries, numbers = stored.entries.values(), writer.numbers
-    copied = [entry.name for entry in entries if entry.alias is None and entry.nbytes]
-    others = [entry.name for entry in entries if entry.alias is not None or not entry.nbytes]
-    plan = CopyPlan(
-        name.step,
-        stored.iteration,
-        np.array([numbers[tensor] for tensor in copied], np.int64),
-        np.array([tensors.tensors[tensor].data_ptr() for tensor in copied], np.uint64),
-        np.ones(len(copied), np.bool_),
-        np.array([], np.int64),
-        np.array([numbers[tensor] for tensor in others], np.int64),
-        len(entries),
-        state,
-    )
+    plan = copy_plan(stored, {tensor: writer.numbers[tensor] for tensor in stored.entries}, tensors, state)
     slot = writer.slots.choose()
     assert slot is not None, "the pool is new"
     job = writer.begin(plan, slot, tensors).job

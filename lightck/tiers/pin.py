@@ -175,12 +175,12 @@ def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: froze
     ``CorruptPoolError`` if the checkpoint is damaged."""
     numbers = _add_to_layout(stored, writer)
     try:
-        tensors = load_tensors(stored, [name for name, entry in stored.entries.items() if entry.nbytes])
+        tensors = load_to_copy(stored)
     except DamagedError as err:
         raise _damaged(hold, err) from err
     slot = writer.slots.choose(held)
     assert slot is not None, "a new pool has a slot for each held checkpoint"
-    pending = _begin(stored, writer, _plan(stored, numbers, tensors), slot, tensors)
+    pending = _begin(stored, writer, copy_plan(stored, numbers, tensors, bytes(stored.state)), slot, tensors)
     pending.job.release()  # allows the commit: ``begin`` has made all copies
     pending.job.wait(ENDED)
     recorded = stored.reader.next_batches(stored.record)
@@ -228,7 +228,17 @@ def _add_to_layout(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, in
     return numbers
 
 
-def _plan(stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, torch.Tensor]) -> CopyPlan:
+def load_to_copy(stored: StoredCheckpoint) -> dict[str, torch.Tensor]:
+    """Read and verify those tensors of a checkpoint that have bytes. (A tied tensor has none of its own.) Raises
+    ``DamagedError``."""
+    return load_tensors(stored, [name for name, entry in stored.entries.items() if entry.nbytes])
+
+
+def copy_plan(
+    stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, torch.Tensor], state: bytes
+) -> CopyPlan:
+    """Return the plan that copies a checkpoint to another pool file. ``numbers``: name -> record number in that file,
+    of each tensor of the checkpoint. ``tensors``: from ``load_to_copy``. ``state``: the small state of the copy."""
     return CopyPlan(
         step=stored.step,
         iteration=stored.iteration,
@@ -238,7 +248,7 @@ def _plan(stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, 
         unchanged=np.array([], np.int64),
         recorded_only=np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
         n_tensors=len(numbers),
-        state=bytes(stored.state),
+        state=state,
     )
 
 
