@@ -54,6 +54,11 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + more
 
 
+def capitalized(text: str) -> str:
+    """Return the text with a capital first letter, for the beginning of a sentence; the rest stays as it is."""
+    return text[:1].upper() + text[1:]
+
+
 class LightckError(Exception):
     """Base of lightck's errors."""
 

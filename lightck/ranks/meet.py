@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import msgpack
 
-from lightck.errors import LightckError, RankError, listed
+from lightck.errors import LightckError, RankError, capitalized, listed
 from lightck.ranks.waiting import wait_until
 
 log = logging.getLogger("lightck")
@@ -99,9 +99,9 @@ class Meeting:
                 self._raise_error_of(rank, message)
             if message["what"] != what:
                 raise RankError(
-                    f"{self.name_of(rank)} and rank {self.rank} are at different points of lightck.attach: the first "
-                    f"sent its {message['what']}, the second its {what}. All ranks must run the same release of "
-                    "lightck, and the same script."
+                    f"{capitalized(self.name_of(rank))} and rank {self.rank} are at different points of "
+                    f"lightck.attach: the first sent its {message['what']}, the second its {what}. All ranks must run "
+                    "the same release of lightck, and the same script."
                 )
         return [message["value"] for message in messages]
 
@@ -155,7 +155,7 @@ class Meeting:
 
     def name_of(self, rank: int) -> str:
         """Return a rank with its host, for messages."""
-        return f"Rank {rank} (host {self.hosts[rank]})" if self.hosts else f"Rank {rank}"
+        return f"rank {rank} (host {self.hosts[rank]})" if self.hosts else f"rank {rank}"
 
     # -- the nonce ---------------------------------------------------------------------------------------
 
@@ -212,22 +212,22 @@ class Meeting:
                 self.rank,
                 seconds,
                 what,
-                self._names(ranks).lower(),
+                self._names(ranks),
             )
 
         def error() -> RankError:
             return RankError(
-                f"{self._names(ranks)} of {self.world_size} did not come within {self.timeout:g} seconds. In a "
-                "process group every rank calls lightck.attach. Look for an error of these ranks; or pass "
-                "group=False, if this process is to be saved alone, or a larger timeout=."
+                f"{capitalized(self._names(ranks))} of {self.world_size} did not come within {self.timeout:g} "
+                "seconds. In a process group every rank calls lightck.attach. Look for an error of these ranks; or "
+                "pass group=False, if this process is to be saved alone, or a larger timeout=."
             )
 
         wait_until(is_over, timeout=self.timeout, pauses=_PAUSES, report=report, error=error)
 
     def _names(self, ranks: Iterable[int]) -> str:
-        """Return the numbers of these ranks as a text: "Rank 1", or "Ranks 1, 3"."""
+        """Return the numbers of these ranks as a text: "rank 1", or "ranks 1, 3"."""
         numbers = list(map(str, ranks))
-        return f"Rank{'s' * (len(numbers) > 1)} {listed(numbers, 8)}"
+        return f"rank{'s' * (len(numbers) > 1)} {listed(numbers, 8)}"
 
     # -- errors of others --------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class Meeting:
 
     def _raise_error_of(self, rank: int, message: dict[str, str]) -> None:
         self._received = RankError(
-            f"{self.name_of(rank)} failed in lightck.attach, so no rank of the group goes on. Its error: "
+            f"{capitalized(self.name_of(rank))} failed in lightck.attach, so no rank of the group goes on. Its error: "
             f"{message['error']}"
         )
         raise self._received

@@ -317,6 +317,6 @@ class GroupRule(CommitListener):
         views.update({neighbour.rank: neighbour.view for neighbour in self._neighbours})
         steps = {rank: -1 if view.newest is None else view.newest.step for rank, view in views.items()}
         least = min(steps.values(), default=-1)
-        names = [self._name_of(rank).replace("Rank", "rank", 1) for rank, step in steps.items() if step == least]
+        names = [self._name_of(rank) for rank, step in steps.items() if step == least]
         at = f", whose newest checkpoint is that of step {least}" if least >= 0 else ""
         return f"{listed(names, 8) or 'ranks on other hosts'}{at}"

@@ -31,7 +31,7 @@ from typing import TypeAlias
 
 import msgpack
 
-from lightck.errors import RankError, UnsupportedError, listed
+from lightck.errors import RankError, UnsupportedError, capitalized, listed
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.format.group import ID_NBYTES, GroupIdentity
 from lightck.pool.format.structures import DamagedError
@@ -201,15 +201,21 @@ class GroupStart:
         other = next((rank for rank, one in enumerate(reports) if one.tensors != reports[0].tensors), None)
         if other is None:
             return
-        own = "\n".join(_tensor_lines(file)).encode("utf-8", "replace")[:_NAMES_NBYTES_MAX]
-        texts = self.meeting.exchange("names of tensors", own if self.group.rank in (0, other) else b"")
-        first, second = (set(texts[rank].decode("utf-8", "replace").splitlines()) for rank in (0, other))
+        first, second = self._lines_of(0, other, "names of tensors", _tensor_lines(file))
         raise RankError(
-            f"The tensors of model and optimizer on {self.meeting.name_of(other).lower()} differ from those on "
-            f"{self.meeting.name_of(0).lower()}. Only on rank 0: {listed(sorted(first - second)) or 'none'}. Only on "
+            f"The tensors of model and optimizer on {self.meeting.name_of(other)} differ from those on "
+            f"{self.meeting.name_of(0)}. Only on rank 0: {listed(sorted(first - second)) or 'none'}. Only on "
             f"rank {other}: {listed(sorted(second - first)) or 'none'}. All ranks of a group must build the same model "
             "and optimizer; stages of a pipeline are not supported yet."
         )
+
+    def _lines_of(self, one: int, other: int, what: str, lines: list[str]) -> tuple[set[str], set[str]]:
+        """Return the lines of two ranks. All ranks call this, for a message about a difference that all have found.
+        ``lines``: those of this rank. ``what``: says what is exchanged."""
+        own = "\n".join(lines).encode("utf-8", "replace")[:_NAMES_NBYTES_MAX]
+        texts = self.meeting.exchange(what, own if self.group.rank in (one, other) else b"")
+        first, second = (set(texts[rank].decode("utf-8", "replace").splitlines()) for rank in (one, other))
+        return first, second
 
     def _exchange_reports(self, file: PoolFile, reader: PoolReader | None, stored: Stored) -> list[Report]:
         identity = None if reader is None else reader.group
@@ -219,7 +225,7 @@ class GroupStart:
             boot_id=boot_id(),
             directory_id=directory_id(os.path.dirname(file.path)),
             arguments=_arguments_to_compare(file.arguments),
-            tensors=_digest(file),
+            tensors=_digest(_tensor_lines(file)),
             new_ids=os.urandom(2 * ID_NBYTES),
             run_id=b"" if identity is None else identity.run_id,
             world_id=b"" if identity is None else identity.world_id,
@@ -293,7 +299,7 @@ class GroupStart:
                 assert chosen is not None, "this rank has voted for it"
                 replaced = {rank: at for rank, (_, _, at) in enumerate(votes) if at is not None}
                 return Restored(name, start, chosen, all(done for _, done, _ in votes), replaced, remark)
-            why = f"{self.meeting.name_of(failed[0]).lower()} cannot restore it: {votes[failed[0]][0]}"
+            why = f"{self.meeting.name_of(failed[0])} cannot restore it: {votes[failed[0]][0]}"
             log.warning(
                 "lightck: the checkpoint of step %d cannot be used on any rank, because %s. An older one is looked for",
                 name.step,
@@ -319,11 +325,11 @@ class GroupStart:
         for holder, data in enumerate(self.meeting.exchange("moved pools", msgpack.packb(found))):
             for rank in msgpack.unpackb(data):
                 raise RankError(
-                    f"{self.meeting.name_of(rank)} has no pool in its directory {reports[rank].directory!r}, and the "
-                    f"directory {reports[holder].directory!r} of {self.meeting.name_of(holder).lower()} has the pool "
-                    f"of rank {rank}. Nothing was changed. Start the ranks on the same hosts in the same order as "
-                    "before, or copy each pool to the host on which its rank runs now; attach(..., overwrite=True) on "
-                    "all ranks discards all pools and starts afresh."
+                    f"{capitalized(self.meeting.name_of(rank))} has no pool in its directory "
+                    f"{reports[rank].directory!r}, and the directory {reports[holder].directory!r} of "
+                    f"{self.meeting.name_of(holder)} has the pool of rank {rank}. Nothing was changed. Start the ranks "
+                    "on the same hosts in the same order as before, or copy each pool to the host on which its rank "
+                    "runs now; attach(..., overwrite=True) on all ranks discards all pools and starts afresh."
                 )
 
     def _compare_replicas(self, stored: Stored, start: Start) -> str:
@@ -333,8 +339,7 @@ class GroupStart:
         assert start.adopted is not None, "a checkpoint is chosen"
         holders = [rank for rank in range(self.group.world_size) if rank not in start.sources]
         lines = replicated_lines(stored[start.adopted][0]) if self.group.rank in holders else []
-        own = "\n".join(lines).encode("utf-8", "surrogatepass")
-        digests = self.meeting.exchange("digests", blake2b(own, digest_size=16).digest())
+        digests = self.meeting.exchange("digests", _digest(lines).encode())
         first = holders[0]
         other = next((rank for rank in holders if digests[rank] != digests[first]), None)
         if other is None:
@@ -343,14 +348,13 @@ class GroupStart:
                 "parameters and optimizer state"
             )
             return alone if len(holders) == 1 else ""
-        texts = self.meeting.exchange("tensors", own[:_NAMES_NBYTES_MAX] if self.group.rank in (first, other) else b"")
-        one, two = (set(texts[rank].decode("utf-8", "replace").splitlines()) for rank in (first, other))
+        one, two = self._lines_of(first, other, "tensors", lines)
         names = sorted({line.rpartition(" ")[0] for line in one ^ two})
         lost = min(start.sources)
         raise RankError(
-            f"The pool of {self.meeting.name_of(lost).lower()} is lost, and the pool of another rank cannot replace "
-            f"it, because the ranks have different states: {self.meeting.name_of(first).lower()} and "
-            f"{self.meeting.name_of(other).lower()} differ in {listed(names, 3)}. Nothing was changed. Put that pool "
+            f"The pool of {self.meeting.name_of(lost)} is lost, and the pool of another rank cannot replace "
+            f"it, because the ranks have different states: {self.meeting.name_of(first)} and "
+            f"{self.meeting.name_of(other)} differ in {listed(names, 3)}. Nothing was changed. Put that pool "
             "back; attach(..., overwrite=True) on all ranks discards all pools and starts afresh."
         )
 
@@ -412,7 +416,7 @@ class GroupStart:
         it has opened."""
         if neighbour.uuid != uuid:
             raise RankError(
-                f"The pool of {self.meeting.name_of(neighbour.rank).lower()} was replaced while the ranks attached. Is "
+                f"The pool of {self.meeting.name_of(neighbour.rank)} was replaced while the ranks attached. Is "
                 "a second job using the directory? End it, and start again."
             )
 
@@ -463,15 +467,13 @@ def _arguments_to_compare(arguments: Arguments) -> dict[str, str]:
     }
 
 
-def _digest(file: PoolFile) -> str:
-    """Return a digest of the names, dtypes and logical shapes of the tensors of model and optimizers. Ranks that hold
-    different parts of the same tensors have the same digest."""
-    return blake2b("\n".join(_tensor_lines(file)).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+def _digest(lines: list[str]) -> str:
+    return blake2b("\n".join(lines).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _tensor_lines(file: PoolFile) -> list[str]:
     """Return a line with name, dtype and logical shape of each tensor of model and optimizers, and one with the class
-    of each optimizer."""
+    of each optimizer. Ranks that hold different parts of the same tensors have the same lines."""
     lines = [
         f"{entry.name} ({entry.dtype}, {list(entry.logical_shape or entry.shape)})"
         for entry in file.entries.values()

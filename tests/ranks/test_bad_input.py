@@ -28,13 +28,9 @@ from lightck.errors import (
     RankError,
     UnsupportedError,
 )
+from lightck.session.group import HOST_VARIABLE
 
 from .trainings import TOPOLOGIES, batch, body, build
-
-
-@pytest.fixture
-def pools(pool: Path) -> Path:
-    return pool.parent / "pools"
 
 
 def plain_model(width: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -114,6 +110,17 @@ def test_different_models_are_named_on_all_ranks(pools):
         assert "Only on rank 0: bias (float32, [2]), weight (float32, [2, 3])" in str(found).replace("model/", "")
         assert "Only on rank 1: bias (float32, [3]), weight (float32, [3, 3])" in str(found).replace("model/", "")
     assert not list(pools.glob("*.pool"))
+
+
+def test_the_name_of_a_host_is_written_as_it_is(pools, monkeypatch):
+    monkeypatch.setenv(HOST_VARIABLE, "Node-A.Example")
+
+    def attach(rank: int) -> None:
+        model, optimizer = plain_model(width=2 + rank)
+        lightck.attach(model, pools, optimizer=optimizer, timeout=30)
+
+    for found in errors(2, attach):
+        assert "on rank 1 (host Node-A.Example) differ from those on rank 0 (host Node-A.Example)" in str(found)
 
 
 def test_attach_on_one_rank_only_ends_after_the_timeout(pools):
