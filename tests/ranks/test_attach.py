@@ -27,11 +27,6 @@ from .trainings import TOPOLOGIES, Net, Run, batch, body, build, is_equal
 UPDATES = 11
 
 
-@pytest.fixture
-def pools(pool: Path) -> Path:
-    return pool.parent / "pools"
-
-
 def plain(name: str) -> list[Run]:
     topology = TOPOLOGIES[name]
     return values(run_ranks(topology.n_ranks, body(topology, None, UPDATES)))

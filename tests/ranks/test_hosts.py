@@ -6,7 +6,6 @@ import shutil
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -71,11 +70,6 @@ def stores(monkeypatch):
 
     monkeypatch.setattr(group_module, "_store_of", watched)
     return stores
-
-
-@pytest.fixture
-def pools(pool: Path) -> Path:
-    return pool.parent / "pools"
 
 
 def training(rank, pools, topology=DDP, **options):

@@ -41,11 +41,6 @@ STEPS = 6
 DDP = Topology(2, wrap=partial(DistributedDataParallel, find_unused_parameters=True), model=WithDropout)
 
 
-@pytest.fixture
-def pools(pool: Path) -> Path:
-    return pool.parent / "pools"
-
-
 @dataclass
 class Trained:
     """Pools of a training that ended at ``STEPS``, and the end state of each rank."""

@@ -23,11 +23,6 @@ from .test_attach import damage
 from .trainings import TOPOLOGIES, batch, body, build
 
 
-@pytest.fixture
-def pools(pool: Path) -> Path:
-    return pool.parent / "pools"
-
-
 def whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 

@@ -32,11 +32,6 @@ UPDATES, LATE = 11, 4
 """Number of updates, and the step after which a parameter group is added."""
 
 
-@pytest.fixture
-def pools(pool: Path) -> Path:
-    return pool.parent / "pools"
-
-
 class Wide(Net):
     """Has a layer that is trained from step ``LATE`` on: its optimizer state does not fit into the pool of before."""
 
