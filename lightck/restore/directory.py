@@ -25,6 +25,7 @@ from lightck.ranks.directory import open_all
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.checkpoint import Checkpoint
 from lightck.restore.contents import Contents, MemorySource, load_tensor
+from lightck.restore.tensor_writes import same_bits
 from lightck.restore.usable import usable_by_id
 from lightck.state.inventory import contiguous_stride
 from lightck.state.storable import dtype_from_name
@@ -221,11 +222,5 @@ def _box_of(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape have the same bytes. NaNs with the same bytes are equal."""
-    if one.shape != other.shape:
-        return False
-    return torch.equal(_bytes_of(one), _bytes_of(other))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """Whether two tensors of one dtype have the same shape and the same bytes. NaNs with the same bytes are equal."""
+    return one.shape == other.shape and same_bits(one, other)
