@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError, listed
+from lightck.pool.format.assembly import assembly
+from lightck.pool.format.boxes import Box
 from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties
-from lightck.pool.format.pieces import Box, assembly
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint
 from lightck.ranks.directory import open_all

@@ -14,7 +14,8 @@ import torch
 
 from lightck.errors import StateValueError, UnsupportedError
 from lightck.pool.format import pieces
-from lightck.pool.format.pieces import Ints, Piece, local_pieces
+from lightck.pool.format.boxes import Ints
+from lightck.pool.format.pieces import Piece, local_pieces
 from lightck.state.local_tensors import is_dtensor, local_of
 
 if TYPE_CHECKING:

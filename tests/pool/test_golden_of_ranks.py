@@ -19,7 +19,8 @@ from module_at import module_at
 
 from lightck.errors import FormatError
 from lightck.pool.format import structures
-from lightck.pool.format.pieces import Piece, assembly, parse_pieces
+from lightck.pool.format.assembly import assembly
+from lightck.pool.format.pieces import Piece, parse_pieces
 from lightck.pool.reader import StoredCheckpoint, open_pool
 
 HERE = Path(__file__).parent / "golden"
