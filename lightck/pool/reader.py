@@ -55,7 +55,7 @@ log = logging.getLogger("lightck")
 TENSOR_RECORD_DTYPE = np.dtype(
     [("generation", "<u8"), ("step", "<u8"), ("offset", "<u8"), ("crc", "<u4"), ("zero", "<u4")]
 )
-READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs", "tensor", "generation")])
+READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs", "tensor", "generation", "first")])
 """The C struct ``lck_read``."""
 PARALLEL_READ_NBYTES_MIN = 4 << 20
 """If ``read_many`` has fewer bytes to read than this, it uses one thread, because to start more would cost more time
@@ -386,6 +386,11 @@ class StoredCheckpoint:
     def iteration(self) -> int:
         return self.header.iteration
 
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a block: the unit that has a checksum."""
+        return self.reader.superblock.block
+
     def read_into(self, name: str, address: int) -> None:
         """Read the bytes of one tensor to the memory at ``address``; 0: only verify the bytes. Raises ``DamagedError``
         at the first bad block, and ``PoolIOError``."""
@@ -414,17 +419,24 @@ class StoredCheckpoint:
         memory of two tensors must not overlap.
 
         Raises ``DamagedError`` for the first bad block in the order of ``places``, and ``PoolIOError``."""
+        self.read_blocks([(name, 0, self.entries[name].nbytes, address) for name, address in places])
+
+    def read_blocks(self, places: Sequence[tuple[str, int, int, int]]) -> None:
+        """Read some blocks of many tensors on several threads. ``places``: name, number of the first block, number of
+        bytes from there on (whole blocks, but for the last one of the tensor), and address as for ``read_into``. The
+        memory of two places must not overlap. Raises as ``read_many`` does."""
         if not places:
             return
-        numbers = [self._index[name] for name, _ in places]
-        nbytes = [self._record_entries[number].nbytes for number in numbers]
+        names, firsts, nbytes, addresses = zip(*places, strict=True)
+        numbers, block = [self._index[name] for name in names], self.block_nbytes
         threads = read_threads() if sum(nbytes) >= PARALLEL_READ_NBYTES_MIN else 1
         records = self.records[numbers]
         reads = np.zeros(len(places), READ_DTYPE)
-        reads["off"] = records["offset"] + np.uint64(self._base)
-        reads["dst"] = [address for _, address in places]
+        reads["first"] = firsts
+        reads["off"] = records["offset"] + np.uint64(self._base) + reads["first"] * np.uint64(block)
+        reads["dst"] = addresses
         reads["nbytes"] = nbytes
-        reads["crcs"] = np.uint64(self.crcs.ctypes.data) + np.uint64(4) * records["crc"]
+        reads["crcs"] = np.uint64(self.crcs.ctypes.data) + np.uint64(4) * (records["crc"] + reads["first"])
         reads["tensor"] = numbers
         reads["generation"] = records["generation"]
         bad = ffi.new("uint64_t[2]")
@@ -432,13 +444,13 @@ class StoredCheckpoint:
             *self.reader.read_arguments,
             ffi.cast("lck_read *", reads.ctypes.data),
             len(reads),
-            self.reader.superblock.block,
+            block,
             *uuid_words(self.header.origin),
             threads,
             bad,
             bad + 1,
         )
-        self._refuse_bad(status, places[bad[0]][0], bad[1])
+        self._refuse_bad(status, names[bad[0]], firsts[bad[0]] + bad[1])
 
     def raw_checksums(self, name: str) -> list[int]:
         """Return the unseeded checksum of each block of a tensor, from the manifest. Equal bytes have equal ones, also

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightck.errors import PoolPathError, RankError, listed
@@ -44,52 +45,88 @@ def existing_pools(directory: str) -> list[Path]:
     return paths
 
 
+@dataclass(frozen=True, slots=True)
+class World:
+    """The pools of one world in a directory: those ranks that trained together, as long as neither their number nor
+    their parts of the tensors changed."""
+
+    run_id: bytes
+    world_id: bytes
+    world_size: int
+    readers: dict[int, PoolReader]
+    """Rank -> its open pool, in the order of the ranks. A rank whose pool is missing is left out."""
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks whose pools are missing."""
+        return [rank for rank in range(self.world_size) if rank not in self.readers]
+
+    @property
+    def incarnation(self) -> int:
+        """The largest incarnation in the pools."""
+        return max(reader.commit_log().incarnation for reader in self.readers.values())
+
+
 @contextmanager
-def open_all(directory: str) -> Iterator[list[PoolReader]]:
-    """Open the pools of all ranks for reading, in the order of the ranks, until the end of the block.
+def open_worlds(directory: str) -> Iterator[list[World]]:
+    """Open all pools of ranks in a directory for reading, until the end of the block. Yields their worlds, the newest
+    one first: a world with the pools of all ranks before one without, then by the largest incarnation. (There are
+    several if a training was loaded into another number of ranks, and was killed while it did so.)
 
     Raises ``PoolPathError`` if the directory holds no pool of a rank, ``RankError`` if the pools belong to several
-    trainings or if one is missing, and what ``open_pool`` raises."""
+    trainings or if two belong to one rank, and what ``open_pool`` raises."""
     with ExitStack() as stack:
         readers = []
         for path in existing_pools(directory):
             readers.append(open_pool(str(path)))
             stack.callback(readers[-1].close)
-        yield _in_order(directory, readers)
+        yield worlds_of(directory, readers)
 
 
-def _in_order(directory: str, readers: list[PoolReader]) -> list[PoolReader]:
-    """Check that these are the pools of all ranks of one training, and return them in the order of the ranks. Raises
-    ``RankError``."""
-    of_rank: dict[int, PoolReader] = {}
-    worlds = set()
+def worlds_of(directory: str, readers: Sequence[PoolReader]) -> list[World]:
+    """Return the worlds of these open pools, in the order of ``open_worlds``. Raises ``RankError`` as it does."""
+    found: dict[tuple[bytes, bytes, int], dict[int, PoolReader]] = {}
     for reader in readers:
         group = reader.group
         if group is None:
             raise RankError(
                 f"The pool {reader.path!r} is that of a single process, and not of a rank. Recover it by its own path."
             )
-        worlds.add((group.run_id, group.world_id, group.world_size))
-    if len(worlds) > 1:
-        raise RankError(
-            f"The pools in {directory!r} belong to {len(worlds)} different trainings. Keep those of one training in "
-            "the directory (`lightck inspect --json` shows the run of each pool)."
-        )
-    for reader in readers:
-        assert reader.group is not None, "checked above"
-        same = of_rank.setdefault(reader.group.rank, reader)
+        ranks = found.setdefault((group.run_id, group.world_id, group.world_size), {})
+        same = ranks.setdefault(group.rank, reader)
         if same is not reader:
             raise RankError(
-                f"{same.path!r} and {reader.path!r} are both pools of rank {reader.group.rank}. Keep one of them in "
+                f"{same.path!r} and {reader.path!r} are both pools of rank {group.rank}. Keep one of them in "
                 "the directory."
             )
-    ((_, _, world_size),) = worlds
-    missing = [str(rank) for rank in range(world_size) if rank not in of_rank]
-    if missing:
-        many = "s" * (len(missing) > 1)
+    runs = {run_id for run_id, _, _ in found}
+    if len(runs) > 1:
         raise RankError(
-            f"The directory {directory!r} lacks the pool{many} of rank{many} {listed(missing, 8)} of this training, "
-            f"which has {world_size} ranks. Put what is missing back: it may hold parts of the model that no other "
-            "rank has. If the ranks ran on several hosts, copy the pools of all hosts into one directory."
+            f"The pools in {directory!r} belong to {len(runs)} different trainings. Keep those of one training in "
+            "the directory (`lightck inspect --json` shows the run of each pool)."
         )
-    return [of_rank[rank] for rank in range(world_size)]
+    worlds = [World(*ids, dict(sorted(ranks.items()))) for ids, ranks in found.items()]
+    return sorted(worlds, key=lambda world: (not world.missing, world.incarnation), reverse=True)
+
+
+@contextmanager
+def open_all(directory: str) -> Iterator[list[PoolReader]]:
+    """Open the pools of the newest world for reading, in the order of the ranks, until the end of the block. Raises as
+    ``open_worlds`` does, and ``RankError`` if the pool of a rank is missing."""
+    with open_worlds(directory) as worlds:
+        newest = worlds[0]
+        if newest.missing:
+            raise missing_error(directory, newest)
+        yield list(newest.readers.values())
+
+
+def missing_error(directory: str, world: World, detail: str = "") -> RankError:
+    """Return the error for a world that lacks pools. ``detail``: what that makes impossible; a sentence, or empty."""
+    missing = list(map(str, world.missing))
+    many = "s" * (len(missing) > 1)
+    return RankError(
+        f"The directory {directory!r} lacks the pool{many} of rank{many} {listed(missing, 8)} of this training, "
+        f"which has {world.world_size} ranks. {detail}{' ' * bool(detail)}Put what is missing back: it may hold parts "
+        "of the model that no other rank has. If the ranks ran on several hosts, copy the pools of all hosts into one "
+        "directory."
+    )

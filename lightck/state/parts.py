@@ -8,7 +8,7 @@ together hold parts.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,15 @@ from lightck.state.local_tensors import is_dtensor, local_of
 
 if TYPE_CHECKING:
     from lightck.state.inventory import Live
+
+
+class Part(NamedTuple):
+    """The part of a logical tensor that this process holds."""
+
+    shape: Ints
+    """Of the local tensor."""
+    logical_shape: Ints
+    pieces: tuple[Piece, ...]
 
 
 def is_part(held: torch.Tensor) -> bool:
@@ -49,6 +58,16 @@ def part_of(name: str, held: torch.Tensor | None) -> tuple[Ints | None, tuple[Pi
             "is divisible by the number of ranks."
         )
     return shape, held_pieces
+
+
+def parts_of(lives: Iterable[Live]) -> dict[str, Part]:
+    """Return name -> part, of those of these tensors that are parts. Raises as ``part_of`` does."""
+    found: dict[str, Part] = {}
+    for live in lives:
+        shape, held_pieces = part_of(live.name, live.dtensor)
+        if shape is not None and held_pieces is not None:
+            found[live.name] = Part(tuple(live.tensor.shape), shape, held_pieces)
+    return found
 
 
 def mesh_of(lives: Iterable[Live]) -> tuple[Ints, Ints]:

@@ -38,7 +38,7 @@ enum {
 };
 
 /* Incremented whenever a prototype or struct below changes. Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 18 };
+enum { LCK_ABI_VERSION = 19 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
@@ -409,6 +409,7 @@ typedef struct lck_read {
     uint64_t nbytes;
     uint64_t crcs;        /* address of the blocks' checksums, uint32_t each */
     uint64_t tensor, generation; /* of the record, for the checksum seed */
+    uint64_t first;       /* number of the first of these blocks in its tensor, for the checksum seed */
 } lck_read;
 
 /* Execute n_reads verified reads on up to `threads` threads (at most 17), the calling one included. The dst of two

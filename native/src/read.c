@@ -95,7 +95,8 @@ int32_t read_block(const struct read_from *from, const lck_read *what, uint64_t 
         emulate_wait(ends_at);
     if (status != LCK_OK)
         return status;
-    uint32_t seed = lck_block_seed(from->uuid_lo, from->uuid_hi, what->tensor, what->generation, index);
+    uint32_t seed = lck_block_seed(from->uuid_lo, from->uuid_hi, what->tensor, what->generation,
+                                   what->first + index);
     if ((take_block(dst, bytes, n) ^ seed) == ((const uint32_t *)(uintptr_t)what->crcs)[index])
         return LCK_OK;
     if (dst != NULL)
@@ -123,7 +124,7 @@ int32_t lck_read_verified(int32_t fd, const lck_extent *extents, uint64_t count,
                           uint64_t tensor, uint64_t generation, uint64_t *bad)
 {
     const struct read_from from = {fd, extents, count, block, uuid_lo, uuid_hi};
-    const lck_read what = {off, (uint64_t)(uintptr_t)dst, nbytes, (uint64_t)(uintptr_t)crcs, tensor, generation};
+    const lck_read what = {off, (uint64_t)(uintptr_t)dst, nbytes, (uint64_t)(uintptr_t)crcs, tensor, generation, 0};
     if (read_check(&from) != LCK_OK || read_check_one(&what) != LCK_OK)
         return LCK_EINVAL;
     if (nbytes == 0)

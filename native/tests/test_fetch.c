@@ -22,7 +22,7 @@ static void setup(void)
         for (uint64_t k = 0; k < BLOCKS; k++)
             crcs[i][k] ^= lck_block_seed(11, 22, i, 7 + i, k);
         CHECK_EQ(pwrite(fd, data[i], SIZE, (off_t)(i * SIZE)), SIZE);
-        reads[i] = (lck_read){i * SIZE, (uint64_t)(uintptr_t)dst[i], nbytes, (uint64_t)(uintptr_t)crcs[i], i, 7 + i};
+        reads[i] = (lck_read){i * SIZE, (uint64_t)(uintptr_t)dst[i], nbytes, (uint64_t)(uintptr_t)crcs[i], i, 7 + i, 0};
     }
 }
 
@@ -86,6 +86,24 @@ static void check_verify_only(void)
     reads[3].dst = (uint64_t)(uintptr_t)dst[3];
 }
 
+/* A read from the middle of a tensor: its checksums are those of the blocks there. */
+static void check_first(void)
+{
+    uint64_t bad_read = 99, bad_block = 99;
+    lck_read middle = reads[1];
+    middle.first = 3;
+    middle.off += 3 * BLOCK;
+    middle.nbytes = 2 * BLOCK;
+    middle.crcs += 3 * sizeof(uint32_t);
+    memset(dst, 0xEE, sizeof dst);
+    CHECK_EQ(lck_read_many(fd, &whole, 1, &middle, 1, BLOCK, 11, 22, 2, &bad_read, &bad_block), LCK_OK);
+    CHECK(memcmp(dst[1], data[1] + 3 * BLOCK, 2 * BLOCK) == 0);
+    CHECK_EQ(dst[1][2 * BLOCK], 0xEE);
+    middle.first = 2; /* the checksums of other blocks */
+    CHECK_EQ(lck_read_many(fd, &whole, 1, &middle, 1, BLOCK, 11, 22, 2, &bad_read, &bad_block), LCK_ECHECKSUM);
+    CHECK_EQ(bad_block, 0);
+}
+
 static void check_arguments(void)
 {
     uint64_t r = 0, b = 0;
@@ -116,6 +134,7 @@ int main(void)
     }
     check_good(1000);
     check_verify_only();
+    check_first();
     check_arguments();
     close(fd);
     return 0;

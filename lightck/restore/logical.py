@@ -1,0 +1,345 @@
+"""A checkpoint of several ranks as logical tensors, and as the checkpoint that another rank would have saved.
+
+Each rank of the *old world* has saved its parts of the tensors. A rank of any other world, or a single process, needs
+other parts of them. ``LogicalCheckpoint`` says which logical tensors there are, who holds what of them, and which
+tensors differ between ranks that should hold the same. ``Relocated`` is a ``Source``: it has the entries that a rank
+with given parts would have saved, and reads their bytes from the pools of the old world, verified block by block.
+
+A tensor that several ranks hold whole is taken from the first of them. If a block is damaged there, it is taken from
+another one. Optimizer state with the shape of its parameter is cut as its parameter is. Other state must be the same
+for the whole parameter as for a part of it: a number, or the like.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from lightck.errors import UnsupportedError
+from lightck.pool.format.assembly import Copy, coverage, local_copies
+from lightck.pool.format.boxes import Box, Ints, whole_box
+from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties
+from lightck.pool.format.pieces import Piece
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.reader import StoredCheckpoint
+from lightck.restore.contents import load_tensor
+from lightck.restore.read_boxes import BoxRead, Destination, read_boxes
+from lightck.restore.tensor_writes import same_bits
+from lightck.state.inventory import contiguous_stride
+from lightck.state.parts import Part
+
+log = logging.getLogger("lightck")
+REPLICATED = ("param", "optimizer")
+"""Roles of the tensors that must be equal on all ranks that hold the same part of them. Buffers may differ: each rank
+has BatchNorm statistics of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One pool that holds a tensor, or a part of it."""
+
+    stored: StoredCheckpoint
+    entry: Entry
+    name: str
+    """Name under which the bytes lie. (The tensor may be tied on some ranks only.)"""
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return _whole_pieces(self.entry.shape) if self.entry.pieces is None else self.entry.pieces
+
+
+@dataclass(slots=True)
+class LogicalCheckpoint:
+    """One checkpoint of several ranks. ``of_ranks``: the checkpoint in the pool of each of them, in their order."""
+
+    of_ranks: Sequence[StoredCheckpoint]
+    entries: dict[str, Entry] = field(init=False)
+    """Name -> entry of the whole logical tensor."""
+    holders: dict[str, list[Holder]] = field(init=False)
+    """Name -> who holds it; nobody for a tied name, whose bytes lie under another name."""
+
+    def __post_init__(self) -> None:
+        """Raises ``DamagedError`` if the ranks do not hold the whole of each tensor, and ``UnsupportedError`` for
+        optimizer state whose shape differs between ranks."""
+        self.entries, self.holders = {}, {}
+        for name in dict.fromkeys(name for stored in self.of_ranks for name in stored.entries):
+            self._add(name)
+        check_ties(self.entries)
+
+    @property
+    def step(self) -> int:
+        return self.of_ranks[0].step
+
+    def _add(self, name: str) -> None:
+        stored = self._stored_that_count(name)
+        if not stored:
+            return
+        parts = [one.entries[name] for one in stored]
+        entry = _whole_entry(parts[0])
+        if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
+            _refuse_shape_per_rank(name, entry.role)
+            raise DamagedError(f"its tensor {name!r} has another shape or dtype on another rank")
+        if len({part.pieces is None for part in parts}) > 1:
+            raise DamagedError(f"its tensor {name!r} is a part on some ranks only")
+        self.entries[name] = entry
+        if entry.alias is not None:
+            return
+        self.holders[name] = [Holder(one, part, part.alias or name) for one, part in zip(stored, parts, strict=True)]
+        uncovered = None if parts[0].pieces is None else _uncovered(entry.shape, tuple(p.pieces or () for p in parts))
+        if uncovered is not None:
+            raise DamagedError(
+                f"its tensor {name!r} cannot be put together: the pieces do not cover the tensor: no rank holds the "
+                f"part of size {uncovered.size} at {uncovered.start}"
+            )
+
+    def _stored_that_count(self, name: str) -> list[StoredCheckpoint]:
+        """Return the checkpoints from whose tensors of this name the logical tensor is made, rank 0 first. Objects in
+        ``state=`` belong to each rank: only those of the first rank count, and other ranks may have other tensors
+        there."""
+        found = [stored for stored in self.of_ranks if name in stored.entries]
+        first = _whole_entry(found[0].entries[name])
+        if first.role != "state":
+            return found
+        if found[0] is not self.of_ranks[0]:
+            return []
+        others = [(stored, _whole_entry(stored.entries[name])) for stored in found]
+        return [stored for stored, one in others if (one.shape, one.dtype) == (first.shape, first.dtype)]
+
+    def differing(self, roles: Iterable[str]) -> list[str]:
+        """Return the names of the tensors of these roles of which two ranks hold the same elements with different
+        bytes. Raises ``DamagedError`` if bytes must be compared and cannot be read. (Usually checksums are enough.)"""
+        wanted = set(roles)
+        return [
+            name for name, holders in self.holders.items() if self.entries[name].role in wanted and _differ(holders)
+        ]
+
+
+@dataclass(slots=True)
+class Relocated:
+    """The checkpoint that a rank with these parts would have saved. It is read as a ``StoredCheckpoint`` is."""
+
+    logical: LogicalCheckpoint
+    parts: Mapping[str, Part]
+    """Name of a parameter or buffer -> the part of it that the rank holds. All others are whole."""
+    rank: int = 0
+    """Ranks begin to read at different holders of the same bytes."""
+    entries: dict[str, Entry] = field(init=False)
+    _struck: set[int] = field(default_factory=set)
+    """Positions, in ``of_ranks``, of pools in which a damaged block was found."""
+
+    def __post_init__(self) -> None:
+        """Raises ``UnsupportedError`` for optimizer state that cannot be cut."""
+        self.entries = {name: self._entry(name, entry) for name, entry in self.logical.entries.items()}
+
+    def _entry(self, name: str, entry: Entry) -> Entry:
+        param = name if entry.role != "optimizer" else "model/" + _param_of(name)
+        part = self.parts.get(param)
+        saved = next((one.entry for one in self.logical.holders.get(name, ()) if one.entry.pieces is not None), None)
+        if entry.role == "optimizer" and entry.shape and entry.shape != self._shape_of(param):
+            if part is not None or saved is not None or self._was_part(param):
+                _refuse_shape_per_rank(name, entry.role)
+            return entry
+        if entry.role == "state" and saved is not None:
+            raise UnsupportedError(
+                f"The tensor {name!r} of an object in state= was saved as a part of a tensor, and only the same ranks "
+                "can take it again. Leave the object out of state=, or start as many ranks as saved it."
+            )
+        if part is None or (entry.role == "optimizer" and not entry.shape):
+            return entry
+        if part.logical_shape != entry.shape:
+            return entry  # the restore compares the shapes, and says which differ
+        same = next((one.entry for one in self.logical.holders.get(name, ()) if one.pieces == part.pieces), None)
+        stride = contiguous_stride(part.shape)
+        if same is not None and same.shape == part.shape:
+            stride = same.stride
+        nbytes = 0 if entry.alias is not None else math.prod(part.shape) * ITEM_NBYTES[entry.dtype]
+        return entry._replace(
+            shape=part.shape, stride=stride, nbytes=nbytes, logical_shape=part.logical_shape, pieces=part.pieces
+        )
+
+    def _shape_of(self, param: str) -> Ints | None:
+        entry = self.logical.entries.get(param)
+        return None if entry is None else entry.shape
+
+    def _was_part(self, param: str) -> bool:
+        return any(one.entry.pieces is not None for one in self.logical.holders.get(param, ()))
+
+    # -- as a source -------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        return self.logical.step
+
+    def read_into(self, name: str, address: int) -> None:
+        """``read_many`` for one tensor."""
+        self.read_many([(name, address)])
+
+    def read_many(self, places: Sequence[tuple[str, int]]) -> None:
+        """Read many tensors; see ``Source``. If a pool has a damaged block, what is needed of it is read from the pool
+        of another rank that holds the same. Raises ``DamagedError`` if there is none, and ``PoolIOError``."""
+        while True:
+            wholes, boxes = self._reads(places)
+            damaged = self._read(wholes, boxes)
+            if damaged is None:
+                return
+            position, error = damaged
+            self._struck.add(position)
+            if not self._can_do_without(places):
+                raise error
+            log.warning(
+                "lightck: the checkpoint of step %d in the pool %r is damaged: %s. The same tensors are read from the "
+                "pool of another rank",
+                self.step,
+                self.logical.of_ranks[position].reader.path,
+                error,
+            )
+
+    def _reads(
+        self, places: Sequence[tuple[str, int]]
+    ) -> tuple[dict[int, list[tuple[str, int]]], dict[int, list[BoxRead]]]:
+        """Return, for each pool, the tensors that are read as they were saved, and the boxes."""
+        wholes: dict[int, list[tuple[str, int]]] = {}
+        boxes: dict[int, list[BoxRead]] = {}
+        for name, address in places:
+            entry = self.entries[name]
+            if not entry.nbytes:
+                continue
+            holders = self._holders(name)
+            same = next((one for one in holders if _is_same_part(holders[one].entry, entry)), None)
+            if same is not None:
+                wholes.setdefault(same, []).append((holders[same].name, address))
+                continue
+            into = Destination(address, entry.shape, entry.stride)
+            wanted = _whole_pieces(entry.shape) if entry.pieces is None else entry.pieces
+            positions, pieces = list(holders), tuple(one.pieces for one in holders.values())
+            shape = entry.shape if entry.logical_shape is None else entry.logical_shape
+            for copy in _copies(shape, wanted, pieces):
+                at = positions[copy.holder]
+                boxes.setdefault(at, []).append(BoxRead(holders[at].name, copy.source, copy.destination, into))
+        return wholes, boxes
+
+    def _holders(self, name: str) -> dict[int, Holder]:
+        """Return position in ``of_ranks`` -> holder, of the pools that are not struck. Of tensors that are equal in all
+        pools, the first one is another one for each rank."""
+        position = {id(stored): number for number, stored in enumerate(self.logical.of_ranks)}
+        found = {position[id(one.stored)]: one for one in self.logical.holders[name]}
+        left = [number for number in found if number not in self._struck]
+        first = self.rank % max(1, len(left)) if self.entries[name].role in REPLICATED else 0
+        return {number: found[number] for number in (*left[first:], *left[:first])}
+
+    def _read(
+        self, wholes: Mapping[int, list[tuple[str, int]]], boxes: Mapping[int, list[BoxRead]]
+    ) -> tuple[int, DamagedError] | None:
+        """Read. Returns the first pool with a damaged block, and the error."""
+        for position in sorted({*wholes, *boxes}):
+            stored = self.logical.of_ranks[position]
+            try:
+                stored.read_many(wholes.get(position, []))
+                read_boxes(stored, boxes.get(position, []))
+            except DamagedError as err:
+                return position, err
+        return None
+
+    def _can_do_without(self, places: Sequence[tuple[str, int]]) -> bool:
+        """Whether the pools that are not struck hold all of these tensors."""
+        for name, _ in places:
+            entry = self.entries[name]
+            pieces = tuple(one.pieces for one in self._holders(name).values())
+            shape = entry.shape if entry.logical_shape is None else entry.logical_shape
+            if entry.nbytes and (not pieces or _uncovered(shape, pieces) is not None):
+                return False
+        return True
+
+
+def _param_of(name: str) -> str:
+    """Return the parameter of a tensor of optimizer state."""
+    return name.removeprefix("optimizer/").rpartition("/")[0]
+
+
+def _whole_entry(entry: Entry) -> Entry:
+    """Return the entry of the logical tensor."""
+    if entry.logical_shape is None:
+        return entry
+    shape = entry.logical_shape
+    nbytes = 0 if entry.alias is not None else math.prod(shape) * ITEM_NBYTES[entry.dtype]
+    return entry._replace(shape=shape, stride=contiguous_stride(shape), nbytes=nbytes, logical_shape=None, pieces=None)
+
+
+def _refuse_shape_per_rank(name: str, role: str) -> None:
+    """Raise ``UnsupportedError`` for optimizer state whose shape follows from the part that a rank holds."""
+    if role == "optimizer":
+        raise UnsupportedError(
+            f"The optimizer state {name!r} has not the shape of its parameter, which the ranks hold in parts: its "
+            "shape, or its values, follow from the part. Only as many ranks with the same parts can take it again."
+        )
+
+
+@lru_cache(1 << 12)
+def _whole_pieces(shape: Ints) -> tuple[Piece, ...]:
+    """Return the pieces of who holds the whole tensor."""
+    start, size = whole_box(shape)
+    return () if 0 in shape else (Piece(start, size, start),)
+
+
+@lru_cache(1 << 12)
+def _uncovered(shape: Ints, holders: tuple[tuple[Piece, ...], ...]) -> Box | None:
+    try:
+        return coverage(shape, holders).uncovered
+    except ValueError as err:
+        raise DamagedError(f"pieces: {err}") from err
+
+
+@lru_cache(1 << 12)
+def _copies(shape: Ints, wanted: tuple[Piece, ...], holders: tuple[tuple[Piece, ...], ...]) -> tuple[Copy, ...]:
+    return tuple(local_copies(shape, wanted, holders))
+
+
+def _is_same_part(one: Entry, other: Entry) -> bool:
+    """Whether the bytes of both tensors are the same part in the same order."""
+    return (one.shape, one.stride, one.pieces) == (other.shape, other.stride, other.pieces)
+
+
+def _differ(holders: Sequence[Holder]) -> bool:
+    """Whether two of these hold the same elements with different bytes."""
+    groups: dict[tuple[object, ...], list[Holder]] = {}
+    for one in holders:
+        groups.setdefault((one.entry.shape, one.entry.stride, one.entry.pieces), []).append(one)
+    for same in groups.values():
+        if len({(one.stored.block_nbytes, *one.stored.raw_checksums(one.name)) for one in same}) > 1:
+            return True
+    return len(groups) > 1 and _have_different_bytes([same[0] for same in groups.values()])
+
+
+def _have_different_bytes(holders: Sequence[Holder]) -> bool:
+    """Whether two of these, which hold different parts, differ in elements that they have in common."""
+    shape = _whole_entry(holders[0].entry).shape
+    pieces = [one.pieces for one in holders]
+    if coverage(shape, pieces).repeated is None:
+        return False
+    tensors = [load_tensor(one.stored, one.name) for one in holders]
+    for number, (tensor, own) in enumerate(zip(tensors, pieces, strict=True)):
+        for other, theirs in list(zip(tensors, pieces, strict=True))[:number]:
+            for piece in own:
+                for at, size, local in theirs:
+                    if not _same_in_common(tensor, piece, other, Piece(at, size, local)):
+                        return True
+    return False
+
+
+def _same_in_common(one: torch.Tensor, piece: Piece, other: torch.Tensor, other_piece: Piece) -> bool:
+    start = [max(a, b) for a, b in zip(piece.start, other_piece.start, strict=True)]
+    ends = [min(a + n, b + m) for a, n, b, m in zip(*piece[:2], *other_piece[:2], strict=True)]
+    if any(end <= at for at, end in zip(start, ends, strict=True)):
+        return True
+    views = []
+    for tensor, (first, _, local) in ((one, piece), (other, other_piece)):
+        view = tensor
+        for dim, (at, end, begin, inside) in enumerate(zip(start, ends, first, local, strict=True)):
+            view = view.narrow(dim, inside + at - begin, end - at)
+        views.append(view)
+    return same_bits(views[0].contiguous(), views[1].contiguous())

@@ -1,0 +1,81 @@
+"""Every world loads the pools of every other: parameters and optimizer state are equal to the bit."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from ranked import run_ranks, values
+
+import lightck
+
+from . import worlds
+from .worlds import OPTIMIZERS, WORLDS, Whole, World, build, is_equal, updates, whole_of
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[dict[str, tuple[Path, list[Whole]]]]:
+    """World -> its pools, and its whole tensors as each rank sees them."""
+    folder = Path(tempfile.mkdtemp(prefix="lightck-test-", dir="/dev/shm"))
+    found = {}
+    for name in WORLDS:
+        pools = folder / name.replace(" ", "-")
+        found[name] = pools, worlds.train(name, pools, STEPS)
+    yield found
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("new", WORLDS)
+def test_a_model_in_a_group_takes_its_parts_from_any_world(trained, new):
+    def body(rank: int) -> list[Whole]:
+        found = []
+        for pools, _ in trained.values():
+            model, optimizer = build(WORLDS[new], seed=1)
+            step = lightck.recover(pools, model, optimizer).step
+            found.append(whole_of(step, model, optimizer))
+            updates(WORLDS[new], rank, model, optimizer, range(STEPS, STEPS + 1))  # training goes on
+        return found
+
+    for of_rank in values(run_ranks(WORLDS[new].n_ranks, body)):
+        for name, got in zip(trained, of_rank, strict=True):
+            assert is_equal(got, trained[name][1][0]), f"{name} to {new}"
+
+
+def test_a_single_process_takes_the_whole_from_any_world(trained):
+    for name, (pools, seen) in trained.items():
+        model, optimizer = build(World(1), seed=1)
+        step = lightck.recover(pools, model, optimizer).step
+        assert is_equal(whole_of(step, model, optimizer), seen[0]), name
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "AdamW"])
+@pytest.mark.parametrize(("old", "new"), [("fsdp 2", "fsdp 3"), ("ddp 2", "fsdp 2"), ("tp x fsdp", "ddp 3")])
+def test_state_of_other_optimizers(pools, old, new, optimizer):
+    expected = worlds.train(old, pools, STEPS, optimizer)[0]
+
+    def body(rank: int) -> Whole:
+        model, opt = build(WORLDS[new], optimizer, seed=1)
+        step = lightck.recover(pools, model, opt).step
+        found = whole_of(step, model, opt)
+        updates(WORLDS[new], rank, model, opt, range(STEPS, STEPS + 1))
+        return found
+
+    assert all(is_equal(found, expected) for found in values(run_ranks(WORLDS[new].n_ranks, body)))
+
+
+def test_the_whole_tensors_of_a_checkpoint_whose_parts_were_restored(trained):
+    pools, seen = trained["fsdp 3"]
+
+    def body(rank: int) -> bool:
+        model, optimizer = build(WORLDS["fsdp 2"], seed=1)
+        checkpoint = lightck.recover(pools, model, optimizer)
+        updates(WORLDS["fsdp 2"], rank, model, optimizer, range(1))
+        return all(torch.equal(value, seen[0].model[name]) for name, value in checkpoint.model.items())
+
+    assert all(values(run_ranks(2, body)))
