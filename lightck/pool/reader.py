@@ -387,6 +387,16 @@ class StoredCheckpoint:
         return self.header.iteration
 
     @property
+    def path(self) -> str:
+        """Of the pool."""
+        return self.reader.path
+
+    @property
+    def uuid(self) -> bytes:
+        """Of the pool."""
+        return self.reader.superblock.uuid
+
+    @property
     def block_nbytes(self) -> int:
         """Bytes of a block: the unit that has a checksum."""
         return self.reader.superblock.block

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 import msgpack
 
 from lightck.errors import CheckpointExistsError, RankError, listed
+from lightck.pool.format.group import ID_NBYTES
 from lightck.pool.format.structures import SLOTS_MAX
 from lightck.ranks.directory import pool_name
 from lightck.ranks.rule import CheckpointId, may_start_from_nothing, newest_common, next_incarnation
@@ -200,6 +201,22 @@ def describe_replaced(replaced: Mapping[int, int]) -> str:
     )
 
 
+def describe_from_world(n_saved: int, n_now: int) -> str:
+    """Return what to say about a checkpoint that ``n_saved`` ranks saved, and ``n_now`` ranks load."""
+    return (
+        f"the checkpoint was saved by {n_saved} rank{'s' * (n_saved > 1)} and is loaded into {n_now}: random states "
+        "are new, and objects in state= and positions in loaders are those of rank 0"
+    )
+
+
+def new_world(reports: Sequence[Report], adopted: CheckpointId, run_id: bytes, incarnation: int) -> Start:
+    """Return how the group begins that has loaded ``adopted`` from the pools of another world. ``incarnation``: the
+    largest one in the directory."""
+    return Start(
+        adopted, next_incarnation([incarnation]) + _random_number(reports), run_id, reports[0].new_ids[ID_NBYTES:]
+    )
+
+
 def _nothing_common(reports: Sequence[Report]) -> RankError:
     damaged = [rank for rank, report in enumerate(reports) if report.is_damaged]
     steps = [{checkpoint.step for checkpoint in report.ids} for report in reports]
@@ -228,7 +245,7 @@ def _random_number(reports: Sequence[Report]) -> int:
 
 def _new_run(reports: Sequence[Report]) -> Start:
     ids = reports[0].new_ids
-    return Start(None, 1, ids[:16], ids[16:])
+    return Start(None, 1, ids[:ID_NBYTES], ids[ID_NBYTES:])
 
 
 def _name(reports: Sequence[Report], rank: int) -> str:

@@ -16,11 +16,13 @@ from pathlib import Path
 from lightck.errors import PoolPathError, RankError, listed
 from lightck.pool.reader import PoolReader, open_pool
 
-_POOL_NAME = re.compile(r"rank-(\d{5,})-of-(\d{5,})\.pool")
+_POOL_NAME = re.compile(r"rank-(\d{5,})-of-(\d{5,})(?:-[0-9a-f]{8})?\.pool")
 
 
-def pool_name(rank: int, world_size: int) -> str:
-    return f"rank-{rank:05d}-of-{world_size:05d}.pool"
+def pool_name(rank: int, world_size: int, suffix: str = "") -> str:
+    """Return the usual name of a rank's pool. ``suffix``: eight hexadecimal digits, or empty. It is given if the name
+    without it is that of a pool of another world with as many ranks."""
+    return f"rank-{rank:05d}-of-{world_size:05d}{'-' * bool(suffix)}{suffix}.pool"
 
 
 def world_size_in(name: str) -> int | None:

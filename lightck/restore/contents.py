@@ -18,6 +18,7 @@ import torch
 from lightck.errors import CorruptPoolError, NoTensorError
 from lightck.pool.format.group import RANKS_MAX
 from lightck.pool.format.layout import Entry
+from lightck.pool.format.structures import CommitRecord
 from lightck.state import values
 from lightck.state.build_record import BuildRecord
 from lightck.state.rng import RngState
@@ -39,6 +40,38 @@ class Source(Protocol):
 
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
         """``read_into`` for several pairs (name, address)."""
+        ...
+
+
+class Saved(Source, Protocol):
+    """One checkpoint in one or several pools; the members are those of ``StoredCheckpoint``."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def iteration(self) -> int: ...
+
+    @property
+    def state(self) -> bytes:
+        """The packed small state."""
+        ...
+
+    @property
+    def record(self) -> CommitRecord: ...
+
+    @property
+    def path(self) -> str:
+        """Of the pool, or of the directory of the pools."""
+        ...
+
+    @property
+    def uuid(self) -> bytes:
+        """Of the pool, or of the first of the pools."""
+        ...
+
+    def owns_slot(self) -> bool:
+        """Whether no slot of the checkpoint was reused."""
         ...
 
 
@@ -129,6 +162,8 @@ class Contents:
     """Numbers that modules keep as plain attributes, and that the training had changed: name -> value."""
     copied_from: int | None = None
     """If a rank whose pool was lost took this checkpoint from the pool of another rank: that other rank."""
+    from_world: int | None = None
+    """If this checkpoint was loaded from the pools of another world: how many ranks had saved it."""
 
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
@@ -164,7 +199,8 @@ class Contents:
                 persistent_started=typed(raw.get("persistent_started", False), bool),
                 done=typed(raw.get("done", False), bool),
                 numbers={typed(k, str): typed(v, int) for k, v in typed(raw.get("numbers", {}), dict).items()},
-                copied_from=_rank(raw.get("copied_from")),
+                copied_from=_number_of_ranks(raw.get("copied_from")),
+                from_world=_number_of_ranks(raw.get("from_world")),
             )
         except (KeyError, TypeError, IndexError, AttributeError) as err:
             raise CorruptPoolError(
@@ -183,8 +219,9 @@ def unpack_dict(packed: bytes, tensor: Callable[[str], torch.Tensor] | None = No
     return typed(values.unpack(packed, tensor=tensor), dict)
 
 
-def _rank(value: object) -> int | None:
-    if value is not None and not 0 <= typed(value, int) < RANKS_MAX:
+def _number_of_ranks(value: object) -> int | None:
+    """Return a rank, or a number of ranks."""
+    if value is not None and not 0 <= typed(value, int) <= RANKS_MAX:
         raise CorruptPoolError("its saved options, counters or random states name a rank that cannot exist")
     return None if value is None else typed(value, int)
 

@@ -28,7 +28,7 @@ from lightck.restore import restore as _restore
 from lightck.restore.checkpoint import Checkpoint, plan_restore, poison
 from lightck.restore.contents import Contents, MemorySource, in_memory
 from lightck.restore.logical import LogicalCheckpoint, Relocated
-from lightck.restore.usable import usable_by_id
+from lightck.restore.usable import parse, usable_by_id
 from lightck.state.inventory import ModelView
 from lightck.state.local_tensors import reshard
 from lightck.state.parts import Part, parts_of
@@ -93,7 +93,11 @@ def _newest(directory: str, worlds: Sequence[World], step: int | None, take: Tak
     readers = [reader for world in worlds for reader in world.readers.values()]
     for _ in range(_ATTEMPTS):
         logs = [reader.commit_log() for reader in readers]
-        common = [(id_, -number, held) for number, world in enumerate(worlds) for id_, held in _common(world).items()]
+        common = [
+            (id_, -number, held)
+            for number, world in enumerate(worlds)
+            for id_, held in common_checkpoints(world).items()
+        ]
         rejected: list[RejectedCheckpoint] = []
         for checkpoint_id, number, held in sorted(common, key=lambda one: one[:2], reverse=True):
             if step is not None and checkpoint_id.step != step:
@@ -114,7 +118,7 @@ Held = list[list[StoredCheckpoint]]
 """For each pool of a world: the checkpoints of one id, newest first. (There are two if a step was saved twice.)"""
 
 
-def _common(world: World) -> dict[CheckpointId, Held]:
+def common_checkpoints(world: World) -> dict[CheckpointId, Held]:
     """Return the usable checkpoints that all pools of a world have."""
     held = [usable_by_id(reader) for reader in world.readers.values()]
     common = frozenset.intersection(*map(frozenset, held))
@@ -122,17 +126,23 @@ def _common(world: World) -> dict[CheckpointId, Held]:
 
 
 def _taken(directory: str, world: World, held: Held, rejected: Sequence[RejectedCheckpoint], take: Take[T]) -> T:
-    """Call ``take`` for one checkpoint. Raises ``DamagedError``; and ``RankError`` if pools are missing, and the others
-    do not hold the whole of each tensor."""
+    """Call ``take`` for one checkpoint. Raises ``DamagedError``, and ``RankError`` as ``logical_of`` does."""
+    logical = logical_of(directory, world, held)
+    taken = take(directory, logical, rejected)
+    if not all(stored.owns_slot() for stored in logical.of_ranks):
+        raise DamagedError("its slot was reused while it was read")
+    return taken
+
+
+def logical_of(directory: str, world: World, held: Held) -> LogicalCheckpoint:
+    """Return one checkpoint of a world as logical tensors. If pools are missing, the others may hold everything: then
+    warn. Raises ``DamagedError``; and ``RankError`` if the missing pools hold what no other has."""
     try:
         logical = LogicalCheckpoint([intact_of(of_rank) for of_rank in held])
     except DamagedError as err:
         if world.missing:
             raise missing_error(directory, world, f"Without it, {err}.") from err
         raise
-    taken = take(directory, logical, rejected)
-    if not all(stored.owns_slot() for stored in logical.of_ranks):
-        raise DamagedError("its slot was reused while it was read")
     if world.missing:
         log.warning(
             "lightck: the directory %r lacks the pools of ranks %s. The other pools hold the whole of each tensor, so "
@@ -140,7 +150,7 @@ def _taken(directory: str, world: World, held: Held, rejected: Sequence[Rejected
             directory,
             listed(list(map(str, world.missing)), 8),
         )
-    return taken
+    return logical
 
 
 def intact_of(checkpoints: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
@@ -220,7 +230,7 @@ def _parts(
 ) -> _LoadedParts:
     """Load the parts of this process."""
     relocated = Relocated(logical, parts)
-    source, contents = in_memory(relocated), contents_of(logical, relocated)
+    source, contents = in_memory(relocated), parse(relocated)
     _warn_differences(logical)
     step, id_ = logical.step, logical.of_ranks[0].header
     wanted = CheckpointId(id_.incarnation, step)
@@ -241,15 +251,6 @@ def _read_again(directory: str, wanted: CheckpointId) -> MemorySource:
     return _recovered(directory, wanted.step, take)
 
 
-def contents_of(logical: LogicalCheckpoint, relocated: Relocated) -> Contents:
-    """Return the contents of a checkpoint for a rank with other parts. Raises ``DamagedError``."""
-    first = logical.of_ranks[0]
-    try:
-        return Contents.parse(first.state, first.step, first.iteration, relocated.entries)
-    except CorruptPoolError as err:
-        raise DamagedError(str(err)) from err
-
-
 def _checkpoint(
     directory: str,
     logical: LogicalCheckpoint,
@@ -257,9 +258,8 @@ def _checkpoint(
     read_source: Callable[[], MemorySource],
 ) -> Checkpoint:
     """Return the public checkpoint with whole tensors."""
-    first = logical.of_ranks[0]
-    contents, reader = contents_of(logical, Relocated(logical, {})), first.reader
-    return Checkpoint(contents, read_source, first.record, directory, reader.superblock.uuid, rejected)
+    whole = Relocated(logical, {})
+    return Checkpoint(parse(whole), read_source, whole.record, directory, whole.uuid, rejected)
 
 
 def _warn_differences(logical: LogicalCheckpoint) -> None:

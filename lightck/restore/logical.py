@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,7 +26,7 @@ from lightck.pool.format.assembly import Copy, coverage, local_copies
 from lightck.pool.format.boxes import Box, Ints, whole_box
 from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties
 from lightck.pool.format.pieces import Piece
-from lightck.pool.format.structures import DamagedError
+from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import StoredCheckpoint
 from lightck.restore.contents import load_tensor
 from lightck.restore.read_boxes import BoxRead, Destination, read_boxes
@@ -169,11 +170,36 @@ class Relocated:
     def _was_part(self, param: str) -> bool:
         return any(one.entry.pieces is not None for one in self.logical.holders.get(param, ()))
 
-    # -- as a source -------------------------------------------------------------------------------------
+    # -- as a checkpoint ---------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
         return self.logical.step
+
+    @property
+    def iteration(self) -> int:
+        return self.logical.of_ranks[0].iteration
+
+    @property
+    def state(self) -> bytes:
+        """The small state of the first rank."""
+        return self.logical.of_ranks[0].state
+
+    @property
+    def record(self) -> CommitRecord:
+        return self.logical.of_ranks[0].record
+
+    @property
+    def path(self) -> str:
+        """The directory of the pools."""
+        return os.path.dirname(self.logical.of_ranks[0].path)
+
+    @property
+    def uuid(self) -> bytes:
+        return self.logical.of_ranks[0].uuid
+
+    def owns_slot(self) -> bool:
+        return all(stored.owns_slot() for stored in self.logical.of_ranks)
 
     def read_into(self, name: str, address: int) -> None:
         """``read_many`` for one tensor."""
@@ -195,7 +221,7 @@ class Relocated:
                 "lightck: the checkpoint of step %d in the pool %r is damaged: %s. The same tensors are read from the "
                 "pool of another rank",
                 self.step,
-                self.logical.of_ranks[position].reader.path,
+                self.logical.of_ranks[position].path,
                 error,
             )
 

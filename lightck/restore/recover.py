@@ -26,7 +26,7 @@ from lightck.pool.storage.backends import readable_path
 from lightck.pool.storage.lock import holder_of
 from lightck.restore import restore as _restore
 from lightck.restore.checkpoint import Checkpoint, plan_restore, poison, refuse_other_than_mapping
-from lightck.restore.contents import Contents, MemorySource, in_memory, refuse_unusable_device
+from lightck.restore.contents import Contents, MemorySource, Saved, in_memory, refuse_unusable_device
 from lightck.restore.directory import recover_directory
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.restore.usable import STALE_REASON, StaleCheckpoints, parse
@@ -270,18 +270,17 @@ def restore_newest(
     overwrite the checkpoint while it is read. If so, the whole checkpoint is read into separate memory before live
     tensors change.
     """
-    live = LiveRestore(reader, model, optimizer, state, strict=strict, unused_is_drift=unused_is_drift, in_use=in_use)
+    live = LiveRestore(model, optimizer, state, strict=strict, unused_is_drift=unused_is_drift, in_use=in_use)
     with live.poisons_on_error():
         return take_newest(reader, step, live.take)
 
 
 class LiveRestore:
-    """Restores one checkpoint of a pool after the other into live objects, until one of them verifies. The arguments
-    are those of ``restore_newest``."""
+    """Restores one checkpoint after the other into live objects, until one of them verifies. The arguments are those of
+    ``restore_newest``. ``of_rank``: whether the checkpoints are those of a rank, so that tensors may be parts."""
 
     def __init__(
         self,
-        reader: PoolReader,
         model: nn.Module,
         optimizer: object,
         state: Mapping[str, object] | None,
@@ -289,16 +288,17 @@ class LiveRestore:
         strict: bool,
         unused_is_drift: bool,
         in_use: bool = False,
+        of_rank: bool = False,
     ) -> None:
-        self._reader, self._model, self._optimizer, self._state = reader, model, optimizer, state
+        self._model, self._optimizer, self._state, self._of_rank = model, optimizer, state, of_rank
         self._strict, self._unused_is_drift, self._in_use = strict, unused_is_drift, in_use
         self._touched: list[torch.Tensor] = []
         """Live tensors that may have been written."""
 
-    def take(self, stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
+    def take(self, stored: Saved, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
         """Restore a checkpoint. Raises ``DamagedError`` at a block that does not match its checksum; live tensors may
         have been written before the error."""
-        reader, model = self._reader, self._model
+        model = self._model
         plan = plan_restore(
             contents,
             model,
@@ -306,7 +306,7 @@ class LiveRestore:
             self._state,
             strict=self._strict,
             unused_is_drift=self._unused_is_drift,
-            of_rank=reader.group is not None,
+            of_rank=self._of_rank,
         )
         # If ``_touched`` is not empty, the restore of a newer checkpoint failed halfway. So this checkpoint is read and
         # verified as a whole before live tensors are written again.
@@ -317,7 +317,7 @@ class LiveRestore:
             _restore.apply(plan, source)
         finally:
             self._touched.extend(plan.restored.values())
-        path, uuid, record = reader.path, reader.superblock.uuid, stored.record
+        path, uuid, record = stored.path, stored.uuid, stored.record
         checkpoint = Checkpoint(contents, lambda: _read_again(path, uuid, record), record, path, uuid, rejected)
         checkpoint.record_restored(model, plan)
         return checkpoint

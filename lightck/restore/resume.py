@@ -73,12 +73,13 @@ class Resumed:
     numbers: Mapping[str, int] | None = None
     """Name of a number that a module keeps -> its value at the checkpoint, to compare before the first training
     forward. None after that forward, and if there is nothing to compare."""
-    replaced: str = ""
-    """Which ranks took the checkpoint of another rank, as text; empty if none did."""
+    not_exact: str = ""
+    """Why the continuation is not bit-identical: the checkpoint was saved by other ranks. Empty if it is
+    bit-identical."""
 
     @property
     def recovered(self) -> Recovered:
-        return Recovered(self.step, not self.replaced, self.replaced)
+        return Recovered(self.step, not self.not_exact, self.not_exact)
 
     @classmethod
     def from_contents(cls, contents: Contents, recorded: Sequence[NextBatch] | None) -> Resumed:

@@ -9,7 +9,7 @@ from lightck.errors import CorruptPoolError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint
 from lightck.ranks.rule import CheckpointId
-from lightck.restore.contents import Contents
+from lightck.restore.contents import Contents, Saved
 
 STALE_REASON = (
     "it is stale: it holds old bytes of a tensor, because lightck noticed a write to that tensor too late (a newer "
@@ -54,7 +54,7 @@ class StaleCheckpoints:
         return any(after < generation < before for after, before in self._between)
 
 
-def parse(stored: StoredCheckpoint) -> Contents:
+def parse(stored: Saved) -> Contents:
     """Parse the small state of a checkpoint. Raises ``DamagedError`` if it is malformed."""
     try:
         return Contents.parse(stored.state, stored.step, stored.iteration, stored.entries)

@@ -168,9 +168,8 @@ def directory_id(directory: str) -> str:
 def path_of_own_pool(directory: str, group: Group) -> str:
     """Return the path of this rank's pool. If the file with this rank's name is missing or is the pool of another rank,
     search all pools in the directory for that of this rank. If there is none, return the path with this rank's name.
-    Raises ``UnsupportedError`` if the directory holds pools of a group of another size, and ``RankError`` if the file
-    with this rank's name is the pool of another rank, and this rank's own pool is missing."""
-    _refuse_other_size(directory, group)
+    Raises ``RankError`` if the file with this rank's name is the pool of another rank, and this rank's own pool is
+    missing."""
     expected = os.path.join(directory, pool_name(group.rank, group.world_size))
     found = path_of_pool(directory, group.rank, group.world_size)
     if found is not None:
@@ -200,18 +199,6 @@ def path_of_pool(directory: str, rank: int, world_size: int) -> str | None:
         if identity is not None and (identity.rank, identity.world_size) == (rank, world_size):
             return path
     return None
-
-
-def _refuse_other_size(directory: str, group: Group) -> None:
-    """Raise ``UnsupportedError`` if the directory holds pools of a group of another size."""
-    for path in pools_in(directory):
-        n_ranks = world_size_in(path.name)
-        if n_ranks != group.world_size:
-            raise UnsupportedError(
-                f"The directory {directory!r} holds pools of a group of {n_ranks} ranks ({path.name}), and this group "
-                f"has {group.world_size}. lightck cannot yet load them into another number of ranks. Start {n_ranks} "
-                "ranks, use another directory, or remove the pools if nobody needs them."
-            )
 
 
 def _identity(path: str) -> GroupIdentity | None:

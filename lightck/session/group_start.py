@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -37,7 +37,16 @@ from lightck.pool.format.group import ID_NBYTES, GroupIdentity
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.durability import TIER_CACHE
-from lightck.ranks.agreement import Report, Start, decide, describe_replaced, ranks_without_pool, refuse_differences
+from lightck.ranks.agreement import (
+    Report,
+    Start,
+    decide,
+    describe_from_world,
+    describe_replaced,
+    new_world,
+    ranks_without_pool,
+    refuse_differences,
+)
 from lightck.ranks.meet import Meeting
 from lightck.ranks.neighbours import GroupRule, Neighbour
 from lightck.ranks.publication import Publication
@@ -56,6 +65,7 @@ from lightck.session.group import (
     path_of_own_pool,
 )
 from lightck.session.lost_pool import copy_into_new_pool, has_checkpoints_of, open_source, replicated_lines
+from lightck.session.other_world import OtherWorlds, find_other_worlds, load
 from lightck.session.pool_file import PoolFile
 from lightck.state.parts import mesh_of
 from lightck.tiers.pin import Holds
@@ -81,10 +91,12 @@ class Restored:
     """This rank's part. ``name`` and ``chosen`` are of one checkpoint."""
     is_done: bool
     """Whether all ranks had declared the training finished there."""
-    replaced: Mapping[int, int]
-    """Rank that took the checkpoint of another rank, now or in an earlier attach -> that other rank."""
-    remark: str
-    """What the warning about ``replaced`` adds."""
+    reason: str
+    """Why the continuation is not bit-identical; empty if it is."""
+    warned_ranks: Sequence[int]
+    """The ranks on which a warning gives the reason."""
+    remark: str = ""
+    """What the warning adds."""
 
     @property
     def incarnation(self) -> int:
@@ -104,6 +116,8 @@ class GroupStart:
     """Generation -> id of each checkpoint in this rank's pool."""
     _directory_ids: list[str] = field(default_factory=list)
     """Rank -> host and directory of its pool (``directory_id``)."""
+    _other: OtherWorlds | None = None
+    """The pools of other worlds in the directory; None if there are none."""
 
     @classmethod
     @contextmanager
@@ -115,8 +129,13 @@ class GroupStart:
             return
         meeting = Meeting(group.store, group.rank, group.world_size, timeout)
         meeting.meet(host_name())
-        with meeting.shares_errors():
-            yield cls(group, meeting)
+        start = cls(group, meeting)
+        try:
+            with meeting.shares_errors():
+                yield start
+        finally:
+            if start._other is not None:
+                start._other.close()
 
     # -- before anything is opened -----------------------------------------------------------------------
 
@@ -145,13 +164,17 @@ class GroupStart:
 
     def own_path(self, arguments: Arguments) -> str:
         """Return the path of this rank's pool in the directory. Create the directory if it does not exist."""
-        return path_of_own_pool(ensure_directory(arguments.pool_path), self.group)
+        directory = ensure_directory(arguments.pool_path)
+        self._other = find_other_worlds(directory, self.group, self.meeting, arguments)
+        return path_of_own_pool(directory, self.group) if self._other is None else self._other.path
 
     # -- the pool ----------------------------------------------------------------------------------------
 
     def open(self, file: PoolFile, pipeline: Pipeline) -> Resumed | None:
         """Continue from the newest checkpoint that all ranks have, or create this rank's pool. Returns None for a new
         training."""
+        if self._other is not None and self._other.source is not None:
+            return self._load_other_world(file, pipeline, self._other)
         reader = file.existing()
         try:
             stored = {} if reader is None else self._stored(reader, file)
@@ -181,6 +204,40 @@ class GroupStart:
             return self._adopt(file, pipeline, reader, stored, restored)
         except BaseException:
             if reader is not None and pipeline.pool.writer is None:
+                reader.close()
+            raise
+
+    def _load_other_world(self, file: PoolFile, pipeline: Pipeline, other: OtherWorlds) -> Resumed:
+        """Continue from the newest checkpoint of another world, in a new pool."""
+        reports = self._exchange_reports(file, None, {})
+        refuse_differences(reports)
+        self._refuse_other_tensors(file, reports)
+        assert other.source is not None, "the caller has checked it"
+        first = next(iter(other.source.readers.values()))
+        restore = file.live_restore(first)
+        with restore.poisons_on_error():
+            loaded = load(other, self.group, self.meeting, restore)
+        start = new_world(reports, loaded.name, other.source.run_id, other.incarnation)
+        pipeline.pool.group = self._identity(file, start.run_id, start.world_id)
+        copy_into_new_pool(
+            pipeline,
+            loaded.checkpoint,
+            loaded.name,
+            list(file.predicted_entries().values()),
+            n_slots=file.arguments.save_options.slots or max(SLOTS_MIN, len(first.superblock.slots)),
+            expected_state_nbytes=file.capture.expected_state_nbytes,
+            from_world=other.source.world_size,
+        )
+        self.meeting.exchange("copies", b"")
+        reader = file.existing()
+        assert reader is not None, "it was made just now"
+        try:
+            stored = usable_by_id(reader)
+            chosen = stored[loaded.name][0]
+            restored = Restored(loaded.name, start, chosen, loaded.is_done, loaded.reason, (0,))
+            return self._adopt(file, pipeline, reader, stored, restored)
+        except BaseException:
+            if pipeline.pool.writer is None:
                 reader.close()
             raise
 
@@ -271,11 +328,11 @@ class GroupStart:
         file.adopt(pipeline, reader, contents, restored.chosen.record, incarnation=restored.incarnation)
         resumed = Resumed.from_contents(contents, recorded)
         resumed.done = restored.is_done
-        resumed.replaced = describe_replaced(restored.replaced)
-        if resumed.replaced and self.group.rank in (0, *restored.replaced):
+        resumed.not_exact = restored.reason
+        if resumed.not_exact and self.group.rank in restored.warned_ranks:
             log.warning(
                 "lightck: %s. So the continuation of step %d is not bit-identical%s",
-                resumed.replaced,
+                resumed.not_exact,
                 resumed.step,
                 restored.remark,
             )
@@ -292,13 +349,18 @@ class GroupStart:
             contents = None if chosen is None else parse(chosen)
             # A source's own checkpoint may be a copy, too. What counts is from where this rank took it.
             copied_from = start.sources.get(self.group.rank, None if contents is None else contents.copied_from)
-            own = [problem, contents is not None and contents.done, copied_from]
+            from_world = None if contents is None else contents.from_world
+            own = [problem, contents is not None and contents.done, copied_from, from_world]
             votes = [msgpack.unpackb(one) for one in self.meeting.exchange("votes", msgpack.packb(own))]
-            failed = [rank for rank, (text, _, _) in enumerate(votes) if text]
+            failed = [rank for rank, (text, _, _, _) in enumerate(votes) if text]
             if not failed:
                 assert chosen is not None, "this rank has voted for it"
-                replaced = {rank: at for rank, (_, _, at) in enumerate(votes) if at is not None}
-                return Restored(name, start, chosen, all(done for _, done, _ in votes), replaced, remark)
+                replaced = {rank: at for rank, (_, _, at, _) in enumerate(votes) if at is not None}
+                reason = describe_replaced(replaced)
+                if from_world is not None:
+                    reason = describe_from_world(from_world, self.group.world_size)
+                is_done = all(done for _, done, _, _ in votes)
+                return Restored(name, start, chosen, is_done, reason, (0, *replaced), remark)
             why = f"{self.meeting.name_of(failed[0])} cannot restore it: {votes[failed[0]][0]}"
             log.warning(
                 "lightck: the checkpoint of step %d cannot be used on any rank, because %s. An older one is looked for",
@@ -370,8 +432,10 @@ class GroupStart:
                 pipeline,
                 restored.chosen,
                 restored.name,
-                source=source_rank,
+                source.entries,
+                n_slots=len(source.superblock.slots),
                 expected_state_nbytes=file.capture.expected_state_nbytes,
+                copied_from=source_rank,
             )
         reader = file.existing()
         assert reader is not None, "it was made just now"
@@ -432,6 +496,8 @@ class GroupStart:
             self.rule.follow(
                 Publication(self.group.store, self.meeting.key, self.group.rank, self.group.world_size, own)
             )
+        if self._other is not None:
+            self._other.remove()
 
 
 def _restored(restore: LiveRestore, candidates: list[StoredCheckpoint]) -> tuple[StoredCheckpoint | None, str]:

@@ -14,6 +14,7 @@ before that leaves the pool lost as before, and a kill after that leaves a pool 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from hashlib import blake2b
 
@@ -22,11 +23,12 @@ import torch
 from lightck.errors import CorruptPoolError, RankError
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.engine import ENDED
+from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.writer import PoolWriter
 from lightck.ranks.rule import CheckpointId
-from lightck.restore.contents import unpack_dict
+from lightck.restore.contents import Saved, unpack_dict
 from lightck.restore.usable import parse
 from lightck.session.group import Group, path_of_pool
 from lightck.state import values
@@ -79,24 +81,32 @@ def _digest(text: str) -> str:
 
 
 def copy_into_new_pool(
-    pipeline: Pipeline, stored: StoredCheckpoint, name: CheckpointId, *, source: int, expected_state_nbytes: int
+    pipeline: Pipeline,
+    stored: Saved,
+    name: CheckpointId,
+    entries: Sequence[Entry],
+    *,
+    n_slots: int,
+    expected_state_nbytes: int,
+    **origin: int,
 ) -> None:
     """Create the pool of this rank (``pipeline.pool.group``) with a copy of ``stored``, committed under ``name``. The
-    pool gets its path when the copy is durable, and is closed again. ``source``: the rank from whose pool ``stored``
-    is. ``expected_state_nbytes``: bytes of small state for which the slots must have space at least."""
+    pool gets its path when the copy is durable, and is closed again. ``entries``: for which the pool has space besides.
+    ``expected_state_nbytes``: bytes of small state for which the slots must have space at least. ``origin``: fields of
+    ``Contents`` that say from where the copy is."""
     pool, group = pipeline.pool, pipeline.pool.group
     assert group is not None, "the identity of the rank is known"
     key = group.run_id + name.step.to_bytes(8, "little") + group.rank.to_bytes(8, "little")
-    state = _state_of_copy(stored, source, key)
+    state = _state_of_copy(stored, origin, key)
     try:
         tensors = load_to_copy(stored)
     except DamagedError as err:
         raise CorruptPoolError(
-            f"The checkpoint of step {stored.step} in {stored.reader.path!r} was intact when it was restored, and can "
+            f"The checkpoint of step {stored.step} in {stored.path!r} was intact when it was restored, and can "
             f"no longer be read: {err}. Check the pool's medium, and start again."
         ) from err
-    pool.n_slots = len(stored.reader.superblock.slots)
-    entries = [*stored.reader.entries, *stored.entries.values()]
+    pool.n_slots = n_slots
+    entries = [*entries, *stored.entries.values()]
     try:
         pool.relayout(
             entries,
@@ -108,7 +118,7 @@ def copy_into_new_pool(
 
 
 def _commit(
-    writer: PoolWriter, name: CheckpointId, stored: StoredCheckpoint, state: bytes, tensors: dict[str, torch.Tensor]
+    writer: PoolWriter, name: CheckpointId, stored: Saved, state: bytes, tensors: dict[str, torch.Tensor]
 ) -> None:
     """Write the copy, and wait until it is durable."""
     writer.incarnation = name.incarnation
@@ -123,8 +133,8 @@ def _commit(
         job.abandon()
 
 
-def _state_of_copy(stored: StoredCheckpoint, source: int, key: bytes) -> bytes:
-    """Return the small state of the copy. ``source``: the rank whose checkpoint it is. ``key``: from what the random
+def _state_of_copy(stored: Saved, origin: Mapping[str, int], key: bytes) -> bytes:
+    """Return the small state of the copy. ``origin``: as in ``copy_into_new_pool``. ``key``: from what the random
     states follow."""
     contents, state = parse(stored), unpack_dict(stored.state)
     state["rng"] = derived(contents.rng, key).to_value()
@@ -132,5 +142,5 @@ def _state_of_copy(stored: StoredCheckpoint, source: int, key: bytes) -> bytes:
         state["rng_forward"] = derived(contents.rng_forward, key + b"forward").to_value()
     state["loaders"] = {name: {**position, "content": None} for name, position in contents.loaders.items()}
     state["stale_after"] = None  # a generation of the other pool, whose older checkpoints are not copied
-    state["copied_from"] = source
+    state |= {"copied_from": None, "from_world": None} | dict(origin)
     return values.pack(state, path="state")

@@ -180,10 +180,16 @@ class PoolFile:
         return {**self.found.state, **dict.fromkeys(self.arguments.declined)}
 
     def live_restore(self, reader: PoolReader) -> LiveRestore:
-        """Return what restores checkpoints of ``reader`` into the objects of this attach."""
+        """Return what restores checkpoints of ranks into the objects of this attach. ``reader``: of one of the pools
+        that hold them."""
         self._refuse_missing_optimizer(reader)
         return LiveRestore(
-            reader, self.arguments.model, list(self.found.optimizers), self._state, strict=True, unused_is_drift=True
+            self.arguments.model,
+            list(self.found.optimizers),
+            self._state,
+            strict=True,
+            unused_is_drift=True,
+            of_rank=True,
         )
 
     @staticmethod
@@ -251,6 +257,11 @@ class PoolFile:
     def create_at_once(self, pipeline: Pipeline) -> None:
         """Create the pool of a rank. Raises ``UnsupportedError`` if the tensors of a checkpoint cannot be predicted."""
         forget_restored_from(self.arguments.model)
+        pipeline.pool.create(list(self.predicted_entries().values()), self.capture.expected_state_nbytes)
+
+    def predicted_entries(self) -> dict[str, Entry]:
+        """Return the entries of all tensors of a rank's checkpoint, those predicted for the optimizers' state included.
+        Raises ``UnsupportedError`` if they cannot be predicted."""
         updates_by_hand = self.found.optimizers_were_passed and not self.found.optimizers
         entries = dict(self.entries) if updates_by_hand else self._predicted()
         if entries is None:
@@ -261,7 +272,7 @@ class PoolFile:
                 f"{fact}, so it is not known before the first update what the pool must hold. In a group of ranks each "
                 f"pool is created in attach. {cure}."
             )
-        pipeline.pool.create(list(entries.values()), self.capture.expected_state_nbytes)
+        return entries
 
     def _predicted(self) -> dict[str, Entry] | None:
         """Return the entries of all tensors, including those predicted for the optimizers' state. Returns None if that

@@ -27,7 +27,7 @@ from lightck.pool.reader import StoredCheckpoint
 from lightck.pool.slots import Slot
 from lightck.pool.storage.failures import io_error
 from lightck.pool.writer import CopyPlan, Pending, PoolWriter
-from lightck.restore.contents import load_tensors
+from lightck.restore.contents import Saved, load_tensors
 
 log = logging.getLogger("lightck")
 
@@ -228,15 +228,13 @@ def _add_to_layout(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, in
     return numbers
 
 
-def load_to_copy(stored: StoredCheckpoint) -> dict[str, torch.Tensor]:
+def load_to_copy(stored: Saved) -> dict[str, torch.Tensor]:
     """Read and verify those tensors of a checkpoint that have bytes. (A tied tensor has none of its own.) Raises
     ``DamagedError``."""
     return load_tensors(stored, [name for name, entry in stored.entries.items() if entry.nbytes])
 
 
-def copy_plan(
-    stored: StoredCheckpoint, numbers: dict[str, int], tensors: dict[str, torch.Tensor], state: bytes
-) -> CopyPlan:
+def copy_plan(stored: Saved, numbers: dict[str, int], tensors: dict[str, torch.Tensor], state: bytes) -> CopyPlan:
     """Return the plan that copies a checkpoint to another pool file. ``numbers``: name -> record number in that file,
     of each tensor of the checkpoint. ``tensors``: from ``load_to_copy``. ``state``: the small state of the copy."""
     return CopyPlan(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,3 +80,38 @@ def test_the_whole_tensors_of_a_checkpoint_whose_parts_were_restored(trained):
         return all(torch.equal(value, seen[0].model[name]) for name, value in checkpoint.model.items())
 
     assert all(values(run_ranks(2, body)))
+
+
+# -- attach ------------------------------------------------------------------------------------------------------------
+
+
+def attached(new: str, pools: Path, optimizer: str = "AdamW", **options) -> Callable[[int], tuple[Whole, Whole, Any]]:
+    """The body of a rank that attaches in another world and makes two updates. Returns the whole tensors after attach
+    and at the end, and ``session.recovered``."""
+
+    def body(rank: int) -> tuple[Whole, Whole, Any]:
+        model, opt = build(WORLDS[new], optimizer, seed=1)
+        with lightck.attach(model, pools, optimizer=opt, **{"resume": True, "timeout": 60} | options) as session:
+            began = whole_of(session.step, model, opt)
+            updates(WORLDS[new], rank, model, opt, range(session.step, session.step + 2))
+        return began, whole_of(session.step, model, opt), session.recovered
+
+    return body
+
+
+@pytest.mark.parametrize("new", WORLDS)
+@pytest.mark.parametrize("old", ["ddp 2", "fsdp 3", "tp 2", "hsdp", "tp x fsdp"])
+def test_a_training_goes_on_in_another_world(trained, pools, old, new):
+    shutil.copytree(trained[old][0], pools)
+    n_ranks = WORLDS[new].n_ranks
+    ended = values(run_ranks(n_ranks, attached(new, pools)))
+    for began, _, recovered in ended:
+        assert is_equal(began, trained[old][1][0])
+        assert recovered.exact == (old == new)
+    assert len(list(pools.glob("*.pool"))) == n_ranks
+    checkpoint = lightck.recover(pools)
+    assert checkpoint.step == STEPS + 2
+    assert all(torch.equal(value, ended[0][1].model[name]) for name, value in checkpoint.model.items())
+    again = values(run_ranks(n_ranks, attached(new, pools)))
+    assert is_equal(again[0][0], ended[0][1])
+    assert again[0][2].exact

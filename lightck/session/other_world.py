@@ -1,0 +1,308 @@
+"""The directory of a group holds pools of another world: another number of ranks, or other parts of the tensors.
+
+    compare     Each rank says whether its own pool, if there is one, fits the parts that it holds now. If all fit, and
+                no pool of another number of ranks is there, this file has nothing more to do.
+    choose      Each rank opens and locks the pools in the directory. All choose the same world: the one with the newest
+                checkpoint that all its pools have. If that is the world of this group, the pools of the others are left
+                from an earlier change of worlds. Otherwise its checkpoint is loaded.
+    restore     Each rank reads its parts, verified, from the pools of the chosen world (``restore/logical.py``), and
+                votes. If a rank cannot, all take the next older checkpoint.
+    copy        Each rank makes a pool of its own, with a copy of what it has restored under the name that the
+                checkpoint has. From then on it goes on as ``group_start.py`` says.
+    remove      When all ranks have adopted the copy, the pools of all other worlds are removed.
+
+Invariant: no pool of the old world is changed before all ranks of the new world hold the checkpoint. So if a process is
+killed at any moment, the next start of either world finds the checkpoint: in the pools of the old world, or in those of
+the new one. Both hold the same bytes under the same name, so no rank can take another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+import msgpack
+
+from lightck.errors import CheckpointExistsError, RankError, UnsupportedError, listed
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.reader import PoolReader, open_pool
+from lightck.pool.storage.backends import backend_for
+from lightck.pool.storage.lock import PoolLock
+from lightck.ranks.agreement import describe_from_world
+from lightck.ranks.directory import World, open_worlds, pool_name, pools_in
+from lightck.ranks.meet import Meeting
+from lightck.ranks.rule import CheckpointId
+from lightck.restore.directory import Held, common_checkpoints, logical_of
+from lightck.restore.logical import REPLICATED, LogicalCheckpoint, Relocated
+from lightck.restore.recover import LiveRestore
+from lightck.restore.usable import parse
+from lightck.session.arguments import Arguments
+from lightck.session.group import Group, directory_id, path_of_pool
+from lightck.state.inventory import ModelView
+from lightck.state.local_tensors import reshard
+from lightck.state.parts import Part, parts_of
+
+log = logging.getLogger("lightck")
+
+
+@dataclass(slots=True)
+class OtherWorlds:
+    """The pools in the directory of a group, some of which are of other worlds. They are open, and those that are not
+    of the group's own world are locked, until ``close``."""
+
+    worlds: list[World]
+    source: World | None
+    """The world whose checkpoint is loaded. None: the newest checkpoint is of this group's own world, or there is none,
+    or it is not wanted."""
+    path: str
+    """Of this rank's pool."""
+    parts: Mapping[str, Part]
+    """Name -> part, of the tensors of the model of which this rank holds a part."""
+    to_remove: list[str]
+    """The pools that this rank removes when all ranks have a checkpoint in their own."""
+    _open: ExitStack
+
+    @property
+    def incarnation(self) -> int:
+        """The largest incarnation in the directory."""
+        return max(world.incarnation for world in self.worlds)
+
+    def candidates(self) -> list[tuple[CheckpointId, Held]]:
+        """Return the checkpoints that all pools of ``source`` have, newest first."""
+        assert self.source is not None, "a checkpoint is loaded"
+        return sorted(common_checkpoints(self.source).items(), reverse=True, key=lambda one: one[0])
+
+    def remove(self) -> None:
+        """Remove the pools of other worlds. Call when all ranks have adopted a checkpoint of their own world."""
+        for path in self.to_remove:
+            log.info("lightck: the pool %r of another world is no longer needed, and is removed", path)
+            backend_for(path).discard(path)
+        self.close()
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments: Arguments) -> OtherWorlds | None:
+    """Return the pools of other worlds in the directory; None if there are none. All ranks call this.
+
+    Raises ``CheckpointExistsError`` if a checkpoint of another world would be loaded, and ``resume`` is not True;
+    ``UnsupportedError`` if the ranks have several directories; ``RankError`` if no checkpoint can be chosen;
+    ``PoolLockedError`` if a pool is in use."""
+    reshard(arguments.model)
+    parts = parts_of(ModelView(arguments.model).tensors(None))
+    own = msgpack.packb([_has_other_world(directory, group, parts), directory_id(directory)])
+    found = [msgpack.unpackb(one) for one in meeting.exchange("kinds of pools", own)]
+    if not any(is_other for is_other, _ in found):
+        return None
+    if len({where for _, where in found}) > 1:
+        raise UnsupportedError(
+            "A directory of these ranks holds pools of another number of ranks, or of ranks that held other parts of "
+            "the tensors, and the ranks have several directories (on several hosts). lightck loads such pools only if "
+            "all ranks see the same directory. Copy all pools into one directory that all ranks see; or train into "
+            "another directory."
+        )
+    with ExitStack() as stack:
+        worlds = stack.enter_context(open_worlds(directory))
+        choice = _choose(meeting, directory, worlds, group, parts, overwrite=arguments.overwrite)
+        if choice.world is not None and not arguments.resume:
+            raise CheckpointExistsError(
+                f"The directory {directory!r} holds checkpoints of a group of {choice.world.world_size} ranks. They "
+                "are neither loaded nor overwritten unasked. Pass attach(..., resume=True) on all ranks to load the "
+                "newest of them, or overwrite=True to discard them."
+            )
+        paths = _new_paths(directory, worlds, choice, group)
+        kept = {*paths, *(choice.paths if choice.is_own else ())}
+        others = [reader.path for world in worlds for reader in world.readers.values() if reader.path not in kept]
+        mine = sorted(others)[group.rank :: group.world_size]
+        for path in mine:
+            stack.callback(PoolLock(path).release)
+        return OtherWorlds(
+            worlds=worlds,
+            source=None if choice.is_own else choice.world,
+            path=paths[group.rank],
+            parts=parts,
+            to_remove=mine,
+            _open=stack.pop_all(),
+        )
+    raise AssertionError("the block returns or raises")
+
+
+def _has_other_world(directory: str, group: Group, parts: Mapping[str, Part]) -> bool:
+    """Whether this rank sees that there are pools of another world. Only this rank's own pool is opened."""
+    standard = {pool_name(rank, group.world_size) for rank in range(group.world_size)}
+    if any(path.name not in standard for path in pools_in(directory)):
+        return True
+    own = path_of_pool(directory, group.rank, group.world_size)
+    if own is None:
+        return False
+    with closing(open_pool(own)) as reader:
+        return not _fits(reader, parts)
+
+
+def _fits(reader: PoolReader, parts: Mapping[str, Part]) -> bool:
+    """Whether the tensors of the model that this pool holds are the parts that this rank holds. (Other differences
+    between pool and model are found by the restore.)"""
+    for entry in reader.entries:
+        if entry.role in ("param", "buffer"):
+            part = parts.get(entry.name)
+            held = (None, None) if part is None else (part.logical_shape, part.pieces)
+            if (entry.logical_shape, entry.pieces) != held:
+                return False
+    return True
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    world: World | None
+    """The world with the newest checkpoint; None if nothing is loaded."""
+    is_own: bool
+    """Whether that is the world of this group."""
+    suffix: str
+    """What the names of new pools get if their usual names are taken."""
+
+    @property
+    def paths(self) -> list[str]:
+        return [] if self.world is None else [reader.path for reader in self.world.readers.values()]
+
+
+def _choose(
+    meeting: Meeting,
+    directory: str,
+    worlds: Sequence[World],
+    group: Group,
+    parts: Mapping[str, Part],
+    *,
+    overwrite: bool,
+) -> _Choice:
+    """Choose the world with the newest checkpoint. If two worlds have it (a change of worlds was interrupted), choose
+    the one that has the pools of all ranks, and then the one of this group. Raises ``RankError``."""
+    unfit = [
+        world.world_id
+        for world in worlds
+        if group.rank in world.readers and not _fits(world.readers[group.rank], parts)
+    ]
+    told = [msgpack.unpackb(one) for one in meeting.exchange("worlds", msgpack.packb([unfit, os.urandom(4).hex()]))]
+    not_own = {world_id for ids, _ in told for world_id in ids}
+    newest: list[tuple[CheckpointId, bool, bool, int]] = []
+    for number, world in enumerate(worlds):
+        is_own = world.world_size == group.world_size and world.world_id not in not_own
+        ids = common_checkpoints(world)
+        if ids and not overwrite:
+            newest.append((max(ids), not world.missing, is_own, number))
+    best = max(newest, default=None)
+    choice = _Choice(None, False, told[0][1]) if best is None else _Choice(worlds[best[3]], best[2], told[0][1])
+    own = [b"" if choice.world is None else choice.world.world_id, None if best is None else list(best[0])]
+    if len(set(meeting.exchange("choices of a world", msgpack.packb(own)))) > 1:
+        raise RankError(
+            f"The ranks see different pools in {directory!r}, which holds pools of several worlds. Is a second job "
+            "using the directory? End it, and start again."
+        )
+    if best is None and not overwrite:
+        _refuse_loss(directory, worlds)
+    return choice
+
+
+def _refuse_loss(directory: str, worlds: Sequence[World]) -> None:
+    """Raise ``RankError`` if the pools, which have no common checkpoint, hold anything but the beginning of a
+    training."""
+    for world in worlds:
+        for reader in world.readers.values():
+            steps = [record.step for record in reader.commit_log().records.values()]
+            if any(steps) or reader.generations_of_erased_records():
+                raise RankError(
+                    f"The directory {directory!r} holds pools of a group of {world.world_size} ranks, which have no "
+                    "intact checkpoint in common. Nothing was changed. `lightck verify` shows what is damaged. Use "
+                    "another copy of these pools; attach(..., overwrite=True) on all ranks discards them."
+                )
+
+
+def _new_paths(directory: str, worlds: Sequence[World], choice: _Choice, group: Group) -> list[str]:
+    """Return the path of each rank's pool. A pool of the chosen world keeps its file; any other rank gets a path that
+    no pool of the chosen world has."""
+    held = choice.world.readers if choice.world is not None and choice.is_own else {}
+    taken = set(choice.paths)
+    usual = [os.path.join(directory, pool_name(rank, group.world_size)) for rank in range(group.world_size)]
+    suffix = choice.suffix if any(path in taken for rank, path in enumerate(usual) if rank not in held) else ""
+    return [
+        held[rank].path if rank in held else os.path.join(directory, pool_name(rank, group.world_size, suffix))
+        for rank in range(group.world_size)
+    ]
+
+
+# -- the restore -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What all ranks have restored from the pools of another world."""
+
+    name: CheckpointId
+    checkpoint: Relocated
+    is_done: bool
+    reason: str
+    """Why the continuation is not bit-identical."""
+
+
+def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestore) -> Loaded:
+    """Restore the newest checkpoint of ``other.source`` that all ranks can restore. Raises ``RankError`` if there is
+    none; and what a restore raises if the checkpoint does not fit."""
+    reasons: list[str] = []
+    for name, held in other.candidates():
+        loaded, problem = None, ""
+        try:
+            loaded = _load_one(other, group, name, held, restore)
+        except DamagedError as err:
+            problem = str(err)
+        problems = [one.decode("utf-8", "replace") for one in meeting.exchange("votes", problem.encode())]
+        failed = next((rank for rank, one in enumerate(problems) if one), None)
+        if failed is None:
+            assert loaded is not None, "this rank has voted for it"
+            return loaded
+        reasons.append(f"step {name.step}: {meeting.name_of(failed)} cannot restore it: {problems[failed]}")
+        log.warning("lightck: a checkpoint cannot be used on any rank (%s). An older one is looked for", reasons[-1])
+    raise RankError(
+        f"No checkpoint in {os.path.dirname(other.path)!r} can be restored on all ranks. {'; '.join(reasons)}. Nothing "
+        "was overwritten. Use another copy of these pools; attach(..., overwrite=True) on all ranks discards all pools "
+        "and starts afresh."
+    )
+
+
+def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, restore: LiveRestore) -> Loaded:
+    """Restore this rank's parts of one checkpoint. Raises ``DamagedError``."""
+    assert other.source is not None, "a checkpoint is loaded"
+    logical = logical_of(os.path.dirname(other.path), other.source, held)
+    _refuse_different_ranks(logical)
+    relocated = Relocated(logical, other.parts, group.rank)
+    contents = parse(relocated)
+    restore.take(relocated, contents, [])
+    differing = logical.differing(("buffer",))
+    reason = describe_from_world(other.source.world_size, group.world_size)
+    if differing:
+        reason += f"; so are buffers that differed between the ranks ({listed(differing, 3)})"
+    return Loaded(name, relocated, contents.done, reason)
+
+
+def _refuse_different_ranks(logical: LogicalCheckpoint) -> None:
+    """Raise ``RankError`` if ranks that should hold the same have different bytes, so that nobody knows which of them
+    are right."""
+    differing = logical.differing(REPLICATED)
+    optimizers = [parse(stored).optimizers for stored in logical.of_ranks]
+    for of_rank in optimizers[1:]:
+        differing += [
+            f"the options of {one.class_name}"
+            for one, other in zip(optimizers[0], of_rank, strict=False)
+            if (one.names, one.values, one.rest, one.groups) != (other.names, other.values, other.rest, other.groups)
+        ]
+    if differing:
+        raise RankError(
+            f"The checkpoint of step {logical.step} cannot be loaded into another number of ranks: the ranks that "
+            f"saved it have different bytes in {listed(list(dict.fromkeys(differing)), 3)}, which they should hold "
+            "equally. Nothing was changed. Start as many ranks as saved it, which continue as they were."
+        )
