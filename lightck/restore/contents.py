@@ -199,8 +199,8 @@ class Contents:
                 persistent_started=typed(raw.get("persistent_started", False), bool),
                 done=typed(raw.get("done", False), bool),
                 numbers={typed(k, str): typed(v, int) for k, v in typed(raw.get("numbers", {}), dict).items()},
-                copied_from=_number_of_ranks(raw.get("copied_from")),
-                from_world=_number_of_ranks(raw.get("from_world")),
+                copied_from=_rank_number(raw.get("copied_from"), RANKS_MAX - 1),
+                from_world=_rank_number(raw.get("from_world"), RANKS_MAX),
             )
         except (KeyError, TypeError, IndexError, AttributeError) as err:
             raise CorruptPoolError(
@@ -219,9 +219,9 @@ def unpack_dict(packed: bytes, tensor: Callable[[str], torch.Tensor] | None = No
     return typed(values.unpack(packed, tensor=tensor), dict)
 
 
-def _number_of_ranks(value: object) -> int | None:
-    """Return a rank, or a number of ranks."""
-    if value is not None and not 0 <= typed(value, int) <= RANKS_MAX:
+def _rank_number(value: object, most: int) -> int | None:
+    """Return a rank, or a number of ranks. ``most``: the largest one that there can be."""
+    if value is not None and not 0 <= typed(value, int) <= most:
         raise CorruptPoolError("its saved options, counters or random states name a rank that cannot exist")
     return None if value is None else typed(value, int)
 

@@ -188,8 +188,8 @@ def _choose(
         for world in worlds
         if group.rank in world.readers and not _fits(world.readers[group.rank], parts)
     ]
-    told = [msgpack.unpackb(one) for one in meeting.exchange("worlds", msgpack.packb([unfit, os.urandom(4).hex()]))]
-    not_own = {world_id for ids, _ in told for world_id in ids}
+    received = [msgpack.unpackb(one) for one in meeting.exchange("worlds", msgpack.packb([unfit, os.urandom(4).hex()]))]
+    not_own = {world_id for ids, _ in received for world_id in ids}
     newest: list[tuple[CheckpointId, bool, bool, int]] = []
     for number, world in enumerate(worlds):
         is_own = world.world_size == group.world_size and world.world_id not in not_own
@@ -197,7 +197,7 @@ def _choose(
         if ids and not overwrite:
             newest.append((max(ids), not world.missing, is_own, number))
     best = max(newest, default=None)
-    choice = _Choice(None, False, told[0][1]) if best is None else _Choice(worlds[best[3]], best[2], told[0][1])
+    choice = _Choice(None, False, received[0][1]) if best is None else _Choice(worlds[best[3]], best[2], received[0][1])
     own = [b"" if choice.world is None else choice.world.world_id, None if best is None else list(best[0])]
     if len(set(meeting.exchange("choices of a world", msgpack.packb(own)))) > 1:
         raise RankError(

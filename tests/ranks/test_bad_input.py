@@ -286,11 +286,12 @@ def test_an_optimizer_wrapper_with_values_of_its_own_is_refused(pools):
         assert "PostLocalSGDOptimizer keeps 'step' beside the state of the optimizer inside" in str(found)
 
 
-def test_a_directory_of_another_number_of_ranks_is_refused(pools):
+def test_a_directory_of_another_number_of_ranks_is_not_loaded_unasked(pools):
     values(run_ranks(3, body(TOPOLOGIES["fsdp 3"], pools, 3)))
-    for found in errors(2, body(TOPOLOGIES["fsdp"], pools, 5)):
-        assert isinstance(found, UnsupportedError)
-        assert "pools of a group of 3 ranks" in str(found)
+    for found in errors(2, body(TOPOLOGIES["fsdp"], pools, 5, resume=False)):
+        assert isinstance(found, CheckpointExistsError)
+        assert "checkpoints of a group of 3 ranks" in str(found)
+    assert lightck.recover(pools).step == 3
 
 
 def test_a_pool_of_a_single_process_is_refused_as_that_of_a_rank(pools):

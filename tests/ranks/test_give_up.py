@@ -50,6 +50,7 @@ def body(pools: Path | None, writes: dict[int, dict[int, int]], *, ends_in_kill:
             optimizer.step()
             optimizer.zero_grad()
         if ends_in_kill:
+            dist.barrier()  # both have passed the last gate, so the checkpoint of the step before is common
             die()
         if session is None:
             return began, 0, everything(model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import time
@@ -244,11 +245,18 @@ def test_a_lost_pool_of_another_host_is_named(pools):
         assert "No other rank on that host has a pool that could replace the lost one" in str(ended.error)
 
 
-def test_the_pools_of_all_hosts_in_one_directory_are_recovered(pools):
+def test_the_pools_of_all_hosts_in_one_directory_are_recovered(pools, caplog):
     topology = TOPOLOGIES["hsdp, 2 hosts"]
     runs = values(run_ranks(4, body(topology, pools, 5)))
-    with pytest.raises(RankError, match=r"lacks the pools of ranks 2, 3 of this training.*several hosts.*copy"):
-        lightck.recover(pools / "host-0")
+    with caplog.at_level(logging.WARNING, "lightck"):
+        assert lightck.recover(pools / "host-0").step == 5, "a host holds each tensor"
+    assert "lacks the pools of ranks 2, 3. The other pools hold the whole of each tensor" in caplog.text
+    shutil.copytree(pools / "host-0", pools / "part")
+    (pools / "part/rank-00001-of-00004.pool").unlink()
+    with pytest.raises(
+        RankError, match=r"lacks the pools of ranks 1, 2, 3 of this.*no rank holds.*several hosts.*copy"
+    ):
+        lightck.recover(pools / "part")
     both = pools / "both"
     both.mkdir()
     for path in pools.glob("host-*/*.pool"):

@@ -333,16 +333,16 @@ def test_recover_reads_new_files_that_appear_while_it_reads(pools, monkeypatch):
     old.rename(new)
     old.write_bytes(early)
     old.chmod(0o600)
-    opened = directory.open_all
+    opened = directory.open_worlds
 
     @contextmanager
-    def open_all(path: str) -> Iterator[Any]:
-        with opened(path) as readers:
+    def open_worlds(path: str) -> Iterator[Any]:
+        with opened(path) as worlds:
             if new.exists():
                 new.rename(old)
-            yield readers
+            yield worlds
 
-    monkeypatch.setattr(directory, "open_all", open_all)
+    monkeypatch.setattr(directory, "open_worlds", open_worlds)
     checkpoint = lightck.recover(pools)
     assert checkpoint.step == UPDATES
     assert len(checkpoint.state["grown"]["value"]) == 10 + sum(GROWS_AT[0].values()), "the object of rank 0"
