@@ -89,17 +89,12 @@ def worlds_of(directory: str, readers: Sequence[PoolReader]) -> list[World]:
     """Return the worlds of these open pools, in the order of ``open_worlds``. Raises ``RankError`` as it does."""
     found: dict[tuple[bytes, bytes, int], dict[int, PoolReader]] = {}
     for reader in readers:
-        group = reader.group
-        if group is None:
-            raise RankError(
-                f"The pool {reader.path!r} is that of a single process, and not of a rank. Recover it by its own path."
-            )
-        ranks = found.setdefault((group.run_id, group.world_id, group.world_size), {})
-        same = ranks.setdefault(group.rank, reader)
+        run_id, world_id, world_size, rank = _identity_of(reader)
+        ranks = found.setdefault((run_id, world_id, world_size), {})
+        same = ranks.setdefault(rank, reader)
         if same is not reader:
             raise RankError(
-                f"{same.path!r} and {reader.path!r} are both pools of rank {group.rank}. Keep one of them in "
-                "the directory."
+                f"{same.path!r} and {reader.path!r} are both pools of rank {rank}. Keep one of them in the directory."
             )
     runs = {run_id for run_id, _, _ in found}
     if len(runs) > 1:
@@ -109,6 +104,20 @@ def worlds_of(directory: str, readers: Sequence[PoolReader]) -> list[World]:
         )
     worlds = [World(*ids, dict(sorted(ranks.items()))) for ids, ranks in found.items()]
     return sorted(worlds, key=lambda world: (not world.missing, world.incarnation), reverse=True)
+
+
+def _identity_of(reader: PoolReader) -> tuple[bytes, bytes, int, int]:
+    """Return run id, world id and number of ranks of the pool's world, and the rank of the pool. The pool of a single
+    process counts as a world of one, if it has the name of its only rank."""
+    group = reader.group
+    if group is not None:
+        return group.run_id, group.world_id, group.world_size, group.rank
+    if os.path.basename(reader.path) == pool_name(0, 1):
+        return reader.superblock.uuid, reader.superblock.uuid, 1, 0
+    raise RankError(
+        f"The pool {reader.path!r} is that of a single process, and not of a rank. Recover it by its own path. To load "
+        f"it into a group, make a directory, and move the pool there under the name {pool_name(0, 1)}."
+    )
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
-from lightck.session.group import TIMEOUT, checked_timeout, group_of, refuse_directory_of_ranks
+from lightck.session.group import TIMEOUT, checked_timeout, group_of, world_of_one
 from lightck.session.group_start import SLOTS_MIN, GroupStart
 from lightck.session.interval import Auto
 from lightck.session.pool_file import PoolFile
@@ -79,7 +79,8 @@ def attach(
     Args:
         model: the root module. Attach after its optimizer and LR scheduler were built.
         pool_path: the pool's file, created if it does not exist (its folder must exist); or a device-dax device. In a
-            group of ranks: a directory for the pools of all ranks.
+            group of ranks: a directory for the pools of all ranks. A single process that passes such a directory goes
+            on from the pools in it, as a group of one rank.
         optimizer: an optimizer or a list of optimizers. By default the optimizers of this model are found among live
             objects. With an empty list no optimizer is followed, even if one is made later: the loop updates by hand,
             and each ``end_step()`` counts as an update.
@@ -112,7 +113,8 @@ def attach(
     """
     save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data)
     arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options)
-    with GroupStart.of(group_of(group), checked_timeout(timeout)) as group_start:
+    own_group = group_of(group) or world_of_one(pool_path, group)
+    with GroupStart.of(own_group, checked_timeout(timeout)) as group_start:
         return _attach(arguments, group_start, is_rank_known=group_start is not None or group is False)
 
 
@@ -122,7 +124,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     cadence, is_rank_pool = arguments.check(), group_start is not None
     if group_start is not None:
         group_start.check(arguments)
-    path = _path_without_group(arguments) if group_start is None else group_start.own_path(arguments)
+    path = _pool_path(arguments.pool_path) if group_start is None else group_start.own_path(arguments)
     backend = backend_for(path, arguments.backend)
     medium_durability = backend.probe(path)
     durability.require(medium_durability, arguments.require)
@@ -171,12 +173,6 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
             group_start.begin()
         undo.pop_all()
     return session
-
-
-def _path_without_group(arguments: Arguments) -> str:
-    path = _pool_path(arguments.pool_path)
-    refuse_directory_of_ranks(path)
-    return path
 
 
 def _pipeline(

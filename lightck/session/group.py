@@ -21,7 +21,7 @@ from lightck.pool.format.group import GroupIdentity
 from lightck.pool.reader import open_pool
 from lightck.pool.storage.backends import pool_path as checked_path
 from lightck.pool.storage.failures import io_error
-from lightck.ranks.directory import pool_name, pools_in, world_size_in
+from lightck.ranks.directory import pool_name, pools_in
 from lightck.ranks.meet import Store
 from lightck.ranks.neighbours import GroupRule
 
@@ -44,7 +44,8 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """This process as one rank of a group of at least two."""
+    """This process as one rank of a group. (The group has one rank only if a single process attaches to the directory
+    of a group.)"""
 
     rank: int
     world_size: int
@@ -85,16 +86,38 @@ def _no_member() -> UnsupportedError:
     )
 
 
-def refuse_directory_of_ranks(path: str) -> None:
-    """Raise ``UnsupportedError`` if a single process attaches to the directory of a group of ranks."""
-    pools = pools_in(path) if os.path.isdir(path) else []
-    if pools:
-        n_ranks = world_size_in(pools[0].name)
+class _OwnStore:
+    """The store of a world of one rank."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes, /) -> None:
+        self._values[key] = bytes(value)
+
+    def check(self, keys: list[str], /) -> bool:
+        return all(key in self._values for key in keys)
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        return [self._values[key] for key in keys]
+
+
+def world_of_one(pool_path: object, group: object) -> Group | None:
+    """Return this process as the only rank of a world, if the path is a directory with pools of ranks; None for any
+    other path. ``group``: the argument of attach. Raises ``UnsupportedError`` if that is False and other processes
+    could be ranks of this world too."""
+    if not isinstance(pool_path, (str, os.PathLike)):
+        return None
+    path = os.fspath(pool_path)
+    if not os.path.isdir(path) or not pools_in(path):
+        return None
+    dist = torch.distributed
+    if group is False and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise UnsupportedError(
-            f"{path!r} is the directory of a group of {n_ranks} ranks, and this process is alone. "
-            f"Start {n_ranks} ranks, call init_process_group before attach, and leave group= out. To save this process "
-            f"alone, name a file. To load the model into a single process: lightck.recover({path!r}, model)."
+            f"{path!r} is the directory of a group of ranks, and group=False saves this process alone. Name a file of "
+            "its own for each process, or leave group= out, so that all ranks attach together."
         )
+    return Group(0, 1, _OwnStore())
 
 
 def _store_of(group: Any) -> Store:
@@ -147,7 +170,9 @@ def ensure_directory(path: str | os.PathLike[str]) -> str:
         if not os.path.isdir(directory):
             raise PoolPathError(
                 f"{directory!r} is a file. In a process group each rank has a pool of its own, so pool_path names a "
-                "directory, which attach creates. Choose another path; or pass group=False, to save this process alone."
+                "directory, which attach creates. Choose another path; or pass group=False, to save this process "
+                f"alone. To go on from the pool of a single process, make a directory, move the pool there under the name "
+                f"{pool_name(0, 1)}, and pass the directory."
             ) from None
     except FileNotFoundError:
         raise PoolNotFoundError(

@@ -142,7 +142,7 @@ def _state_of_copy(stored: Saved, origin: Mapping[str, int], key: bytes) -> byte
         state["rng_forward"] = derived(contents.rng_forward, key + b"forward").to_value()
     state["loaders"] = {name: {**position, "content": None} for name, position in contents.loaders.items()}
     state["stale_after"] = None  # a generation of the other pool, whose older checkpoints are not copied
-    for key in ("copied_from", "from_world"):
-        state.pop(key, None)
+    for field in ("copied_from", "from_world"):
+        state.pop(field, None)
     state |= origin
     return values.pack(state, path="state")

@@ -137,8 +137,8 @@ def _has_other_world(directory: str, group: Group, parts: Mapping[str, Part]) ->
     if any(path.name not in standard for path in pools_in(directory)):
         return True
     own = path_of_pool(directory, group.rank, group.world_size)
-    if own is None:
-        return False
+    if own is None:  # a pool without an identity is that of a single process
+        return group.world_size == 1 and bool(pools_in(directory))
     with closing(open_pool(own)) as reader:
         return not _fits(reader, parts)
 
@@ -186,7 +186,7 @@ def _choose(
     unfit = [
         world.world_id
         for world in worlds
-        if group.rank in world.readers and not _fits(world.readers[group.rank], parts)
+        if (reader := world.readers.get(group.rank)) is not None and (reader.group is None or not _fits(reader, parts))
     ]
     received = [msgpack.unpackb(one) for one in meeting.exchange("worlds", msgpack.packb([unfit, os.urandom(4).hex()]))]
     not_own = {world_id for ids, _ in received for world_id in ids}

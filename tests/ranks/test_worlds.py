@@ -13,6 +13,7 @@ import torch
 from ranked import run_ranks, values
 
 import lightck
+from lightck.errors import PoolPathError, RankError
 
 from . import worlds
 from .worlds import OPTIMIZERS, WORLDS, Whole, World, build, is_equal, updates, whole_of
@@ -115,3 +116,40 @@ def test_a_training_goes_on_in_another_world(trained, pools, old, new):
     again = values(run_ranks(n_ranks, attached(new, pools)))
     assert is_equal(again[0][0], ended[0][1])
     assert again[0][2].exact
+
+
+@pytest.mark.parametrize("old", ["ddp 2", "fsdp 3", "tp x fsdp"])
+def test_a_single_process_goes_on_from_the_directory_of_a_group_and_a_group_from_it(trained, pools, old):
+    shutil.copytree(trained[old][0], pools)
+    world, n_saved = World(1), WORLDS[old].n_ranks
+    model, optimizer = build(world, seed=1)
+    with lightck.attach(model, pools, optimizer=optimizer, resume=True) as session:
+        assert is_equal(whole_of(session.step, model, optimizer), trained[old][1][0])
+        assert (session.rank, session.world, session.recovered.exact) == (0, 1, False)
+        assert f"saved by {n_saved} ranks and is loaded into 1" in session.recovered.reason
+        updates(world, 0, model, optimizer, range(STEPS, STEPS + 2))
+    expected = whole_of(session.step, model, optimizer)
+    assert [path.name for path in pools.iterdir() if path.suffix == ".pool"] == ["rank-00000-of-00001.pool"]
+    model, optimizer = build(world, seed=2)
+    with lightck.attach(model, pools, optimizer=optimizer, resume=True) as session:
+        assert is_equal(whole_of(session.step, model, optimizer), expected)
+        assert session.recovered.exact
+    for began, _, _ in values(run_ranks(n_saved, attached(old, pools))):
+        assert is_equal(began, expected)
+
+
+def test_the_pool_of_a_single_process_is_loaded_into_a_group(pools):
+    model, optimizer = build(World(1))
+    alone = pools.parent / "alone.pool"
+    with lightck.attach(model, alone, optimizer=optimizer) as session:
+        updates(World(1), 0, model, optimizer, range(STEPS))
+    expected = whole_of(session.step, model, optimizer)
+    for ended in run_ranks(2, attached("fsdp 2", alone)):
+        assert isinstance(ended.error, (PoolPathError, RankError))
+        assert "move the pool there under the name rank-00000-of-00001.pool" in str(ended.error)
+    pools.mkdir()
+    alone.rename(pools / "rank-00000-of-00001.pool")
+    for began, _, recovered in values(run_ranks(2, attached("fsdp 2", pools))):
+        assert is_equal(began, expected)
+        assert "saved by 1 rank and is loaded into 2" in recovered.reason
+    assert not (pools / "rank-00000-of-00001.pool").exists()
