@@ -171,8 +171,8 @@ def ensure_directory(path: str | os.PathLike[str]) -> str:
             raise PoolPathError(
                 f"{directory!r} is a file. In a process group each rank has a pool of its own, so pool_path names a "
                 "directory, which attach creates. Choose another path; or pass group=False, to save this process "
-                f"alone. To go on from the pool of a single process, make a directory, move the pool there under the name "
-                f"{pool_name(0, 1)}, and pass the directory."
+                "alone. To go on from the pool of a single process, make a directory, move the pool there under the "
+                f"name {pool_name(0, 1)}, and pass the directory."
             ) from None
     except FileNotFoundError:
         raise PoolNotFoundError(
