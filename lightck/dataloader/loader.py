@@ -13,7 +13,6 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +36,9 @@ from lightck.dataloader.passes import LoaderHost, Pass, PassIterator, tick
 from lightck.dataloader.position import PassState, Position, RngSnapshot, corrupt, same_rng
 from lightck.dataloader.positions import ReusedBatches
 from lightck.dataloader.preview import Previews, StartRead, is_lightning_probe, warn_lightning_counts
-from lightck.dataloader.replay import SKIP_NOTE, PassTooShort, ReplayReport, iterate_after_skip, replay
+from lightck.dataloader.replay import SKIP_NOTE, PassTooShort, ReplayReport, iterate_restored, replay
 from lightck.dataloader.sampler import SamplerWatch, watch_sampler
+from lightck.dataloader.sharing import sharing_of
 from lightck.dataloader.wrapped_loader import (
     inner_dataloader,
     is_accelerated_stateful,
@@ -251,6 +251,7 @@ class SessionLoader:
             previews=previews,
             previews_in_loop=in_loop,
             used_again=self.reused.were_used_again,
+            sharing=None if pass_ is None else pass_.sharing,
         ).to_value()
 
     def _own_state(self) -> object:
@@ -299,7 +300,7 @@ class SessionLoader:
         ``set_epoch`` may change it until then."""
         self._identity = identity_of(self.loader, self._stateful)
         was, now = position.identity.get("length"), self._identity.get("length")
-        if was != now and not self._ends_at_once:
+        if was != now and not self._ends_at_once and "length" in position.identity:
             report_drift(self.name, {"length": (was, now)}, position)
             self._ends_at_once = True
 
@@ -430,6 +431,7 @@ class SessionLoader:
         self.is_begun = True
         self._pass = pass_
         self.reused.begins()
+        pass_.sharing = sharing_of(self.loader)
         self._in_process = may_draw_here(self.loader, self._dataloader, inner)
         self._prefetches = self._in_process and not self._stateful and may_prefetch(inner)
         self._watch = watch_sampler(inner, self._in_process) if self._risk is None and not self._stateful else None
@@ -452,8 +454,8 @@ class SessionLoader:
             self._generators.restore(position.state.at_iter)
             if self._stateful:
                 self._load(position.state.inner)
-            skips = self._skips and position.state.given > 1
-            inner = self._iterate_after_skip(position) if skips else iter(self.loader)
+            skips = self._skips and position.state.given > 1 and not position.state.samples_before
+            inner = iterate_restored(self.loader, self.name, position, self._generators.restore, skips=skips)
             if not self._stateful and (position.state.given or position.state.raised) and not self._was_replayed():
                 self._replay(inner, position, not is_later_pass and self._risk is None, skips)
             self._owned.put_back()
@@ -461,13 +463,6 @@ class SessionLoader:
         self._generators_at_next = position.generators
         pass_.state = replace(position.state, raised=dict(position.state.raised))
         return self._start_pass(inner, pass_)
-
-    def _iterate_after_skip(self, position: Position) -> Iterator[object]:
-        state = position.state
-        count = state.given - 1 + sum(n for place, n in state.raised.items() if place < state.given)
-        last = state.last
-        set_last_rng = (lambda: None) if last is None else partial(self._generators.restore, last)
-        return iterate_after_skip(self.loader, count, set_last_rng)
 
     def _was_replayed(self) -> bool:
         """Whether the loader is an iterator with only one pass, and a preview has replayed this pass already. Raises

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from lightck.dataloader.position import PassState
+from lightck.dataloader.sharing import Sharing
 from lightck.state.rng import RngState
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Pass:
     """Whether a ``next()`` found no further batch."""
     evaluates: bool = False
     """Whether a batch was fetched in eval mode or without gradients."""
+    sharing: Sharing | None = None
+    """How several ranks share the samples of the pass; None if they do not, or if this is unknown."""
     was_preview: bool = False
     """Whether the pass was a preview (see ``preview.py``). This is decided when the next pass begins."""
 

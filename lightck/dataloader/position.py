@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightck.dataloader.sharing import Sharing
 from lightck.errors import CorruptPoolError
 from lightck.state import values
 from lightck.state.rng import RngState
@@ -83,7 +84,8 @@ class PassState:
     which is not compared). ``inner``: the own state of a stateful loader; for a loader of Accelerate, its state before
     the pass. ``pass_number``: the number of the pass that Accelerate's loader gives to samplers. ``objects``: packed
     states, before the pass, of objects in ``state=`` that are part of the loader. ``raised``: n -> how often ``next()``
-    raised an error when n batches were given.
+    raised an error when n batches were given. ``samples_before``: number of samples of the pass that another number of
+    ranks has given (see ``sharing.py``); batches are counted from there.
     """
 
     at_iter: RngSnapshot | None = None
@@ -96,6 +98,7 @@ class PassState:
     pass_number: int | None = None
     objects: dict[str, bytes | None] = field(default_factory=dict)
     raised: dict[int, int] = field(default_factory=dict)
+    samples_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class Position:
     lightck that saved the position; 1 if it saved no version. ``previews``: number of passes without an update that
     the process left before its first update; ``previews_in_loop``: whether the process left such passes after its first
     update as well. ``used_again``: whether updates were made on batches of the last pass after it ended.
+    ``sharing``: how several ranks share the samples; None if they do not, or if this is unknown.
     """
 
     kind: str
@@ -122,9 +126,14 @@ class Position:
     previews: int = 0
     previews_in_loop: bool = False
     used_again: bool = False
+    sharing: Sharing | None = None
 
     def to_value(self) -> dict[str, object]:
-        return {
+        # These keys are left out where they say nothing, so that the bytes of most checkpoints stay as they were.
+        shared: dict[str, object] = {} if self.sharing is None else {"sharing": self.sharing.to_value()}
+        if self.state.samples_before:
+            shared["samples_before"] = self.state.samples_before
+        return shared | {
             "kind": self.kind,
             "epoch": self.epoch,
             "given": self.state.given,
@@ -168,6 +177,7 @@ class Position:
             pass_number=value["passes"],
             objects=_read_map(value["objects"], (bytes, type(None)), "the states of its objects are not bytes"),
             raised=_read_raised(value["raised"], value["given"]),
+            samples_before=value["samples_before"],
         )
         position = cls(
             kind=value["kind"],
@@ -184,6 +194,7 @@ class Position:
             previews=value["previews"],
             previews_in_loop=value["previews_in_loop"],
             used_again=value["used_again"],
+            sharing=Sharing.from_value(value["sharing"]),
         )
         position._check()
         return position
@@ -197,8 +208,10 @@ class Position:
             raise corrupt("its pass has begun and its own state is missing")
         if self.kind == "plain" and self.state.given and self.state.at_first is None:
             raise corrupt("batches were given and a random state is missing")
-        if self.state.given and not self.in_pass:
+        if (self.state.given or self.state.samples_before) and not self.in_pass:
             raise corrupt("batches were given and no pass has begun")
+        if self.state.samples_before and self.sharing is None:
+            raise corrupt("samples were given by another number of ranks, and how they share them is unknown")
         if any(len(snapshot.generators) != len(self.generators) for snapshot in self.snapshots()):
             raise corrupt("its random states differ in the number of generators")
 
@@ -256,6 +269,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "previews": ((int,), "count"),
     "previews_in_loop": ((bool,), "bool"),
     "used_again": ((bool,), "bool"),
+    "samples_before": ((int,), "count"),
 }
 """Key -> types that its value may have, and a noun for the message."""
 _LATER: dict[str, object] = {
@@ -268,6 +282,8 @@ _LATER: dict[str, object] = {
     "previews": 0,
     "previews_in_loop": False,
     "used_again": False,
+    "samples_before": 0,
+    "sharing": None,
 }
 """Keys that older pools do not have, and the values that are used for these pools."""
 _KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"} - set(_LATER)

@@ -16,11 +16,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightck.dataloader.position import Position, RngSnapshot
+from lightck.dataloader.sharing import iterate_rest, refuse_other_order
 from lightck.dataloader.wrapped_loader import is_loader_of_torch
 from lightck.errors import SessionError
 
@@ -134,6 +136,24 @@ def wants_skip(loader: object, replay: object) -> bool:
             "this pass are fetched again."
         )
     return replay == "skip"
+
+
+def iterate_restored(
+    loader: Any, name: str, position: Position, restore: Callable[[RngSnapshot], None], *, skips: bool
+) -> Iterator[object]:
+    """Return an iterator of the loader's restored pass. ``skips``: it begins at the last batch that was given.
+    ``restore``: sets the random states. Raises ``DriftError`` if another number of ranks began the pass, and this
+    loader would not give the rest of it."""
+    state = position.state
+    if state.samples_before:
+        assert position.sharing is not None, "it was checked when the position was read"
+        refuse_other_order(name, position.sharing, loader)
+        return iterate_rest(loader, state.samples_before)
+    if not skips:
+        return iter(loader)
+    count = state.given - 1 + sum(n for place, n in state.raised.items() if place < state.given)
+    last = state.last
+    return iterate_after_skip(loader, count, (lambda: None) if last is None else partial(restore, last))
 
 
 def iterate_after_skip(loader: DataLoader[object], count: int, after_skip: Callable[[], None]) -> Iterator[object]:

@@ -205,7 +205,7 @@ def describe_from_world(n_saved: int, n_now: int) -> str:
     """Return what to say about a checkpoint that ``n_saved`` ranks saved, and ``n_now`` ranks load."""
     return (
         f"the checkpoint was saved by {n_saved} rank{'s' * (n_saved > 1)} and is loaded into {n_now}: random states "
-        "are new, and objects in state= and positions in loaders are those of rank 0"
+        "are new, and objects in state= are those of rank 0"
     )
 
 

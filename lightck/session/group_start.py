@@ -226,6 +226,7 @@ class GroupStart:
             list(file.predicted_entries().values()),
             n_slots=file.arguments.save_options.slots or max(SLOTS_MIN, len(first.superblock.slots)),
             expected_state_nbytes=file.capture.expected_state_nbytes,
+            positions=loaded.positions,
             from_world=other.source.world_size,
         )
         self.meeting.exchange("copies", b"")

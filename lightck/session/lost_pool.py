@@ -88,16 +88,17 @@ def copy_into_new_pool(
     *,
     n_slots: int,
     expected_state_nbytes: int,
+    positions: Mapping[str, object] | None = None,
     **origin: int,
 ) -> None:
     """Create the pool of this rank (``pipeline.pool.group``) with a copy of ``stored``, committed under ``name``. The
     pool gets its path when the copy is durable, and is closed again. ``entries``: for which the pool has space besides.
-    ``expected_state_nbytes``: bytes of small state for which the slots must have space at least. ``origin``: fields of
-    ``Contents`` that say from where the copy is."""
+    ``expected_state_nbytes``: bytes of small state for which the slots must have space at least. ``positions``: name of
+    a loader -> its position in the copy (None: as in ``stored``). ``origin``: fields of ``Contents`` that say from
+    where the copy is."""
     pool, group = pipeline.pool, pipeline.pool.group
     assert group is not None, "the identity of the rank is known"
-    key = group.run_id + name.step.to_bytes(8, "little") + group.rank.to_bytes(8, "little")
-    state = _state_of_copy(stored, origin, key)
+    state = _state_of_copy(stored, positions, origin, key_of_rank(group.run_id, name.step, group.rank))
     try:
         tensors = load_to_copy(stored)
     except DamagedError as err:
@@ -133,14 +134,23 @@ def _commit(
         job.abandon()
 
 
-def _state_of_copy(stored: Saved, origin: Mapping[str, int], key: bytes) -> bytes:
-    """Return the small state of the copy. ``origin``: as in ``copy_into_new_pool``. ``key``: from what the random
-    states follow."""
+def key_of_rank(run_id: bytes, step: int, rank: int) -> bytes:
+    """Return the key from which the random states of a rank follow that takes a checkpoint of other ranks."""
+    return run_id + step.to_bytes(8, "little") + rank.to_bytes(8, "little")
+
+
+def _state_of_copy(
+    stored: Saved, positions: Mapping[str, object] | None, origin: Mapping[str, int], key: bytes
+) -> bytes:
+    """Return the small state of the copy. ``positions``, ``origin``: as in ``copy_into_new_pool``. ``key``: from what
+    the random states follow."""
     contents, state = parse(stored), unpack_dict(stored.state)
     state["rng"] = derived(contents.rng, key).to_value()
     if contents.rng_forward is not None:
         state["rng_forward"] = derived(contents.rng_forward, key + b"forward").to_value()
-    state["loaders"] = {name: {**position, "content": None} for name, position in contents.loaders.items()}
+    if positions is None:
+        positions = {name: {**position, "content": None} for name, position in contents.loaders.items()}
+    state["loaders"] = dict(positions)
     state["stale_after"] = None  # a generation of the other pool, whose older checkpoints are not copied
     for field in ("copied_from", "from_world"):
         state.pop(field, None)

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 
 import msgpack
 
-from lightck.errors import CheckpointExistsError, RankError, UnsupportedError, listed
+from lightck.dataloader.moved_position import moved_position
+from lightck.errors import CheckpointExistsError, CorruptPoolError, RankError, UnsupportedError, listed
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.backends import backend_for
@@ -41,6 +42,7 @@ from lightck.restore.recover import LiveRestore
 from lightck.restore.usable import parse
 from lightck.session.arguments import Arguments
 from lightck.session.group import Group, directory_id, path_of_pool
+from lightck.session.lost_pool import key_of_rank
 from lightck.state.inventory import ModelView
 from lightck.state.local_tensors import reshard
 from lightck.state.parts import Part, parts_of
@@ -248,6 +250,8 @@ class Loaded:
     is_done: bool
     reason: str
     """Why the continuation is not bit-identical."""
+    positions: Mapping[str, object]
+    """Name of a loader -> its position for this rank."""
 
 
 def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestore) -> Loaded:
@@ -281,12 +285,36 @@ def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, 
     _refuse_different_ranks(logical)
     relocated = Relocated(logical, other.parts, group.rank)
     contents = parse(relocated)
+    key = key_of_rank(other.source.run_id, name.step, group.rank)
+    positions, restarted = _positions(logical, key)
     restore.take(relocated, contents, [])
     differing = logical.differing(("buffer",))
     reason = describe_from_world(other.source.world_size, group.world_size)
     if differing:
         reason += f"; so are buffers that differed between the ranks ({listed(differing, 3)})"
-    return Loaded(name, relocated, contents.done, reason)
+    if restarted:
+        reason += (
+            f"; the pass of {listed(restarted, 3)} begins again, so samples of it are given twice (only a DataLoader "
+            "with torch's DistributedSampler goes on in mid-pass with another number of ranks)"
+        )
+    return Loaded(name, relocated, contents.done, reason, positions)
+
+
+def _positions(logical: LogicalCheckpoint, key: bytes) -> tuple[dict[str, object], list[str]]:
+    """Return the position of each loader for this rank, and the names of the loaders whose pass begins again. ``key``:
+    from what the random states of this rank follow. Raises ``DamagedError``."""
+    of_ranks = [parse(stored).loaders for stored in logical.of_ranks]
+    positions: dict[str, object] = {}
+    restarted: list[str] = []
+    for name in of_ranks[0]:
+        try:
+            moved = moved_position([one[name] for one in of_ranks if name in one], key + name.encode())
+        except CorruptPoolError as err:
+            raise DamagedError(str(err)) from err
+        positions[name] = moved.value
+        if moved.restarts:
+            restarted.append(name)
+    return positions, restarted
 
 
 def _refuse_different_ranks(logical: LogicalCheckpoint) -> None:

@@ -1,0 +1,208 @@
+"""A pass whose samples several ranks share goes on with another number of ranks: no sample twice, and none left out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranked import die, log_lines, run_ranks, values
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+
+import lightck
+from lightck.dataloader.sharing import rest_of
+from lightck.errors import DriftError
+
+SAMPLES, EPOCHS = 53, 2
+"""A prime number of samples: no number of ranks shares them evenly."""
+
+
+def life(
+    pools: Path,
+    seen: Path,
+    n_ranks: int,
+    *,
+    kill_at: int | None = None,
+    batch_size: int = 2,
+    sampler: Callable[..., Any] = DistributedSampler,
+    workers: int = 0,
+    anew: bool = False,
+) -> list[Any]:
+    """Train until step ``kill_at``, or to the end. Each rank writes a line with epoch, step and samples for each
+    update. Returns how the ranks ended."""
+
+    number = len({path.name.partition("-")[0] for path in seen.iterdir()})
+
+    def body(rank: int) -> tuple[int, str, list[str]]:
+        data = TensorDataset(torch.arange(SAMPLES, dtype=torch.float32).unsqueeze(1))
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        called = DistributedDataParallel(model, find_unused_parameters=True) if n_ranks > 1 else model
+        shares = sampler(data, num_replicas=n_ranks, rank=rank, seed=5)
+        with log_lines() as lines:
+            session = lightck.attach(model, pools, optimizer=optimizer, resume=True, timeout=60)
+            loader = session.loader(
+                DataLoader(data, batch_size=batch_size, sampler=shares, num_workers=workers), anew=anew
+            )
+            began, reason = session.step, "" if session.recovered is None else session.recovered.reason
+            with open(seen / f"{number}-{began}-{rank}", "w") as out:
+                for epoch in range(loader.epoch, EPOCHS):
+                    if hasattr(shares, "set_epoch"):
+                        shares.set_epoch(epoch)
+                    for (x,) in loader:
+                        called(x).pow(2).mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        out.write(json.dumps([epoch, session.step, x.flatten().int().tolist()]) + "\n")
+                        out.flush()
+                        if session.step == kill_at:
+                            die()
+            session.close()
+        return began, reason, lines
+
+    return run_ranks(n_ranks, body) if n_ranks > 1 else run_ranks(1, body, has_group=False)
+
+
+def records(seen: Path) -> list[tuple[int, list[tuple[str, int, int, list[int]]]]]:
+    """For each life, in their order: the step at which it began; and rank, epoch, step and samples of each update."""
+    lives: dict[int, tuple[int, list[tuple[str, int, int, list[int]]]]] = {}
+    for path in sorted(seen.iterdir()):
+        number, began, rank = path.name.split("-")
+        lines = [(rank, *json.loads(line)) for line in path.read_text().splitlines()]
+        lives.setdefault(int(number), (int(began), []))[1].extend(lines)
+    return [lives[number] for number in sorted(lives)]
+
+
+def kept(seen: Path) -> dict[int, Counter[int]]:
+    """Epoch -> how often each sample was used in the updates that no later life made again."""
+    found: dict[int, Counter[int]] = {}
+    lives = records(seen)
+    for number, (_, lines) in enumerate(lives):
+        end = min([began for began, _ in lives[number + 1 :]], default=1 << 60)
+        for _, epoch, step, samples in lines:
+            if step <= end:
+                found.setdefault(epoch, Counter()).update(samples)
+    return found
+
+
+@pytest.fixture
+def seen(pool) -> Path:
+    folder = pool.parent / "seen"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        [(4, 3, 2), (2, 9, 2), (3, None, 2)],
+        [(2, 5, 2), (3, 8, 3), (1, None, 5)],
+        [(3, 11, 2), (4, 14, 1), (2, None, 4)],
+        [(1, 7, 3), (2, None, 3)],
+    ],
+    ids=str,
+)
+def test_no_sample_of_a_pass_is_used_twice_and_none_is_left_out(pools, seen, lives):
+    """Lives of (ranks, step of the kill, batch size)."""
+    pools.mkdir()
+    if lives[0][0] == 1:  # a directory with pools of ranks makes a single process a world of one
+        life(pools, seen, 2, kill_at=1)
+    for n_ranks, kill_at, batch_size in lives:
+        ended = life(pools, seen, n_ranks, kill_at=kill_at, batch_size=batch_size)
+    values(ended)
+    for epoch, used in kept(seen).items():
+        assert set(used) == set(range(SAMPLES)), f"epoch {epoch} leaves samples out"
+        repeated = sum(used.values()) - SAMPLES
+        assert repeated < lives[-1][0], (
+            f"epoch {epoch}: the sampler repeats at most one sample less than there are ranks"
+        )
+
+
+def test_a_pass_goes_on_exactly_in_its_new_world(pools, seen):
+    """After a change of worlds in mid-pass, a kill and a resume give the batches of a life that was not killed."""
+    life(pools, seen, 4, kill_at=3)
+    copy = pools.parent / "copy"
+    shutil.copytree(pools, copy)
+    values(life(copy, seen, 2))
+    life(pools, seen, 2, kill_at=8)
+    values(life(pools, seen, 2))
+    _, whole, *parts = records(seen)
+    expected = {(rank, step): (epoch, samples) for rank, epoch, step, samples in whole[1]}
+    given = {(rank, step): (epoch, samples) for _, lines in parts for rank, epoch, step, samples in lines}
+    assert given == expected
+
+
+def test_workers_fetch_the_rest_of_a_pass(pools, seen):
+    life(pools, seen, 3, kill_at=4, workers=1)
+    values(life(pools, seen, 2, workers=1))
+    for used in kept(seen).values():
+        assert set(used) == set(range(SAMPLES))
+
+
+def random_shares(data: Any, num_replicas: int, rank: int, seed: int) -> RandomSampler:
+    return RandomSampler(data, num_samples=SAMPLES // num_replicas, generator=torch.Generator().manual_seed(rank))
+
+
+def test_another_sampler_begins_its_pass_again_and_that_is_said(pools, seen):
+    life(pools, seen, 3, kill_at=4, sampler=random_shares)
+    first, second = values(life(pools, seen, 2, sampler=random_shares))
+    for began, reason, _ in (first, second):
+        assert began in (3, 4)
+        assert "the pass of loader.0 begins again, so samples of it are given twice" in reason
+    assert any("the pass of loader.0 begins again" in line for line in first[2])
+
+
+def test_another_order_is_refused_by_name(pools, seen):
+    life(pools, seen, 3, kill_at=4)
+    for ended in life(pools, seen, 2, sampler=partial(DistributedSampler, shuffle=False)):
+        assert isinstance(ended.error, DriftError)
+        assert "the pass was begun by 3 ranks, and shuffle of its sampler was 1 and is 0" in str(ended.error)
+    for ended in life(pools, seen, 2, sampler=random_shares):
+        assert isinstance(ended.error, DriftError)
+    values(life(pools, seen, 2, sampler=partial(DistributedSampler, shuffle=False), anew=True))
+
+
+@given(
+    samples=st.integers(1, 60),
+    before=st.integers(0, 70),
+    ranks=st.integers(1, 5),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_rest_is_shared_evenly(samples, before, ranks, shuffle, drop_last, epoch):
+    data = range(samples)
+    order = DistributedSampler(data, num_replicas=1, rank=0, shuffle=shuffle)
+    order.set_epoch(epoch)
+    left = list(order)[before:]
+    shares = []
+    for rank in range(ranks):
+        sampler = DistributedSampler(data, num_replicas=ranks, rank=rank, shuffle=shuffle, drop_last=drop_last)
+        sampler.set_epoch(epoch)
+        shares.append(rest_of(sampler, before))
+    assert len({len(share) for share in shares}) == 1
+    dealt = [sample for turn in zip(*shares, strict=True) for sample in turn]
+    if drop_last:
+        assert dealt == left[: len(left) // ranks * ranks]
+    else:
+        assert dealt[: len(left)] == left
+        assert len(dealt) - len(left) == -len(left) % ranks
+        assert set(dealt) <= set(data)
+    if not before and samples >= ranks:
+        assert (
+            shares[0]
+            == list(DistributedSampler(data, num_replicas=ranks, rank=0, shuffle=shuffle, drop_last=drop_last))
+            or epoch
+        )
