@@ -98,18 +98,18 @@ class Kill:
 def _arm_point(point: str, nth: int) -> None:
     when, what = point.split(" ", 1)
     if what in ROUNDS:
-        _around(Meeting, "exchange", when, lambda _, name, value: name == what)
+        around(Meeting, "exchange", when, lambda _, name, value: name == what)
     elif what == "adopt":
-        _around(PoolWriter, "adopt", when)
+        around(PoolWriter, "adopt", when)
     elif what == "carry":
-        _around(Holds, "carry", when, nth=nth)
+        around(Holds, "carry", when, nth=nth)
     elif what == "rename":  # of a new file: there was one of before
-        _around(FileContainer, "publish", when, lambda container: os.path.exists(container.path), nth)
+        around(FileContainer, "publish", when, lambda container: os.path.exists(container.path), nth)
     else:
-        _around(LiveRestore, "take", when)
+        around(LiveRestore, "take", when)
 
 
-def _around(owner: type, name: str, when: str, applies: Callable[..., bool] = lambda *_: True, nth: int = 1) -> None:
+def around(owner: type, name: str, when: str, applies: Callable[..., bool] = lambda *_: True, nth: int = 1) -> None:
     original = getattr(owner, name)
     n_calls = 0
 

@@ -122,9 +122,14 @@ def batch(rank: int, step: int) -> torch.Tensor:
 def updates(world: World, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     called = world.wrap(model)
     for step in steps:
-        called(batch(rank // world.n_same_data, step)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(world, rank, called, optimizer, step)
+
+
+def update(world: World, rank: int, called: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """``called``: the model as the loop calls it."""
+    called(batch(rank // world.n_same_data, step)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def whole_of(step: int, model: Any, optimizer: torch.optim.Optimizer) -> Whole:
