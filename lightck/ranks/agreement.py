@@ -203,6 +203,8 @@ def describe_replaced(replaced: Mapping[int, int]) -> str:
 
 def describe_from_world(n_saved: int, n_now: int) -> str:
     """Return what to say about a checkpoint that ``n_saved`` ranks saved, and ``n_now`` ranks load."""
+    if n_saved == n_now:
+        return "the checkpoint was saved by ranks that held other parts of the tensors, and so may sum in another order"
     return (
         f"the checkpoint was saved by {n_saved} rank{'s' * (n_saved > 1)} and is loaded into {n_now}: random states "
         "are new, and objects in state= are those of rank 0"

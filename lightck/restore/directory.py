@@ -134,11 +134,12 @@ def _taken(directory: str, world: World, held: Held, rejected: Sequence[Rejected
     return taken
 
 
-def logical_of(directory: str, world: World, held: Held) -> LogicalCheckpoint:
-    """Return one checkpoint of a world as logical tensors. If pools are missing, the others may hold everything: then
-    warn. Raises ``DamagedError``; and ``RankError`` if the missing pools hold what no other has."""
+def logical_of(directory: str, world: World, held: Held, state_of: int = 0) -> LogicalCheckpoint:
+    """Return one checkpoint of a world as logical tensors. ``state_of``: as in ``LogicalCheckpoint``. If pools are
+    missing, the others may hold everything: then warn. Raises ``DamagedError``; and ``RankError`` if the missing pools
+    hold what no other has."""
     try:
-        logical = LogicalCheckpoint([intact_of(of_rank) for of_rank in held])
+        logical = LogicalCheckpoint([intact_of(of_rank) for of_rank in held], state_of)
     except DamagedError as err:
         if world.missing:
             raise missing_error(directory, world, f"Without it, {err}.") from err

@@ -59,6 +59,9 @@ class LogicalCheckpoint:
     """One checkpoint of several ranks. ``of_ranks``: the checkpoint in the pool of each of them, in their order."""
 
     of_ranks: Sequence[StoredCheckpoint]
+    state_of: int = 0
+    """Position in ``of_ranks`` of the rank whose small state and whose objects in ``state=`` count. (They belong to
+    each rank, and are not the same on all.)"""
     entries: dict[str, Entry] = field(init=False)
     """Name -> entry of the whole logical tensor."""
     holders: dict[str, list[Holder]] = field(init=False)
@@ -75,6 +78,11 @@ class LogicalCheckpoint:
     @property
     def step(self) -> int:
         return self.of_ranks[0].step
+
+    @property
+    def own(self) -> StoredCheckpoint:
+        """The checkpoint of ``state_of``."""
+        return self.of_ranks[self.state_of]
 
     def _add(self, name: str) -> None:
         stored = self._stored_that_count(name)
@@ -99,17 +107,11 @@ class LogicalCheckpoint:
             )
 
     def _stored_that_count(self, name: str) -> list[StoredCheckpoint]:
-        """Return the checkpoints from whose tensors of this name the logical tensor is made, rank 0 first. Objects in
-        ``state=`` belong to each rank: only those of the first rank count, and other ranks may have other tensors
-        there."""
+        """Return the checkpoints from whose tensors of this name the logical tensor is made."""
         found = [stored for stored in self.of_ranks if name in stored.entries]
-        first = _whole_entry(found[0].entries[name])
-        if first.role != "state":
+        if found[0].entries[name].role != "state":
             return found
-        if found[0] is not self.of_ranks[0]:
-            return []
-        others = [(stored, _whole_entry(stored.entries[name])) for stored in found]
-        return [stored for stored, one in others if (one.shape, one.dtype) == (first.shape, first.dtype)]
+        return [self.own] if name in self.own.entries else []
 
     def differing(self, roles: Iterable[str]) -> list[str]:
         """Return the names of the tensors of these roles of which two ranks hold the same elements with different
@@ -178,16 +180,15 @@ class Relocated:
 
     @property
     def iteration(self) -> int:
-        return self.logical.of_ranks[0].iteration
+        return self.logical.own.iteration
 
     @property
     def state(self) -> bytes:
-        """The small state of the first rank."""
-        return self.logical.of_ranks[0].state
+        return self.logical.own.state
 
     @property
     def record(self) -> CommitRecord:
-        return self.logical.of_ranks[0].record
+        return self.logical.own.record
 
     @property
     def path(self) -> str:

@@ -64,7 +64,14 @@ from lightck.session.group import (
     host_name,
     path_of_own_pool,
 )
-from lightck.session.lost_pool import copy_into_new_pool, has_checkpoints_of, open_source, replicated_lines
+from lightck.session.lost_pool import (
+    copy_into_new_pool,
+    has_checkpoints_of,
+    key_of_rank,
+    open_source,
+    replicated_lines,
+    state_of_lost_rank,
+)
 from lightck.session.other_world import OtherWorlds, find_other_worlds, load
 from lightck.session.pool_file import PoolFile
 from lightck.state.parts import mesh_of
@@ -226,8 +233,7 @@ class GroupStart:
             list(file.predicted_entries().values()),
             n_slots=file.arguments.save_options.slots or max(SLOTS_MIN, len(first.superblock.slots)),
             expected_state_nbytes=file.capture.expected_state_nbytes,
-            positions=loaded.positions,
-            from_world=other.source.world_size,
+            changed_state=loaded.changed_state,
         )
         self.meeting.exchange("copies", b"")
         reader = file.existing()
@@ -357,11 +363,11 @@ class GroupStart:
             if not failed:
                 assert chosen is not None, "this rank has voted for it"
                 replaced = {rank: at for rank, (_, _, at, _) in enumerate(votes) if at is not None}
-                reason = describe_replaced(replaced)
+                reasons = [describe_replaced(replaced)]
                 if from_world is not None:
-                    reason = describe_from_world(from_world, self.group.world_size)
+                    reasons.append(describe_from_world(from_world, self.group.world_size))
                 is_done = all(done for _, done, _, _ in votes)
-                return Restored(name, start, chosen, is_done, reason, (0, *replaced), remark)
+                return Restored(name, start, chosen, is_done, "; ".join(filter(None, reasons)), (0, *replaced), remark)
             why = f"{self.meeting.name_of(failed[0])} cannot restore it: {votes[failed[0]][0]}"
             log.warning(
                 "lightck: the checkpoint of step %d cannot be used on any rank, because %s. An older one is looked for",
@@ -436,7 +442,9 @@ class GroupStart:
                 source.entries,
                 n_slots=len(source.superblock.slots),
                 expected_state_nbytes=file.capture.expected_state_nbytes,
-                copied_from=source_rank,
+                changed_state=state_of_lost_rank(
+                    restored.chosen, source_rank, key_of_rank(start.run_id, restored.name.step, self.group.rank)
+                ),
             )
         reader = file.existing()
         assert reader is not None, "it was made just now"

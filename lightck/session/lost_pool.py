@@ -88,17 +88,14 @@ def copy_into_new_pool(
     *,
     n_slots: int,
     expected_state_nbytes: int,
-    positions: Mapping[str, object] | None = None,
-    **origin: int,
+    changed_state: Mapping[str, object],
 ) -> None:
     """Create the pool of this rank (``pipeline.pool.group``) with a copy of ``stored``, committed under ``name``. The
     pool gets its path when the copy is durable, and is closed again. ``entries``: for which the pool has space besides.
-    ``expected_state_nbytes``: bytes of small state for which the slots must have space at least. ``positions``: name of
-    a loader -> its position in the copy (None: as in ``stored``). ``origin``: fields of ``Contents`` that say from
-    where the copy is."""
-    pool, group = pipeline.pool, pipeline.pool.group
-    assert group is not None, "the identity of the rank is known"
-    state = _state_of_copy(stored, positions, origin, key_of_rank(group.run_id, name.step, group.rank))
+    ``expected_state_nbytes``: bytes of small state for which the slots must have space at least. ``changed_state``:
+    what the copy has in its small state in place of what ``stored`` has."""
+    pool = pipeline.pool
+    state = values.pack(unpack_dict(stored.state) | dict(changed_state), path="state")
     try:
         tensors = load_to_copy(stored)
     except DamagedError as err:
@@ -139,20 +136,17 @@ def key_of_rank(run_id: bytes, step: int, rank: int) -> bytes:
     return run_id + step.to_bytes(8, "little") + rank.to_bytes(8, "little")
 
 
-def _state_of_copy(
-    stored: Saved, positions: Mapping[str, object] | None, origin: Mapping[str, int], key: bytes
-) -> bytes:
-    """Return the small state of the copy. ``positions``, ``origin``: as in ``copy_into_new_pool``. ``key``: from what
-    the random states follow."""
-    contents, state = parse(stored), unpack_dict(stored.state)
-    state["rng"] = derived(contents.rng, key).to_value()
+def state_of_lost_rank(stored: Saved, source: int, key: bytes) -> dict[str, object]:
+    """Return what the copy for a rank whose pool was lost has in its small state in place of what ``stored`` has.
+    ``source``: the rank whose checkpoint that is. ``key``: from what the random states follow."""
+    positions = {name: {**position, "content": None} for name, position in parse(stored).loaders.items()}
+    return new_random_states(stored, key) | {"loaders": positions, "stale_after": None, "copied_from": source}
+
+
+def new_random_states(stored: Saved, key: bytes) -> dict[str, object]:
+    """Return random states that follow from ``key``, in place of those of ``stored``."""
+    contents = parse(stored)
+    state: dict[str, object] = {"rng": derived(contents.rng, key).to_value()}
     if contents.rng_forward is not None:
         state["rng_forward"] = derived(contents.rng_forward, key + b"forward").to_value()
-    if positions is None:
-        positions = {name: {**position, "content": None} for name, position in contents.loaders.items()}
-    state["loaders"] = dict(positions)
-    state["stale_after"] = None  # a generation of the other pool, whose older checkpoints are not copied
-    for field in ("copied_from", "from_world"):
-        state.pop(field, None)
-    state |= origin
-    return values.pack(state, path="state")
+    return state

@@ -42,7 +42,7 @@ from lightck.restore.recover import LiveRestore
 from lightck.restore.usable import parse
 from lightck.session.arguments import Arguments
 from lightck.session.group import Group, directory_id, path_of_pool
-from lightck.session.lost_pool import key_of_rank
+from lightck.session.lost_pool import key_of_rank, new_random_states
 from lightck.state.inventory import ModelView
 from lightck.state.local_tensors import reshard
 from lightck.state.parts import Part, parts_of
@@ -250,8 +250,8 @@ class Loaded:
     is_done: bool
     reason: str
     """Why the continuation is not bit-identical."""
-    positions: Mapping[str, object]
-    """Name of a loader -> its position for this rank."""
+    changed_state: Mapping[str, object]
+    """What the copy has in its small state in place of what ``checkpoint`` has."""
 
 
 def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestore) -> Loaded:
@@ -281,23 +281,31 @@ def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestor
 def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, restore: LiveRestore) -> Loaded:
     """Restore this rank's parts of one checkpoint. Raises ``DamagedError``."""
     assert other.source is not None, "a checkpoint is loaded"
-    logical = logical_of(os.path.dirname(other.path), other.source, held)
+    has_same_ranks = other.source.world_size == group.world_size and not other.source.missing
+    logical = logical_of(os.path.dirname(other.path), other.source, held, group.rank if has_same_ranks else 0)
     _refuse_different_ranks(logical)
     relocated = Relocated(logical, other.parts, group.rank)
+    reason = describe_from_world(other.source.world_size, group.world_size)
+    changed: dict[str, object] = {
+        "stale_after": None,
+        "copied_from": None,
+        "from_world": other.source.world_size,
+    }
+    if not has_same_ranks:
+        key = key_of_rank(other.source.run_id, name.step, group.rank)
+        positions, restarted = _positions(logical, key)
+        changed |= new_random_states(relocated, key) | {"loaders": positions}
+        if restarted:
+            reason += (
+                f"; the pass of {listed(restarted, 3)} begins again, so samples of it are given twice (only a "
+                "DataLoader with torch's DistributedSampler goes on in mid-pass with another number of ranks)"
+            )
     contents = parse(relocated)
-    key = key_of_rank(other.source.run_id, name.step, group.rank)
-    positions, restarted = _positions(logical, key)
     restore.take(relocated, contents, [])
     differing = logical.differing(("buffer",))
-    reason = describe_from_world(other.source.world_size, group.world_size)
     if differing:
-        reason += f"; so are buffers that differed between the ranks ({listed(differing, 3)})"
-    if restarted:
-        reason += (
-            f"; the pass of {listed(restarted, 3)} begins again, so samples of it are given twice (only a DataLoader "
-            "with torch's DistributedSampler goes on in mid-pass with another number of ranks)"
-        )
-    return Loaded(name, relocated, contents.done, reason, positions)
+        reason += f"; buffers that differed between the ranks are those of rank 0 ({listed(differing, 3)})"
+    return Loaded(name, relocated, contents.done, reason, changed)
 
 
 def _positions(logical: LogicalCheckpoint, key: bytes) -> tuple[dict[str, object], list[str]]:

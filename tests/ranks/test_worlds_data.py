@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranked import die, log_lines, run_ranks, values
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
@@ -94,6 +95,19 @@ def kept(seen: Path) -> dict[int, Counter[int]]:
             if step <= end:
                 found.setdefault(epoch, Counter()).update(samples)
     return found
+
+
+class Own:
+    """An object in ``state=`` with a large tensor, which is another one on each rank."""
+
+    def __init__(self, number: int) -> None:
+        self.value = torch.full((100_000,), float(number))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
 
 
 @pytest.fixture
@@ -206,3 +220,41 @@ def test_the_rest_is_shared_evenly(samples, before, ranks, shuffle, drop_last, e
             == list(DistributedSampler(data, num_replicas=ranks, rank=0, shuffle=shuffle, drop_last=drop_last))
             or epoch
         )
+
+
+def test_as_many_ranks_with_other_parts_keep_their_data_and_their_random_states(pools):
+    """From DistributedDataParallel to fully_shard: each rank goes on with its own sampler, numbers and objects."""
+
+    def body(rank: int, shards: bool) -> tuple[int, list[Any]]:
+        data = TensorDataset(torch.arange(SAMPLES, dtype=torch.float32).unsqueeze(1))
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        if shards:
+            fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        called = model if shards else DistributedDataParallel(model)
+        torch.manual_seed(rank)
+        own = Own(rank if not shards else -1)
+        session = lightck.attach(model, pools, optimizer=optimizer, state={"own": own}, resume=True, timeout=60)
+        began, given = session.step, []
+        loader = session.loader(DataLoader(data, batch_size=2, sampler=random_shares(data, 2, rank, 0)))
+        for (x,) in loader:
+            called(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            given.append([session.step, x.flatten().int().tolist(), torch.rand(1).item(), own.value.sum().item()])
+            if not shards and session.step == 6:
+                break
+        session.close()
+        return began, given
+
+    whole = values(run_ranks(2, partial(body, shards=False)))  # to step 6
+    shutil.rmtree(pools)
+    expected = values(run_ranks(2, partial(body, shards=True)))
+    assert [began for began, _ in whole] == [began for began, _ in expected] == [0, 0]
+    shutil.rmtree(pools)
+    values(run_ranks(2, partial(body, shards=False)))
+    for rank, (began, batches) in enumerate(values(run_ranks(2, partial(body, shards=True)))):
+        assert began == 6
+        assert [one[:3] for one in batches] == [one[:3] for one in expected[rank][1][6:]]
+        assert {one[3] for one in batches} == {rank * 100_000.0}
