@@ -79,8 +79,7 @@ def attach(
     Args:
         model: the root module. Attach after its optimizer and LR scheduler were built.
         pool_path: the pool's file, created if it does not exist (its folder must exist); or a device-dax device. In a
-            group of ranks: a directory for the pools of all ranks. A single process that passes such a directory goes
-            on from the pools in it, as a group of one rank.
+            group of ranks: a directory for the pools of all ranks, from which a single process can go on, too.
         optimizer: an optimizer or a list of optimizers. By default the optimizers of this model are found among live
             objects. With an empty list no optimizer is followed, even if one is made later: the loop updates by hand,
             and each ``end_step()`` counts as an update.
@@ -113,8 +112,7 @@ def attach(
     """
     save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data)
     arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options)
-    own_group = group_of(group) or world_of_one(pool_path, group)
-    with GroupStart.of(own_group, checked_timeout(timeout)) as group_start:
+    with GroupStart.of(group_of(group) or world_of_one(pool_path, group), checked_timeout(timeout)) as group_start:
         return _attach(arguments, group_start, is_rank_known=group_start is not None or group is False)
 
 
