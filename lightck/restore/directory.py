@@ -142,7 +142,8 @@ def logical_of(directory: str, world: World, held: Held, state_of: int = 0) -> L
         logical = LogicalCheckpoint([intact_of(of_rank) for of_rank in held], state_of)
     except DamagedError as err:
         if world.missing:
-            raise missing_error(directory, world, f"Without it, {err}.") from err
+            detail = f"Without it the checkpoint of step {held[0][0].step} is not complete: {err}."
+            raise missing_error(directory, world, detail) from err
         raise
     if world.missing:
         log.warning(

@@ -102,8 +102,8 @@ class LogicalCheckpoint:
         uncovered = None if parts[0].pieces is None else _uncovered(entry.shape, tuple(p.pieces or () for p in parts))
         if uncovered is not None:
             raise DamagedError(
-                f"its tensor {name!r} cannot be put together: the pieces do not cover the tensor: no rank holds the "
-                f"part of size {uncovered.size} at {uncovered.start}"
+                f"its tensor {name!r} cannot be put together, because no pool holds the part of size {uncovered.size} "
+                f"at {uncovered.start}"
             )
 
     def _stored_that_count(self, name: str) -> list[StoredCheckpoint]:

@@ -338,7 +338,8 @@ def _refuse_different_ranks(logical: LogicalCheckpoint) -> None:
         ]
     if differing:
         raise RankError(
-            f"The checkpoint of step {logical.step} cannot be loaded into another number of ranks: the ranks that "
-            f"saved it have different bytes in {listed(list(dict.fromkeys(differing)), 3)}, which they should hold "
-            "equally. Nothing was changed. Start as many ranks as saved it, which continue as they were."
+            f"The checkpoint of step {logical.step} cannot be loaded into other ranks: those that saved it should have "
+            f"the same bytes in {listed(list(dict.fromkeys(differing)), 3)}, and have different ones, so nobody knows "
+            "which are right. Nothing was changed. Start as many ranks as saved it, sharded in the same way: each "
+            "continues with its own."
         )

@@ -254,7 +254,7 @@ def test_the_pools_of_all_hosts_in_one_directory_are_recovered(pools, caplog):
     shutil.copytree(pools / "host-0", pools / "part")
     (pools / "part/rank-00001-of-00004.pool").unlink()
     with pytest.raises(
-        RankError, match=r"lacks the pools of ranks 1, 2, 3 of this.*no rank holds.*several hosts.*copy"
+        RankError, match=r"lacks the pools of ranks 1, 2, 3 of this.*no pool holds.*several hosts.*copy"
     ):
         lightck.recover(pools / "part")
     both = pools / "both"

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from ranked import run_ranks, values
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import lightck
 from lightck.errors import PoolPathError, RankError
@@ -153,3 +155,33 @@ def test_the_pool_of_a_single_process_is_loaded_into_a_group(pools):
         assert is_equal(began, expected)
         assert "saved by 1 rank and is loaded into 2" in recovered.reason
     assert not (pools / "rank-00000-of-00001.pool").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("fsdp 2", "fsdp 3"), ("tp x fsdp", "ddp 3"), ("ddp 2", "hsdp"), ("fsdp 3", "tp 2")]
+)
+def test_what_torch_loads_from_its_own_checkpoint_is_the_same(pools, old, new):
+    """torch's distributed checkpoint, saved by the same ranks at the same step, and loaded into the same new ones."""
+    folder = pools.parent / "dcp"
+
+    def saves(rank: int) -> None:
+        model, optimizer = build(WORLDS[old])
+        with lightck.attach(model, pools, optimizer=optimizer, timeout=60):
+            updates(WORLDS[old], rank, model, optimizer, range(STEPS))
+        if hasattr(model, "reshard"):
+            model.reshard()
+        dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+
+    def loads(rank: int) -> tuple[Whole, Whole]:
+        model, optimizer = build(WORLDS[new], seed=1)
+        step = lightck.recover(pools, model, optimizer).step
+        ours = whole_of(step, model, optimizer)
+        model, optimizer = build(WORLDS[new], seed=2)
+        into = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(into, checkpoint_id=folder)
+        set_state_dict(model, optimizer, model_state_dict=into["model"], optim_state_dict=into["optimizer"])
+        return ours, whole_of(step, model, optimizer)
+
+    values(run_ranks(WORLDS[old].n_ranks, saves))
+    for ours, theirs in values(run_ranks(WORLDS[new].n_ranks, loads)):
+        assert is_equal(ours, theirs)
