@@ -52,13 +52,15 @@ def verify(directory: str, as_json: bool, pool_facts: Callable[[str], Facts]) ->
 def _facts(directory: str) -> Facts:
     """Return the object for ``--json``; docs/json.md lists its keys."""
     pools = [_pool(str(path)) for path in existing_pools(directory)]
-    held = [{(one["incarnation"], one["step"]) for one in pool["checkpoints"]} for pool in pools]
-    common = sorted(set.intersection(*held), reverse=True)
+    problem, common = None, []
     try:
-        with open_all(directory):
-            problem = None
+        with open_all(directory) as readers:
+            newest = {reader.path for reader in readers}
+        of_ranks = [pool["checkpoints"] for pool in pools if pool["path"] in newest]
+        held = [{(one["incarnation"], one["step"]) for one in checkpoints} for checkpoints in of_ranks]
+        common = sorted(set.intersection(*held), reverse=True)
     except (PoolError, RankError) as err:
-        problem, common = str(err), []
+        problem = str(err)
     return {
         "directory": os.path.abspath(directory),
         "pools": pools,

@@ -158,9 +158,11 @@ class GroupStart:
         )
         for is_passed, what, why in refused:
             if is_passed:
+                cure = "pass group=False, to save this process alone"
+                if self.group.world_size == 1:
+                    cure = "load the model with lightck.recover(directory, model, optimizer), and attach it to a file"
                 raise UnsupportedError(
-                    f"{what} is not supported in a group of ranks yet ({why}). Leave it out; or pass group=False, to "
-                    "save this process alone."
+                    f"{what} is not supported in a group of ranks yet ({why}). Leave it out; or {cure}."
                 )
         if options.slots is not None and options.slots < SLOTS_MIN:
             raise ValueError(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 import msgpack
@@ -82,6 +82,8 @@ class OtherWorlds:
         for path in self.to_remove:
             log.info("lightck: the pool %r of another world is no longer needed, and is removed", path)
             backend_for(path).discard(path)
+            with suppress(OSError):
+                os.unlink(f"{path}.lock")
         self.close()
 
     def close(self) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from ranked import Ended, die, log_lines, run_ranks, values
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import lightck
+from lightck.cli import main
 from lightck.errors import (
     DriftError,
     LightckError,
@@ -63,7 +65,7 @@ def test_overwrite_discards_the_pools_of_any_number_of_ranks(pools):
     worlds.train("fsdp 3", pools, STEPS)
     for began, _ in values(run_ranks(2, attached("ddp 2", pools, resume=False, overwrite=True))):
         assert began.step == 0
-    assert sorted(content(pools)) == [pool_name(rank, 2) for rank in range(2)]
+    assert {path.name.removesuffix(".lock") for path in pools.iterdir()} == {pool_name(rank, 2) for rank in range(2)}
     assert lightck.recover(pools).step == 1
 
 
@@ -217,6 +219,13 @@ def test_another_model_is_refused_and_stays_as_it_was(pools):
     assert all(values(run_ranks(2, body)))
 
 
+def test_a_world_of_one_says_what_it_cannot_do(pools):
+    worlds.train("ddp 2", pools, STEPS)
+    model, optimizer = build(worlds.World(1))
+    with pytest.raises(UnsupportedError, match=r"interval='auto' is not supported.*attach it to a file"):
+        lightck.attach(model, pools, optimizer=optimizer, resume=True, interval="auto")
+
+
 def test_several_hosts_are_refused_by_name(pools):
     worlds.train("fsdp 3", pools, STEPS)
     other = pools.parent / "other"
@@ -261,6 +270,9 @@ def test_pools_that_an_interrupted_change_left_are_not_taken_and_go(pools, monke
     both = pools.parent / "both"
     shutil.copytree(pools, both)
     assert lightck.recover(pools).step == STEPS
+    shown = CliRunner().invoke(main, ["inspect", str(pools)])
+    assert shown.exit_code == 0
+    assert f"step {STEPS} is the newest that all ranks have" in shown.stdout
     for began, _ in values(run_ranks(3, attached("fsdp 3", pools))):
         assert is_equal(began, expected)
     assert sorted(content(pools)) == [pool_name(rank, 3) for rank in range(3)]
