@@ -54,11 +54,11 @@ def recover_directory(
     path = os.path.realpath(directory)
     parts = {} if model is None else _parts_of(model)
     if model is None or not parts:
-        checkpoint = _recovered(path, step, partial(_whole, device=device if model is None else "cpu"))
+        checkpoint = recovered(path, step, partial(_whole, device=device if model is None else "cpu"))
         if model is not None:
             checkpoint.restore(model, optimizer, state, strict=strict)
         return checkpoint
-    loaded = _recovered(path, step, partial(_parts, parts=parts))
+    loaded = recovered(path, step, partial(_parts, parts=parts))
     return loaded.into(model, optimizer, state, strict=strict)
 
 
@@ -73,7 +73,7 @@ Take = Callable[[str, LogicalCheckpoint, Sequence[RejectedCheckpoint]], T]
 ``DamagedError``."""
 
 
-def _recovered(directory: str, step: int | None, take: Take[T]) -> T:
+def recovered(directory: str, step: int | None, take: Take[T]) -> T:
     """Call ``take`` for the newest common checkpoint (of ``step``, if given), and return the result. If a pool has
     moved to a new file since it was opened, and so nothing was found, open all pools again."""
     for attempt in range(1, _ATTEMPTS + 1):
@@ -250,7 +250,7 @@ def _read_again(directory: str, wanted: CheckpointId) -> MemorySource:
             raise DamagedError("it is of another history")
         return in_memory(Relocated(logical, {}))
 
-    return _recovered(directory, wanted.step, take)
+    return recovered(directory, wanted.step, take)
 
 
 def _checkpoint(

@@ -252,11 +252,12 @@ class Relocated:
 
     def _holders(self, name: str) -> dict[int, Holder]:
         """Return position in ``of_ranks`` -> holder, of the pools that are not struck. Of tensors that are equal in all
-        pools, the first one is another one for each rank."""
+        pools, the first one is another one for each rank. Of buffers, it is the rank whose small state counts."""
         position = {id(stored): number for number, stored in enumerate(self.logical.of_ranks)}
         found = {position[id(one.stored)]: one for one in self.logical.holders[name]}
         left = [number for number in found if number not in self._struck]
-        first = self.rank % max(1, len(left)) if self.entries[name].role in REPLICATED else 0
+        wanted = self.rank % max(1, len(found)) if self.entries[name].role in REPLICATED else self.logical.state_of
+        first = next((place for place, number in enumerate(left) if number >= wanted), 0)
         return {number: found[number] for number in (*left[first:], *left[:first])}
 
     def _read(

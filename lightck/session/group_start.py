@@ -51,6 +51,7 @@ from lightck.ranks.meet import Meeting
 from lightck.ranks.neighbours import GroupRule, Neighbour
 from lightck.ranks.publication import Publication
 from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
+from lightck.restore.moved_state import key_of_rank
 from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
 from lightck.restore.usable import parse, usable_by_id
@@ -67,7 +68,6 @@ from lightck.session.group import (
 from lightck.session.lost_pool import (
     copy_into_new_pool,
     has_checkpoints_of,
-    key_of_rank,
     open_source,
     replicated_lines,
     state_of_lost_rank,

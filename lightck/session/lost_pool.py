@@ -18,22 +18,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from hashlib import blake2b
 
-import torch
-
 from lightck.errors import CorruptPoolError, RankError
 from lightck.pipeline.pipeline import Pipeline
-from lightck.pool.engine import ENDED
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
-from lightck.pool.writer import PoolWriter
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Saved, unpack_dict
+from lightck.restore.moved_state import new_random_states
+from lightck.restore.pool_copies import commit_copy, load_to_copy
 from lightck.restore.usable import parse
 from lightck.session.group import Group, path_of_pool
 from lightck.state import values
-from lightck.state.derived_rng import derived
-from lightck.tiers.pin import copy_plan, load_to_copy
 
 REPLICATED = ("param", "optimizer")
 """Roles of the tensors that must be equal on all ranks, if one rank is to replace another. Buffers may differ: each
@@ -109,31 +105,10 @@ def copy_into_new_pool(
         pool.relayout(
             entries,
             max(len(state), expected_state_nbytes),
-            lambda writer: _commit(writer, name, stored, state, tensors),
+            lambda writer: commit_copy(writer, name, stored, state, tensors),
         )
     finally:
         pool.close()
-
-
-def _commit(
-    writer: PoolWriter, name: CheckpointId, stored: Saved, state: bytes, tensors: dict[str, torch.Tensor]
-) -> None:
-    """Write the copy, and wait until it is durable."""
-    writer.incarnation = name.incarnation
-    plan = copy_plan(stored, {tensor: writer.numbers[tensor] for tensor in stored.entries}, tensors, state)
-    slot = writer.slots.choose()
-    assert slot is not None, "the pool is new"
-    job = writer.begin(plan, slot, tensors).job
-    try:
-        job.release()
-        job.wait(ENDED)
-    finally:
-        job.abandon()
-
-
-def key_of_rank(run_id: bytes, step: int, rank: int) -> bytes:
-    """Return the key from which the random states of a rank follow that takes a checkpoint of other ranks."""
-    return run_id + step.to_bytes(8, "little") + rank.to_bytes(8, "little")
 
 
 def state_of_lost_rank(stored: Saved, source: int, key: bytes) -> dict[str, object]:
@@ -141,12 +116,3 @@ def state_of_lost_rank(stored: Saved, source: int, key: bytes) -> dict[str, obje
     ``source``: the rank whose checkpoint that is. ``key``: from what the random states follow."""
     positions = {name: {**position, "content": None} for name, position in parse(stored).loaders.items()}
     return new_random_states(stored, key) | {"loaders": positions, "stale_after": None, "copied_from": source}
-
-
-def new_random_states(stored: Saved, key: bytes) -> dict[str, object]:
-    """Return random states that follow from ``key``, in place of those of ``stored``."""
-    contents = parse(stored)
-    state: dict[str, object] = {"rng": derived(contents.rng, key).to_value()}
-    if contents.rng_forward is not None:
-        state["rng_forward"] = derived(contents.rng_forward, key + b"forward").to_value()
-    return state

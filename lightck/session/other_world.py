@@ -26,8 +26,7 @@ from dataclasses import dataclass
 
 import msgpack
 
-from lightck.dataloader.moved_position import moved_position
-from lightck.errors import CheckpointExistsError, CorruptPoolError, RankError, UnsupportedError, listed
+from lightck.errors import CheckpointExistsError, RankError, UnsupportedError, listed
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.backends import backend_for
@@ -37,12 +36,12 @@ from lightck.ranks.directory import World, open_worlds, pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.directory import Held, common_checkpoints, logical_of
-from lightck.restore.logical import REPLICATED, LogicalCheckpoint, Relocated
+from lightck.restore.logical import Relocated
+from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_state, refuse_different_ranks
 from lightck.restore.recover import LiveRestore
 from lightck.restore.usable import parse
 from lightck.session.arguments import Arguments
 from lightck.session.group import Group, directory_id, path_of_pool
-from lightck.session.lost_pool import key_of_rank, new_random_states
 from lightck.state.inventory import ModelView
 from lightck.state.local_tensors import reshard
 from lightck.state.parts import Part, parts_of
@@ -285,63 +284,16 @@ def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, 
     assert other.source is not None, "a checkpoint is loaded"
     has_same_ranks = other.source.world_size == group.world_size and not other.source.missing
     logical = logical_of(os.path.dirname(other.path), other.source, held, group.rank if has_same_ranks else 0)
-    _refuse_different_ranks(logical)
+    refuse_different_ranks(logical)
     relocated = Relocated(logical, other.parts, group.rank)
     reason = describe_from_world(other.source.world_size, group.world_size)
-    changed: dict[str, object] = {
-        "stale_after": None,
-        "copied_from": None,
-        "from_world": other.source.world_size,
-    }
-    if not has_same_ranks:
-        key = key_of_rank(other.source.run_id, name.step, group.rank)
-        positions, restarted = _positions(logical, key)
-        changed |= new_random_states(relocated, key) | {"loaders": positions}
-        if restarted:
-            reason += (
-                f"; the pass of {listed(restarted, 3)} begins again, so samples of it are given twice (only a "
-                "DataLoader with torch's DistributedSampler goes on in mid-pass with another number of ranks)"
-            )
+    key = key_of_rank(other.source.run_id, name.step, group.rank)
+    changed, restarted = moved_state(relocated, other.source.world_size, None if has_same_ranks else key)
+    if restarted:
+        reason += f"; {describe_restarted(restarted)}"
     contents = parse(relocated)
     restore.take(relocated, contents, [])
-    differing = logical.differing(("buffer",))
+    differing = [] if has_same_ranks else logical.differing(("buffer",))
     if differing:
         reason += f"; buffers that differed between the ranks are those of rank 0 ({listed(differing, 3)})"
     return Loaded(name, relocated, contents.done, reason, changed)
-
-
-def _positions(logical: LogicalCheckpoint, key: bytes) -> tuple[dict[str, object], list[str]]:
-    """Return the position of each loader for this rank, and the names of the loaders whose pass begins again. ``key``:
-    from what the random states of this rank follow. Raises ``DamagedError``."""
-    of_ranks = [parse(stored).loaders for stored in logical.of_ranks]
-    positions: dict[str, object] = {}
-    restarted: list[str] = []
-    for name in of_ranks[0]:
-        try:
-            moved = moved_position([one[name] for one in of_ranks if name in one], key + name.encode())
-        except CorruptPoolError as err:
-            raise DamagedError(str(err)) from err
-        positions[name] = moved.value
-        if moved.restarts:
-            restarted.append(name)
-    return positions, restarted
-
-
-def _refuse_different_ranks(logical: LogicalCheckpoint) -> None:
-    """Raise ``RankError`` if ranks that should hold the same have different bytes, so that nobody knows which of them
-    are right."""
-    differing = logical.differing(REPLICATED)
-    optimizers = [parse(stored).optimizers for stored in logical.of_ranks]
-    for of_rank in optimizers[1:]:
-        differing += [
-            f"the options of {one.class_name}"
-            for one, other in zip(optimizers[0], of_rank, strict=False)
-            if (one.names, one.values, one.rest, one.groups) != (other.names, other.values, other.rest, other.groups)
-        ]
-    if differing:
-        raise RankError(
-            f"The checkpoint of step {logical.step} cannot be loaded into other ranks: those that saved it should have "
-            f"the same bytes in {listed(list(dict.fromkeys(differing)), 3)}, and have different ones, so nobody knows "
-            "which are right. Nothing was changed. Start as many ranks as saved it, sharded in the same way: each "
-            "continues with its own."
-        )

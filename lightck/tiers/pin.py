@@ -16,9 +16,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
 from lightck.errors import CorruptPoolError, SessionError
 from lightck.pool.engine import ENDED
 from lightck.pool.format.structures import SLOTS_MAX, CommitRecord, DamagedError
@@ -27,7 +24,7 @@ from lightck.pool.reader import StoredCheckpoint
 from lightck.pool.slots import Slot
 from lightck.pool.storage.failures import io_error
 from lightck.pool.writer import CopyPlan, Pending, PoolWriter
-from lightck.restore.contents import Saved, load_tensors
+from lightck.restore.pool_copies import copy_plan, load_to_copy
 
 log = logging.getLogger("lightck")
 
@@ -226,28 +223,6 @@ def _add_to_layout(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, in
     numbers = {name: writer.numbers[name] for name in stored.entries}
     writer.numbers, writer.resized = writer.numbers | own, resized
     return numbers
-
-
-def load_to_copy(stored: Saved) -> dict[str, torch.Tensor]:
-    """Read and verify those tensors of a checkpoint that have bytes. (A tied tensor has none of its own.) Raises
-    ``DamagedError``."""
-    return load_tensors(stored, [name for name, entry in stored.entries.items() if entry.nbytes])
-
-
-def copy_plan(stored: Saved, numbers: dict[str, int], tensors: dict[str, torch.Tensor], state: bytes) -> CopyPlan:
-    """Return the plan that copies a checkpoint to another pool file. ``numbers``: name -> record number in that file,
-    of each tensor of the checkpoint. ``tensors``: from ``load_to_copy``. ``state``: the small state of the copy."""
-    return CopyPlan(
-        step=stored.step,
-        iteration=stored.iteration,
-        records=np.array([numbers[name] for name in tensors], np.int64),
-        sources=np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64),
-        at_boundary=np.ones(len(tensors), np.bool_),
-        unchanged=np.array([], np.int64),
-        recorded_only=np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
-        n_tensors=len(numbers),
-        state=state,
-    )
 
 
 def _damaged(hold: Hold, err: DamagedError) -> CorruptPoolError:

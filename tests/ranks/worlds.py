@@ -5,7 +5,7 @@ A world trains with a pool for each rank. The whole tensors at its end are what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -90,12 +90,19 @@ WORLDS = {
     "tp x fsdp": World(4, tp_fsdp, n_same_data=2),
 }
 
+
+def muon(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Muon takes matrices only."""
+    return torch.optim.Muon([p for p in params if p.ndim == 2 and p.requires_grad], lr=1e-2)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-2, foreach=False),
     "AdamW fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
     "AdamW foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True, amsgrad=True),
     "SGD": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
     "Adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "Muon": muon,
 }
 
 

@@ -1,0 +1,88 @@
+"""The small state of a checkpoint of several ranks, for a rank that takes it and did not save it.
+
+Random states are new: they follow from run, step and rank. Positions in loaders are moved
+(``dataloader/moved_position.py``). All else is that of the first rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightck.dataloader.moved_position import moved_position
+from lightck.errors import CorruptPoolError, RankError, listed
+from lightck.pool.format.structures import DamagedError
+from lightck.restore.contents import Saved
+from lightck.restore.logical import REPLICATED, LogicalCheckpoint, Relocated
+from lightck.restore.usable import parse
+from lightck.state.derived_rng import derived
+
+
+def key_of_rank(run_id: bytes, step: int, rank: int) -> bytes:
+    """Return the key from which the random states of a rank follow that takes a checkpoint of other ranks."""
+    return run_id + step.to_bytes(8, "little") + rank.to_bytes(8, "little")
+
+
+def new_random_states(stored: Saved, key: bytes) -> dict[str, object]:
+    """Return random states that follow from ``key``, in place of those of ``stored``."""
+    contents = parse(stored)
+    state: dict[str, object] = {"rng": derived(contents.rng, key).to_value()}
+    if contents.rng_forward is not None:
+        state["rng_forward"] = derived(contents.rng_forward, key + b"forward").to_value()
+    return state
+
+
+def moved_state(relocated: Relocated, n_saved: int, key: bytes | None) -> tuple[dict[str, object], list[str]]:
+    """Return what the checkpoint of a rank of another world has in its small state in place of what ``relocated`` has,
+    and the names of the loaders whose pass begins again. ``n_saved``: number of ranks of the old world. ``key``: from
+    what the random states of this rank follow; None if the rank keeps those that it had in the old world, and its
+    positions in loaders. Raises ``DamagedError``."""
+    changed: dict[str, object] = {"stale_after": None, "copied_from": None, "from_world": n_saved}
+    if key is None:
+        return changed, []
+    positions, restarted = _positions(relocated.logical, key)
+    return changed | new_random_states(relocated, key) | {"loaders": positions}, restarted
+
+
+def describe_restarted(names: Sequence[str]) -> str:
+    """Return what to say about loaders whose pass begins again."""
+    return (
+        f"the pass of {listed(names, 3)} begins again, so samples of it are given twice (only a DataLoader with "
+        "torch's DistributedSampler goes on in mid-pass with another number of ranks)"
+    )
+
+
+def _positions(logical: LogicalCheckpoint, key: bytes) -> tuple[dict[str, object], list[str]]:
+    """Return the position of each loader for this rank, and the names of the loaders whose pass begins again. ``key``:
+    from what the random states of this rank follow. Raises ``DamagedError``."""
+    of_ranks = [parse(stored).loaders for stored in logical.of_ranks]
+    positions: dict[str, object] = {}
+    restarted: list[str] = []
+    for name in of_ranks[0]:
+        try:
+            moved = moved_position([one[name] for one in of_ranks if name in one], key + name.encode())
+        except CorruptPoolError as err:
+            raise DamagedError(str(err)) from err
+        positions[name] = moved.value
+        if moved.restarts:
+            restarted.append(name)
+    return positions, restarted
+
+
+def refuse_different_ranks(logical: LogicalCheckpoint) -> None:
+    """Raise ``RankError`` if ranks that should hold the same have different bytes, so that nobody knows which of them
+    are right."""
+    differing = logical.differing(REPLICATED)
+    optimizers = [parse(stored).optimizers for stored in logical.of_ranks]
+    for of_rank in optimizers[1:]:
+        differing += [
+            f"the options of {one.class_name}"
+            for one, other in zip(optimizers[0], of_rank, strict=False)
+            if (one.names, one.values, one.rest, one.groups) != (other.names, other.values, other.rest, other.groups)
+        ]
+    if differing:
+        raise RankError(
+            f"The checkpoint of step {logical.step} cannot be loaded into other ranks: those that saved it should have "
+            f"the same bytes in {listed(list(dict.fromkeys(differing)), 3)}, and have different ones, so nobody knows "
+            "which are right. Nothing was changed. Start as many ranks as saved it, sharded in the same way: each "
+            "continues with its own."
+        )
