@@ -13,7 +13,7 @@ from lightck.cli.text import Facts, columns, count, listed, print_json, print_li
 from lightck.errors import PoolError, PoolPathError, RankError
 from lightck.pool.reader import open_pool
 from lightck.pool.storage.lock import holder_of
-from lightck.ranks.directory import existing_pools, open_all
+from lightck.ranks.directory import existing_pools, missing_error, open_worlds
 
 
 def inspect(directory: str, as_json: bool) -> int:
@@ -54,8 +54,10 @@ def _facts(directory: str) -> Facts:
     pools = [_pool(str(path)) for path in existing_pools(directory)]
     problem, common = None, []
     try:
-        with open_all(directory) as readers:
-            newest = {reader.path for reader in readers}
+        with open_worlds(directory) as worlds:
+            newest = {reader.path for reader in worlds[0].readers.values()}
+            if worlds[0].missing:
+                problem = str(missing_error(directory, worlds[0]))
         of_ranks = [pool["checkpoints"] for pool in pools if pool["path"] in newest]
         held = [{(one["incarnation"], one["step"]) for one in checkpoints} for checkpoints in of_ranks]
         common = sorted(set.intersection(*held), reverse=True)

@@ -32,6 +32,7 @@ from lightck.dataloader.identity import (
     report_drift,
 )
 from lightck.dataloader.loader_state import OwnedObjects, OwnGenerators, States
+from lightck.dataloader.moved_position import batches_before
 from lightck.dataloader.passes import LoaderHost, Pass, PassIterator, tick
 from lightck.dataloader.position import PassState, Position, RngSnapshot, corrupt, same_rng
 from lightck.dataloader.positions import ReusedBatches
@@ -198,10 +199,12 @@ class SessionLoader:
     @property
     def start(self) -> int:
         """Number of batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass. While the
-        loop holds the iterator of the restored pass, the value becomes 0 only when an update is made in this pass."""
+        loop holds the iterator of the restored pass, the value becomes 0 only when an update is made in this pass. If
+        another number of ranks began the pass, their samples count as the batches that these ranks would have got."""
         self.position_was_read = True
         self._drop_used_position()
-        skipped = self._pending.state.given if self._pending is not None else 0
+        pending = self._pending
+        skipped = pending.state.given + batches_before(pending, self.loader) if pending is not None else 0
         self._start_read = StartRead(skipped, self._pass)
         return skipped
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightck.dataloader.position import Identity, PassState, Position, RngSnapshot
+from lightck.dataloader.sharing import sharing_of
 from lightck.state.derived_rng import derived
 
 
@@ -29,7 +30,7 @@ def moved_position(of_ranks: Sequence[Mapping[str, object]], key: bytes) -> Move
     first = positions[0]
     kept: Identity = {"sampler": first.identity.get("sampler")} if "sampler" in first.identity else {}
     # Version 1: only the properties in ``identity`` are compared. Another world may use other batches and workers.
-    moved = replace(first, identity=kept, version=1, worker_rng=None, used_again=False)
+    moved = replace(first, identity={}, version=1, worker_rng=None, used_again=False)
     if not first.in_pass:
         state = PassState(pass_number=first.state.pass_number)
         return Moved(replace(moved, state=state).to_value(), restarts=False)
@@ -40,7 +41,16 @@ def moved_position(of_ranks: Sequence[Mapping[str, object]], key: bytes) -> Move
     assert first.state.at_iter is not None, "the position is in a pass"
     at_iter = RngSnapshot(derived(first.state.at_iter.rng, key), first.state.at_iter.generators)
     state = PassState(at_iter=at_iter, samples_before=given, pass_number=first.state.pass_number)
-    return Moved(replace(moved, state=state).to_value(), restarts=False)
+    return Moved(replace(moved, identity=kept, state=state).to_value(), restarts=False)
+
+
+def batches_before(position: Position, loader: object) -> int:
+    """Return how many batches of ``loader`` there are in the samples that another number of ranks has given in this
+    pass, rounded up."""
+    one = sharing_of(loader) or position.sharing
+    if not position.state.samples_before or one is None:
+        return 0
+    return -(-position.state.samples_before // (one.ranks * one.batch_size))
 
 
 def _samples_given(positions: Sequence[Position]) -> int | None:

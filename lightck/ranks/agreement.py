@@ -207,7 +207,7 @@ def describe_from_world(n_saved: int, n_now: int) -> str:
         return "the checkpoint was saved by ranks that held other parts of the tensors, and so may sum in another order"
     return (
         f"the checkpoint was saved by {n_saved} rank{'s' * (n_saved > 1)} and is loaded into {n_now}: random states "
-        "are new, and objects in state= are those of rank 0"
+        "are new, and objects in state= are those of the first rank"
     )
 
 

@@ -139,5 +139,5 @@ def missing_error(directory: str, world: World, detail: str = "") -> RankError:
         f"The directory {directory!r} lacks the pool{many} of rank{many} {listed(missing, 8)} of this training, "
         f"which has {world.world_size} ranks. {detail}{' ' * bool(detail)}Put what is missing back: it may hold parts "
         "of the model that no other rank has. If the ranks ran on several hosts, copy the pools of all hosts into one "
-        "directory."
+        "directory. (attach(..., overwrite=True) on all ranks discards what is left, and starts afresh.)"
     )

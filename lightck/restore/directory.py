@@ -3,19 +3,22 @@
 The newest checkpoint that all pools of a world have is taken; if it does not verify, the next older one. Without a
 model, the parts of all ranks are put together into whole tensors. With a model, each of its tensors is filled: with the
 whole logical tensor, or, if it is a DTensor, with the part that this process holds. So the number of ranks, and how
-they share the tensors, need not be those of the training that saved the checkpoint. A tensor that every rank holds
-whole is taken from rank 0, and compared with those of the other ranks. Random states, positions of loaders and objects
-in ``state`` are those of rank 0.
+they share the tensors, need not be those of the training that saved the checkpoint. All ranks that hold parts call
+``recover``, and agree on one checkpoint, so that the parts fit together. A tensor that every rank holds whole is taken
+from rank 0, and compared with those of the other ranks. Random states, positions of loaders and objects in ``state``
+are those of rank 0.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
+import msgpack
 import torch
 from torch import nn
 
@@ -23,13 +26,15 @@ from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError,
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import RejectedCheckpoint, StoredCheckpoint
 from lightck.ranks.directory import World, missing_error, open_worlds
+from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore import restore as _restore
 from lightck.restore.checkpoint import Checkpoint, plan_restore, poison
 from lightck.restore.contents import Contents, MemorySource, in_memory
 from lightck.restore.logical import LogicalCheckpoint, Relocated
+from lightck.restore.together import meeting_of
 from lightck.restore.usable import parse, usable_by_id
-from lightck.state.inventory import ModelView
+from lightck.state.inventory import Live, ModelView
 from lightck.state.local_tensors import reshard
 from lightck.state.parts import Part, parts_of
 
@@ -52,20 +57,23 @@ def recover_directory(
     """``recover`` for the directory of a group. Raises as ``recover`` does, and ``RankError`` if pools are missing that
     hold parts of tensors which no other pool has."""
     path = os.path.realpath(directory)
-    parts = {} if model is None else _parts_of(model)
+    lives = [] if model is None else _lives_of(model)
+    parts = parts_of(lives)
     if model is None or not parts:
         checkpoint = recovered(path, step, partial(_whole, device=device if model is None else "cpu"))
         if model is not None:
             checkpoint.restore(model, optimizer, state, strict=strict)
         return checkpoint
-    loaded = recovered(path, step, partial(_parts, parts=parts))
+    meeting = meeting_of(lives)
+    meeting.meet(socket.gethostname())
+    with meeting.shares_errors():
+        loaded = _recovered_together(path, step, partial(_parts, parts=parts), meeting)
     return loaded.into(model, optimizer, state, strict=strict)
 
 
-def _parts_of(model: nn.Module) -> dict[str, Part]:
-    """Return the parts of tensors that this process holds."""
+def _lives_of(model: nn.Module) -> list[Live]:
     reshard(model)
-    return parts_of(ModelView(model).tensors(None))
+    return ModelView(model).tensors(None)
 
 
 Take = Callable[[str, LogicalCheckpoint, Sequence[RejectedCheckpoint]], T]
@@ -108,10 +116,46 @@ def _newest(directory: str, worlds: Sequence[World], step: int | None, take: Tak
                 rejected.append(RejectedCheckpoint(checkpoint_id.step, held[0][0].record.generation, str(err)))
         if [reader.commit_log() for reader in readers] == logs:
             raise _no_checkpoint_error(directory, step, sorted({id_ for id_, _, _ in common}, reverse=True), rejected)
-    raise PoolLockedError(
+    raise _in_use_error(directory)
+
+
+def _in_use_error(directory: str) -> PoolLockedError:
+    return PoolLockedError(
         f"The pools in {directory!r} are in use, and in each of {_ATTEMPTS} attempts their checkpoints were "
         "overwritten while they were read. The pools are not damaged. Try again, or end the training first."
     )
+
+
+def _recovered_together(directory: str, step: int | None, take: Take[T], meeting: Meeting) -> T:
+    """``recovered`` for ranks that hold parts, which must be of one checkpoint on all ranks. They agree on the newest
+    one that all of them find (a training may have the pools open), and say whether they could load it. If one could
+    not, they take the next older one."""
+    struck: set[CheckpointId] = set()
+    rejected: list[RejectedCheckpoint] = []
+    for _ in range(_ATTEMPTS):
+        with open_worlds(directory) as worlds:
+            found: dict[CheckpointId, tuple[World, Held]] = {}
+            for world in reversed(worlds):
+                found |= {name: (world, held) for name, held in common_checkpoints(world).items()}
+            own = [list(name) for name in found if name not in struck and step in (None, name.step)]
+            of_ranks = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints", msgpack.packb(own))]
+            common = frozenset.intersection(*(frozenset(CheckpointId(*name) for name in names) for names in of_ranks))
+            if not common:
+                raise _no_checkpoint_error(directory, step, sorted(found, reverse=True), rejected)
+            chosen, taken, problem = max(common), None, ""
+            world, held = found[chosen]
+            try:
+                taken = _taken(directory, world, held, rejected, take)
+            except DamagedError as err:
+                problem = str(err)
+            problems = [one.decode("utf-8", "replace") for one in meeting.exchange("votes", problem.encode())]
+            failed = next((one for one in problems if one), None)
+            if failed is None:
+                assert taken is not None, "this rank has loaded it"
+                return taken
+            struck.add(chosen)
+            rejected.append(RejectedCheckpoint(chosen.step, held[0][0].record.generation, failed))
+    raise _in_use_error(directory)
 
 
 Held = list[list[StoredCheckpoint]]
@@ -134,22 +178,25 @@ def _taken(directory: str, world: World, held: Held, rejected: Sequence[Rejected
     return taken
 
 
-def logical_of(directory: str, world: World, held: Held, state_of: int = 0) -> LogicalCheckpoint:
+def logical_of(directory: str, world: World, held: Held, state_of: int = 0, *, warns: bool = True) -> LogicalCheckpoint:
     """Return one checkpoint of a world as logical tensors. ``state_of``: as in ``LogicalCheckpoint``. If pools are
-    missing, the others may hold everything: then warn. Raises ``DamagedError``; and ``RankError`` if the missing pools
-    hold what no other has."""
+    missing, the others may hold everything; then this warns, if ``warns``. Raises ``DamagedError``; and ``RankError``
+    if the missing pools hold what no other has."""
     try:
         logical = LogicalCheckpoint([intact_of(of_rank) for of_rank in held], state_of)
     except DamagedError as err:
         if world.missing:
             detail = f"Without it the checkpoint of step {held[0][0].step} is not complete: {err}."
-            raise missing_error(directory, world, detail) from err
+            raise missing_error(directory, world, detail) from None
         raise
-    if world.missing:
+    if world.missing and warns:
+        many = "s" * (len(world.missing) > 1)
         log.warning(
-            "lightck: the directory %r lacks the pools of ranks %s. The other pools hold the whole of each tensor, so "
-            "nothing is lost; but it could not be checked that those ranks held the same bytes",
+            "lightck: the directory %r lacks the pool%s of rank%s %s. The other pools hold the whole of each tensor, "
+            "so nothing is lost; but it could not be checked that all ranks held the same bytes",
             directory,
+            many,
+            many,
             listed(list(map(str, world.missing)), 8),
         )
     return logical

@@ -302,8 +302,9 @@ def _refuse_shape_per_rank(name: str, role: str) -> None:
     """Raise ``UnsupportedError`` for optimizer state whose shape follows from the part that a rank holds."""
     if role == "optimizer":
         raise UnsupportedError(
-            f"The optimizer state {name!r} has not the shape of its parameter, which the ranks hold in parts: its "
-            "shape, or its values, follow from the part. Only as many ranks with the same parts can take it again."
+            f"The optimizer state {name!r} cannot be loaded into ranks that hold other parts of its parameter: it has "
+            "not the shape of the parameter, so it belongs to one part of it. Start as many ranks as saved it, sharded "
+            "in the same way; or load the model alone: lightck.recover(directory, model)."
         )
 
 

@@ -131,7 +131,7 @@ def check(
     plan.drift = Drift(missing, extra, reshaped, retyped, tuple(notes))
     if plan.drift and strict:
         cure = (
-            "Build them as they were, on as many ranks and sharded in the same way; or load the whole tensors with "
+            "Build them as they were (on any number of ranks, sharded in any way); or load the whole tensors with "
             "lightck.recover(directory, model) before the model is sharded, and attach to another directory"
             if of_rank
             else "Build them as they were, or take what fits with lightck.recover(path, model, strict=False)"
@@ -209,6 +209,9 @@ def _other_part(live: Live, entry: Entry) -> str:
     shape, pieces = part_of(live.name, live.dtensor)
     if (shape, pieces) == (entry.logical_shape, entry.pieces):
         return ""
+    whole_saved, whole_now = entry.logical_shape or entry.shape, shape or tuple(live.tensor.shape)
+    if whole_saved != whole_now:
+        return f"{live.name}: {list(whole_saved)} saved, {list(whole_now)} live"
     saved, now = ("a whole tensor" if of is None else f"a part of {list(of)}" for of in (entry.logical_shape, shape))
     return f"{live.name}: {saved} saved, {now if saved != now else 'another part of it'} live"
 

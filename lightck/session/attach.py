@@ -29,12 +29,13 @@ from lightck.pool.storage.backends import pool_path as _pool_path
 from lightck.pool.storage.lock import PoolLock
 from lightck.restore.resume import Resumed
 from lightck.restore.tensor_writes import ordinary_tensors
+from lightck.restore.together import TIMEOUT
 from lightck.session.arguments import Arguments, SaveOptions
 from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
-from lightck.session.group import TIMEOUT, checked_timeout, group_of, world_of_one
+from lightck.session.group import checked_timeout, group_of, world_of_one
 from lightck.session.group_start import SLOTS_MIN, GroupStart
 from lightck.session.interval import Auto
 from lightck.session.pool_file import PoolFile

@@ -12,22 +12,21 @@ import socket
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lightck.errors import PoolError, PoolNotFoundError, PoolPathError, RankError, UnsupportedError
 from lightck.pool.format.group import GroupIdentity
 from lightck.pool.reader import open_pool
+from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.backends import pool_path as checked_path
 from lightck.pool.storage.failures import io_error
 from lightck.ranks.directory import pool_name, pools_in
 from lightck.ranks.meet import Store
 from lightck.ranks.neighbours import GroupRule
+from lightck.restore.together import store_of
 
 log = logging.getLogger("lightck")
-TIMEOUT = 600.0
-"""Seconds that a rank waits for the others, unless ``timeout=`` says otherwise."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 HOST_VARIABLE = "LIGHTCK_TEST_HOST"
 """Environment variable of tests, in which directories stand for hosts: it stands for name and boot id of a host."""
@@ -76,7 +75,7 @@ def group_of(group: object) -> Group | None:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise _no_member()
-    return None if world_size < 2 else Group(rank, world_size, _store_of(group))
+    return None if world_size < 2 else Group(rank, world_size, store_of(group))
 
 
 def _no_member() -> UnsupportedError:
@@ -118,23 +117,6 @@ def world_of_one(pool_path: object, group: object) -> Group | None:
             "its own for each process, or leave group= out, so that all ranks attach together."
         )
     return Group(0, 1, _OwnStore())
-
-
-def _store_of(group: Any) -> Store:
-    """Return a connection of this thread's own to the store of a process group. On a shared connection a blocking call
-    of one thread blocks every other thread."""
-    module = torch.distributed.distributed_c10d
-    store: Any = module._get_process_group_store(module._get_default_group() if group is None else group)
-    try:
-        store = store.clone()
-    except (AttributeError, NotImplementedError, RuntimeError):  # some stores cannot be cloned
-        log.debug(
-            "lightck: the store %s of the process group cannot be cloned, so lightck uses the same connection as "
-            "torch, and one may have to wait for the other",
-            type(store).__name__,
-        )
-    own: Store = store
-    return own
 
 
 def checked_timeout(timeout: object) -> float:
@@ -182,6 +164,21 @@ def ensure_directory(path: str | os.PathLike[str]) -> str:
     except OSError as err:
         raise io_error(f"The directory {directory!r} cannot be created", err.errno, err.strerror) from err
     return directory
+
+
+def refuse_other_pools(directory: str) -> None:
+    """Raise ``PoolPathError`` if the directory has no pool of a rank, and a pool under another name: whoever put it
+    there expects that the training goes on from it."""
+    if pools_in(directory):
+        return
+    for name in sorted(os.listdir(directory)):
+        path = os.path.join(directory, name)
+        if not name.startswith(".") and os.path.isfile(path) and backend_for(path).recognises(path):
+            raise PoolPathError(
+                f"The directory {directory!r} has no pool of a rank, but it holds the pool {name!r}. Nothing was "
+                f"changed. To go on from the pool of a single process, give it the name {pool_name(0, 1)}; to begin a "
+                "new training, pass another directory."
+            )
 
 
 def directory_id(directory: str) -> str:

@@ -37,6 +37,7 @@ from lightck.pool.format.group import ID_NBYTES, GroupIdentity
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.durability import TIER_CACHE
+from lightck.pool.storage.temporary import remove_all_stale
 from lightck.ranks.agreement import (
     Report,
     Start,
@@ -64,6 +65,7 @@ from lightck.session.group import (
     ensure_directory,
     host_name,
     path_of_own_pool,
+    refuse_other_pools,
 )
 from lightck.session.lost_pool import (
     copy_into_new_pool,
@@ -174,6 +176,9 @@ class GroupStart:
     def own_path(self, arguments: Arguments) -> str:
         """Return the path of this rank's pool in the directory. Create the directory if it does not exist."""
         directory = ensure_directory(arguments.pool_path)
+        remove_all_stale(directory)  # no rank makes its pool before all ranks are beyond the exchange that follows
+        if arguments.resume:
+            refuse_other_pools(directory)
         self._other = find_other_worlds(directory, self.group, self.meeting, arguments)
         return path_of_own_pool(directory, self.group) if self._other is None else self._other.path
 
@@ -228,16 +233,17 @@ class GroupStart:
             loaded = load(other, self.group, self.meeting, restore)
         start = new_world(reports, loaded.name, other.source.run_id, other.incarnation)
         pipeline.pool.group = self._identity(file, start.run_id, start.world_id)
-        copy_into_new_pool(
-            pipeline,
-            loaded.checkpoint,
-            loaded.name,
-            list(file.predicted_entries().values()),
-            n_slots=file.arguments.save_options.slots or max(SLOTS_MIN, len(first.superblock.slots)),
-            expected_state_nbytes=file.capture.expected_state_nbytes,
-            changed_state=loaded.changed_state,
-        )
-        self.meeting.exchange("copies", b"")
+        with other.discards_on_error():
+            copy_into_new_pool(
+                pipeline,
+                loaded.checkpoint,
+                loaded.name,
+                list(file.predicted_entries().values()),
+                n_slots=file.arguments.save_options.slots or max(SLOTS_MIN, len(first.superblock.slots)),
+                expected_state_nbytes=file.capture.expected_state_nbytes,
+                changed_state=loaded.changed_state,
+            )
+            self.meeting.exchange("copies", b"")
         reader = file.existing()
         assert reader is not None, "it was made just now"
         try:

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 
 import msgpack
 
-from lightck.errors import CheckpointExistsError, RankError, UnsupportedError, listed
+from lightck.errors import CheckpointExistsError, NoSpaceError, RankError, UnsupportedError, listed
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.backends import backend_for
@@ -76,17 +76,39 @@ class OtherWorlds:
         assert self.source is not None, "a checkpoint is loaded"
         return sorted(common_checkpoints(self.source).items(), reverse=True, key=lambda one: one[0])
 
+    @contextmanager
+    def discards_on_error(self) -> Iterator[None]:
+        """Discard this rank's new pool if the block, at whose end all ranks have a copy, raises. If there is no space,
+        the error says how much is needed."""
+        try:
+            yield
+        except BaseException as err:
+            backend_for(self.path).discard(self.path)
+            if isinstance(err, NoSpaceError) and self.source is not None:
+                nbytes = sum(reader.superblock.nbytes for reader in self.source.readers.values())
+                fact = str(err.args[0]).rstrip(".")
+                err.args = (
+                    f"{fact}. In another number of ranks the medium needs space for the new pools beside the old ones "
+                    f"({nbytes} bytes), which are unchanged: copy the directory to a larger medium, and resume there.",
+                    *err.args[1:],
+                )
+            raise
+
     def remove(self) -> None:
         """Remove the pools of other worlds. Call when all ranks have adopted a checkpoint of their own world."""
         for path in self.to_remove:
             log.info("lightck: the pool %r of another world is no longer needed, and is removed", path)
-            backend_for(path).discard(path)
-            with suppress(OSError):
-                os.unlink(f"{path}.lock")
+            _remove(path)
         self.close()
 
     def close(self) -> None:
         self._open.close()
+
+
+def _remove(path: str) -> None:
+    backend_for(path).discard(path)
+    with suppress(OSError):
+        os.unlink(f"{path}.lock")
 
 
 def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments: Arguments) -> OtherWorlds | None:
@@ -123,12 +145,16 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
         mine = sorted(others)[group.rank :: group.world_size]
         for path in mine:
             stack.callback(PoolLock(path).release)
+        # What an interrupted start left holds nothing that the chosen world lacks. It makes room now.
+        left = [path for path in mine if path in choice.left_by_interruptions(worlds)]
+        for path in left:
+            _remove(path)
         return OtherWorlds(
             worlds=worlds,
             source=None if choice.is_own else choice.world,
             path=paths[group.rank],
             parts=parts,
-            to_remove=mine,
+            to_remove=[path for path in mine if path not in left],
             _open=stack.pop_all(),
         )
     raise AssertionError("the block returns or raises")
@@ -170,6 +196,13 @@ class _Choice:
     suffix: str
     """What the names of new pools get if their usual names are taken."""
 
+    def left_by_interruptions(self, worlds: Sequence[World]) -> set[str]:
+        """Return the pools of the other worlds that lack ranks, if the chosen world lacks none."""
+        if self.world is None or self.world.missing:
+            return set()
+        lacking = [world for world in worlds if world is not self.world and world.missing]
+        return {reader.path for world in lacking for reader in world.readers.values()}
+
     @property
     def paths(self) -> list[str]:
         return [] if self.world is None else [reader.path for reader in self.world.readers.values()]
@@ -209,7 +242,23 @@ def _choose(
         )
     if best is None and not overwrite:
         _refuse_loss(directory, worlds)
+    if best is not None:
+        _refuse_longer_history(directory, worlds, best[0])
     return choice
+
+
+def _refuse_longer_history(directory: str, worlds: Sequence[World], chosen: CheckpointId) -> None:
+    """Raise ``RankError`` if a world has a checkpoint of a later step than the chosen one. A change of worlds leaves
+    none: somebody has put pools of two histories together."""
+    for world in worlds:
+        longest = max((one.step for one in common_checkpoints(world)), default=0)
+        if longest > chosen.step:
+            names = listed([os.path.basename(reader.path) for reader in world.readers.values()], 4)
+            raise RankError(
+                f"The directory {directory!r} holds two histories of one training: the newest start has reached step "
+                f"{chosen.step}, and the pools {names} hold step {longest}. Nothing was changed. Put the pools of one "
+                "history into the directory."
+            )
 
 
 def _refuse_loss(directory: str, worlds: Sequence[World]) -> None:
@@ -283,7 +332,8 @@ def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, 
     """Restore this rank's parts of one checkpoint. Raises ``DamagedError``."""
     assert other.source is not None, "a checkpoint is loaded"
     has_same_ranks = other.source.world_size == group.world_size and not other.source.missing
-    logical = logical_of(os.path.dirname(other.path), other.source, held, group.rank if has_same_ranks else 0)
+    state_of, directory = group.rank if has_same_ranks else 0, os.path.dirname(other.path)
+    logical = logical_of(directory, other.source, held, state_of, warns=group.rank == 0)
     refuse_different_ranks(logical)
     relocated = Relocated(logical, other.parts, group.rank)
     reason = describe_from_world(other.source.world_size, group.world_size)
@@ -295,5 +345,5 @@ def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, 
     restore.take(relocated, contents, [])
     differing = [] if has_same_ranks else logical.differing(("buffer",))
     if differing:
-        reason += f"; buffers that differed between the ranks are those of rank 0 ({listed(differing, 3)})"
+        reason += f"; buffers that differed between the ranks are those of the first rank ({listed(differing, 3)})"
     return Loaded(name, relocated, contents.done, reason, changed)

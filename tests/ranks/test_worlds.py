@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from ranked import run_ranks, values
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import lightck
 from lightck.errors import PoolPathError, RankError
 
 from . import worlds
+from .test_attach import damage
 from .worlds import OPTIMIZERS, WORLDS, Whole, World, build, is_equal, updates, whole_of
 
 STEPS = 3
@@ -185,3 +190,56 @@ def test_what_torch_loads_from_its_own_checkpoint_is_the_same(pools, old, new):
     values(run_ranks(WORLDS[old].n_ranks, saves))
     for ours, theirs in values(run_ranks(WORLDS[new].n_ranks, loads)):
         assert is_equal(ours, theirs)
+
+
+def test_parts_that_are_recovered_while_a_training_runs_are_of_one_step(pools):
+    """Two ranks train on, two others recover their parts again and again, at different moments."""
+    done = pools.parent / "done"
+
+    def trains(group: Any) -> None:
+        model = nn.Linear(40, 50)
+        for p in model.parameters():
+            p.data.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with lightck.attach(model, pools, optimizer=optimizer, group=group, timeout=60) as session:
+            is_done = torch.zeros(1)
+            while not is_done:
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, -1.0)
+                optimizer.step()
+                session.end_step()
+                is_done += done.exists()
+                torch.distributed.all_reduce(is_done, group=group)
+
+    def recovers(rank: int, mesh: DeviceMesh) -> list[int]:
+        model, steps = nn.Linear(40, 50), []
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        while not pools.exists() or len(list(pools.glob("*.pool"))) < 2:
+            time.sleep(0.01)
+        for turn in range(20):
+            time.sleep(0.005 * ((turn + rank) % 3))
+            steps.append(lightck.recover(pools, model, optimizer).step)
+            assert all((p.to_local() == steps[-1]).all() for p in model.parameters())
+        done.touch()
+        return steps
+
+    def body(rank: int) -> list[int]:
+        group, mesh = torch.distributed.new_group([0, 1]), DeviceMesh("cpu", [2, 3])
+        return trains(group) or [] if rank < 2 else recovers(rank, mesh)
+
+    _, _, one, other = values(run_ranks(4, body))
+    assert one == other
+    assert len(set(one)) > 1
+
+
+def test_a_block_that_only_one_rank_needs_takes_all_ranks_to_the_checkpoint_before(pools):
+    """The damage is in rows that only the last of three ranks reads."""
+    worlds.train("fsdp 2", pools, STEPS)
+    damage(pools / "rank-00001-of-00002.pool", STEPS)
+
+    def body(rank: int) -> int:
+        model, optimizer = build(WORLDS["fsdp 3"], seed=1)
+        return lightck.recover(pools, model, optimizer).step
+
+    assert values(run_ranks(3, body)) == [STEPS - 1] * 3

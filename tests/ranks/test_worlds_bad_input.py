@@ -22,6 +22,7 @@ from lightck.errors import (
     LightckError,
     NoSpaceError,
     PoolLockedError,
+    PoolPathError,
     RankError,
     UnsupportedError,
 )
@@ -267,6 +268,7 @@ def test_pools_that_an_interrupted_change_left_are_not_taken_and_go(pools, monke
     assert run_ranks(2, attached("fsdp 2", pools))[0].is_killed
     monkeypatch.undo()
     assert sorted(content(pools)) == sorted([pool_name(1, 2), *(pool_name(rank, 3) for rank in range(3))])
+    assert len(list(pools.glob(".lightck-*.new"))) == 1, "the pool of rank 0, without a name"
     both = pools.parent / "both"
     shutil.copytree(pools, both)
     assert lightck.recover(pools).step == STEPS
@@ -276,6 +278,22 @@ def test_pools_that_an_interrupted_change_left_are_not_taken_and_go(pools, monke
     for began, _ in values(run_ranks(3, attached("fsdp 3", pools))):
         assert is_equal(began, expected)
     assert sorted(content(pools)) == [pool_name(rank, 3) for rank in range(3)]
+    assert list(pools.glob(".lightck-*.new")) == []
     for began, _ in values(run_ranks(2, attached("fsdp 2", both))):
         assert is_equal(began, expected)
     assert sorted(content(both)) == [pool_name(rank, 2) for rank in range(2)]
+
+
+def test_a_pool_under_another_name_is_not_overlooked(pools):
+    """Else a training that was to go on from it would begin anew without a word."""
+    pools.mkdir()
+    model, optimizer = build(worlds.World(1))
+    with lightck.attach(model, pools / "one.pool", optimizer=optimizer):
+        updates(worlds.World(1), 0, model, optimizer, range(1))
+    for found in errors(run_ranks(2, attached("ddp 2", pools))):
+        assert isinstance(found, (PoolPathError, RankError))
+        assert "it holds the pool 'one.pool'" in str(found)
+        assert f"give it the name {pool_name(0, 1)}" in str(found)
+    (pools / "one.pool").rename(pools / pool_name(0, 1))
+    for began, _ in values(run_ranks(2, attached("ddp 2", pools))):
+        assert began.step == 1

@@ -258,3 +258,35 @@ def test_as_many_ranks_with_other_parts_keep_their_data_and_their_random_states(
         assert began == 6
         assert [one[:3] for one in batches] == [one[:3] for one in expected[rank][1][6:]]
         assert {one[3] for one in batches} == {rank * 100_000.0}
+
+
+def test_start_counts_the_samples_of_other_ranks_as_batches(pools, seen):
+    """A loop that does something once per pass where ``start`` is 0 does it once."""
+    life(pools, seen, 4, kill_at=3)
+
+    def body(rank: int) -> list[int]:
+        data = TensorDataset(torch.arange(SAMPLES, dtype=torch.float32).unsqueeze(1))
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        with lightck.attach(model, pools, optimizer=optimizer, resume=True, timeout=60) as session:
+            shares = DistributedSampler(data, num_replicas=2, rank=rank, seed=5)
+            loader = session.loader(DataLoader(data, batch_size=2, sampler=shares))
+            first = loader.start
+            numbers = [number for number, _ in enumerate(loader, loader.start)]
+            return [session.step, first, numbers[0], numbers[-1], loader.start]
+
+    for step, first, number, last, after in values(run_ranks(2, body)):
+        given = 4 * 2 * step
+        assert first == number == -(-given // 4)
+        assert last == -(-SAMPLES // 4) - 1
+        assert after == 0
+
+
+def test_a_loader_of_another_kind_after_a_pass_that_began_again_is_no_surprise(pools, seen, caplog):
+    """A single process shuffled; two ranks share the samples. Only the pass that begins again is a warning."""
+    pools.mkdir()
+    life(pools, seen, 2, kill_at=1)
+    life(pools, seen, 1, kill_at=4, sampler=random_shares)
+    for _, reason, lines in values(life(pools, seen, 2)):
+        assert "begins again" in reason
+        assert not any("was saved between two passes" in line for line in lines)

@@ -8,12 +8,15 @@ new pool can be made.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from hashlib import blake2b
 
 from lightck.errors import PoolPermissionError
 from lightck.pool.storage import lock
 from lightck.pool.storage.failures import PATH_ERRNOS, TRANSIENT_ERRNOS, io_error, undo_on_error
+
+_NAME = re.compile(r"\.lightck-[0-9a-f]{16}\.new")
 
 
 def path_of(path: str) -> str:
@@ -47,6 +50,15 @@ def remove_stale(path: str) -> None:
     new = path_of(path)
     if _is_left_by_crash(new):
         remove(new)
+
+
+def remove_all_stale(folder: str) -> None:
+    """Remove the temporary files that crashes left in a folder, of pools of any name. The caller knows that nobody
+    makes a pool in the folder now."""
+    for name in os.listdir(folder):
+        new = os.path.join(folder, name)
+        if _NAME.fullmatch(name) and _is_left_by_crash(new):
+            remove(new)
 
 
 def _is_left_by_crash(path: str) -> bool:
