@@ -32,7 +32,7 @@ from lightck.dataloader.identity import (
     report_drift,
 )
 from lightck.dataloader.loader_state import OwnedObjects, OwnGenerators, States
-from lightck.dataloader.moved_position import batches_before
+from lightck.dataloader.moved_position import adapted, batches_before
 from lightck.dataloader.passes import LoaderHost, Pass, PassIterator, tick
 from lightck.dataloader.position import PassState, Position, RngSnapshot, corrupt, same_rng
 from lightck.dataloader.positions import ReusedBatches
@@ -269,13 +269,13 @@ class SessionLoader:
     # -- restoring
 
     def _read_restored(self, value: dict[str, object]) -> Position:
-        position = Position.from_value(value)
+        kind = "stateful" if self._stateful else "plain"
+        position = adapted(Position.from_value(value), self.loader, kind, self._generators.states())
         self._epoch = self.restored_epoch = position.epoch
         self._previews.restored(position)
         if position.used_again:
             self.reused.warn_restored()
         self._worker_rng = position.worker_rng if self._persistent else None
-        kind = "stateful" if self._stateful else "plain"
         drift = drift_of(position, kind, len(self._generators), self._identity)
         self.has_drifted = bool(drift)
         if drift:

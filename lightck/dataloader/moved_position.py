@@ -2,6 +2,10 @@
 
 A pass whose samples torch's ``DistributedSampler`` shares goes on where the old ranks stood together (``sharing.py``).
 Any other pass begins again. A position between two passes stays what it is. Random states of a rank follow from a key.
+Generators that belong to a loader stay as the script has built them: those of one old rank would give all new ranks the
+same samples.
+
+A moved position has no "length" in its identity, because another number of ranks has another one.
 """
 
 from __future__ import annotations
@@ -10,9 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from lightck.dataloader.position import Identity, PassState, Position, RngSnapshot
 from lightck.dataloader.sharing import sharing_of
 from lightck.state.derived_rng import derived
+from lightck.state.rng import RngState
 
 
 class Moved(NamedTuple):
@@ -23,25 +30,83 @@ class Moved(NamedTuple):
     """Whether the pass begins again, so that samples of it are given twice."""
 
 
-def moved_position(of_ranks: Sequence[Mapping[str, object]], key: bytes) -> Moved:
+def moved_position(of_ranks: Sequence[Mapping[str, object]], key: bytes, script: RngState | None) -> Moved:
     """Return the position of a loader for a rank of another world. ``of_ranks``: its position on each rank of the old
-    world. ``key``: from what the random states of this rank follow. Raises ``CorruptPoolError``."""
+    world. ``key``, ``script``: from what the random states of this rank follow (see ``derived``). Raises
+    ``CorruptPoolError``."""
     positions = [Position.from_value(dict(value)) for value in of_ranks]
     first = positions[0]
-    kept: Identity = {"sampler": first.identity.get("sampler")} if "sampler" in first.identity else {}
-    # Version 1: only the properties in ``identity`` are compared. Another world may use other batches and workers.
-    moved = replace(first, identity={}, version=1, worker_rng=None, used_again=False)
     if not first.in_pass:
-        state = PassState(pass_number=first.state.pass_number)
-        return Moved(replace(moved, state=state).to_value(), restarts=False)
+        return Moved(_between_passes(first).to_value(), restarts=False)
     given = _samples_given(positions)
     if given is None:
-        state = PassState(pass_number=first.state.pass_number)
-        return Moved(replace(moved, in_pass=False, trained=False, state=state).to_value(), restarts=True)
+        return Moved(_between_passes(first).to_value(), restarts=True)
     assert first.state.at_iter is not None, "the position is in a pass"
-    at_iter = RngSnapshot(derived(first.state.at_iter.rng, key), first.state.at_iter.generators)
-    state = PassState(at_iter=at_iter, samples_before=given, pass_number=first.state.pass_number)
-    return Moved(replace(moved, identity=kept, state=state).to_value(), restarts=False)
+    at_iter = RngSnapshot(derived(first.state.at_iter.rng, key, script), first.state.at_iter.generators)
+    return Moved(_after(first, given, at_iter).to_value(), restarts=False)
+
+
+def own_position(own: Mapping[str, object], of_ranks: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """Return the position of a rank that keeps its own in a world of as many ranks. If its loader then shares the
+    samples among another number of them, ``adapted`` moves the position. ``of_ranks``: as in ``moved_position``."""
+    given = _samples_given([Position.from_value(dict(value)) for value in of_ranks])
+    position = Position.from_value(dict(own))
+    return dict(own) if given is None or not position.in_pass else replace(position, samples_given=given).to_value()
+
+
+def adapted(position: Position, loader: object, kind: str, generators: tuple[torch.Tensor, ...]) -> Position:
+    """Return the position for this loader, if it was moved, or if the loader shares the samples among another number of
+    ranks than the one that was saved, or in other batches. Any other position is returned unchanged. ``kind``: "plain"
+    or "stateful". ``generators``: the states of the loader's own generators, which a moved position leaves as they
+    are."""
+    now, saved = sharing_of(loader), position.sharing
+    if position.samples_given is not None and position.in_pass and now is not None and saved is not None:
+        if (now.ranks, now.batch_size) == (saved.ranks, saved.batch_size):
+            return position
+        assert position.state.at_iter is not None, "the position is in a pass"
+        position = _after(position, position.samples_given, position.state.at_iter)
+    if "length" in position.identity:  # it was not moved
+        return position
+    state, at_iter = position.state, position.state.at_iter
+    if at_iter is not None:
+        state = replace(state, at_iter=RngSnapshot(at_iter.rng, generators))
+    return replace(position, kind=position.kind if position.in_pass else kind, generators=generators, state=state)
+
+
+def _after(position: Position, samples: int, at_iter: RngSnapshot) -> Position:
+    """Return the position in the same pass after its first ``samples`` samples."""
+    # Version 1: only the properties in ``identity`` are compared. Another world may use other batches and workers.
+    kept: Identity = {"sampler": position.identity["sampler"]} if "sampler" in position.identity else {}
+    state = PassState(
+        at_iter=RngSnapshot(at_iter.rng, ()), samples_before=samples, pass_number=position.state.pass_number
+    )
+    return replace(
+        position,
+        identity=kept,
+        version=1,
+        generators=(),
+        worker_rng=None,
+        used_again=False,
+        state=state,
+        samples_given=None,
+    )
+
+
+def _between_passes(position: Position) -> Position:
+    """Return the position before a pass with the same number."""
+    state = PassState(pass_number=position.state.pass_number)
+    return replace(
+        position,
+        in_pass=False,
+        trained=False,
+        identity={},
+        version=1,
+        generators=(),
+        worker_rng=None,
+        used_again=False,
+        state=state,
+        samples_given=None,
+    )
 
 
 def batches_before(position: Position, loader: object) -> int:

@@ -111,7 +111,8 @@ class Position:
     lightck that saved the position; 1 if it saved no version. ``previews``: number of passes without an update that
     the process left before its first update; ``previews_in_loop``: whether the process left such passes after its first
     update as well. ``used_again``: whether updates were made on batches of the last pass after it ended.
-    ``sharing``: how several ranks share the samples; None if they do not, or if this is unknown.
+    ``sharing``: how several ranks share the samples; None if they do not, or if this is unknown. ``samples_given``: how
+    many samples of the pass all ranks had got together when the position was loaded by as many ranks; else None.
     """
 
     kind: str
@@ -127,12 +128,15 @@ class Position:
     previews_in_loop: bool = False
     used_again: bool = False
     sharing: Sharing | None = None
+    samples_given: int | None = None
 
     def to_value(self) -> dict[str, object]:
         # These keys are left out where they say nothing, so that the bytes of most checkpoints stay as they were.
         shared: dict[str, object] = {} if self.sharing is None else {"sharing": self.sharing.to_value()}
         if self.state.samples_before:
             shared["samples_before"] = self.state.samples_before
+        if self.samples_given is not None:
+            shared["samples_given"] = self.samples_given
         return shared | {
             "kind": self.kind,
             "epoch": self.epoch,
@@ -195,6 +199,7 @@ class Position:
             previews_in_loop=value["previews_in_loop"],
             used_again=value["used_again"],
             sharing=Sharing.from_value(value["sharing"]),
+            samples_given=value["samples_given"],
         )
         position._check()
         return position
@@ -270,6 +275,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "previews_in_loop": ((bool,), "bool"),
     "used_again": ((bool,), "bool"),
     "samples_before": ((int,), "count"),
+    "samples_given": ((int, type(None)), "count"),
 }
 """Key -> types that its value may have, and a noun for the message."""
 _LATER: dict[str, object] = {
@@ -284,6 +290,7 @@ _LATER: dict[str, object] = {
     "used_again": False,
     "samples_before": 0,
     "sharing": None,
+    "samples_given": None,
 }
 """Keys that older pools do not have, and the values that are used for these pools."""
 _KEYS = {*_TYPES, "identity", "generators", "r_iter", "r_first", "r_base", "r_last", "inner"} - set(_LATER)

@@ -132,16 +132,20 @@ def _recovered_together(directory: str, step: int | None, take: Take[T], meeting
     not, they take the next older one."""
     struck: set[CheckpointId] = set()
     rejected: list[RejectedCheckpoint] = []
-    for _ in range(_ATTEMPTS):
+    newest: set[CheckpointId] = set()
+    for _ in range(_ATTEMPTS**2):
         with open_worlds(directory) as worlds:
             found: dict[CheckpointId, tuple[World, Held]] = {}
             for world in reversed(worlds):
                 found |= {name: (world, held) for name, held in common_checkpoints(world).items()}
             own = [list(name) for name in found if name not in struck and step in (None, name.step)]
-            of_ranks = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints", msgpack.packb(own))]
-            common = frozenset.intersection(*(frozenset(CheckpointId(*name) for name in names) for names in of_ranks))
-            if not common:
+            has_changed, newest = set(found) != newest, set(found)
+            said = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints", msgpack.packb([own, has_changed]))]
+            common = frozenset.intersection(*(frozenset(CheckpointId(*name) for name in names) for names, _ in said))
+            if not common and not any(changed for _, changed in said):
                 raise _no_checkpoint_error(directory, step, sorted(found, reverse=True), rejected)
+            if not common:
+                continue  # a training reuses the slots
             chosen, taken, problem = max(common), None, ""
             world, held = found[chosen]
             try:

@@ -1,20 +1,23 @@
 """The small state of a checkpoint of several ranks, for a rank that takes it and did not save it.
 
-Random states are new: they follow from run, step and rank. Positions in loaders are moved
-(``dataloader/moved_position.py``). All else is that of the first rank.
+Random states are new: they follow from run, step and the states that the script has set, or the rank. Positions in
+loaders are moved (``dataloader/moved_position.py``). All else is that of the first rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from lightck.dataloader.moved_position import moved_position
+from lightck.dataloader.moved_position import moved_position, own_position
 from lightck.errors import CorruptPoolError, RankError, listed
 from lightck.pool.format.structures import DamagedError
 from lightck.restore.contents import Saved
 from lightck.restore.logical import REPLICATED, LogicalCheckpoint, Relocated
 from lightck.restore.usable import parse
+from lightck.state import values
 from lightck.state.derived_rng import derived
+from lightck.state.rng import RngState
 
 
 def key_of_rank(run_id: bytes, step: int, rank: int) -> bytes:
@@ -22,25 +25,52 @@ def key_of_rank(run_id: bytes, step: int, rank: int) -> bytes:
     return run_id + step.to_bytes(8, "little") + rank.to_bytes(8, "little")
 
 
-def new_random_states(stored: Saved, key: bytes) -> dict[str, object]:
-    """Return random states that follow from ``key``, in place of those of ``stored``."""
+def new_random_states(stored: Saved, key: bytes, script: RngState | None = None) -> dict[str, object]:
+    """Return random states that follow from ``key``, in place of those of ``stored``. ``script``: as in
+    ``derived``."""
     contents = parse(stored)
-    state: dict[str, object] = {"rng": derived(contents.rng, key).to_value()}
+    state: dict[str, object] = {"rng": derived(contents.rng, key, script).to_value()}
     if contents.rng_forward is not None:
-        state["rng_forward"] = derived(contents.rng_forward, key + b"forward").to_value()
+        state["rng_forward"] = derived(contents.rng_forward, key + b"forward", script).to_value()
     return state
 
 
-def moved_state(relocated: Relocated, n_saved: int, key: bytes | None) -> tuple[dict[str, object], list[str]]:
+def have_same_random_states(logical: LogicalCheckpoint) -> bool:
+    """Whether all ranks had the same random states."""
+    states = [values.pack(parse(stored).rng.to_value(), path="rng") for stored in logical.of_ranks]
+    return len(set(states)) == 1
+
+
+def moved_state(
+    relocated: Relocated, n_saved: int, key: bytes | None, script: RngState | None = None
+) -> tuple[dict[str, object], list[str]]:
     """Return what the checkpoint of a rank of another world has in its small state in place of what ``relocated`` has,
     and the names of the loaders whose pass begins again. ``n_saved``: number of ranks of the old world. ``key``: from
     what the random states of this rank follow; None if the rank keeps those that it had in the old world, and its
-    positions in loaders. Raises ``DamagedError``."""
+    positions in loaders. ``script``: as in ``derived``. Raises ``DamagedError``."""
     changed: dict[str, object] = {"stale_after": None, "copied_from": None, "from_world": n_saved}
     if key is None:
-        return changed, []
-    positions, restarted = _positions(relocated.logical, key)
-    return changed | new_random_states(relocated, key) | {"loaders": positions}, restarted
+        return changed | {"loaders": _own_positions(relocated)}, []
+    positions, restarted = _positions(relocated.logical, key, script)
+    return changed | new_random_states(relocated, key, script) | {"loaders": positions}, restarted
+
+
+def _own_positions(relocated: Relocated) -> dict[str, object]:
+    """Return the positions of a rank that keeps its own. Raises ``DamagedError``."""
+    of_ranks = [parse(stored).loaders for stored in relocated.logical.of_ranks]
+    with _as_damage():
+        return {
+            name: own_position(value, [one[name] for one in of_ranks if name in one])
+            for name, value in parse(relocated).loaders.items()
+        }
+
+
+@contextmanager
+def _as_damage() -> Iterator[None]:
+    try:
+        yield
+    except CorruptPoolError as err:
+        raise DamagedError(str(err)) from err
 
 
 def describe_restarted(names: Sequence[str]) -> str:
@@ -51,17 +81,15 @@ def describe_restarted(names: Sequence[str]) -> str:
     )
 
 
-def _positions(logical: LogicalCheckpoint, key: bytes) -> tuple[dict[str, object], list[str]]:
+def _positions(logical: LogicalCheckpoint, key: bytes, script: RngState | None) -> tuple[dict[str, object], list[str]]:
     """Return the position of each loader for this rank, and the names of the loaders whose pass begins again. ``key``:
     from what the random states of this rank follow. Raises ``DamagedError``."""
     of_ranks = [parse(stored).loaders for stored in logical.of_ranks]
     positions: dict[str, object] = {}
     restarted: list[str] = []
     for name in of_ranks[0]:
-        try:
-            moved = moved_position([one[name] for one in of_ranks if name in one], key + name.encode())
-        except CorruptPoolError as err:
-            raise DamagedError(str(err)) from err
+        with _as_damage():
+            moved = moved_position([one[name] for one in of_ranks if name in one], key + name.encode(), script)
         positions[name] = moved.value
         if moved.restarts:
             restarted.append(name)

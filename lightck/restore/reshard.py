@@ -27,7 +27,7 @@ from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import unpack_dict
 from lightck.restore.directory import recovered
 from lightck.restore.logical import LogicalCheckpoint, Relocated
-from lightck.restore.moved_state import key_of_rank, moved_state, refuse_different_ranks
+from lightck.restore.moved_state import have_same_random_states, key_of_rank, moved_state, refuse_different_ranks
 from lightck.restore.pool_copies import commit_copy, load_to_copy
 from lightck.state import values
 from lightck.state.parts import Part
@@ -115,7 +115,9 @@ def _write_one(
     if has_same_ranks:
         logical = LogicalCheckpoint(logical.of_ranks, rank)
     relocated = Relocated(logical, parts, rank)
-    key = None if has_same_ranks else key_of_rank(run_id, logical.step, rank)
+    key = None
+    if not has_same_ranks:
+        key = key_of_rank(run_id, logical.step, 0 if have_same_random_states(logical) else rank)
     changed, restarted = moved_state(relocated, n_saved, key)
     state = values.pack(unpack_dict(relocated.state) | changed, path="state")
     mesh, place = ((n_ranks,), (rank,)) if parts else ((), ())

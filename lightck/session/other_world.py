@@ -42,6 +42,7 @@ from lightck.restore.recover import LiveRestore
 from lightck.restore.usable import parse
 from lightck.session.arguments import Arguments
 from lightck.session.group import Group, directory_id, path_of_pool
+from lightck.state import rng
 from lightck.state.inventory import ModelView
 from lightck.state.local_tensors import reshard
 from lightck.state.parts import Part, parts_of
@@ -337,8 +338,8 @@ def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, 
     refuse_different_ranks(logical)
     relocated = Relocated(logical, other.parts, group.rank)
     reason = describe_from_world(other.source.world_size, group.world_size)
-    key = key_of_rank(other.source.run_id, name.step, group.rank)
-    changed, restarted = moved_state(relocated, other.source.world_size, None if has_same_ranks else key)
+    key = None if has_same_ranks else key_of_rank(other.source.run_id, name.step, 0)
+    changed, restarted = moved_state(relocated, other.source.world_size, key, rng.capture())
     if restarted:
         reason += f"; {describe_restarted(restarted)}"
     contents = parse(relocated)

@@ -321,7 +321,7 @@ def test_a_lost_pool_gets_the_slots_that_are_asked_for(pools, two):
 
 POINTS = {
     "restore": (LiveRestore, "take"),
-    "copy": (lost_pool, "_commit"),
+    "copy": (lost_pool, "commit_copy"),
     "new pool": (group_start, "copy_into_new_pool"),
     "adopt": (PoolWriter, "adopt"),
 }

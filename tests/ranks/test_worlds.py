@@ -208,6 +208,7 @@ def test_parts_that_are_recovered_while_a_training_runs_are_of_one_step(pools):
                     p.grad = torch.full_like(p, -1.0)
                 optimizer.step()
                 session.end_step()
+                time.sleep(0.01)
                 is_done += done.exists()
                 torch.distributed.all_reduce(is_done, group=group)
 
@@ -221,12 +222,14 @@ def test_parts_that_are_recovered_while_a_training_runs_are_of_one_step(pools):
             time.sleep(0.005 * ((turn + rank) % 3))
             steps.append(lightck.recover(pools, model, optimizer).step)
             assert all((p.to_local() == steps[-1]).all() for p in model.parameters())
-        done.touch()
         return steps
 
     def body(rank: int) -> list[int]:
         group, mesh = torch.distributed.new_group([0, 1]), DeviceMesh("cpu", [2, 3])
-        return trains(group) or [] if rank < 2 else recovers(rank, mesh)
+        try:
+            return trains(group) or [] if rank < 2 else recovers(rank, mesh)
+        finally:
+            done.touch()
 
     _, _, one, other = values(run_ranks(4, body))
     assert one == other
