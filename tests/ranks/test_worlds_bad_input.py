@@ -119,7 +119,8 @@ def test_no_room_for_two_worlds(tmp_path):
         found = errors(run_ranks(2, attached("fsdp 2", pools)))
         assert any(isinstance(one, NoSpaceError) for one in found)
         assert all(isinstance(one, (NoSpaceError, RankError)) for one in found)
-        assert content(pools) == before
+        assert any("space for the new pools beside the old ones" in str(one) for one in found)
+        assert content(pools) == before, "also of the ranks that had space nothing is left"
         (medium / "filler").unlink()
         for began, _ in values(run_ranks(2, attached("fsdp 2", pools))):
             assert is_equal(began, expected)
@@ -282,6 +283,25 @@ def test_pools_that_an_interrupted_change_left_are_not_taken_and_go(pools, monke
     for began, _ in values(run_ranks(2, attached("fsdp 2", both))):
         assert is_equal(began, expected)
     assert sorted(content(both)) == [pool_name(rank, 2) for rank in range(2)]
+
+
+def test_two_histories_are_told_apart(pools):
+    """A copy of the directory was loaded into another number of ranks, and the old ranks went on for longer."""
+    worlds.train("ddp 3", pools, STEPS)
+    copy = pools.parent / "copy"
+    shutil.copytree(pools, copy)
+    values(run_ranks(2, attached("ddp 2", copy)))
+    for _ in range(3):
+        values(run_ranks(3, attached("ddp 3", pools)))
+    for path in copy.glob("*.pool"):
+        path.rename(pools / path.name)
+    before = content(pools)
+    longer = lightck.recover(pools).step
+    for found in errors(run_ranks(2, attached("ddp 2", pools))):
+        assert isinstance(found, RankError)
+        assert "holds two histories of one training" in str(found)
+        assert longer in (STEPS + 1, STEPS + 3)
+    assert content(pools) == before
 
 
 def test_a_pool_under_another_name_is_not_overlooked(pools):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,9 +40,11 @@ def life(
     sampler: Callable[..., Any] = DistributedSampler,
     workers: int = 0,
     anew: bool = False,
+    n_same_data: int = 1,
+    shards: bool = False,
 ) -> list[Any]:
     """Train until step ``kill_at``, or to the end. Each rank writes a line with epoch, step and samples for each
-    update. Returns how the ranks ended."""
+    update. ``n_same_data``: so many neighbouring ranks get the same samples. Returns how the ranks ended."""
 
     number = len({path.name.partition("-")[0] for path in seen.iterdir()})
 
@@ -48,9 +52,12 @@ def life(
         data = TensorDataset(torch.arange(SAMPLES, dtype=torch.float32).unsqueeze(1))
         torch.manual_seed(0)
         model = nn.Linear(1, 1)
+        if shards:
+            fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        called = DistributedDataParallel(model, find_unused_parameters=True) if n_ranks > 1 else model
-        shares = sampler(data, num_replicas=n_ranks, rank=rank, seed=5)
+        is_parallel = n_ranks > 1 and not shards
+        called = DistributedDataParallel(model, find_unused_parameters=True) if is_parallel else model
+        shares = sampler(data, num_replicas=n_ranks // n_same_data, rank=rank // n_same_data, seed=5)
         with log_lines() as lines:
             session = lightck.attach(model, pools, optimizer=optimizer, resume=True, timeout=60)
             loader = session.loader(
@@ -290,3 +297,49 @@ def test_a_loader_of_another_kind_after_a_pass_that_began_again_is_no_surprise(p
     for _, reason, lines in values(life(pools, seen, 2)):
         assert "begins again" in reason
         assert not any("was saved between two passes" in line for line in lines)
+
+
+@pytest.mark.parametrize("same_data", [(2, 1), (1, 2)], ids=["to more shares", "to fewer shares"])
+def test_as_many_ranks_that_share_the_samples_in_another_way(pools, seen, same_data):
+    """Two ranks of each tensor parallel group get the same samples; after the change each rank gets its own."""
+    life(pools, seen, 4, kill_at=3, n_same_data=same_data[0])
+    values(life(pools, seen, 4, shards=True, n_same_data=same_data[1]))
+    (_, first), (began, second) = records(seen)
+    found: dict[int, Counter[int]] = {}
+    for lines, same in ((first, same_data[0]), (second, same_data[1])):
+        for rank, epoch, step, samples in lines:
+            if int(rank) % same == 0 and (lines is second or step <= began):
+                found.setdefault(epoch, Counter()).update(samples)
+    for used in found.values():
+        assert set(used) == set(range(SAMPLES))
+        assert sum(used.values()) - SAMPLES < 4
+
+
+@pytest.mark.parametrize("seeds_apart", [True, False])
+def test_ranks_draw_alike_exactly_if_the_script_seeds_them_alike(pools, seeds_apart):
+    """The ranks of a tensor parallel group must drop the same elements; data-parallel ranks must not."""
+
+    def draws(n_ranks: int, folder: Path) -> list[tuple[float, ...]]:
+        def body(rank: int) -> tuple[float, ...]:
+            torch.manual_seed(0)
+            model = nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+            for seed in (torch.manual_seed, random.seed, np.random.seed):
+                seed(100 + rank * seeds_apart)
+            with lightck.attach(model, folder, optimizer=optimizer, resume=True, timeout=60) as session:
+                drawn = torch.rand(1).item(), random.random(), float(np.random.rand())
+                if session.step == 0:
+                    model(torch.ones(1)).sum().backward()
+                    optimizer.step()
+            return drawn
+
+        return values(run_ranks(n_ranks, body))
+
+    fresh = draws(3, pools)
+    copy = pools.parent / "copy"
+    shutil.copytree(pools, copy)
+    after = draws(2, pools)
+    assert draws(2, copy) == after, "a start that is made again draws the same"
+    assert len(set(after)) == (2 if seeds_apart else 1)
+    assert not set(after) & set(fresh)
+    assert all(one != other for one, other in zip(after[0], fresh[0], strict=True))
