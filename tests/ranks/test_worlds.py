@@ -108,7 +108,10 @@ def attached(new: str, pools: Path, optimizer: str = "AdamW", **options) -> Call
 
 
 @pytest.mark.parametrize("new", WORLDS)
-@pytest.mark.parametrize("old", ["ddp 2", "fsdp 3", "tp 2", "hsdp", "tp x fsdp"])
+@pytest.mark.parametrize(
+    "old",
+    ["fsdp 3", "tp x fsdp", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp 2", "tp 2", "hsdp"))],
+)
 def test_a_training_goes_on_in_another_world(trained, pools, old, new):
     shutil.copytree(trained[old][0], pools)
     n_ranks = WORLDS[new].n_ranks
