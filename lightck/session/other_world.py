@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import msgpack
 
-from lightck.errors import CheckpointExistsError, NoSpaceError, RankError, UnsupportedError, listed
+from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankError, UnsupportedError, listed
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.backends import backend_for
@@ -166,10 +166,17 @@ def _has_other_world(directory: str, group: Group, parts: Mapping[str, Part]) ->
     standard = {pool_name(rank, group.world_size) for rank in range(group.world_size)}
     if any(path.name not in standard for path in pools_in(directory)):
         return True
-    own = path_of_pool(directory, group.rank, group.world_size)
-    if own is None:  # a pool without an identity is that of a single process
-        return group.world_size == 1 and bool(pools_in(directory))
-    with closing(open_pool(own)) as reader:
+    own = os.path.join(directory, pool_name(group.rank, group.world_size))
+    with suppress(PoolError), closing(open_pool(own)) as reader:  # the attach raises this error later
+        identity = reader.group
+        if identity is None:  # the pool of a single process
+            return group.world_size == 1
+        if (identity.rank, identity.world_size) == (group.rank, group.world_size):
+            return not _fits(reader, parts)
+    found = path_of_pool(directory, group.rank, group.world_size)
+    if found is None:
+        return False
+    with closing(open_pool(found)) as reader:
         return not _fits(reader, parts)
 
 

@@ -241,11 +241,24 @@ def test_a_pool_that_was_copied_over_another_is_named_on_all_ranks(pools):
     assert "no pool in the directory is that of rank 1" in str(one)
 
 
-def test_a_single_process_is_refused_the_directory_of_a_group(pools):
+def test_a_single_process_does_not_load_the_directory_of_a_group_unasked(pools):
     values(run_ranks(2, body(TOPOLOGIES["ddp"], pools, 3)))
     model, optimizer = build(TOPOLOGIES["ddp"])
-    with pytest.raises(UnsupportedError, match=r"directory of a group of 2 ranks, and this process is alone"):
-        lightck.attach(model, pools, optimizer=optimizer, resume=True)
+    with pytest.raises(CheckpointExistsError, match="holds checkpoints of a group of 2 ranks"):
+        lightck.attach(model, pools, optimizer=optimizer)
+    assert lightck.recover(pools).step == 3
+
+
+def test_a_process_alone_among_others_is_refused_the_directory_of_a_group(pools):
+    values(run_ranks(2, body(TOPOLOGIES["ddp"], pools, 3)))
+
+    def alone(rank: int) -> None:
+        model, optimizer = build(TOPOLOGIES["ddp"])
+        lightck.attach(model, pools, optimizer=optimizer, resume=True, group=False)
+
+    for found in errors(2, alone):
+        assert isinstance(found, UnsupportedError)
+        assert "group=False saves this process alone. Name a file of its own for each process" in str(found)
 
 
 def test_a_process_outside_of_the_group_is_refused(pools):
