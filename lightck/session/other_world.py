@@ -147,7 +147,8 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
         for path in mine:
             stack.callback(PoolLock(path).release)
         # What an interrupted start left holds nothing that the chosen world lacks. It makes room now.
-        left = [path for path in mine if path in choice.left_by_interruptions(worlds)]
+        interrupted = choice.left_by_interruptions(worlds)
+        left = [path for path in mine if path in interrupted]
         for path in left:
             _remove(path)
         return OtherWorlds(
@@ -205,11 +206,18 @@ class _Choice:
     """What the names of new pools get if their usual names are taken."""
 
     def left_by_interruptions(self, worlds: Sequence[World]) -> set[str]:
-        """Return the pools of the other worlds that lack ranks, if the chosen world lacks none."""
+        """Return the pools of those other worlds that lack ranks and hold no later step than the chosen one, if the
+        chosen world lacks none."""
         if self.world is None or self.world.missing:
             return set()
-        lacking = [world for world in worlds if world is not self.world and world.missing]
-        return {reader.path for world in lacking for reader in world.readers.values()}
+        newest = max(common_checkpoints(self.world)).step
+        found: set[str] = set()
+        for world in worlds:
+            readers = world.readers.values()
+            steps = [record.step for reader in readers for record in reader.commit_log().records.values()]
+            if world is not self.world and world.missing and max(steps, default=0) <= newest:
+                found |= {reader.path for reader in readers}
+        return found
 
     @property
     def paths(self) -> list[str]:
