@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import lightck
-from lightck.errors import PoolPathError, RankError
+from lightck.errors import PoolError, PoolPathError, RankError
 
 from . import worlds
 from .test_attach import damage
@@ -215,11 +215,17 @@ def test_parts_that_are_recovered_while_a_training_runs_are_of_one_step(pools):
                 is_done += done.exists()
                 torch.distributed.all_reduce(is_done, group=group)
 
+    def has_checkpoint() -> bool:
+        try:
+            return pools.exists() and lightck.recover(pools).step >= 0
+        except (PoolError, RankError):
+            return False
+
     def recovers(rank: int, mesh: DeviceMesh) -> list[int]:
         model, steps = nn.Linear(40, 50), []
         fully_shard(model, mesh=mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        while not pools.exists() or len(list(pools.glob("*.pool"))) < 2:
+        while not has_checkpoint():
             time.sleep(0.01)
         for turn in range(20):
             time.sleep(0.005 * ((turn + rank) % 3))
