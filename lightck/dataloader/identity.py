@@ -164,10 +164,11 @@ def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
     return DriftError(
         f"loader {name!r} cannot go on in mid-pass: {fact}. Possible reasons: the dataset changed (restore the old "
         "data); the dataset was built after attach from random numbers, as by random_split (build it before attach); "
-        "the sampler is at another epoch (call sampler.set_epoch(epoch) before each pass); the dataset has a random "
-        "generator or a counter of its own, which no checkpoint holds (give the dataset "
-        "state_dict() and load_state_dict(), and pass the same object in state=); the sampler and the loop draw from "
-        "the same global generator by turns (give the sampler a generator of its own in its attribute `generator`)"
+        "the sampler is at another epoch (call sampler.set_epoch(epoch) before each pass), or has other weights; the "
+        "dataset, a worker or the order of the samples depends on the clock or on the order of a set; the dataset has "
+        "a random generator or a counter of its own, which no checkpoint holds (give the dataset state_dict() and "
+        "load_state_dict(), and pass the same object in state=); the sampler and the loop draw from the same global "
+        "generator by turns (give the sampler a generator of its own in its attribute `generator`)"
         f"{reason if is_wrapper else ''}. If none of these can be mended, begin the pass anew: "
         "session.loader(..., anew=True)."
     )
