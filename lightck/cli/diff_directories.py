@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 from lightck.cli.stored_checkpoints import ATTEMPTS
 from lightck.cli.text import Facts
 from lightck.errors import NoCheckpointError, PoolLockedError
-from lightck.pool.format.group import GroupIdentity
-from lightck.pool.reader import PoolReader
 from lightck.pool.storage.lock import holder_of
 from lightck.ranks.directory import existing_pools, open_all
 
@@ -65,7 +63,7 @@ def _group(path: str, step: int | None) -> Group | None:
     if not os.path.isdir(path):
         return None
     with open_all(path) as readers:
-        identity = _identity(readers[0])
+        identity = readers[0].group
         held = [usable_by_id(reader) for reader in readers]
         common = [one for one in frozenset.intersection(*map(frozenset, held)) if step is None or one.step == step]
         if not common:
@@ -74,12 +72,9 @@ def _group(path: str, step: int | None) -> Group | None:
                 f"The ranks in {path!r} have no checkpoint{wanted} in common. `lightck inspect {path}` shows what each "
                 "rank has."
             )
-        return (identity.world_size, identity.mesh_shape), [reader.path for reader in readers], max(common).step
-
-
-def _identity(reader: PoolReader) -> GroupIdentity:
-    assert reader.group is not None, "open_all has checked it"
-    return reader.group
+        # The pool of a single process may stand for a world of one.
+        shape = (1, ()) if identity is None else (identity.world_size, identity.mesh_shape)
+        return shape, [reader.path for reader in readers], max(common).step
 
 
 def _rank_by_rank(a: tuple[str, Group], b: tuple[str, Group], compare_pools: ComparePools) -> Facts:

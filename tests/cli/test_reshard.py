@@ -100,3 +100,21 @@ def test_tensors_have_the_same_bits_after_two_turns(trained, pool):
     assert all(torch.equal(checkpoint.tensor(f"optimizer/{name}"), value) for name, value in expected.state.items())
     same = json.loads(call("diff", pools, three, "--json").stdout)
     assert same["tensors"] == []
+
+
+def test_the_pool_of_a_single_process_that_stands_for_a_world_of_one(pool):
+    """It was moved into a directory, and no group has taken it yet."""
+    alone, out = pool.parent / "alone", pool.parent / "out"
+    alone.mkdir()
+    model, optimizer = build(World(1))
+    with lightck.attach(model, alone / "run.pool", optimizer=optimizer) as session:
+        worlds.updates(World(1), 0, model, optimizer, range(STEPS))
+    expected = whole_of(session.step, model, optimizer)
+    (alone / "run.pool").rename(alone / pool_name(0, 1))
+    assert call("inspect", alone).exit_code == OK
+    assert call("verify", alone).exit_code == OK
+    assert call("reshard", alone, out, "--world", 2).exit_code == OK
+    assert json.loads(call("diff", alone, out, "--json").stdout)["tensors"] == []
+    assert json.loads(call("diff", alone, alone, "--json").stdout)["equal"]
+    for began, _, _ in values(run_ranks(2, attached("fsdp 2", out))):
+        assert is_equal(began, expected)
