@@ -24,7 +24,7 @@ def inspect(directory: str, as_json: bool) -> int:
         print_json(facts)
     else:
         _show(facts)
-    return OK if facts["common"] else BAD
+    return OK if facts["common"] and facts["problem"] is None else BAD
 
 
 def verify(directory: str, as_json: bool, pool_facts: Callable[[str], Facts]) -> int:

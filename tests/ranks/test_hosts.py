@@ -63,13 +63,13 @@ class WatchedStore:
 def stores(monkeypatch):
     """The stores of the sessions of this process, in the order of their attach."""
     stores: list[WatchedStore] = []
-    original = group_module._store_of
+    original = group_module.store_of
 
     def watched(group):
         stores.append(WatchedStore(original(group)))
         return stores[-1]
 
-    monkeypatch.setattr(group_module, "_store_of", watched)
+    monkeypatch.setattr(group_module, "store_of", watched)
     return stores
 
 
