@@ -45,6 +45,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "ranks": "Several ranks",
         "ranks-hosts*": "Hosts and new files",
         "lost-pool*": "A lost pool",
+        "worlds*": "Another number of ranks",
     },
     "Keep": {
         "medium*": "Choose a medium",
