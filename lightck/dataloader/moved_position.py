@@ -42,8 +42,8 @@ def moved_position(of_ranks: Sequence[Mapping[str, object]], key: bytes, script:
     if given is None:
         return Moved(_between_passes(first).to_value(), restarts=True)
     assert first.state.at_iter is not None, "the position is in a pass"
-    at_iter = RngSnapshot(derived(first.state.at_iter.rng, key, script), first.state.at_iter.generators)
-    return Moved(_after(first, given, at_iter).to_value(), restarts=False)
+    rng = derived(first.state.at_iter.rng, key, script)
+    return Moved(_after(first, given, rng).to_value(), restarts=False)
 
 
 def own_position(own: Mapping[str, object], of_ranks: Sequence[Mapping[str, object]]) -> dict[str, object]:
@@ -64,7 +64,7 @@ def adapted(position: Position, loader: object, kind: str, generators: tuple[tor
         if (now.ranks, now.batch_size) == (saved.ranks, saved.batch_size):
             return position
         assert position.state.at_iter is not None, "the position is in a pass"
-        position = _after(position, position.samples_given, position.state.at_iter)
+        position = _after(position, position.samples_given, position.state.at_iter.rng)
     if "length" in position.identity:  # it was not moved
         return position
     state, at_iter = position.state, position.state.at_iter
@@ -73,33 +73,25 @@ def adapted(position: Position, loader: object, kind: str, generators: tuple[tor
     return replace(position, kind=position.kind if position.in_pass else kind, generators=generators, state=state)
 
 
-def _after(position: Position, samples: int, at_iter: RngSnapshot) -> Position:
-    """Return the position in the same pass after its first ``samples`` samples."""
-    # Version 1: only the properties in ``identity`` are compared. Another world may use other batches and workers.
+def _after(position: Position, samples: int, rng: RngState) -> Position:
+    """Return the position in the same pass after its first ``samples`` samples. ``rng``: the random states at the
+    beginning of the pass."""
     kept: Identity = {"sampler": position.identity["sampler"]} if "sampler" in position.identity else {}
-    state = PassState(
-        at_iter=RngSnapshot(at_iter.rng, ()), samples_before=samples, pass_number=position.state.pass_number
-    )
-    return replace(
-        position,
-        identity=kept,
-        version=1,
-        generators=(),
-        worker_rng=None,
-        used_again=False,
-        state=state,
-        samples_given=None,
-    )
+    state = PassState(RngSnapshot(rng, ()), samples_before=samples, pass_number=position.state.pass_number)
+    return _moved(position, kept, state)
 
 
 def _between_passes(position: Position) -> Position:
     """Return the position before a pass with the same number."""
     state = PassState(pass_number=position.state.pass_number)
+    return _moved(replace(position, in_pass=False, trained=False), {}, state)
+
+
+def _moved(position: Position, identity: Identity, state: PassState) -> Position:
+    # Version 1: only the properties in ``identity`` are compared. Another world may use other batches and workers.
     return replace(
         position,
-        in_pass=False,
-        trained=False,
-        identity={},
+        identity=identity,
         version=1,
         generators=(),
         worker_rng=None,

@@ -21,6 +21,7 @@ from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.writer import PoolWriter, RelayoutNeededError
+from lightck.state.inventory import param_of
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
@@ -193,7 +194,7 @@ def _kept_entries(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:
     if not now:
         return {name: entry for name, entry in used.items() if entry.role != "state"}
     params = {e.name.removeprefix("model/") for e in now.values() if e.role == "param"}
-    return {name: entry for name, entry in used.items() if entry.role == "optimizer" and _param_of(entry) in params}
+    return {name: entry for name, entry in used.items() if entry.role == "optimizer" and param_of(entry.name) in params}
 
 
 def spare_nbytes(old: PoolWriter | None, layout: Layout) -> int:
@@ -208,11 +209,6 @@ def spare_nbytes(old: PoolWriter | None, layout: Layout) -> int:
     return 2 * grew + max(RESERVE_MIN, nbytes >> max(2, 4 - old.n_relayouts))
 
 
-def _param_of(entry: Entry) -> str:
-    """Return the name of the parameter to which an entry of optimizer state belongs."""
-    return entry.name.removeprefix("optimizer/").rpartition("/")[0]
-
-
 def in_module_order(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries in the order of the modules, each parameter followed by its optimizer state; the user's
     objects come last. So the tensors that one layer's update changes lie next to each other in a slot."""
@@ -223,6 +219,6 @@ def in_module_order(entries: Iterable[Entry]) -> list[Entry]:
         i, entry = item
         if entry.role != "optimizer":
             return (i if entry.role != "state" else len(entries)), -1
-        return owner.get(_param_of(entry), len(entries)), i
+        return owner.get(param_of(entry.name), len(entries)), i
 
     return [entry for _, entry in sorted(enumerate(entries), key=key)]

@@ -18,12 +18,13 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import combinations
 
 import torch
 
 from lightck.errors import UnsupportedError
 from lightck.pool.format.assembly import Copy, coverage, local_copies
-from lightck.pool.format.boxes import Box, Ints, whole_box
+from lightck.pool.format.boxes import Box, Ints, intersection, whole_box
 from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties
 from lightck.pool.format.pieces import Piece
 from lightck.pool.format.structures import CommitRecord, DamagedError
@@ -31,7 +32,7 @@ from lightck.pool.reader import StoredCheckpoint
 from lightck.restore.contents import load_tensor
 from lightck.restore.read_boxes import BoxRead, Destination, read_boxes
 from lightck.restore.tensor_writes import same_bits
-from lightck.state.inventory import contiguous_stride
+from lightck.state.inventory import contiguous_stride, param_of
 from lightck.state.parts import Part
 
 log = logging.getLogger("lightck")
@@ -44,6 +45,8 @@ has BatchNorm statistics of its own."""
 class Holder:
     """One pool that holds a tensor, or a part of it."""
 
+    position: int
+    """Of the pool in ``of_ranks``."""
     stored: StoredCheckpoint
     entry: Entry
     name: str
@@ -85,10 +88,10 @@ class LogicalCheckpoint:
         return self.of_ranks[self.state_of]
 
     def _add(self, name: str) -> None:
-        stored = self._stored_that_count(name)
-        if not stored:
+        positions = self._positions_that_count(name)
+        if not positions:
             return
-        parts = [one.entries[name] for one in stored]
+        parts = [self.of_ranks[at].entries[name] for at in positions]
         entry = _whole_entry(parts[0])
         if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
             _refuse_shape_per_rank(name, entry.role)
@@ -98,7 +101,9 @@ class LogicalCheckpoint:
         self.entries[name] = entry
         if entry.alias is not None:
             return
-        self.holders[name] = [Holder(one, part, part.alias or name) for one, part in zip(stored, parts, strict=True)]
+        self.holders[name] = [
+            Holder(at, self.of_ranks[at], part, part.alias or name) for at, part in zip(positions, parts, strict=True)
+        ]
         uncovered = None if parts[0].pieces is None else _uncovered(entry.shape, tuple(p.pieces or () for p in parts))
         if uncovered is not None:
             raise DamagedError(
@@ -106,12 +111,12 @@ class LogicalCheckpoint:
                 f"at {uncovered.start}"
             )
 
-    def _stored_that_count(self, name: str) -> list[StoredCheckpoint]:
-        """Return the checkpoints from whose tensors of this name the logical tensor is made."""
-        found = [stored for stored in self.of_ranks if name in stored.entries]
-        if found[0].entries[name].role != "state":
+    def _positions_that_count(self, name: str) -> list[int]:
+        """Return the positions of the checkpoints from whose tensors of this name the logical tensor is made."""
+        found = [at for at, stored in enumerate(self.of_ranks) if name in stored.entries]
+        if self.of_ranks[found[0]].entries[name].role != "state":
             return found
-        return [self.own] if name in self.own.entries else []
+        return [self.state_of] if name in self.own.entries else []
 
     def differing(self, roles: Iterable[str]) -> list[str]:
         """Return the names of the tensors of these roles of which two ranks hold the same elements with different
@@ -140,7 +145,7 @@ class Relocated:
         self.entries = {name: self._entry(name, entry) for name, entry in self.logical.entries.items()}
 
     def _entry(self, name: str, entry: Entry) -> Entry:
-        param = name if entry.role != "optimizer" else "model/" + _param_of(name)
+        param = name if entry.role != "optimizer" else "model/" + param_of(name)
         part = self.parts.get(param)
         saved = next((one.entry for one in self.logical.holders.get(name, ()) if one.entry.pieces is not None), None)
         if entry.role == "optimizer" and entry.shape and entry.shape != self._shape_of(param):
@@ -253,8 +258,7 @@ class Relocated:
     def _holders(self, name: str) -> dict[int, Holder]:
         """Return position in ``of_ranks`` -> holder, of the pools that are not struck. Of tensors that are equal in all
         pools, the first one is another one for each rank. Of buffers, it is the rank whose small state counts."""
-        position = {id(stored): number for number, stored in enumerate(self.logical.of_ranks)}
-        found = {position[id(one.stored)]: one for one in self.logical.holders[name]}
+        found = {one.position: one for one in self.logical.holders[name]}
         left = [number for number in found if number not in self._struck]
         wanted = self.rank % max(1, len(found)) if self.entries[name].role in REPLICATED else self.logical.state_of
         first = next((place for place, number in enumerate(left) if number >= wanted), 0)
@@ -282,11 +286,6 @@ class Relocated:
             if entry.nbytes and (not pieces or _uncovered(shape, pieces) is not None):
                 return False
         return True
-
-
-def _param_of(name: str) -> str:
-    """Return the parameter of a tensor of optimizer state."""
-    return name.removeprefix("optimizer/").rpartition("/")[0]
 
 
 def _whole_entry(entry: Entry) -> Entry:
@@ -350,25 +349,24 @@ def _have_different_bytes(holders: Sequence[Holder]) -> bool:
     pieces = [one.pieces for one in holders]
     if coverage(shape, pieces).repeated is None:
         return False
-    tensors = [load_tensor(one.stored, one.name) for one in holders]
-    for number, (tensor, own) in enumerate(zip(tensors, pieces, strict=True)):
-        for other, theirs in list(zip(tensors, pieces, strict=True))[:number]:
-            for piece in own:
-                for at, size, local in theirs:
-                    if not _same_in_common(tensor, piece, other, Piece(at, size, local)):
-                        return True
-    return False
+    loaded = [(load_tensor(one.stored, one.name), one.pieces) for one in holders]
+    return any(
+        not _same_in_common(one, piece, other, other_piece)
+        for (one, pieces_of_one), (other, pieces_of_other) in combinations(loaded, 2)
+        for piece in pieces_of_one
+        for other_piece in pieces_of_other
+    )
 
 
 def _same_in_common(one: torch.Tensor, piece: Piece, other: torch.Tensor, other_piece: Piece) -> bool:
-    start = [max(a, b) for a, b in zip(piece.start, other_piece.start, strict=True)]
-    ends = [min(a + n, b + m) for a, n, b, m in zip(*piece[:2], *other_piece[:2], strict=True)]
-    if any(end <= at for at, end in zip(start, ends, strict=True)):
+    common = intersection(Box(piece.start, piece.size), Box(other_piece.start, other_piece.size))
+    if common is None:
         return True
-    views = []
-    for tensor, (first, _, local) in ((one, piece), (other, other_piece)):
-        view = tensor
-        for dim, (at, end, begin, inside) in enumerate(zip(start, ends, first, local, strict=True)):
-            view = view.narrow(dim, inside + at - begin, end - at)
-        views.append(view)
-    return same_bits(views[0].contiguous(), views[1].contiguous())
+    return same_bits(_view(one, piece, common), _view(other, other_piece, common))
+
+
+def _view(tensor: torch.Tensor, piece: Piece, box: Box) -> torch.Tensor:
+    """Return the elements of a local tensor that are a box of the logical tensor. The box lies in ``piece``."""
+    for dim, (at, size) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, at - piece.start[dim] + piece.local_start[dim], size)
+    return tensor.contiguous()

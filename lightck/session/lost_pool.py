@@ -25,15 +25,12 @@ from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Saved, unpack_dict
+from lightck.restore.logical import REPLICATED
 from lightck.restore.moved_state import new_random_states
 from lightck.restore.pool_copies import commit_copy, load_to_copy
 from lightck.restore.usable import parse
 from lightck.session.group import Group, path_of_pool
 from lightck.state import values
-
-REPLICATED = ("param", "optimizer")
-"""Roles of the tensors that must be equal on all ranks, if one rank is to replace another. Buffers may differ: each
-rank has BatchNorm statistics of its own."""
 
 
 def open_source(directory: str, group: Group, rank: int, run_id: bytes) -> PoolReader:

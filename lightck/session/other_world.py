@@ -65,17 +65,14 @@ class OtherWorlds:
     """Name -> part, of the tensors of the model of which this rank holds a part."""
     to_remove: list[str]
     """The pools that this rank removes when all ranks have a checkpoint in their own."""
+    candidates: list[tuple[CheckpointId, Held]]
+    """The checkpoints that all pools of ``source`` have, newest first."""
     _open: ExitStack
 
     @property
     def incarnation(self) -> int:
         """The largest incarnation in the directory."""
         return max(world.incarnation for world in self.worlds)
-
-    def candidates(self) -> list[tuple[CheckpointId, Held]]:
-        """Return the checkpoints that all pools of ``source`` have, newest first."""
-        assert self.source is not None, "a checkpoint is loaded"
-        return sorted(common_checkpoints(self.source).items(), reverse=True, key=lambda one: one[0])
 
     @contextmanager
     def discards_on_error(self) -> Iterator[None]:
@@ -157,6 +154,7 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
             path=paths[group.rank],
             parts=parts,
             to_remove=[path for path in mine if path not in left],
+            candidates=sorted(choice.common.items(), reverse=True, key=lambda one: one[0]),
             _open=stack.pop_all(),
         )
     raise AssertionError("the block returns or raises")
@@ -204,13 +202,15 @@ class _Choice:
     """Whether that is the world of this group."""
     suffix: str
     """What the names of new pools get if their usual names are taken."""
+    common: Mapping[CheckpointId, Held]
+    """The checkpoints that all pools of the world have."""
 
     def left_by_interruptions(self, worlds: Sequence[World]) -> set[str]:
         """Return the pools of those other worlds that lack ranks and hold no later step than the chosen one, if the
         chosen world lacks none."""
         if self.world is None or self.world.missing:
             return set()
-        newest = max(common_checkpoints(self.world)).step
+        newest = max(self.common).step
         found: set[str] = set()
         for world in worlds:
             readers = world.readers.values()
@@ -242,14 +242,17 @@ def _choose(
     ]
     received = [msgpack.unpackb(one) for one in meeting.exchange("worlds", msgpack.packb([unfit, os.urandom(4).hex()]))]
     not_own = {world_id for ids, _ in received for world_id in ids}
+    common = [common_checkpoints(world) for world in worlds]
     newest: list[tuple[CheckpointId, bool, bool, int]] = []
     for number, world in enumerate(worlds):
         is_own = world.world_size == group.world_size and world.world_id not in not_own
-        ids = common_checkpoints(world)
-        if ids and not overwrite:
-            newest.append((max(ids), not world.missing, is_own, number))
-    best = max(newest, default=None)
-    choice = _Choice(None, False, received[0][1]) if best is None else _Choice(worlds[best[3]], best[2], received[0][1])
+        if common[number] and not overwrite:
+            newest.append((max(common[number]), not world.missing, is_own, number))
+    best, suffix = max(newest, default=None), received[0][1]
+    if best is None:
+        choice = _Choice(None, False, suffix, {})
+    else:
+        choice = _Choice(worlds[best[3]], best[2], suffix, common[best[3]])
     own = [b"" if choice.world is None else choice.world.world_id, None if best is None else list(best[0])]
     if len(set(meeting.exchange("choices of a world", msgpack.packb(own)))) > 1:
         raise RankError(
@@ -259,15 +262,17 @@ def _choose(
     if best is None and not overwrite:
         _refuse_loss(directory, worlds)
     if best is not None:
-        _refuse_longer_history(directory, worlds, best[0])
+        _refuse_longer_history(directory, worlds, common, best[0])
     return choice
 
 
-def _refuse_longer_history(directory: str, worlds: Sequence[World], chosen: CheckpointId) -> None:
+def _refuse_longer_history(
+    directory: str, worlds: Sequence[World], common: Sequence[Mapping[CheckpointId, Held]], chosen: CheckpointId
+) -> None:
     """Raise ``RankError`` if a world has a checkpoint of a later step than the chosen one. A change of worlds leaves
-    none: somebody has put pools of two histories together."""
-    for world in worlds:
-        longest = max((one.step for one in common_checkpoints(world)), default=0)
+    none: somebody has put pools of two histories together. ``common``: what all pools of each world have."""
+    for world, ids in zip(worlds, common, strict=True):
+        longest = max((one.step for one in ids), default=0)
         if longest > chosen.step:
             names = listed([os.path.basename(reader.path) for reader in world.readers.values()], 4)
             raise RankError(
@@ -324,7 +329,7 @@ def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestor
     """Restore the newest checkpoint of ``other.source`` that all ranks can restore. Raises ``RankError`` if there is
     none; and what a restore raises if the checkpoint does not fit."""
     reasons: list[str] = []
-    for name, held in other.candidates():
+    for name, held in other.candidates:
         loaded, problem = None, ""
         try:
             loaded = _load_one(other, group, name, held, restore)

@@ -478,6 +478,12 @@ def state_name(param: str, key: object) -> str:
     return f"optimizer/{param}/{key}"
 
 
+def param_of(name: str) -> str:
+    """Return the name of the parameter to which a tensor of optimizer state belongs. ``name``: that of the tensor in
+    the pool, as ``state_name`` makes it."""
+    return name.removeprefix("optimizer/").rpartition("/")[0]
+
+
 def entry_of(live: Live) -> Entry:
     """Return the entry of a tensor in the layout table. Raises ``StateValueError`` for a tensor that cannot be
     stored."""

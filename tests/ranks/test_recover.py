@@ -239,3 +239,15 @@ def test_a_killed_training_is_recovered_at_the_step_that_it_would_resume(pools):
     step = lightck.recover(pools).step
     runs = values(run_ranks(2, body(topology, pools, 20)))
     assert [run.began for run in runs] == [step, step]
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_parts_that_overlap_in_another_way_are_compared_byte_by_byte(pools, caplog, is_equal):
+    """Rank 0 holds everything, and rank 1 the elements 1 and 2: at their places, or one place further."""
+    place = 1 if is_equal else 2
+    whole = by_hand.entry("model/w", (4,), logical_shape=(4,), pieces=(Piece((0,), (4,), (0,)),))
+    part = by_hand.entry("model/w", (4,), logical_shape=(4,), pieces=(Piece((1,), (2,), (place,)),))
+    hostile(pools, [[whole], [part]])
+    with caplog.at_level(logging.WARNING, "lightck"):
+        lightck.recover(pools)
+    assert ("1 tensors of step 1 differ between ranks" in caplog.text) != is_equal

@@ -15,16 +15,16 @@ import torch
 from ranked import run_ranks, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import lightck
 
+from .trainings import PLAN, fsdp, hsdp, tp_fsdp
+
 WIDTH = 132
 """Divisible by 2, 3 and 4: tensor parallel with ``fully_shard`` cannot compute with uneven parts."""
-PLAN = {"first": ColwiseParallel(), "last": RowwiseParallel()}
 
 
 class OddNet(nn.Module):
@@ -60,26 +60,11 @@ class World:
     """So many neighbouring ranks get the same batches."""
 
 
-def fsdp(model: Any, mesh: Any = None) -> None:
-    fully_shard(model.first, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
-
-def hsdp(model: nn.Module) -> None:
-    fsdp(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
 def tp(n_ranks: int) -> Callable[[nn.Module], None]:
     def shard(model: nn.Module) -> None:
         parallelize_module(model, init_device_mesh("cpu", (n_ranks,)), PLAN)
 
     return shard
-
-
-def tp_fsdp(model: nn.Module) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], PLAN)
-    fsdp(model, mesh["dp"])
 
 
 WORLDS = {
