@@ -43,11 +43,16 @@ class Ended:
 
 
 def run_ranks(
-    n_ranks: int, body: Callable[[int], Any], *, ends_others_after: float = 0.0, has_group: bool = True
+    n_ranks: int,
+    body: Callable[[int], Any],
+    *,
+    ends_others_after: float = 0.0,
+    has_group: bool = True,
+    communication: str = "gloo",
 ) -> list[Ended]:
     """Run ``body(rank)`` in one process per rank, and return how each of them ended. ``ends_others_after``: when a rank
     is killed, kill the others after so many seconds, as a launcher does. ``has_group``: whether the ranks join a
-    process group first."""
+    process group first, of this backend for ``communication``."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = {}
         for rank in range(n_ranks):
@@ -55,17 +60,18 @@ def run_ranks(
             pid = os.fork()
             if pid == 0:
                 os.close(read)
-                _child(rank, n_ranks, body, write, Path(folder), has_group)
+                _child(rank, n_ranks, body, write, Path(folder), communication if has_group else "")
             os.close(write)
             ranks[rank] = pid, read
         return _ended(ranks, ends_others_after)
 
 
-def _child(rank: int, n_ranks: int, body: Callable[[int], Any], write: int, folder: Path, has_group: bool) -> None:
+def _child(rank: int, n_ranks: int, body: Callable[[int], Any], write: int, folder: Path, communication: str) -> None:
     ended = Ended()
     try:
-        if has_group:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=n_ranks)
+        if communication:
+            store = f"file://{folder}/store"
+            dist.init_process_group(communication, init_method=store, rank=rank, world_size=n_ranks)
         ended.value = body(rank)
     except BaseException as err:
         ended.error, ended.text = err, traceback.format_exc()

@@ -1,7 +1,11 @@
-"""Tests that need a CUDA device; without one they are skipped, and nothing here is imported by the others."""
+"""Tests that need a CUDA device; without one they are skipped, and nothing here is imported by the others.
+
+``LIGHTCK_TEST_DEVICE=cpu pytest tests/gpu/test_resume.py`` runs those trainings that need nothing of CUDA on the CPU.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,5 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
+            on_cpu = item.path.stem == "test_resume" and os.environ.get("LIGHTCK_TEST_DEVICE") == "cpu"
+            if not (on_cpu or torch.cuda.is_available()):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))

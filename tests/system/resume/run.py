@@ -135,6 +135,7 @@ class Run:
                 **digests("optimizer", [o.state_dict() for o in optimizers]),
                 **digests("objects", {name: obj.state_dict() for name, obj in (objects or {}).items()}),
                 **digests("rng", [torch.get_rng_state(), np.random.get_state(legacy=False), digest(random.getstate())]),
+                **digests("device rng", torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []),
             }
         )
 
@@ -193,7 +194,7 @@ def digests(path: str, value: Any) -> dict[str, str]:
 def digest(leaf: Any) -> str:
     """Of type, shape and bytes of a tensor or array; of the exact text of anything else."""
     if isinstance(leaf, torch.Tensor):
-        flat = leaf.detach().contiguous().reshape(-1)
+        flat = leaf.detach().cpu().contiguous().reshape(-1)
         head, body = f"{leaf.dtype} {tuple(leaf.shape)}", flat.view(torch.uint8).numpy().tobytes()
     elif isinstance(leaf, np.ndarray):
         head, body = f"{leaf.dtype} {leaf.shape}", leaf.tobytes()

@@ -61,5 +61,5 @@ def run_child(request: Mapping[str, Any], pipe: int) -> None:
     Run(request, pipe).execute(SCENARIOS[request["scenario"]].train)
 
 
-for _module in ("loops", "weights", "scaler", "loaders", "several", "compiled", "timeline"):
+for _module in ("loops", "weights", "scaler", "loaders", "several", "compiled", "timeline", "device"):
     importlib.import_module(f"{__name__}.{_module}")
