@@ -291,7 +291,8 @@ def test_tensors_on_both_sides(pool):
 @pytest.mark.parametrize("kill_at", [1, 4, 7])
 def test_a_killed_training_goes_on_with_the_same_bits(pool, kill_at):
     def run(path: Path, upto: int, kill: int = 0) -> int:
-        environment = {**os.environ, "PYTHONPATH": str(Path(lightck.__file__).parents[1])}
+        paths = [str(Path(lightck.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         return subprocess.run(
             [sys.executable, "-c", SCRIPT, str(path), str(upto), str(kill)], env=environment, check=False
         ).returncode

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from system.resume.conftest import _compiling_server, _server, compiling_server, server  # noqa: F401
 from system.resume.forkserver import ForkServer
 from system.resume.harness import Kill, Training, check_kills_came, check_scenario_is_at_work, draw_kills
 from system.resume.scenarios import SCENARIOS, Scenario
@@ -23,6 +22,13 @@ NAMES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[bool, ForkServer]]:
+    """One for trainings that compile, and one for the others."""
+    with ForkServer(compiles=True, warms=False) as compiling, ForkServer(warms=False) as server:
+        yield {True: compiling, False: server}
+
+
 def survives(fork_server: ForkServer, scenario: Scenario, folder: Path) -> None:
     training = Training(fork_server, scenario, folder)
     reference = training.reference()
@@ -32,14 +38,18 @@ def survives(fork_server: ForkServer, scenario: Scenario, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_resume_is_bit_identical(name: str, folder: Path, request: pytest.FixtureRequest) -> None:
+def test_resume_is_bit_identical(name: str, folder: Path, servers: dict[bool, ForkServer]) -> None:
     scenario = SCENARIOS[name]
-    survives(request.getfixturevalue("compiling_server" if scenario.compiles else "server"), scenario, folder)
+    server = servers[scenario.compiles]
+    try:
+        survives(server, scenario, folder)
+    finally:
+        server.bury()
 
 
 @pytest.fixture(params=["expandable_segments:True", "backend:cudaMallocAsync"])
 def server_with_allocator(request: pytest.FixtureRequest) -> Iterator[ForkServer]:
-    with ForkServer(environment={"PYTORCH_CUDA_ALLOC_CONF": request.param}) as started:
+    with ForkServer(environment={"PYTORCH_CUDA_ALLOC_CONF": request.param}, warms=False) as started:
         yield started
         started.bury()
 

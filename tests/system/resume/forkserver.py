@@ -29,11 +29,13 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 # ---- in the server ---------------------------------------------------------------------------------------------
 
 
-def main(sock_fd: int, compiles: bool, without_lightck: bool, programs: str) -> None:
+def main(sock_fd: int, compiles: bool, without_lightck: bool, programs: str, warms: bool) -> None:
     """``programs``: the module beside this package whose ``run_child`` a child calls."""
     sock = socket.socket(fileno=sock_fd)
     scenarios = importlib.import_module(programs)
-    _warm(compiles, without_lightck)
+    _import(compiles, without_lightck)
+    if warms:
+        _warm(compiles)
     gc.collect()
     gc.freeze()
     if len(os.listdir("/proc/self/task")) != 1:
@@ -78,11 +80,8 @@ def _bury(pids: list[int]) -> None:
         os.waitpid(pids.pop(), 0)
 
 
-def _warm(compiles: bool, without_lightck: bool) -> None:
-    """What lightck imports when it is first asked for, torch at its first update and the compiler at its first run, a
-    child finds there."""
-    import torch
-
+def _import(compiles: bool, without_lightck: bool) -> None:
+    """What lightck imports when it is first asked for, a child finds there."""
     if without_lightck:
         assert "lightck" not in sys.modules, "a training that never imported lightck"
     else:
@@ -94,6 +93,12 @@ def _warm(compiles: bool, without_lightck: bool) -> None:
         with contextlib.suppress(ImportError):  # where it is installed, torch.compile's progress bars start its thread
             importlib.import_module("tqdm").tqdm.monitor_interval = 0
         importlib.import_module("torch._inductor.compile_fx")
+
+
+def _warm(compiles: bool) -> None:
+    """What torch imports at its first update and the compiler at its first run, a child finds there."""
+    import torch
+
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.1))
     called = torch.compile(net, backend="aot_eager") if compiles else net
     optimizer = torch.optim.AdamW(net.parameters())
@@ -145,8 +150,11 @@ class ForkServer:
         environment: dict[str, str] | None = None,
         without_lightck: bool = False,
         programs: str = "",
+        warms: bool = True,
     ) -> None:
         """``programs``: a module with ``run_child``, by its name from the folder of tests; scenarios by default.
+        ``warms``: whether the server itself makes an update first. With a CUDA device that starts threads and uses the
+        driver, so children that use the device need a server that does not.
         ``without_lightck``: its children never import lightck, so they run nothing but reference runs."""
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         package, _, name = __name__.rpartition(".")
@@ -155,7 +163,7 @@ class ForkServer:
             f"import sys; sys.path[:0] = {[str(folder), str(Path(__file__).resolve().parents[2])]!r}\n"
             f"import torch; torch.set_num_threads(1)\n"
             f"from {package}.{name} import main; "
-            f"main({theirs.fileno()}, {compiles}, {without_lightck}, {programs or f'{package}.scenarios'!r})"
+            f"main({theirs.fileno()}, {compiles}, {without_lightck}, {programs or f'{package}.scenarios'!r}, {warms})"
         )
         root = str(Path(__file__).resolve().parents[3])
         paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
