@@ -11,6 +11,7 @@ import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -73,6 +74,7 @@ class SlowTransfer:
         self.flows_beside = self._beside.flows
         """While cleared, copies in parallel with the computation do not arrive."""
         self.sent = 0
+        """Tensors that were sent to host memory."""
         self.fails: Exception | None = None
         """Error that a copy in the order of the computation raises."""
         self.fails_beside: Exception | None = None
@@ -87,6 +89,8 @@ class SlowTransfer:
         """Bytes of device memory."""
         self.refuses: Exception | None = None
         """Error that registering memory raises."""
+        self._memory = weakref.WeakValueDictionary[int, torch.Tensor]()
+        """Memory that was allocated on the device, by its address."""
         self.registered: list[int] = []
         """Addresses of host memory that the device writes to directly."""
 
@@ -121,11 +125,22 @@ class SlowTransfer:
             raise self.fails
         self.sent += len(pairs)
         self.events.append("sent in order")
-        copies = [(target, raw(tensor).clone()) for target, tensor in pairs]
-        return self._computation.send([(target, copy.clone) for target, copy in copies], _NOTHING)
+        return self._in_order(pairs)
+
+    def _in_order(self, pairs: Sequence[Pair]) -> Arrival:
+        return self._computation.send([(target, self._now_or_in_order(tensor)) for target, tensor in pairs], _NOTHING)
+
+    def _now_or_in_order(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return a function that reads the tensor. Memory of the device is changed only by copies of this stream, so it
+        is read when the copy is made; other tensors, which the next line of a test may change, are read now."""
+        if tensor.untyped_storage().data_ptr() in self._memory:
+            return partial(raw, tensor)
+        return raw(tensor).clone().clone
 
     def copy_on_device(self, pairs: Sequence[Pair]) -> None:
-        self.send_in_order(pairs)
+        if self.fails is not None:
+            raise self.fails
+        self._in_order(pairs)
 
     def read(self, tensor: torch.Tensor, start: int = 0, nbytes: int | None = None) -> torch.Tensor:
         return raw(tensor)[start : None if nbytes is None else start + nbytes].clone()
@@ -133,7 +148,9 @@ class SlowTransfer:
     def device_memory(self, nbytes: int) -> torch.Tensor:
         if nbytes > self.room:
             raise RuntimeError("out of memory")
-        return torch.full((nbytes,), 0xCD, dtype=torch.uint8, device="cpu")
+        memory = torch.full((nbytes,), 0xCD, dtype=torch.uint8, device="cpu")
+        self._memory[memory.untyped_storage().data_ptr()] = memory
+        return memory
 
     def free_nbytes(self) -> int:
         return self.room

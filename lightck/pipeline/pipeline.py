@@ -65,14 +65,15 @@ class Pipeline:
         uncommitted_max: int | None = None,
         check: bool = False,
         lock: PoolLock | None = None,
+        copy_threads: int | None = None,
     ) -> None:
         """``uncommitted_max``: how many checkpoints may still be uncommitted when the next update begins; None: two
-        fewer than slots."""
+        fewer than slots. ``copy_threads``: see ``Engine``."""
         self._uncommitted_max = slots - 2 if uncommitted_max is None else uncommitted_max
         self.path, self.durability = path, durability
         self.committed: int | None = None
         """Step of the newest checkpoint whose commit was reported to the listeners."""
-        self.engine, self.events, self.decisions = Engine(), CommitEvents(), Decisions()
+        self.engine, self.events, self.decisions = Engine(copy_threads), CommitEvents(), Decisions()
         self.pool = CurrentPool(path, backend, durability, self.engine, slots, lock, self.events)
         self.guard, self.eager = WriteGuard(check), EagerCopies(check)
         self.staging = Staging(meter, staging, commits_after_update=self._uncommitted_max > 0, is_on=not check)

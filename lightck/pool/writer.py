@@ -568,7 +568,12 @@ class Reservation:
         self._writer = writer
 
     def copy(
-        self, records: Sequence[int], sources: Sequence[int] | None, keep: object, *, waits_for_start: bool = False
+        self,
+        records: npt.ArrayLike,
+        sources: npt.ArrayLike | None,
+        keep: object,
+        *,
+        waits_for_start: bool = False,
     ) -> bool:
         """Start background copies of these records as a new job in ``parts``. Returns False if the engine has no free
         entry. Raises ``BackgroundError``.
@@ -578,8 +583,8 @@ class Reservation:
         ``waits_for_start``: the copies begin only at ``parts[-1].start()``, which the caller calls when the sources are
         complete."""
         flags = lib.LCK_PART | (lib.LCK_FOLLOWS if self.parts else 0) | (lib.LCK_HELD if waits_for_start else 0)
-        numbers = np.array(records, np.int64)
-        addresses = None if sources is None else np.array(sources, np.uint64)
+        numbers = np.asarray(records, np.int64)
+        addresses = None if sources is None else np.asarray(sources, np.uint64)
         job = self._writer.submit_part(self, numbers, addresses, flags, keep)
         if job is not None:
             self.parts.append(job)

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -22,6 +23,7 @@ from lightck.pipeline.nonfinite import NonfiniteCheck
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.plan import Strategy
 from lightck.pipeline.staging.kinds import Kind
+from lightck.pool.engine import threads_beside_devices
 from lightck.pool.storage import durability
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.backends import backend_for
@@ -42,6 +44,7 @@ from lightck.session.pool_file import PoolFile
 from lightck.session.session import Session
 from lightck.session.slowdown import slowdown
 from lightck.session.steps import Steps
+from lightck.state.device_transfers import transfer_of
 from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
@@ -134,9 +137,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     lock = file.lock()
     with ExitStack() as undo:
         undo.callback(lock.release)
-        pipeline = _pipeline(
-            arguments.save_options, path, backend, medium_durability, meter, lock, is_rank_pool=is_rank_pool
-        )
+        pipeline = _pipeline(arguments, path, backend, medium_durability, meter, lock, is_rank_pool=is_rank_pool)
         undo.callback(pipeline.close)
         participants = _commit_participants(
             arguments.save_options, found, path, meter, SLOTS_MIN if is_rank_pool else 2
@@ -175,7 +176,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
 
 
 def _pipeline(
-    options: SaveOptions,
+    arguments: Arguments,
     path: str,
     backend: Backend,
     medium_durability: durability.Durability,
@@ -184,6 +185,8 @@ def _pipeline(
     *,
     is_rank_pool: bool,
 ) -> Pipeline:
+    options = arguments.save_options
+    on_device = any(transfer_of(p) is not None for p in arguments.model.parameters())
     return Pipeline(
         path,
         backend,
@@ -195,6 +198,7 @@ def _pipeline(
         uncommitted_max=0 if is_rank_pool else None,
         check=os.environ.get(CHECK_VARIABLE) == "1",
         lock=lock,
+        copy_threads=threads_beside_devices(torch.cuda.device_count()) if on_device else None,
     )
 
 

@@ -93,6 +93,8 @@ def is_dense_tensor(tensor: torch.Tensor) -> bool:
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor on its device: a view of the tensor if it is dense, otherwise the bytes of a
     contiguous copy."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
     return _as_bytes(tensor.detach()) if is_dense_tensor(tensor) else bytes_in_order(tensor)
 
 
@@ -207,8 +209,8 @@ class CudaTransfer:
         copies that were enqueued before, because the caller gets no event to wait for."""
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
-                for target, tensor in pairs:
-                    target.copy_(raw(tensor), non_blocking=True)
+                targets, sources = [target for target, _ in pairs], [raw(tensor) for _, tensor in pairs]
+                torch._foreach_copy_(targets, sources, non_blocking=True)  # one call, without the GIL
         except BaseException:
             self._record_event(stream).synchronize()
             raise

@@ -23,10 +23,11 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[dict[bool, ForkServer]]:
-    """One for trainings that compile, and one for the others."""
-    with ForkServer(compiles=True, warms=False) as compiling, ForkServer(warms=False) as server:
-        yield {True: compiling, False: server}
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """It imports no compiler, since that starts threads where torch is built for CUDA. Children share its cache."""
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("inductor")), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with ForkServer(warms=False, environment=cache) as started:
+        yield started
 
 
 def survives(fork_server: ForkServer, scenario: Scenario, folder: Path) -> None:
@@ -38,11 +39,9 @@ def survives(fork_server: ForkServer, scenario: Scenario, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_resume_is_bit_identical(name: str, folder: Path, servers: dict[bool, ForkServer]) -> None:
-    scenario = SCENARIOS[name]
-    server = servers[scenario.compiles]
+def test_resume_is_bit_identical(name: str, folder: Path, server: ForkServer) -> None:
     try:
-        survives(server, scenario, folder)
+        survives(server, SCENARIOS[name], folder)
     finally:
         server.bury()
 

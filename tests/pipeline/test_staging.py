@@ -28,7 +28,7 @@ from toys import BIG, adam, batch, everything, is_step, killed_child, net, train
 
 import lightck
 from lightck.errors import BackgroundError, NoCheckpointError
-from lightck.pipeline.staging import groups
+from lightck.pipeline.staging import groups, parts
 from lightck.pipeline.staging.transfer_thread import TransferThread
 from lightck.pipeline.submission import Submission
 from lightck.pipeline.trial import Trial
@@ -62,7 +62,7 @@ def kind(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many groups as possible, even of small tensors."""
-    monkeypatch.setattr(groups, "GROUP_NBYTES_MIN", 1024)
+    monkeypatch.setattr(parts, "PART_NBYTES_MIN", 1024)
 
 
 class Normed(nn.Module):
@@ -98,7 +98,7 @@ def test_every_step_is_exact(pool, transfer, small_groups, model, slots, kind):
             seen = everything(model, optimizer)
             session.flush()
             assert is_step(lightck.recover(pool), seen)
-    assert transfer.sent > 8
+    assert transfer.sent >= 8
 
 
 @pytest.mark.parametrize("model", [lambda: net(BIG), normed], ids=["big", "buffers"])
@@ -223,6 +223,51 @@ def train_grown(model: Any, optimizer: Any, number: int) -> None:
     optimizer.zero_grad()
     (model.more(batch(number)).square().mean() + model[:3](batch(number)).square().sum()).backward()
     optimizer.step()
+
+
+class Small(nn.Module):
+    """Many small tensors, and one that is sent while the next step computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, BIG)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(40))
+        self.register_buffer("sums", torch.zeros(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.first(x)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize("kind", [HOST, DIRECT], ids=str)
+def test_small_tensors_are_packed_on_their_device_and_sent_as_one(pool, monkeypatch, kind, n_devices, has_room):
+    """Each is exact, although the next forward changes some at once. Without room they are sent one by one."""
+    devices = [SlowTransfer(SEED + i) for i in range(n_devices)]
+    slow_transfers.install(monkeypatch, lambda tensor: devices[(tensor.numel() % 16 > 7) * (n_devices - 1)])
+    torch.manual_seed(0)
+    model = Small()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, staging=kind) as session:
+        for number in range(4):
+            for device in devices:
+                device.room = 1 << 30 if has_room else 0
+                device.sent = 0
+            train(model, optimizer, 1, start=number)
+            session.end_step()
+            seen = everything(model, optimizer)
+            with torch.no_grad():
+                model.sums.fill_(-1.0)
+            session.flush()
+            assert is_step(lightck.recover(pool), seen)
+            with torch.no_grad():
+                model.sums.copy_(seen["model"]["sums"])
+    n = sum(device.sent for device in devices)
+    n_small = 4 * 2 * len(model.layers) + 1
+    assert n < 20 if has_room else n > n_small
 
 
 def test_a_device_that_fails_is_reported_and_older_checkpoints_stay(pool, transfer, kind):
@@ -506,6 +551,7 @@ def test_a_checkpoint_that_was_given_up_does_not_reach_the_next_one_in_its_slot(
     pool, transfer, monkeypatch, is_waited_for
 ):
     """A device may still be writing into its slot. Without the wait, wrong bytes are found."""
+    monkeypatch.setattr(parts, "PACKED_NBYTES_MAX", 0)  # what is packed does not go into the slot by the device
     model = net(BIG)
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, staging=DIRECT)
@@ -598,10 +644,10 @@ def test_ctrl_c_ends_the_wait_for_a_device_that_hangs(pool, transfer, during_wai
 def test_memory_is_released_before_the_next_checkpoint_is_sent(pool, transfer, monkeypatch):
     """It is not released under copies that the chosen method has begun."""
     monkeypatch.setattr(Trial, "medians", lambda self, method: [0.0 if method.kind == DEVICE else 1.0])
-    copy_on_device, registered = transfer.copy_on_device, []
+    copy_on_device, calls = transfer.copy_on_device, []
 
     def noted(pairs):
-        registered.append(bool(transfer.registered))
+        calls.append((len(pairs), bool(transfer.registered)))
         copy_on_device(pairs)
 
     monkeypatch.setattr(transfer, "copy_on_device", noted)
@@ -611,6 +657,7 @@ def test_memory_is_released_before_the_next_checkpoint_is_sent(pool, transfer, m
         train(model, optimizer, 24)
         session.flush()
         assert session.stats().staging == "Device()"
+    registered = [was for n, was in calls if n == max(calls)[0]]  # without calls of Host() and Direct(), which pack
     assert registered == [True] * 6 + [False] * (len(registered) - 6), "two checkpoints in each round, then chosen"
     assert len(registered) > 7
 

@@ -1,29 +1,22 @@
-"""Groups of tensors that are sent together, and the host memory through which they are sent."""
+"""Parts of a checkpoint on their way into the pool, and the memory through which they are sent."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
-from lightck.pipeline.write_table import StagedTensor
+from lightck.pipeline.staging.parts import Order, Part
 from lightck.pool.engine import Job
 from lightck.state.device_transfers import Arrival, DeviceTransfer
 
 log = logging.getLogger("lightck")
 
-GROUPS_MAX = 6
-"""The largest number of groups of one checkpoint that are sent while the device computes. Each group has one job."""
-GROUP_NBYTES_MIN = 16 << 20
-"""The smallest size of a group in bytes. Only the last group may be smaller."""
 SEGMENTS = 2
 """Number of segments of host memory in a ring: while the engine copies from one segment, the device fills the other."""
-ALIGN = 256
-"""The offset of each tensor in a segment is a multiple of ``ALIGN`` bytes."""
 _POLL_SECONDS = 0.0005
 
 
@@ -34,6 +27,15 @@ class Segment:
     memory: torch.Tensor
     reader: Job | None = None
     arrivals: list[Arrival] = field(default_factory=list)
+    packed: dict[DeviceTransfer, torch.Tensor] = field(default_factory=dict)
+    """Memory of each device, of the same use: tensors are packed there before they are sent to ``memory``."""
+
+    def packed_memory(self, transfer: DeviceTransfer, nbytes: int) -> torch.Tensor:
+        """Return memory of a device with at least ``nbytes`` bytes. Raises ``RuntimeError`` if there is no room."""
+        if transfer not in self.packed or self.packed[transfer].numel() < nbytes:
+            with torch.inference_mode(False):
+                self.packed[transfer] = transfer.device_memory(nbytes)
+        return self.packed[transfer]
 
     @property
     def is_being_read(self) -> bool:
@@ -80,43 +82,64 @@ class PinnedRing:
 
 @dataclass(slots=True)
 class Group:
-    """Tensors that are sent together, and the job that waits for them."""
+    """A part of one checkpoint, and the job that waits for it."""
 
-    tensors: list[StagedTensor]
+    part: Part
     sources: list[torch.Tensor]
-    """The memory on the device that is sent: a copy of the tensors, or the memory that the tensors had at the boundary.
-    A later ``.data = ...`` does not change which memory is sent."""
+    """The memory on the device that is sent, for each tensor: its own memory, or that of a copy."""
     places: list[torch.Tensor]
-    """The memory to which the tensors are sent: bytes of host memory, or of the pool."""
+    """The memory to which each tensor is sent: bytes of host memory, or of the pool."""
     segment: Segment
     job: Job
-    in_order: bool
-    """Whether the tensors are sent at the boundary, in the order of the computation."""
 
-    def pairs(self) -> dict[DeviceTransfer, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Return, for each device transfer, pairs of a place and the source that is sent there."""
-        found: dict[DeviceTransfer, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for one, source, place in zip(self.tensors, self.sources, self.places, strict=True):
-            found.setdefault(one.transfer, []).append((place, source))
-        return found
+    @property
+    def in_order(self) -> bool:
+        """Whether the group is sent at the boundary, in the order of the computation."""
+        return self.part.order is not Order.BESIDE
+
+    def pairs(self) -> list[tuple[DeviceTransfer, list[tuple[torch.Tensor, torch.Tensor]]]]:
+        """Return, for each device, pairs of a place and the source that is sent there."""
+        return [
+            (transfer, list(zip(self.places[which], self.sources[which], strict=True)))
+            for transfer, which in self.part.devices
+        ]
 
     def send_in_order(self) -> None:
         """Send the group in the order of the computation. Runs on the training thread."""
         self.segment.wait_free()
         self.segment.reader = self.job
-        for transfer, pairs in self.pairs().items():
+        if self.part.order is Order.PACKED and self._send_packed():
+            return
+        for transfer, pairs in self.pairs():
             self.segment.arrivals.append(transfer.send_in_order(pairs))
 
+    def _send_packed(self) -> bool:
+        """Pack the tensors of each device into memory of the device, and send that. Returns False, and has sent
+        nothing, if a device has no room for it."""
+        part, host = self.part, self.segment.memory
+        try:
+            memories = [self.segment.packed_memory(transfer, part.nbytes) for transfer, _ in part.devices]
+        except RuntimeError as err:
+            log.info("lightck: small tensors are sent one by one, because a device has no room to pack them: %s", err)
+            return False
+        for (transfer, which), memory in zip(part.devices, memories, strict=True):
+            places, sources = part.places_in(memory)[which], self.sources[which]
+            transfer.copy_on_device(list(zip(places, sources, strict=True)))
+            begin, last = part.offsets[which][0], which.stop - 1
+            end = part.offsets[last] + part.tensors[last].record.nbytes
+            self.segment.arrivals.append(transfer.send_in_order([(host[begin:end], memory[begin:end])]))
+        return True
+
     def send_and_start(self, marks: dict[DeviceTransfer, Arrival]) -> None:
-        """Send the group (unless its checkpoint was given up), wait for its arrival, and start its job. A group with
-        ``in_order`` was sent at the boundary already, and is not sent here. ``marks``: for each device, the end of its
+        """Send the group (unless its checkpoint was given up), wait for its arrival, and start its job. A group that is
+        sent in order was sent at the boundary already, and is not sent here. ``marks``: for each device, the end of its
         work at the boundary."""
         if not self.in_order:
             self.segment.wait_free()
             if not self.job.needs_sources:
                 return
             self.segment.reader = self.job
-            for transfer, pairs in self.pairs().items():
+            for transfer, pairs in self.pairs():
                 self.segment.arrivals.append(transfer.send(pairs, marks[transfer]))
         for arrival in self.segment.arrivals:
             arrival.synchronize()
@@ -127,32 +150,6 @@ class Group:
         for arrival in self.segment.arrivals:
             with suppress(RuntimeError):
                 arrival.synchronize()
-
-
-def split_into_parts(tensors: Sequence[StagedTensor], parts_max: int) -> list[list[StagedTensor]]:
-    """Split tensors into at most ``parts_max`` parts of about the same size, one for each group. Keep the order of the
-    tensors."""
-    if parts_max < 1:
-        return []
-    share = max(GROUP_NBYTES_MIN, -(-sum(one.record.nbytes for one in tensors) // parts_max))
-    parts: list[list[StagedTensor]] = []
-    filled = share
-    for one in tensors:
-        if filled >= share:
-            parts.append([])
-            filled = 0
-        parts[-1].append(one)
-        filled += one.record.nbytes
-    return parts
-
-
-def packed_layout(tensors: Sequence[StagedTensor]) -> tuple[list[int], int]:
-    """Return the offset of each tensor in the memory of a segment, and how many bytes this memory must have."""
-    offsets, at = [], 0
-    for one in tensors:
-        offsets.append(at)
-        at += -(-one.record.nbytes // ALIGN) * ALIGN
-    return offsets, at
 
 
 def _host_memory(transfer: DeviceTransfer, nbytes: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The three transfer methods, behind one interface.
 
-For each checkpoint, the chosen method first prepares itself. The tensors are split into parts, and the method makes a
-group of each part, with a job of the engine that waits until the group has arrived.
+For each checkpoint, the chosen method first prepares itself. Then it makes a group of each part, with a job of the
+engine that waits until the group has arrived.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from lightck.pipeline.staging.groups import Group, PinnedRing, Segment, packed_layout
+from lightck.pipeline.staging.groups import Group, PinnedRing, Segment
 from lightck.pipeline.staging.kinds import Device, Direct, Host, Kind
+from lightck.pipeline.staging.parts import Order, Part, Parts, one_part_per_device
 from lightck.pipeline.staging.registered import RegisteredPool
 from lightck.pipeline.write_table import StagedTensor
 from lightck.pool.storage.durability import TIER_DISK
@@ -36,50 +38,45 @@ class TransferMethod(Protocol):
     checkpoint uses."""
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
-        """Prepare a checkpoint of these tensors in this pool. Raises ``UnavailableError``."""
+        """Prepare a checkpoint of these tensors in this pool. ``staged``: the same object as for the checkpoint before
+        if nothing about the tensors has changed since. Raises ``UnavailableError``."""
 
-    def group(
-        self, reservation: Reservation, tensors: list[StagedTensor], segment_nbytes: int, *, in_order: bool
-    ) -> Group | None:
-        """Make a group and its job, and return the group. If the engine has no free job, return None. ``in_order``:
-        whether the group is sent in the order of the computation. ``segment_nbytes``: bytes of the segment of host
-        memory for the group. (All groups of a checkpoint with the same ``in_order`` get as many as the largest one
-        needs.)"""
+    def group(self, reservation: Reservation, part: Part, parts: Parts) -> Group | None:
+        """Make the group of one of these parts and its job, and return the group. If the engine has no free job, return
+        None."""
 
     def forget(self) -> None:
         """Release all memory. Call only while no transfer is under way."""
 
 
 class HostMethod:
-    """Sends tensors through two segments of host memory in turn, and groups with ``in_order`` through two more
-    segments."""
+    """Sends tensors through two segments of host memory in turn, and parts in the order of the computation through two
+    more segments."""
 
     kind: Kind = Host()
     reads_during_step = True
     ends_before_next = False
 
     def __init__(self) -> None:
-        self._ring, self._ring_in_order = PinnedRing(), PinnedRing()
+        self._ring = PinnedRing()
+        self._rings_in_order = {order: PinnedRing() for order in (Order.PACKED, Order.IN_ORDER)}
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
         """Do nothing: host memory is allocated when a group is made."""
 
-    def group(
-        self, reservation: Reservation, tensors: list[StagedTensor], segment_nbytes: int, *, in_order: bool
-    ) -> Group | None:
-        pinned_ring = self._ring_in_order if in_order else self._ring
-        segment = pinned_ring.next(tensors[0].transfer, segment_nbytes)
-        return group_through_host(
-            segment, reservation, tensors, [one.live.tensor.detach() for one in tensors], in_order
-        )
+    def group(self, reservation: Reservation, part: Part, parts: Parts) -> Group | None:
+        ring = self._rings_in_order.get(part.order, self._ring)
+        nbytes = part.nbytes if part.order is not Order.BESIDE else parts.beside_nbytes
+        return group_through_host(ring.next(part.devices[0][0], nbytes), reservation, part, part.sources)
 
     def forget(self) -> None:
-        self._ring.forget()
-        self._ring_in_order.forget()
+        for ring in (self._ring, *self._rings_in_order.values()):
+            ring.forget()
 
 
 class DirectMethod:
-    """The device writes into the pool. ``wait_idle``: waits until no transfer is under way."""
+    """The device writes into the pool; only packed tensors go through host memory. ``wait_idle``: waits until no
+    transfer is under way."""
 
     kind: Kind = Direct()
     reads_during_step = True
@@ -90,6 +87,7 @@ class DirectMethod:
     def __init__(self, wait_idle: Callable[[], None]) -> None:
         self._wait_idle = wait_idle
         self._pool: RegisteredPool | None = None
+        self._ring_of_packed = PinnedRing()
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
         if writer.durability.tier == TIER_DISK:
@@ -105,21 +103,21 @@ class DirectMethod:
             except RuntimeError as err:
                 raise UnavailableError(f"the device cannot be given access to the pool's memory: {err}") from err
 
-    def group(
-        self, reservation: Reservation, tensors: list[StagedTensor], segment_nbytes: int, *, in_order: bool
-    ) -> Group | None:
+    def group(self, reservation: Reservation, part: Part, parts: Parts) -> Group | None:
         assert self._pool is not None
-        sources = [one.live.tensor.detach() for one in tensors]
-        records = [one.record.number for one in tensors]
-        places = [self._pool.place(reservation.slot, number) for number in records]
-        if not reservation.copy(records, None, sources, waits_for_start=True):
+        if part.order is Order.PACKED:
+            segment = self._ring_of_packed.next(part.devices[0][0], part.nbytes)
+            return group_through_host(segment, reservation, part, part.sources)
+        if not reservation.copy(part.records, None, part.sources, waits_for_start=True):
             return None
-        return Group(tensors, sources, places, Segment(self._pool.memory), reservation.parts[-1], in_order)
+        places = self._pool.places(reservation.slot, part)
+        return Group(part, part.sources, places, Segment(self._pool.memory), reservation.parts[-1])
 
     def forget(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.release()
+        self._ring_of_packed.forget()
 
 
 class DeviceMethod:
@@ -136,22 +134,23 @@ class DeviceMethod:
         self._ring = PinnedRing()
         self._memory: dict[DeviceTransfer, torch.Tensor] = {}
         """The memory for the copy on each device."""
+        self._copied: list[Part] = []
+        """The tensors of each device, which are copied together."""
+        self._staged: Sequence[StagedTensor] | None = None
+        """Argument of the last ``prepare``."""
         self._copies: dict[int, torch.Tensor] = {}
         """Record number -> the bytes of the tensor's copy."""
 
     def prepare(self, writer: PoolWriter, staged: Sequence[StagedTensor]) -> None:
-        self._copies.clear()
-        for transfer in dict.fromkeys(one.transfer for one in staged):
-            own = [one for one in staged if one.transfer is transfer]
-            offsets, nbytes = packed_layout(own)
-            memory = self._memory_for_copy(transfer, nbytes)
-            pairs = []
-            for one, at in zip(own, offsets, strict=True):
-                place = memory[at : at + one.record.nbytes]
-                pairs.append((place, one.live.tensor.detach()))
-                self._copies[one.record.number] = place
+        if staged is not self._staged:
+            self._copied, self._staged = one_part_per_device(staged), staged
+            self._copies.clear()
+        for part in self._copied:
+            transfer, _ = part.devices[0]
+            places = part.places_in(self._memory_for_copy(transfer, part.nbytes))
+            self._copies.update(zip(part.records.tolist(), places, strict=True))
             try:
-                transfer.copy_on_device(pairs)
+                transfer.copy_on_device(list(zip(places, part.sources, strict=True)))
             except torch.OutOfMemoryError as err:
                 raise UnavailableError(f"the device has no room to make a copy: {err}") from err
 
@@ -167,30 +166,23 @@ class DeviceMethod:
                 raise UnavailableError(f"the device has no room for a copy of {nbytes:,} bytes: {err}") from err
         return self._memory[transfer]
 
-    def group(
-        self, reservation: Reservation, tensors: list[StagedTensor], segment_nbytes: int, *, in_order: bool
-    ) -> Group | None:
-        segment = self._ring.next(tensors[0].transfer, segment_nbytes)
-        return group_through_host(
-            segment, reservation, tensors, [self._copies[one.record.number] for one in tensors], in_order
-        )
+    def group(self, reservation: Reservation, part: Part, parts: Parts) -> Group | None:
+        segment = self._ring.next(part.devices[0][0], parts.beside_nbytes)
+        return group_through_host(segment, reservation, part, [self._copies[n] for n in part.records.tolist()])
 
     def forget(self) -> None:
         self._memory.clear()
         self._copies.clear()
+        self._copied, self._staged = [], None
         self._ring.forget()
 
 
 def group_through_host(
-    segment: Segment, reservation: Reservation, tensors: list[StagedTensor], sources: list[torch.Tensor], in_order: bool
+    segment: Segment, reservation: Reservation, part: Part, sources: list[torch.Tensor]
 ) -> Group | None:
     """Return a group that is sent through host memory, or None if the engine has no free job. ``sources``: the memory
     on the device that is sent, for each tensor."""
-    offsets, _ = packed_layout(tensors)
-    places = [segment.memory[at : at + one.record.nbytes] for at, one in zip(offsets, tensors, strict=True)]
-    records = [one.record.number for one in tensors]
-    if not reservation.copy(
-        records, [place.data_ptr() for place in places], (segment.memory, sources), waits_for_start=True
-    ):
+    addresses = segment.memory.data_ptr() + np.array(part.offsets, np.uint64)
+    if not reservation.copy(part.records, addresses, (segment.memory, sources), waits_for_start=True):
         return None
-    return Group(tensors, sources, places, segment, reservation.parts[-1], in_order)
+    return Group(part, sources, part.places_in(segment.memory), segment, reservation.parts[-1])

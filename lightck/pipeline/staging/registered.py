@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lightck.pipeline.staging.parts import Part
 from lightck.pool.slots import Slot
 from lightck.pool.writer import PoolWriter
 from lightck.state.device_transfers import DeviceTransfer
@@ -39,11 +40,18 @@ class RegisteredPool:
     def is_of(self, writer: PoolWriter) -> bool:
         return self._writer is writer
 
-    def place(self, slot: Slot, number: int) -> torch.Tensor:
-        """The memory in a slot where the bytes of a record lie."""
+    def places(self, slot: Slot, part: Part) -> list[torch.Tensor]:
+        """The memory in a slot where the bytes of each tensor lie."""
+        found = part.places_in_slot.get(slot.index)
+        if found is None:
+            found = part.places_in_slot[slot.index] = [self._place(slot, number) for number in part.records.tolist()]
+        return found
+
+    def _place(self, slot: Slot, number: int) -> torch.Tensor:
         assert self._writer is not None
         at, nbytes = self._writer.place(slot, number)
-        return self.memory[at : at + nbytes]
+        with torch.inference_mode(False):
+            return self.memory[at : at + nbytes]
 
     def release(self) -> None:
         """Wait until no device writes to the mapping, and unregister it."""

@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from lightck.errors import BackgroundError
 from lightck.interrupts import raise_if_interrupted
-from lightck.pipeline.staging.groups import GROUPS_MAX, Group, packed_layout, split_into_parts
+from lightck.pipeline.staging.groups import Group
 from lightck.pipeline.staging.kinds import Direct, Host, Kind
 from lightck.pipeline.staging.methods import DeviceMethod, DirectMethod, HostMethod, TransferMethod, UnavailableError
+from lightck.pipeline.staging.parts import Parts, split
 from lightck.pipeline.staging.transfer_thread import TransferThread
 from lightck.pipeline.submission import Submission
 from lightck.pipeline.trial import Margin, Trial
@@ -51,6 +52,10 @@ class Staging:
         self._method: TransferMethod | None = None
         """The method of the last checkpoint."""
         self._thread: TransferThread | None = None
+        self._staged: tuple[list[list[StagedTensor]], list[StagedTensor]] = [], []
+        """The tensors of the last checkpoint, as the lists of its write tables and as one list."""
+        self._parts: tuple[tuple[PoolWriter, TransferMethod, int], Parts] | None = None
+        """The parts of the last checkpoint, and what they were computed for; None: to be computed."""
 
     @contextmanager
     def sending(
@@ -80,8 +85,10 @@ class Staging:
     ) -> npt.NDArray[np.int64]:
         """Begin to send tensors. Return the record numbers that are being sent. Raises ``BackgroundError``."""
         try:
-            method = self._prepared_method(writer, submission.staged)
-            groups, left = _groups(method, reservation, submission.staged, jobs_max)
+            staged = self._staged_of(submission)
+            method = self._prepared_method(writer, staged)
+            parts = self._parts_of(writer, staged, method, jobs_max)
+            groups, left = _groups(method, reservation, parts)
             submission.copy_at_boundary(left)
             self._start(groups)
         except RuntimeError as err:
@@ -91,8 +98,28 @@ class Staging:
                 "resume=True."
             ) from err
         if method.reads_during_step:
-            submission.add_from_devices([one for group in groups if not group.in_order for one in group.tensors])
-        return np.array([one.record.number for group in groups for one in group.tensors], np.int64)
+            submission.add_from_devices([one for group in groups if not group.in_order for one in group.part.tensors])
+        if len(groups) == len(parts.parts):
+            return parts.records  # the same array as before, from which the pool's writer need not compute again
+        return np.concatenate([NO_RECORDS, *(group.part.records for group in groups)])
+
+    def _staged_of(self, submission: Submission) -> list[StagedTensor]:
+        """Return the checkpoint's tensors on devices: the same object as for the checkpoint before if the write tables
+        are the same objects."""
+        lists = [table.staged for table in submission.plan.tables]
+        known, _ = self._staged
+        if len(lists) != len(known) or any(a is not b for a, b in zip(lists, known, strict=True)):
+            self._staged, self._parts = (lists, submission.staged), None
+        return self._staged[1]
+
+    def _parts_of(
+        self, writer: PoolWriter, staged: list[StagedTensor], method: TransferMethod, parts_max: int
+    ) -> Parts:
+        """Return the parts of these tensors, computed anew only if something changed."""
+        key = writer, method, parts_max
+        if self._parts is None or self._parts[0] != key:
+            self._parts = key, split(staged, parts_max, reads_during_step=method.reads_during_step)
+        return self._parts[1]
 
     # -- the transfer method
 
@@ -153,6 +180,7 @@ class Staging:
     def _forget(self, methods: Sequence[TransferMethod]) -> None:
         if methods:
             self._wait_idle()
+            self._parts = None  # they hold on to memory of a method
         for method in methods:
             method.forget()
 
@@ -176,7 +204,7 @@ class Staging:
                     group.send_in_order()
             if self._thread is None:
                 self._thread = TransferThread(self._meter)
-            transfers = {one.transfer for group in groups for one in group.tensors}
+            transfers = dict.fromkeys(transfer for group in groups for transfer, _ in group.part.devices)
             self._thread.submit(groups, {transfer: transfer.mark() for transfer in transfers})
         except BaseException:
             for group in groups:
@@ -195,29 +223,19 @@ class Staging:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.end()
+        self._staged, self._parts = ([], []), None
         trial, self._trial = self._trial, None
         for method in trial.alternatives if trial is not None else ():
             method.forget()
 
 
-def _groups(
-    method: TransferMethod, reservation: Reservation, staged: Sequence[StagedTensor], jobs_max: int
-) -> tuple[list[Group], list[StagedTensor]]:
-    """Split the tensors into groups, and submit a job for each group, which waits until it is started. Return the
-    groups, and the tensors for which no job was free."""
-    in_order = [one for one in staged if one.in_order and method.reads_during_step]
-    others = [one for one in staged if not (one.in_order and method.reads_during_step)]
-    parts = split_into_parts(others, min(jobs_max - bool(in_order), GROUPS_MAX))
-    plans = ([(in_order, True)] if in_order else []) + [(part, False) for part in parts]
-    if others and not parts:
-        return [], list(staged)
-    largest_nbytes = max((packed_layout(part)[1] for part in parts), default=0)
+def _groups(method: TransferMethod, reservation: Reservation, parts: Parts) -> tuple[list[Group], list[StagedTensor]]:
+    """Submit a job for each part, which waits until it is started. Return the groups, and the tensors for which no job
+    was free."""
     groups: list[Group] = []
-    for number, (tensors, is_in_order) in enumerate(plans):
-        group = method.group(
-            reservation, tensors, packed_layout(tensors)[1] if is_in_order else largest_nbytes, in_order=is_in_order
-        )
+    for number, part in enumerate(parts.parts):
+        group = method.group(reservation, part, parts)
         if group is None:
-            return groups, [one for rest, _ in plans[number:] for one in rest]
+            return groups, [one for rest in parts.parts[number:] for one in rest.tensors]
         groups.append(group)
-    return groups, []
+    return groups, parts.left

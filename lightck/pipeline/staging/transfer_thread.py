@@ -79,7 +79,7 @@ class TransferThread:
             groups, marks = task.groups, task.marks
             for group in groups:
                 try:
-                    group.tensors[0].transfer.bind_thread()
+                    group.part.devices[0][0].bind_thread()
                     group.send_and_start(marks)
                 except BaseException as err:
                     group.drain()
