@@ -568,12 +568,7 @@ class Reservation:
         self._writer = writer
 
     def copy(
-        self,
-        records: npt.ArrayLike,
-        sources: npt.ArrayLike | None,
-        keep: object,
-        *,
-        waits_for_start: bool = False,
+        self, records: npt.ArrayLike, sources: npt.ArrayLike | None, keep: object, *, waits_for_start: bool = False
     ) -> bool:
         """Start background copies of these records as a new job in ``parts``. Returns False if the engine has no free
         entry. Raises ``BackgroundError``.

@@ -16,6 +16,7 @@ import torch
 from lightck.pool.format.layout import Entry
 from lightck.restore import tensor_writes
 from lightck.restore.contents import Contents, OptimizerContents, empty_for, tensor_reader, unpack_dict
+from lightck.restore.tensor_devices import MovedTensors
 from lightck.restore.tensor_writes import TensorWrites
 from lightck.state.inventory import OptimizerView
 from lightck.state.local_tensors import is_dtensor, local_of, state_of
@@ -44,6 +45,7 @@ def read_state(
     """id of a local tensor -> what ``state_of`` returned for it, usually a DTensor. So keys that share a local
     tensor also share its DTensor."""
     counts_on_device = params_with_count_on_device(saved)
+    nested = MovedTensors(restored)
     state: dict[str, object] = {}
     for name in saved.all_names:
         if name in unfit:
@@ -65,6 +67,8 @@ def read_state(
             else:
                 new[key] = state_tensors.setdefault(id(local), state_of(p, key, local))
         if new or name in non_tensors:
+            if name in non_tensors:
+                non_tensors[name] = nested.moved(non_tensors[name], partial(_device_of_nested, contents, name, p))
             state[name] = joined(new, non_tensors, name)
     return state
 
@@ -95,6 +99,15 @@ def device_of(entry: Entry, contents: Contents, name: str, param: torch.Tensor, 
     saved_param = contents.entries.get(f"model/{name}")
     follows_param = saved_param is not None and saved_param.device == "cpu" and not is_cpu_count
     return torch.device("cpu") if entry.device == "cpu" and not follows_param else param.device
+
+
+def _device_of_nested(contents: Contents, name: str, param: torch.Tensor, entry_name: str | None) -> torch.device:
+    """Return the device for a tensor inside a list, a tuple or a dict of the state of the parameter ``name``. (LBFGS
+    keeps its history so.) ``entry_name``: its entry; None for a small tensor, which is stored without its device.
+    torch's ``load_state_dict`` moves all of them to the device of the parameter."""
+    if entry_name is None:
+        return param.device
+    return device_of(contents.entries[entry_name], contents, name, param, is_cpu_count=False)
 
 
 def _state_tensor(

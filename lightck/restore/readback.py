@@ -20,6 +20,7 @@ import torch
 
 from lightck.errors import DriftError, StateValueError, listed
 from lightck.restore import tensor_writes
+from lightck.restore.tensor_devices import like_live
 from lightck.state import rng, values
 from lightck.state.device_transfers import bytes_in_order
 from lightck.state.inventory import OptimizerView
@@ -42,7 +43,13 @@ class ObjectCheck:
     def __init__(self, name: str, obj: object) -> None:
         self._name = name
         self._obj = obj
-        self._before = None if is_loader(obj) else _sketch(_state_of(obj))
+        self._live = None if is_loader(obj) else _state_of(obj)
+        self._before = None if is_loader(obj) else _sketch(self._live)
+
+    def on_live_devices(self, saved: object) -> object:
+        """Return the saved state with its tensors on the devices of the object's own tensors. To be called once."""
+        live, self._live = self._live, None
+        return like_live(saved, live)
 
     def after(self, saved: object) -> None:
         """Compare the object with the saved state, and warn of differences. ``saved``: a new copy of the saved state,

@@ -21,6 +21,7 @@ from lightck.restore import changed_options, tensor_writes
 from lightck.restore.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
 from lightck.restore.optimizer import read_state, set_state
 from lightck.restore.readback import ObjectCheck, check_optimizer, has_same_keys
+from lightck.restore.tensor_devices import like_live
 from lightck.restore.tensor_writes import TensorWrites
 from lightck.state import values
 from lightck.state.inventory import Live, ModelView, OptimizerView, optimizer_views
@@ -347,7 +348,7 @@ def apply(plan: RestorePlan, source: Source) -> None:
         ]
         writes.run()
     read = tensor_reader(source, plan.restored)
-    rests = [unpack_dict(saved.rest, tensor=read) for saved, _ in plan.optimizers]
+    rests = [like_live(unpack_dict(saved.rest, tensor=read), live.rest()) for saved, live in plan.optimizers]
     objects = {name: values.unpack(plan.contents.state[name], tensor=read) for name in plan.objects}
     extra_states = {name: values.unpack(plan.contents.extra[name], tensor=read) for name, _ in plan.extra_state}
     _set_resizable(plan, new_buffers)
@@ -355,7 +356,7 @@ def apply(plan: RestorePlan, source: Source) -> None:
         module.set_extra_state(extra_states[name])
     checks = {name: ObjectCheck(name, obj) for name, obj in plan.objects.items()}
     for name, obj in plan.objects.items():
-        _load(name, obj, objects[name])
+        _load(name, obj, checks[name].on_live_devices(objects[name]))
     for (saved, live), state, rest in zip(plan.optimizers, states, rests, strict=True):
         set_state(saved, live, state)
         for key in live.rest():

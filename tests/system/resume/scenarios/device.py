@@ -335,6 +335,45 @@ def accumulated(run: Run, **options: Any) -> None:
     run.finished(model, [opt], {"scheduler": sched, "average": average})
 
 
+class Average:
+    """As many scripts have it: it takes the tensors that it gets, wherever they lie."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.history = [torch.zeros((), device=DEVICE)]
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for name, p in model.named_parameters():
+            self.values[name].lerp_(p, 0.1)
+        self.history.append(self.history[-1] + self.values["0.bias"].sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": dict(self.values), "history": list(self.history)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values, self.history = state["values"], state["history"]
+        assert all(value.device.type == DEVICE for value in self.values.values())
+
+
+def own_average(run: Run, **options: Any) -> None:
+    begin(run)
+    model = net()
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    average = Average(model)
+    session = run.attach(model, state={"average": average}, **options)
+    for _ in range(session.step, UPDATES):
+        x, y = batch()
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        average.update(model)
+        session.end_step()
+        run.updated(loss)
+    run.finished(model, [opt], {"average": average})
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -426,9 +465,10 @@ add("device prefetched", partial(prefetched, staging=HOST, slots=3), **_PLAIN)
 add("device by default", by_default_device, **_FORWARD)
 add("device on both sides", partial(on_both_sides, staging=DIRECT), **_FORWARD)
 add("device accumulated", partial(accumulated, staging=COPY, slots=3), **_PLAIN, places=("between backward passes",))
+add("device own average", own_average, **_PLAIN)
 add("device attention", attention, **{**_FORWARD, "brief": False, "kills": 2})
 add("device frozen part", partial(frozen_part, staging=DIRECT), **_FORWARD)
 add("device two models", two_models, **_PLAIN, places=("between optimizers",))
 add("device interval 2", partial(interval_and_slots, slots=4), **_FORWARD, loses=6)
-NEEDS_CUDA = ("graph", "stream", "prefetched", "capturable", "lr-in-a-tensor", "float16-fused")
+NEEDS_CUDA = ("graph", "stream", "prefetched", "capturable", "lr-in-a-tensor")
 """Parts of the names of scenarios that run on no other device."""
