@@ -32,6 +32,7 @@ __all__ = [
     "Pin",
     "Session",
     "Stats",
+    "StoredPiece",
     "attach",
     "export_checkpoint",
     "layerwise",
@@ -52,6 +53,7 @@ _MODULES = {
     "Pin": "tiers.pin",
     "Session": "session.session",
     "Stats": "stats",
+    "StoredPiece": "restore.ranges",
     "attach": "session.attach",
     "export_checkpoint": "export",
     "layerwise": "hooks.layerwise",
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from lightck.pipeline.staging.kinds import Device, Direct, Host
     from lightck.pool.storage.durability import Durability
     from lightck.restore.checkpoint import Checkpoint
+    from lightck.restore.ranges import StoredPiece
     from lightck.restore.recover import recover
     from lightck.restore.restore import Drift
     from lightck.session.attach import attach

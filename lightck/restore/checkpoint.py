@@ -17,12 +17,14 @@ from lightck.pool.reader import RejectedCheckpoint
 from lightck.restore import restore as _restore
 from lightck.restore.contents import Contents, MemorySource, OptimizerContents, refuse_unknown, unpack_dict
 from lightck.restore.optimizer import joined, keys_by_param
+from lightck.restore.ranges import Pieces, RangeReader, StoredPiece, checked_box, checked_out
 from lightck.restore.resume import RestoredFrom, mark_poisoned, remember
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.sessions import has_open_session
 from lightck.state import values
 from lightck.state.optimizer_wrappers import optimizers_to_follow
 from lightck.state.rng import RngState
+from lightck.state.storable import dtype_from_name
 
 
 class Checkpoint:
@@ -45,10 +47,13 @@ class Checkpoint:
         path: str,
         uuid: bytes,
         rejected: Sequence[RejectedCheckpoint],
+        pieces: Pieces,
+        ranges: RangeReader | None = None,
     ) -> None:
         """``read_source``: reads the tensors. It is called once, when a tensor is first used. If the checkpoint was
         restored in place, it reads the tensors from the pool again, because the live tensors change as soon as the
-        training continues."""
+        training continues. ``ranges``: reads from open pools; given if the checkpoint was recovered with
+        ``lazy=True``."""
         self.step = contents.step
         self.iteration = contents.iteration
         self.rejected: tuple[RejectedCheckpoint, ...] = tuple(rejected)
@@ -59,6 +64,9 @@ class Checkpoint:
         self.record = record
         self._path = path
         self._uuid = uuid
+        self._pieces, self._ranges = pieces, ranges
+        self._read: dict[str, torch.Tensor] = {}
+        """The tensors that ``tensor`` has read by ranges."""
 
     def __repr__(self) -> str:
         return f"Checkpoint(step={self.step}, tensors={len(self.contents.entries)}, pool={self._path!r})"
@@ -137,9 +145,71 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor by its name in the pool (``model/...``, ``optimizer/.../exp_avg``).
 
-        Raises ``NoTensorError`` for an unknown name, and for a tied name, whose tensor is stored under another name."""
+        Raises ``NoTensorError`` for an unknown name, and for a tied name, whose tensor is stored under another name. If
+        the checkpoint was recovered with ``lazy=True``, raises as ``read`` does."""
         refuse_unknown(name, self.contents.entries)
-        return self.source.tensors[name]
+        if self._ranges is None or self._loaded_source is not None:
+            return self.source.tensors[name]
+        if name not in self._read:
+            self._read[name] = self.read(name)
+        return self._read[name]
+
+    def pieces(self, name: str) -> tuple[StoredPiece, ...]:
+        """Return which pools hold which parts of a tensor. A part that several pools hold is returned for each of them.
+        An empty tensor has none.
+
+        Raises ``NoTensorError`` as ``tensor`` does."""
+        refuse_unknown(name, self.contents.entries)
+        return self._pieces(name)
+
+    @ordinary_tensors()
+    def read(
+        self,
+        name: str,
+        start: Sequence[int] | None = None,
+        size: Sequence[int] | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Read a box of one tensor, and nothing else if the checkpoint was recovered with ``lazy=True``. Every block
+        that is read is verified; a block that is damaged in one pool is read from another that holds the same.
+
+        Args:
+            name: the tensor's name in the pool.
+            start: the first element, an int for each dimension; None: the beginning of the tensor.
+            size: the number of elements in each dimension; None: up to the end of the tensor.
+            out: a tensor of this size and of the tensor's dtype, on any device; None: a new tensor on the CPU.
+
+        Returns ``out``, or the new tensor.
+
+        Raises:
+            NoTensorError: as ``tensor``.
+            ValueError: the box is not inside the tensor, ``out`` does not fit, or the checkpoint is closed.
+            CorruptPoolError: a block is damaged, and no other pool holds it (``lazy=True``).
+            NoCheckpointError: the training has overwritten the checkpoint (``lazy=True``).
+        """
+        refuse_unknown(name, self.contents.entries)
+        entry = self.contents.entries[name]
+        box = checked_box(name, entry.shape, start, size)
+        checked_out(out, dtype_from_name(entry.dtype), box.size)
+        if self._ranges is not None:
+            return self._ranges.read(name, box, out)
+        part = self.source.tensors[name]
+        for dim, (at, n) in enumerate(zip(*box, strict=True)):
+            part = part.narrow(dim, at, n)
+        with torch.no_grad():
+            return part.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(part)
+
+    def close(self) -> None:
+        """Close the pools of a checkpoint that was recovered with ``lazy=True``. What was read stays. For any other
+        checkpoint this does nothing."""
+        if self._ranges is not None:
+            self._ranges.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     @ordinary_tensors()
     def _optimizer_dict(self, saved: OptimizerContents) -> dict[str, object]:

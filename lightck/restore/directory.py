@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ from lightck.restore import restore as _restore
 from lightck.restore.checkpoint import Checkpoint, plan_restore, poison
 from lightck.restore.contents import Contents, MemorySource, in_memory
 from lightck.restore.logical import LogicalCheckpoint, Relocated
+from lightck.restore.ranges import RangeReader, pieces_of_ranks
 from lightck.restore.together import meeting_of
 from lightck.restore.usable import parse, usable_by_id
 from lightck.state.inventory import Live, ModelView
@@ -53,10 +55,14 @@ def recover_directory(
     step: int | None,
     device: torch.device | str,
     strict: bool,
+    lazy: bool,
 ) -> Checkpoint:
     """``recover`` for the directory of a group. Raises as ``recover`` does, and ``RankError`` if pools are missing that
     hold parts of tensors which no other pool has."""
     path = os.path.realpath(directory)
+    if lazy:
+        opened = ExitStack()
+        return recovered(path, step, partial(_lazily, opened=opened), opened)
     lives = [] if model is None else _lives_of(model)
     parts = parts_of(lives)
     if model is None or not parts:
@@ -81,13 +87,18 @@ Take = Callable[[str, LogicalCheckpoint, Sequence[RejectedCheckpoint]], T]
 ``DamagedError``."""
 
 
-def recovered(directory: str, step: int | None, take: Take[T]) -> T:
+def recovered(directory: str, step: int | None, take: Take[T], opened: ExitStack | None = None) -> T:
     """Call ``take`` for the newest common checkpoint (of ``step``, if given), and return the result. If a pool has
-    moved to a new file since it was opened, and so nothing was found, open all pools again."""
+    moved to a new file since it was opened, and so nothing was found, open all pools again. ``opened``: keeps the pools
+    open afterwards; None: they are closed."""
     for attempt in range(1, _ATTEMPTS + 1):
-        with open_worlds(directory) as worlds:
+        with ExitStack() as stack:
+            worlds = stack.enter_context(open_worlds(directory))
             try:
-                return _newest(directory, worlds, step, take)
+                taken = _newest(directory, worlds, step, take)
+                if opened is not None:
+                    opened.push(stack.pop_all())
+                return taken
             except (NoCheckpointError, CorruptPoolError, PoolLockedError):
                 readers = [reader for world in worlds for reader in world.readers.values()]
                 if attempt == _ATTEMPTS or all(reader.container.is_current() for reader in readers):
@@ -253,6 +264,16 @@ def _whole(
     return _checkpoint(directory, logical, rejected, lambda: source)
 
 
+def _lazily(
+    directory: str, logical: LogicalCheckpoint, rejected: Sequence[RejectedCheckpoint], *, opened: ExitStack
+) -> Checkpoint:
+    """Load a checkpoint without its tensors, which are read when they are used."""
+    _warn_differences(logical)
+    return _checkpoint(
+        directory, logical, rejected, lambda: in_memory(Relocated(logical, {})), RangeReader(opened, logical)
+    )
+
+
 class _LoadedParts:
     """The parts of this process, in memory, and the checkpoint from which they were read."""
 
@@ -309,10 +330,13 @@ def _checkpoint(
     logical: LogicalCheckpoint,
     rejected: Sequence[RejectedCheckpoint],
     read_source: Callable[[], MemorySource],
+    ranges: RangeReader | None = None,
 ) -> Checkpoint:
     """Return the public checkpoint with whole tensors."""
     whole = Relocated(logical, {})
-    return Checkpoint(parse(whole), read_source, whole.record, directory, whole.uuid, rejected)
+    return Checkpoint(
+        parse(whole), read_source, whole.record, directory, whole.uuid, rejected, pieces_of_ranks(logical), ranges
+    )
 
 
 def _warn_differences(logical: LogicalCheckpoint) -> None:

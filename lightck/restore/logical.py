@@ -16,6 +16,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
@@ -177,6 +178,22 @@ class Relocated:
     def _was_part(self, param: str) -> bool:
         return any(one.entry.pieces is not None for one in self.logical.holders.get(param, ()))
 
+    def cut(self, name: str, box: Box) -> Relocated:
+        """Return this checkpoint with nothing but a box of one tensor, as a contiguous tensor. Both share what they
+        know of damaged pools."""
+        entry, size = self.logical.entries[name], box.size
+        found = copy(self)
+        found.entries = {
+            name: entry._replace(
+                shape=size,
+                stride=contiguous_stride(size),
+                nbytes=math.prod(size) * ITEM_NBYTES[entry.dtype],
+                logical_shape=entry.shape,
+                pieces=() if 0 in size else (Piece(box.start, size, (0,) * len(size)),),
+            )
+        }
+        return found
+
     # -- as a checkpoint ---------------------------------------------------------------------------------
 
     @property
@@ -250,9 +267,9 @@ class Relocated:
             wanted = _whole_pieces(entry.shape) if entry.pieces is None else entry.pieces
             positions, pieces = list(holders), tuple(one.pieces for one in holders.values())
             shape = entry.shape if entry.logical_shape is None else entry.logical_shape
-            for copy in _copies(shape, wanted, pieces):
-                at = positions[copy.holder]
-                boxes.setdefault(at, []).append(BoxRead(holders[at].name, copy.source, copy.destination, into))
+            for one in _copies(shape, wanted, pieces):
+                at = positions[one.holder]
+                boxes.setdefault(at, []).append(BoxRead(holders[at].name, one.source, one.destination, into))
         return wholes, boxes
 
     def _holders(self, name: str) -> dict[int, Holder]:

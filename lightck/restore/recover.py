@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from numbers import Integral
 from typing import TypeVar
 
@@ -28,6 +28,8 @@ from lightck.restore import restore as _restore
 from lightck.restore.checkpoint import Checkpoint, plan_restore, poison, refuse_other_than_mapping
 from lightck.restore.contents import Contents, MemorySource, Saved, in_memory, refuse_unusable_device
 from lightck.restore.directory import recover_directory
+from lightck.restore.logical import LogicalCheckpoint
+from lightck.restore.ranges import RangeReader, pieces_of_pool
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.restore.usable import STALE_REASON, StaleCheckpoints, parse
 
@@ -64,6 +66,7 @@ def recover(
     step: int | None = None,
     device: torch.device | str = "cpu",
     strict: bool = True,
+    lazy: bool = False,
 ) -> Checkpoint:
     """Load or restore the newest checkpoint of a pool that verifies.
 
@@ -78,6 +81,9 @@ def recover(
         device: device of the new tensors; ignored if ``model`` is given.
         strict: if True, raise if checkpoint and model differ; if False, restore the parts that fit, and list in
             ``.drift`` what does not fit.
+        lazy: read no tensor now, but each tensor, or a part of it, when it is used (``.tensor``, ``.read``). The pools
+            stay open until ``.close()``; the checkpoint is a context manager. Blocks are verified as they are read, so
+            no older checkpoint is taken if one is damaged. Not with ``model`` or ``device``.
 
     Raises:
         PoolError: there is no pool, or it cannot be read (see :mod:`lightck.errors`).
@@ -92,11 +98,14 @@ def recover(
         TypeError, ValueError: an invalid argument, or a ``device`` that this machine or torch does not support.
     """
     _check_arguments(model, optimizer, state, step)
+    _check_lazy(lazy, model, device)
     if model is None:
         refuse_unusable_device(device)
     path = readable_path(pool_path)
     if os.path.isdir(path):
-        return recover_directory(path, model, optimizer, state, step=step, device=device, strict=strict)
+        return recover_directory(path, model, optimizer, state, step=step, device=device, strict=strict, lazy=lazy)
+    if lazy:
+        return _open_lazily(path, step)
     reader = open_pool(path)
     try:
         if model is None:
@@ -121,6 +130,39 @@ def _check_arguments(model: object, optimizer: object, state: object, step: obje
             "because state is saved by parameter name. Pass model= too; or leave them out, and read .optimizer "
             "and .state of the checkpoint."
         )
+
+
+def _check_lazy(lazy: object, model: object, device: object) -> None:
+    if lazy and (model is not None or device != "cpu"):
+        given = "model=" if model is not None else "device="
+        raise TypeError(
+            f"lazy=True cannot be combined with {given}: it reads nothing before a tensor is asked for. Leave out one "
+            "of them. .read(name, out=tensor) reads into a tensor on any device."
+        )
+
+
+def _open_lazily(path: str, step: int | None) -> Checkpoint:
+    """``recover`` with ``lazy=True`` for one pool."""
+    with ExitStack() as stack:
+        reader = open_pool(path)
+        stack.callback(reader.close)
+
+        def take(stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
+            return Checkpoint(
+                contents,
+                lambda: in_memory(stored),
+                stored.record,
+                reader.path,
+                reader.superblock.uuid,
+                rejected,
+                pieces_of_pool(reader.path, contents.entries),
+                RangeReader(opened, LogicalCheckpoint([stored])),
+            )
+
+        opened = ExitStack()
+        checkpoint = take_newest(reader, step, take)
+        opened.push(stack.pop_all())
+        return checkpoint
 
 
 def take_newest(
@@ -228,8 +270,8 @@ def _load(
     rejected: list[RejectedCheckpoint],
     device: torch.device | str,
 ) -> Checkpoint:
-    source = in_memory(stored, device)
-    return Checkpoint(contents, lambda: source, stored.record, reader.path, reader.superblock.uuid, rejected)
+    source, pieces = in_memory(stored, device), pieces_of_pool(reader.path, contents.entries)
+    return Checkpoint(contents, lambda: source, stored.record, reader.path, reader.superblock.uuid, rejected, pieces)
 
 
 def _read_again(path: str, uuid: bytes, record: CommitRecord) -> MemorySource:
@@ -318,7 +360,8 @@ class LiveRestore:
         finally:
             self._touched.extend(plan.restored.values())
         path, uuid, record = stored.path, stored.uuid, stored.record
-        checkpoint = Checkpoint(contents, lambda: _read_again(path, uuid, record), record, path, uuid, rejected)
+        pieces = pieces_of_pool(path, contents.entries)
+        checkpoint = Checkpoint(contents, lambda: _read_again(path, uuid, record), record, path, uuid, rejected, pieces)
         checkpoint.record_restored(model, plan)
         return checkpoint
 
