@@ -171,6 +171,7 @@ def test_public_surface_is_sealed():
         "Pin",
         "Session",
         "Stats",
+        "StoredPiece",
         "attach",
         "export_checkpoint",
         "layerwise",

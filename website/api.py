@@ -49,7 +49,7 @@ GROUPS = {
     "recover": Group(
         "Read a pool",
         "What a crash left, to look at or to use elsewhere.",
-        ("recover", "Checkpoint", "Drift", "export_checkpoint", "Exported"),
+        ("recover", "Checkpoint", "StoredPiece", "Drift", "export_checkpoint", "Exported"),
         ("lightck.state.rng.RngState",),
     ),
 }

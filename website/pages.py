@@ -46,6 +46,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "ranks-hosts*": "Hosts and new files",
         "lost-pool*": "A lost pool",
         "worlds*": "Another number of ranks",
+        "read-parts*": "Read a part",
     },
     "Keep": {
         "medium*": "Choose a medium",

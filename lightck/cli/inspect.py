@@ -17,8 +17,8 @@ from dataclasses import asdict
 
 import click
 
-from lightck.cli import directories, groups, stored_checkpoints
-from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
+from lightck.cli import directories, groups, pieces, stored_checkpoints
+from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option, usage_error
 from lightck.cli.text import Facts, columns, count, listed, print_json, print_line, print_verdict, size, survives
 from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.format.layout import Entry
@@ -38,13 +38,19 @@ ROWS_MAX = 40
 @click.argument("pool", type=POOL)
 @step_option
 @click.option("--tensors", is_flag=True, help="List every tensor by name.")
+@click.option("--pieces", "shows_pieces", is_flag=True, help="List which ranks hold which parts of each tensor.")
 @json_option
-def command(pool: str, step: int | None, tensors: bool, as_json: bool) -> int:
+def command(pool: str, step: int | None, tensors: bool, shows_pieces: bool, as_json: bool) -> int:
     """Show the geometry of POOL, its medium and its checkpoints. Nothing is written, and the pool may be in use. For
-    the directory of a group of ranks, show what each rank has and what all of them have.
+    the directory of a group of ranks, show what each rank has and what all of them have. With --pieces, show of one
+    checkpoint which ranks hold which parts of each tensor.
 
     Exit status 1 if checkpoints were committed and none of them can be used.
     """
+    if shows_pieces and tensors:
+        usage_error("--tensors and --pieces are two lists. Pass one of them.")
+    if shows_pieces:
+        return pieces.inspect(pool, step, as_json)
     if os.path.isdir(pool):
         directories.refuse_options_of_one_pool(step, tensors)
         return directories.inspect(pool, as_json)

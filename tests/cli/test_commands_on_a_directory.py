@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from calls import call, call_json
 from ranked import run_ranks, values
 from ranks.test_attach import damage
 from ranks.trainings import TOPOLOGIES, body
+from toys import pool_with
 
 import lightck
 from lightck.cli import diff, diff_directories
@@ -43,6 +45,32 @@ def test_inspect_shows_ranks_their_checkpoints_and_what_is_common(pools):
     text = call("inspect", pools).stdout
     assert "0 of 2  step 4*, step 3*, step 2*" in text
     assert "step 4 is the newest that all ranks have" in text
+
+
+def test_inspect_shows_which_ranks_hold_which_parts(pools, tmp_path):
+    status, facts = call_json("inspect", "--pieces", pools)
+    assert (status, facts["step"]) == (OK, 4)
+    tensors = {one["name"]: one for one in facts["tensors"]}
+    pieces = tensors["model/first.weight"]["pieces"]
+    assert tensors["model/first.weight"]["shape"] == [600, 3]
+    assert [(one["rank"], one["start"], one["size"]) for one in pieces] == [
+        (0, [0, 0], [300, 3]),
+        (1, [300, 0], [300, 3]),
+    ]
+    assert [Path(one["path"]) for one in pieces] == sorted(pools.glob("*.pool"))
+    text = call("inspect", "--pieces", pools, "--step", 3).stdout
+    assert text.startswith("step 3: ")
+    assert re.search(r"model/first\.weight +600x3 +rank 1 +\(300, 0\) +300x3", text)
+    assert re.search(r"model/calls +scalar +ranks 0, 1 +\(\) +scalar", text)
+    assert call("inspect", "--pieces", "--tensors", pools).exit_code == FAILED
+    assert call("inspect", "--pieces", pools / "rank-00000-of-00002.pool").exit_code == FAILED
+
+
+def test_inspect_shows_the_parts_in_the_pool_of_a_single_process(pool):
+    pool_with(pool)
+    status, facts = call_json("inspect", "--pieces", pool)
+    assert (status, facts["step"], facts["tensors"][0]["pieces"][0]["rank"]) == (OK, 3, None)
+    assert re.search(r"model/0\.weight +8x4 +the pool +\(0, 0\) +8x4", call("inspect", "--pieces", pool).stdout)
 
 
 def test_verify_puts_the_parts_together(pools):
