@@ -13,14 +13,15 @@ _FORMATS = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin
 """Suffix of a file name -> its format."""
 
 
-@click.command("export", cls=Command, short_help="Write a checkpoint as a safetensors or torch file.")
+@click.command("export", cls=Command, short_help="Write a checkpoint as a safetensors or torch file, or for DCP.")
 @click.argument("pool", type=POOL)
 @click.argument("to", type=click.Path(path_type=Path))
 @click.option(
     "--format",
     "file_format",
-    type=click.Choice(["safetensors", "torch"]),
-    help="[default: safetensors if TO ends in .safetensors, torch if it ends in .pt, .pth, .bin or .ckpt]",
+    type=click.Choice(["safetensors", "torch", "dcp"]),
+    help="dcp: a folder for torch.distributed.checkpoint. [default: safetensors if TO ends in .safetensors, torch if "
+    "it ends in .pt, .pth, .bin or .ckpt]",
 )
 @click.option(
     "--what",
@@ -35,12 +36,18 @@ _FORMATS = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin
 def command(
     pool: str, to: Path, file_format: str | None, what: str, step: int | None, overwrite: bool, as_json: bool
 ) -> int:
-    """Write the newest checkpoint of POOL (or the checkpoint of --step N) to the file TO. The pool is only read."""
+    """Write the newest checkpoint of POOL (or the checkpoint of --step N) to the file TO (for --format dcp: into the
+    new folder TO). The pool is only read."""
     import lightck
     from lightck.export import export_checkpoint
 
     kind = file_format or _format_of(to)
-    refuse_existing(str(to), overwrite=overwrite)  # before the pool is opened
+    if kind == "dcp":
+        from lightck.export.dcp import refuse_existing_folder
+
+        refuse_existing_folder(str(to), overwrite=overwrite)
+    else:
+        refuse_existing(str(to), overwrite=overwrite)  # before the pool is opened
     checkpoint = lightck.recover(pool, step=step)
     done = export_checkpoint(checkpoint, to, format=kind, what=what, overwrite=overwrite)
     if as_json:
@@ -68,6 +75,6 @@ def _format_of(to: Path) -> str:
     if kind is None:
         raise click.UsageError(
             f"The name {to.name!r} does not say which format to write. Name the file *.safetensors or *.pt, or pass "
-            "--format safetensors or --format torch."
+            "--format safetensors, torch or dcp."
         )
     return kind

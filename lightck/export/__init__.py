@@ -1,4 +1,4 @@
-"""Checkpoints as files that other programs read: safetensors and torch.
+"""Checkpoints as files that other programs read: safetensors, torch, and folders of torch.distributed.checkpoint.
 
 ``export_checkpoint`` writes a recovered checkpoint; ``tiers/keep.py`` writes checkpoints of a running session with the
 same functions. The model's tensors have the names of its ``state_dict()``. A file appears under its name complete or
@@ -21,21 +21,21 @@ from lightck.export.plain import count_tensors, everything, for_torch
 from lightck.export.tensors import write_tensors
 from lightck.restore.checkpoint import Checkpoint
 
-FORMATS = ("safetensors", "torch")
+FORMATS = ("safetensors", "torch", "dcp")
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The file that an export wrote."""
+    """The file (for ``format="dcp"`` the folder) that an export wrote."""
 
     path: str
     nbytes: int
-    """Size of the file in bytes."""
+    """Size of the file in bytes, or of all files in the folder."""
     tensors: int
-    """Number of tensors in the file; a tied tensor counts once."""
+    """Number of tensors in it; a tied tensor counts once."""
     tied: Mapping[str, str]
     """Name of a tied tensor that is not in the file -> name under which this tensor is stored. Empty for
-    ``format="torch"``, which stores all names."""
+    the other formats, which store all names."""
 
 
 def export_checkpoint(
@@ -50,13 +50,14 @@ def export_checkpoint(
 
     Args:
         checkpoint: what :func:`lightck.recover` returned.
-        to: path of the file; its folder must exist.
+        to: path of the file; its folder must exist. For ``"dcp"`` the path of a folder, which is made.
         format: ``"safetensors"`` for ``safetensors.torch.load_file``, or ``"torch"`` for
             ``torch.load(..., weights_only=True)``. ``from_pretrained`` reads a safetensors file that is named
-            ``model.safetensors`` and lies beside a ``config.json``.
+            ``model.safetensors`` and lies beside a ``config.json``. ``"dcp"`` for ``torch.distributed.checkpoint.load``
+            in any number of ranks, with the keys that ``get_state_dict`` gives: ``model``, ``optimizer``.
         what: ``"model"``, or ``"all"`` for model, optimizer, ``state`` and random states (docs/history.md says under
-            which names).
-        overwrite: replace an existing file.
+            which names; ``"dcp"`` holds model, optimizer and ``step``).
+        overwrite: replace an existing file, or a folder of torch.distributed.checkpoint.
 
     Raises:
         StateValueError: the format lacks a tensor's dtype, or two values would have the same name in the file.
@@ -76,6 +77,11 @@ def export_checkpoint(
         raise ValueError(f"format={format!r} is unknown. Pass one of {', '.join(map(repr, FORMATS))}.")
     if format == "safetensors":
         return export_chosen(choose(checkpoint.contents, what, checkpoint.tensor), path, overwrite=overwrite)
+    if format == "dcp":
+        from lightck.export.dcp import export_dcp  # it imports torch.distributed, which takes a second
+
+        nbytes, counted = export_dcp(checkpoint, path, what=what, overwrite=overwrite)
+        return Exported(path, nbytes, counted, MappingProxyType({}))
     value = for_torch(checkpoint.model if what == "model" else everything(checkpoint))
     with atomic_file(path, overwrite=overwrite) as file:
         torch.save(value, file)

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from calls import call, call_json
 from safetensors.torch import load_file
 from toys import damage, same
@@ -28,6 +29,19 @@ def test_a_torch_file_is_loaded_without_pickled_code(good, tmp_path, what):
     assert call("export", good, out, "--format", "torch", "--what", what).exit_code == 0
     loaded = torch.load(out, weights_only=True)
     assert same(dict(loaded if what == "model" else loaded["model"]), dict(lightck.recover(good).model))
+
+
+def test_a_folder_for_dcp(good, tmp_path):
+    out = tmp_path / "it"
+    status, facts = call_json("export", good, out, "--format", "dcp", "--what", "all")
+    assert (status, facts["step"], facts["path"]) == (0, 4, str(out))
+    model = lightck.recover(good).model
+    value = {"model": {name: torch.zeros_like(tensor) for name, tensor in model.items()}, "step": 0}
+    dcp.load(value, checkpoint_id=str(out))
+    assert same(value["model"], dict(model))
+    assert value["step"] == 4
+    assert call("export", good, out, "--format", "dcp").exit_code == 2
+    assert call("export", good, out, "--format", "dcp", "--overwrite").exit_code == 0
 
 
 @pytest.mark.parametrize("name", ["it.onnx", "it"])

@@ -1,0 +1,121 @@
+"""Checkpoints as folders of ``torch.distributed.checkpoint``, which any number of ranks loads.
+
+The folder has the keys that ``torch.distributed.checkpoint.state_dict.get_state_dict`` gives: under ``model`` the names
+of ``state_dict()``, and under ``optimizer`` the state and the options by the names of parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from lightck.errors import ExportError, ExportExistsError, StateValueError
+from lightck.export.plain import count_tensors
+from lightck.pool.storage.file import sync_folder
+from lightck.restore.checkpoint import Checkpoint
+
+_METADATA = ".metadata"
+"""The file by which a folder is known as one of torch's; torch writes it last."""
+
+
+def export_dcp(checkpoint: Checkpoint, path: str, *, what: str, overwrite: bool) -> tuple[int, int]:
+    """Write a checkpoint as a folder. Returns the size of its files in bytes, and the number of tensors. ``what``:
+    ``"model"``, or ``"all"`` for model, optimizer and number of the step. Raises ``ExportError``,
+    ``ExportExistsError`` and ``StateValueError``."""
+    value: dict[str, Any] = {"model": dict(checkpoint.model)}
+    if what == "all":
+        value |= {"optimizer": _optimizer(checkpoint), "step": checkpoint.step}
+    with _atomic_folder(path, overwrite=overwrite) as folder:
+        try:
+            dcp.save(value, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        except OSError:
+            raise
+        except Exception as err:
+            raise ExportError(
+                f"The checkpoint cannot be written to {path!r}: torch.distributed.checkpoint raised "
+                f'{type(err).__name__}: {err}. Nothing was left there. Export with format="torch" instead.'
+            ) from err
+        nbytes = sum(file.stat().st_size for file in Path(folder).iterdir())
+    return nbytes, count_tensors(value)
+
+
+def _optimizer(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return state and options of all optimizers by the names of parameters, as ``get_optimizer_state_dict`` does."""
+    merged: dict[str, Any] = {"state": {}, "param_groups": []}
+    dicts = checkpoint.optimizer or []
+    for saved, one in zip(checkpoint.contents.optimizers, dicts if isinstance(dicts, list) else [dicts], strict=True):
+        if saved.wraps:
+            continue  # it has the parameters of the optimizer that it wraps, which follows
+        names = list(saved.all_names)
+        for number, state in one["state"].items():
+            if not isinstance(number, int) or not isinstance(state, dict):
+                raise StateValueError(
+                    f"{saved.class_name} keeps state under {number!r}, which is no parameter, and a folder of "
+                    'torch.distributed.checkpoint has no place for it. Export with what="model", or with '
+                    'format="torch".'
+                )
+            merged["state"][names[number]] = state
+        merged["param_groups"] += [
+            {**group, "params": [names[number] for number in group["params"]]} for group in one["param_groups"]
+        ]
+    return merged
+
+
+@contextmanager
+def _atomic_folder(path: str, *, overwrite: bool) -> Iterator[str]:
+    """Yield a temporary folder beside ``path``. If the block ends without an exception, it gets that name; else it is
+    removed. With ``overwrite`` it replaces a folder of torch's, and nothing else."""
+    refuse_existing_folder(path, overwrite=overwrite)
+    temporary, replaced = (f"{path}.{secrets.token_hex(4)}.{kind}" for kind in ("tmp", "old"))
+    try:
+        os.mkdir(temporary)
+        yield temporary
+        refuse_existing_folder(path, overwrite=overwrite)
+        _give_name(temporary, path, replaced)
+        sync_folder(os.path.dirname(os.path.abspath(path)))
+    except ExportError:
+        raise
+    except OSError as err:
+        raise ExportError(
+            f"The folder {path!r} could not be written: {err.strerror or err}. No part of it was left behind. Check "
+            "the folder around it (space, owner, limits), or choose another one.",
+            err.errno,
+        ) from err
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _give_name(temporary: str, path: str, replaced: str) -> None:
+    """Rename the new folder to ``path``. A folder that is there gets the name ``replaced`` first, and is removed
+    last."""
+    is_there = os.path.lexists(path)
+    if is_there:
+        os.rename(path, replaced)
+    try:
+        os.rename(temporary, path)
+    except OSError:
+        if is_there:
+            os.rename(replaced, path)
+        raise
+    if is_there:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def refuse_existing_folder(path: str, *, overwrite: bool) -> None:
+    """Raise ``ExportExistsError`` for a path that exists, unless it is a folder of torch's that may be replaced."""
+    if not os.path.lexists(path):
+        return
+    is_torchs = not os.path.islink(path) and os.path.isfile(os.path.join(path, _METADATA))
+    if not overwrite or not is_torchs:
+        what = (
+            "exists" if not overwrite else f"exists, and is no folder of torch.distributed.checkpoint (no {_METADATA})"
+        )
+        cure = "Pass another path" + ("; or overwrite=True to replace it." if is_torchs else ".")
+        raise ExportExistsError(f"{path!r} {what}. Nothing was written. {cure}")

@@ -1,0 +1,140 @@
+"""``export --format dcp``: folders that ``torch.distributed.checkpoint`` loads, in one process and in several ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from ranked import run_ranks, values
+from ranks.test_recover import train as train_ranks
+from ranks.test_recover import whole
+from ranks.trainings import TOPOLOGIES, build
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from toys import adam, net, pool_with, same, train
+
+import lightck
+from lightck.errors import ExportError, ExportExistsError, StateValueError
+
+
+@pytest.fixture
+def pools(folder: Path) -> Path:
+    return folder / "pools"
+
+
+def loaded(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load a folder into model and optimizer as torch's tutorial does. Returns the step."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    value = {"model": model_state, "optimizer": optimizer_state, "step": 0}
+    dcp.load(value, checkpoint_id=str(folder))
+    set_state_dict(model, optimizer, model_state_dict=value["model"], optim_state_dict=value["optimizer"])
+    return value["step"]
+
+
+def test_a_single_process_loads_the_folder(pool, tmp_path):
+    model, optimizer = pool_with(pool)
+    done = lightck.export_checkpoint(lightck.recover(pool), tmp_path / "out", format="dcp", what="all")
+    assert done.nbytes == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert done.tensors == 16
+    other = net(seed=9)
+    optimizer_of_other = adam(other)
+    assert loaded(tmp_path / "out", other, optimizer_of_other) == 3
+    assert same(other.state_dict(), model.state_dict())
+    assert same(optimizer_of_other.state_dict()["state"], optimizer.state_dict()["state"])
+    train(model, optimizer, 2, start=3)
+    train(other, optimizer_of_other, 2, start=3)
+    assert same(other.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(("saved", "loads"), [("fsdp 3", "fsdp"), ("ddp", "tp"), ("tp", "fsdp 3")])
+def test_any_number_of_ranks_loads_the_pools_of_any_other(pools, tmp_path, saved, loads):
+    model, optimizer = train_ranks(saved, pools, 2)
+    with lightck.recover(pools, lazy=True) as checkpoint:
+        lightck.export_checkpoint(checkpoint, tmp_path / "out", format="dcp", what="all")
+
+    def body(rank):
+        live, live_optimizer = build(TOPOLOGIES[loads])
+        step = loaded(tmp_path / "out", live, live_optimizer)
+        names = {p: name for name, p in live.named_parameters()}
+        states = {f"{names[p]}/{k}": whole(v) for p, held in live_optimizer.state.items() for k, v in held.items()}
+        return step, {name: whole(v) for name, v in live.state_dict().items()}, states
+
+    for step, tensors, states in values(run_ranks(TOPOLOGIES[loads].n_ranks, body)):
+        assert step == 2
+        assert same(tensors, model)
+        assert same(states, optimizer)
+
+
+def test_the_model_alone(pool, tmp_path):
+    model, _ = pool_with(pool)
+    lightck.export_checkpoint(lightck.recover(pool), tmp_path / "out", format="dcp")
+    value = {"model": net(seed=9).state_dict()}
+    dcp.load(value, checkpoint_id=str(tmp_path / "out"))
+    assert same(dict(value["model"]), dict(model.state_dict()))
+    assert not any(
+        "optimizer" in key for key in dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    )
+
+
+def test_two_optimizers_become_one_as_torch_has_it(pool, tmp_path):
+    model = net()
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9), adam(model[2])]
+    with lightck.attach(model, pool, optimizer=optimizers):
+        model(torch.ones(2, 4)).sum().backward()
+        for one in optimizers:
+            one.step()
+    lightck.export_checkpoint(lightck.recover(pool), tmp_path / "out", format="dcp", what="all")
+    keys = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    assert {"optimizer.state.0.weight.momentum_buffer", "optimizer.state.2.bias.exp_avg"} <= set(keys)
+
+
+def test_a_folder_is_replaced_only_if_asked_and_if_it_is_one_of_torchs(pool, tmp_path):
+    pool_with(pool)
+    checkpoint, out = lightck.recover(pool), tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_bytes(b"mine")
+    for overwrite in (False, True):
+        with pytest.raises(ExportExistsError, match=r"exists.*Nothing was written"):
+            lightck.export_checkpoint(checkpoint, out, format="dcp", overwrite=overwrite)
+    assert [path.name for path in out.iterdir()] == ["precious"]
+    shutil.rmtree(out)
+    lightck.export_checkpoint(checkpoint, out, format="dcp")
+    (out / "old").write_bytes(b"")
+    with pytest.raises(ExportExistsError, match="overwrite=True to replace it"):
+        lightck.export_checkpoint(checkpoint, out, format="dcp")
+    lightck.export_checkpoint(checkpoint, out, format="dcp", overwrite=True)
+    assert not (out / "old").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failed_export_leaves_nothing(pool, tmp_path, monkeypatch):
+    pool_with(pool)
+    checkpoint = lightck.recover(pool)
+
+    def fails(*args, **options):
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, "save", fails)
+        with pytest.raises(ExportError, match=r"RuntimeError: planted\. Nothing was left"):
+            lightck.export_checkpoint(checkpoint, tmp_path / "out", format="dcp")
+    with pytest.raises(ExportError, match="No such file or directory"):
+        lightck.export_checkpoint(checkpoint, tmp_path / "missing" / "out", format="dcp")
+    assert not list(tmp_path.iterdir())
+
+
+def test_state_that_is_of_no_parameter_is_refused(pool, tmp_path):
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.state["count"] = self.state.get("count", 0) + 1
+
+    model = net()
+    optimizer = Counting(model.parameters(), lr=0.1)
+    with lightck.attach(model, pool, optimizer=optimizer):
+        train(model, optimizer, 1)
+    with pytest.raises(StateValueError, match=r"Counting keeps state under 'count', which is no parameter"):
+        lightck.export_checkpoint(lightck.recover(pool), tmp_path / "out", format="dcp", what="all")
+    lightck.export_checkpoint(lightck.recover(pool), tmp_path / "out", format="dcp")
