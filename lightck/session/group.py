@@ -50,6 +50,8 @@ class Group:
     world_size: int
     store: Store
     """The key-value store of the process group, over a connection that no other thread uses."""
+    members: tuple[int, ...] = (0,)
+    """For each rank, its rank in the default process group."""
 
 
 def group_of(group: object) -> Group | None:
@@ -75,7 +77,9 @@ def group_of(group: object) -> Group | None:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise _no_member()
-    return None if world_size < 2 else Group(rank, world_size, store_of(group))
+    if world_size < 2:
+        return None
+    return Group(rank, world_size, store_of(group), tuple(dist.get_process_group_ranks(group)))
 
 
 def _no_member() -> UnsupportedError:

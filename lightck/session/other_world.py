@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 
 import msgpack
 
-from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankError, UnsupportedError, listed
+from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankError, listed
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.backends import backend_for
@@ -41,6 +41,7 @@ from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_s
 from lightck.restore.recover import LiveRestore
 from lightck.restore.usable import parse
 from lightck.session.arguments import Arguments
+from lightck.session.fetch_pools import Hosts, WorldFacts, fetch, report
 from lightck.session.group import Group, directory_id, path_of_pool
 from lightck.state import rng
 from lightck.state.inventory import ModelView
@@ -67,12 +68,9 @@ class OtherWorlds:
     """The pools that this rank removes when all ranks have a checkpoint in their own."""
     candidates: list[tuple[CheckpointId, Held]]
     """The checkpoints that all pools of ``source`` have, newest first."""
+    incarnation: int
+    """The largest incarnation in all pools."""
     _open: ExitStack
-
-    @property
-    def incarnation(self) -> int:
-        """The largest incarnation in the directory."""
-        return max(world.incarnation for world in self.worlds)
 
     @contextmanager
     def discards_on_error(self) -> Iterator[None]:
@@ -117,29 +115,20 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
     ``PoolLockedError`` if a pool is in use."""
     reshard(arguments.model)
     parts = parts_of(ModelView(arguments.model).tensors(None))
-    own = msgpack.packb([_has_other_world(directory, group, parts), directory_id(directory)])
-    found = [msgpack.unpackb(one) for one in meeting.exchange("kinds of pools", own)]
-    if not any(is_other for is_other, _ in found):
+    is_lost = arguments.resume and path_of_pool(directory, group.rank, group.world_size) is None
+    own = [_has_other_world(directory, group, parts), directory_id(directory), is_lost, _is_empty(directory)]
+    found = [msgpack.unpackb(one) for one in meeting.exchange("kinds of pools", msgpack.packb(own))]
+    hosts = Hosts.of([where for _, where, _, _ in found])
+    has_other = any(is_other for is_other, _, _, _ in found)
+    if len(hosts.ranks_of) > 1 and (has_other or _lacks_pools(found)):
+        return _over_hosts(directory, group, meeting, arguments, parts, hosts, has_other=has_other)
+    if not has_other:
         return None
-    if len({where for _, where in found}) > 1:
-        raise UnsupportedError(
-            "A directory of these ranks holds pools of another number of ranks, or of ranks that held other parts of "
-            "the tensors, and the ranks have several directories (on several hosts). lightck loads such pools only if "
-            "all ranks see the same directory. Copy all pools into one directory that all ranks see; or train into "
-            "another directory."
-        )
     with ExitStack() as stack:
         worlds = stack.enter_context(open_worlds(directory))
         choice = _choose(meeting, directory, worlds, group, parts, overwrite=arguments.overwrite)
-        if choice.world is not None and not arguments.resume:
-            raise CheckpointExistsError(
-                f"The directory {directory!r} holds checkpoints of a group of {choice.world.world_size} ranks. They "
-                "are neither loaded nor overwritten unasked. Pass attach(..., resume=True) on all ranks to load the "
-                "newest of them, or overwrite=True to discard them."
-            )
-        paths = _new_paths(directory, worlds, choice, group)
-        kept = {*paths, *(choice.paths if choice.is_own else ())}
-        others = [reader.path for world in worlds for reader in world.readers.values() if reader.path not in kept]
+        _refuse_unasked(directory, choice, arguments)
+        others = _others(worlds, choice, paths := _new_paths(directory, worlds, choice, group))
         mine = sorted(others)[group.rank :: group.world_size]
         for path in mine:
             stack.callback(PoolLock(path).release)
@@ -155,9 +144,123 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
             parts=parts,
             to_remove=[path for path in mine if path not in left],
             candidates=sorted(choice.common.items(), reverse=True, key=lambda one: one[0]),
+            incarnation=max(world.incarnation for world in worlds),
             _open=stack.pop_all(),
         )
     raise AssertionError("the block returns or raises")
+
+
+def _is_empty(directory: str) -> bool:
+    return not pools_in(directory)
+
+
+def _lacks_pools(found: Sequence[tuple[bool, str, bool, bool]]) -> bool:
+    """Whether a rank of a training on several hosts lacks its pool, and no rank on its host has one from which it could
+    be replaced (``lost_pool.py``). ``found``: what each rank has sent."""
+    has_pools = any(not is_empty for _, _, _, is_empty in found)
+    with_own = {where for _, where, is_lost, _ in found if not is_lost}
+    return has_pools and any(is_lost and where not in with_own for _, where, is_lost, _ in found)
+
+
+def _over_hosts(
+    directory: str,
+    group: Group,
+    meeting: Meeting,
+    arguments: Arguments,
+    parts: Mapping[str, Part],
+    hosts: Hosts,
+    *,
+    has_other: bool,
+) -> OtherWorlds | None:
+    """``find_other_worlds`` for ranks whose pools lie in several directories. Each directory gets the pools of the
+    chosen world that it lacks (``fetch_pools.py``). From then on each rank does as with one directory."""
+    facts = report(directory, group, meeting, hosts)
+    unfit = [
+        world.world_id for world in facts if not _fits_own(directory, group, parts, world, hosts.of_rank[group.rank])
+    ]
+    own = msgpack.packb([unfit, os.urandom(4).hex()])
+    received = [msgpack.unpackb(one) for one in meeting.exchange("worlds", own)]
+    not_own = {world_id for ids, _ in received for world_id in ids}
+    chosen = _newest_of(facts, hosts, not_own, overwrite=arguments.overwrite)
+    is_own = chosen is not None and chosen.world_id not in not_own and chosen.is_at_home(hosts)
+    if not has_other and (chosen is None or is_own or max(chosen.common).step == 0):
+        return None  # as with one directory: a new training may have been killed while its pools were made
+    if chosen is None and not arguments.overwrite:
+        _refuse_loss_over_hosts(facts)
+    if chosen is not None:
+        _refuse_longer_history(
+            "the directories of these ranks",
+            [([one.name for files in world.pools.values() for one in files], world.common) for world in facts],
+            max(chosen.common),
+        )
+        if not is_own and arguments.resume:
+            fetch(directory, group, meeting, hosts, facts, chosen)
+    with ExitStack() as stack:
+        worlds = [] if _is_empty(directory) else stack.enter_context(open_worlds(directory))
+        local = next((one for one in worlds if chosen is not None and one.world_id == chosen.world_id), None)
+        common = {} if local is None else common_checkpoints(local)
+        choice = _Choice(local if chosen is not None else None, is_own, received[0][1], common)
+        _refuse_unasked(directory, choice, arguments)
+        paths = _new_paths(directory, worlds, choice, group)
+        place, n_places = hosts.place_in_directory(group.rank)
+        mine = sorted(_others(worlds, choice, paths))[place::n_places]
+        for path in mine:
+            stack.callback(PoolLock(path).release)
+        return OtherWorlds(
+            worlds=worlds,
+            source=None if is_own else choice.world,
+            path=paths[group.rank],
+            parts=parts,
+            to_remove=mine,
+            candidates=sorted(choice.common.items(), reverse=True, key=lambda one: one[0]),
+            incarnation=max(
+                (one.incarnation for world in facts for files in world.pools.values() for one in files), default=0
+            ),
+            _open=stack.pop_all(),
+        )
+    raise AssertionError("the block returns or raises")
+
+
+def _fits_own(directory: str, group: Group, parts: Mapping[str, Part], world: WorldFacts, number: int) -> bool:
+    """Whether this rank's own pool of a world fits its parts. True if it has none in its directory."""
+    own = next((one for one in world.pools.get(group.rank, ()) if one.directory == number), None)
+    if own is None:
+        return True
+    with closing(open_pool(os.path.join(directory, own.name))) as reader:
+        return reader.group is not None and _fits(reader, parts)
+
+
+def _newest_of(facts: Sequence[WorldFacts], hosts: Hosts, not_own: set[bytes], *, overwrite: bool) -> WorldFacts | None:
+    """Choose as ``_choose`` does."""
+    newest = [
+        (max(world.common), not world.missing, world.world_id not in not_own and world.is_at_home(hosts), number)
+        for number, world in enumerate(facts)
+        if world.common and not overwrite
+    ]
+    return facts[max(newest)[3]] if newest else None
+
+
+def _refuse_loss_over_hosts(facts: Sequence[WorldFacts]) -> None:
+    """Raise as ``_refuse_loss`` does."""
+    for world in facts:
+        if any(one.steps_max for files in world.pools.values() for one in files):
+            raise _nothing_intact("the directories of these ranks", world.world_size)
+
+
+def _refuse_unasked(directory: str, choice: _Choice, arguments: Arguments) -> None:
+    """Raise ``CheckpointExistsError`` if a checkpoint would be loaded and ``resume`` is not True."""
+    if choice.world is not None and not arguments.resume:
+        raise CheckpointExistsError(
+            f"The directory {directory!r} holds checkpoints of a group of {choice.world.world_size} ranks. They are "
+            "neither loaded nor overwritten unasked. Pass attach(..., resume=True) on all ranks to load the newest of "
+            "them, or overwrite=True to discard them."
+        )
+
+
+def _others(worlds: Sequence[World], choice: _Choice, paths: Sequence[str]) -> list[str]:
+    """Return the pools in the directory that are neither of the group's own world nor new."""
+    kept = {*paths, *(choice.paths if choice.is_own else ())}
+    return [reader.path for world in worlds for reader in world.readers.values() if reader.path not in kept]
 
 
 def _has_other_world(directory: str, group: Group, parts: Mapping[str, Part]) -> bool:
@@ -262,23 +365,24 @@ def _choose(
     if best is None and not overwrite:
         _refuse_loss(directory, worlds)
     if best is not None:
-        _refuse_longer_history(directory, worlds, common, best[0])
+        names = [[os.path.basename(reader.path) for reader in world.readers.values()] for world in worlds]
+        _refuse_longer_history(f"the directory {directory!r}", list(zip(names, common, strict=True)), best[0])
     return choice
 
 
 def _refuse_longer_history(
-    directory: str, worlds: Sequence[World], common: Sequence[Mapping[CheckpointId, Held]], chosen: CheckpointId
+    where: str, worlds: Sequence[tuple[Sequence[str], Iterable[CheckpointId]]], chosen: CheckpointId
 ) -> None:
     """Raise ``RankError`` if a world has a checkpoint of a later step than the chosen one. A change of worlds leaves
-    none: somebody has put pools of two histories together. ``common``: what all pools of each world have."""
-    for world, ids in zip(worlds, common, strict=True):
+    none: somebody has put pools of two histories together. ``worlds``: for each world, the names of its pools, and what
+    all of them have."""
+    for names, ids in worlds:
         longest = max((one.step for one in ids), default=0)
         if longest > chosen.step:
-            names = listed([os.path.basename(reader.path) for reader in world.readers.values()], 4)
             raise RankError(
-                f"The directory {directory!r} holds two histories of one training: the newest start has reached step "
-                f"{chosen.step}, and the pools {names} hold step {longest}. Nothing was changed. Put the pools of one "
-                "history into the directory."
+                f"In {where} lie two histories of one training: the newest start has reached step {chosen.step}, and "
+                f"the pools {listed(list(names), 4)} hold step {longest}. Nothing was changed. Keep the pools of one "
+                "history there."
             )
 
 
@@ -289,11 +393,15 @@ def _refuse_loss(directory: str, worlds: Sequence[World]) -> None:
         for reader in world.readers.values():
             steps = [record.step for record in reader.commit_log().records.values()]
             if any(steps) or reader.generations_of_erased_records():
-                raise RankError(
-                    f"The directory {directory!r} holds pools of a group of {world.world_size} ranks, which have no "
-                    "intact checkpoint in common. Nothing was changed. `lightck verify` shows what is damaged. Use "
-                    "another copy of these pools; attach(..., overwrite=True) on all ranks discards them."
-                )
+                raise _nothing_intact(f"the directory {directory!r}", world.world_size)
+
+
+def _nothing_intact(where: str, world_size: int) -> RankError:
+    return RankError(
+        f"In {where} lie pools of a group of {world_size} ranks, which have no intact checkpoint in common. Nothing "
+        "was changed. `lightck verify` shows what is damaged. Use another copy of these pools; attach(..., "
+        "overwrite=True) on all ranks discards them."
+    )
 
 
 def _new_paths(directory: str, worlds: Sequence[World], choice: _Choice, group: Group) -> list[str]:

@@ -236,13 +236,12 @@ def test_a_checkpoint_that_the_group_has_left_is_not_published(pools, stores):
         assert CheckpointId(1, 6) not in views[-1].committed
 
 
-def test_a_lost_pool_of_another_host_is_named(pools):
-    values(run_ranks(2, body(DDP, pools, 3)))
+def test_a_lost_pool_of_the_only_rank_on_its_host_is_replaced_from_another_host(pools):
+    before = values(run_ranks(2, body(DDP, pools, 3)))
     (pools / "host-1/rank-00001-of-00002.pool").unlink()
-    for ended in run_ranks(2, body(DDP, pools, 6)):
-        assert isinstance(ended.error, RankError)
-        assert "The pool of rank 1 (host host-1) is lost" in str(ended.error)
-        assert "No other rank on that host has a pool that could replace the lost one" in str(ended.error)
+    found = values(run_ranks(2, body(DDP, pools, 3)))
+    assert [run.began for run in found] == [3, 3]
+    assert is_equal(found, before)
 
 
 def test_the_pools_of_all_hosts_in_one_directory_are_recovered(pools, caplog):
@@ -278,14 +277,13 @@ def test_directories_that_differ_on_one_host_are_refused_by_name(pools):
     assert values(run_ranks(2, rank_body)) == [[], []]
 
 
-@pytest.mark.parametrize("resume", [True, False])
-def test_ranks_that_changed_their_hosts_are_refused_by_name(pools, resume):
+def test_ranks_that_changed_their_hosts_are_refused_by_name_without_resume(pools):
     """No rank finds a pool in its directory, and that is no new training."""
     values(run_ranks(2, body(DDP, pools, 3)))
     (pools / "host-0").rename(pools / "aside")
     (pools / "host-1").rename(pools / "host-0")
     (pools / "aside").rename(pools / "host-1")
-    for ended in run_ranks(2, body(DDP, pools, 6, resume=resume)):
+    for ended in run_ranks(2, body(DDP, pools, 6, resume=False)):
         assert isinstance(ended.error, RankError)
         assert "Rank 1 (host host-1) has no pool in its directory" in str(ended.error)
         assert "of rank 0 (host host-0) has the pool of rank 1" in str(ended.error)

@@ -28,7 +28,6 @@ from lightck.errors import (
 )
 from lightck.pool.storage.file import FileContainer
 from lightck.ranks.directory import pool_name
-from lightck.session.group import HOST_VARIABLE
 
 from . import worlds
 from .test_attach import damage
@@ -226,20 +225,6 @@ def test_a_world_of_one_says_what_it_cannot_do(pools):
     model, optimizer = build(worlds.World(1))
     with pytest.raises(UnsupportedError, match=r"interval='auto' is not supported.*attach it to a file"):
         lightck.attach(model, pools, optimizer=optimizer, resume=True, interval="auto")
-
-
-def test_several_hosts_are_refused_by_name(pools):
-    worlds.train("fsdp 3", pools, STEPS)
-    other = pools.parent / "other"
-    shutil.copytree(pools, other)
-
-    def body(rank: int) -> Any:
-        os.environ[HOST_VARIABLE] = f"host-{rank}"
-        return attached("fsdp 2", (pools, other)[rank])(rank)
-
-    for found in errors(run_ranks(2, body)):
-        assert isinstance(found, UnsupportedError)
-        assert "only if all ranks see the same directory" in str(found)
 
 
 def test_pools_of_two_trainings_are_refused(pools):

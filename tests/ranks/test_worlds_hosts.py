@@ -1,0 +1,242 @@
+"""A world changes while its ranks are on several hosts, each with a directory of its own. Pools are copied between them.
+
+``LIGHTCK_TEST_HOST`` and a folder stand for a host.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranked import Ended, die, run_ranks, values
+
+import lightck
+from lightck.errors import CheckpointExistsError, NoSpaceError, RankError
+from lightck.pool.reader import open_pool
+from lightck.session import fetch_pools
+from lightck.session.group import HOST_VARIABLE
+
+from .worlds import WORLDS, Whole, build, is_equal, updates, whole_of
+
+STEPS = 3
+Hosts = Sequence[int]
+"""Rank -> number of its host."""
+
+
+def rank_body(name: str, pools: Path, hosts: Hosts, upto: int, **options: Any) -> Callable[[int], Any]:
+    """Attach, and train up to a step. Returns the whole tensors after attach and at the end, and what the session says
+    of the resume."""
+
+    def body(rank: int) -> Any:
+        os.environ[HOST_VARIABLE] = f"host-{hosts[rank]}"
+        pools.mkdir(exist_ok=True)
+        model, optimizer = build(WORLDS[name], seed=len(options))
+        torch.manual_seed(50 + rank)
+        keywords = {"resume": True, "timeout": 30} | options
+        with lightck.attach(model, pools / f"host-{hosts[rank]}", optimizer=optimizer, **keywords) as session:
+            began = whole_of(session.step, model, optimizer)
+            updates(WORLDS[name], rank, model, optimizer, range(session.step, upto))
+            end = whole_of(session.step, model, optimizer)
+        return began, end, session.recovered
+
+    return body
+
+
+def train(name: str, pools: Path, hosts: Hosts, upto: int = STEPS, **options: Any) -> list[Any]:
+    return values(run_ranks(len(hosts), rank_body(name, pools, hosts, upto, **options)))
+
+
+def errors(name: str, pools: Path, hosts: Hosts, **options: Any) -> list[BaseException]:
+    found: list[Ended] = run_ranks(len(hosts), rank_body(name, pools, hosts, STEPS + 1, **options))
+    assert all(one.error is not None for one in found), [one.value for one in found]
+    return [one.error for one in found if one.error is not None]
+
+
+def files(pools: Path) -> dict[str, bytes]:
+    """All pools of all hosts."""
+    return {str(path.relative_to(pools)): path.read_bytes() for path in sorted(pools.rglob("*.pool"))}
+
+
+def places(pools: Path) -> list[tuple[int, int]]:
+    """(host, rank) of each pool, by what the pools say."""
+    found = []
+    for path in pools.rglob("*.pool"):
+        with closing(open_pool(str(path))) as reader:
+            found.append((int(path.parent.name.removeprefix("host-")), reader.group.rank))
+    return sorted(found)
+
+
+def is_clean(pools: Path) -> bool:
+    """Whether nothing is in the directories but pools and their locks."""
+    return not [path for path in pools.rglob("*") if path.is_file() and path.suffix not in (".pool", ".lock")]
+
+
+@pytest.mark.parametrize(
+    ("old", "old_hosts", "new", "new_hosts"),
+    [
+        ("fsdp 4", [0, 0, 1, 1], "fsdp 2", [0, 1]),
+        ("fsdp 2", [0, 1], "fsdp 4", [0, 1, 2, 2]),
+        ("hsdp", [0, 0, 1, 1], "ddp 3", [0, 0, 1]),
+        ("ddp 2", [0, 1], "fsdp 3", [1, 0, 1]),
+        ("tp x fsdp", [0, 0, 1, 1], "fsdp 2", [1, 0]),
+        ("fsdp 3", [0, 1, 2], "tp 2", [0, 0]),
+        ("fsdp 2", [0, 1], "ddp 2", [0, 1]),
+    ],
+)
+def test_another_world_on_other_hosts_has_the_same_tensors(pools, old, old_hosts, new, new_hosts):
+    expected: Whole = train(old, pools, old_hosts)[0][1]
+    if new_hosts == [0, 0]:
+        for path in pools.glob("host-[12]/*.pool"):  # a single directory: nothing is copied between hosts
+            shutil.copy(path, pools / "host-0")
+    found = train(new, pools, new_hosts, STEPS + 2)
+    for began, _, recovered in found:
+        assert is_equal(began, expected)
+        assert (recovered.step, recovered.exact) == (STEPS, False)
+    if new_hosts != [0, 0]:
+        own = set(enumerate(new_hosts))
+        held = places(pools)
+        assert {(rank, host) for host, rank in held if host in new_hosts} == own, "old pools are gone there"
+    again = train(new, pools, new_hosts, STEPS + 2)
+    assert all(is_equal(began, end) for (began, _, _), (_, end, _) in zip(again, found, strict=True))
+    assert is_clean(pools)
+
+
+@pytest.mark.parametrize(("name", "hosts", "now"), [("ddp 2", [0, 1], [0, 2]), ("hsdp", [0, 0, 1, 1], [0, 0, 2, 2])])
+def test_a_host_that_is_gone_is_replaced_by_an_empty_one(pools, name, hosts, now):
+    """The ranks that are left hold the whole of each tensor."""
+    expected = train(name, pools, hosts)[0][1]
+    shutil.rmtree(pools / "host-1")
+    for began, _, recovered in train(name, pools, now, STEPS + 1):
+        assert is_equal(began, expected)
+        assert not recovered.exact
+    assert places(pools) == sorted((host, rank) for rank, host in enumerate(now))
+
+
+def test_what_went_with_a_host_is_named(pools):
+    train("fsdp 4", pools, [0, 0, 1, 1])
+    shutil.rmtree(pools / "host-1")
+    before = files(pools)
+    for error in errors("fsdp 4", pools, [0, 0, 2, 2]):
+        assert isinstance(error, RankError)
+        assert "lacks the pools of ranks 2, 3" in str(error)
+    after = files(pools)
+    assert {name: after[name] for name in before} == before
+    assert is_clean(pools)
+
+
+@pytest.mark.parametrize("name", ["ddp 2", "fsdp 2"])
+def test_ranks_that_changed_their_hosts_go_on_with_their_own_state(pools, name):
+    ended = train(name, pools, [0, 1])
+    found = train(name, pools, [1, 0])
+    for (_, expected, _), (began, _, _) in zip(ended, found, strict=True):
+        assert is_equal(began, expected)
+    assert places(pools) == [(0, 1), (1, 0)]
+
+
+def test_random_states_follow_a_rank_to_another_host(pools):
+    """Each rank draws on from where it was at the checkpoint."""
+
+    def body(hosts: Hosts) -> Callable[[int], Any]:
+        def run(rank: int) -> list[float]:
+            os.environ[HOST_VARIABLE] = f"host-{hosts[rank]}"
+            pools.mkdir(exist_ok=True)
+            model, optimizer = build(WORLDS["ddp 2"])
+            torch.manual_seed(50 + rank)
+            directory = pools / f"host-{hosts[rank]}"
+            with lightck.attach(model, directory, optimizer=optimizer, resume=True, timeout=30) as session:
+                drawn = torch.rand(3).tolist()
+                updates(WORLDS["ddp 2"], rank, model, optimizer, range(session.step, session.step + 1))
+            return drawn
+
+        return run
+
+    drawn = [values(run_ranks(2, body(hosts))) for hosts in ([0, 1], [1, 0])]
+    for rank in range(2):
+        torch.manual_seed(50 + rank)
+        assert drawn[0][rank] == torch.rand(3).tolist()
+        assert drawn[1][rank] == torch.rand(3).tolist()
+
+
+def test_without_resume_nothing_is_loaded_and_nothing_copied(pools):
+    train("fsdp 4", pools, [0, 0, 1, 1])
+    before = files(pools)
+    found = errors("fsdp 2", pools, [0, 1], resume=False)
+    assert any(isinstance(error, CheckpointExistsError) for error in found)
+    assert files(pools) == before
+    (first, *_) = train("fsdp 2", pools, [0, 1], resume=False, overwrite=True)
+    assert first[0].step == 0
+    assert places(pools) == [(0, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("where", ["before", "while"])
+def test_without_space_for_the_copies_nothing_changes(pools, monkeypatch, where):
+    expected = train("fsdp 4", pools, [0, 0, 1, 1])[0][1]
+    before = files(pools)
+    real, written = os.pwrite, []
+
+    def full(*args):
+        if where == "before" or len(written) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(args)
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch_pools, "CHUNK_NBYTES", 1 << 16)
+        patch.setattr(fetch_pools.os, "posix_fallocate" if where == "before" else "pwrite", full)
+        found = errors("fsdp 2", pools, [0, 1])
+    assert all(isinstance(error, NoSpaceError) or "NoSpaceError" in str(error) for error in found)
+    assert any("There is no space for a copy of the pool of another host" in str(error) for error in found)
+    assert files(pools) == before
+    assert is_clean(pools)
+    assert is_equal(train("fsdp 2", pools, [0, 1])[0][0], expected)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("nth", [1, 4, 12])
+def test_a_rank_that_is_killed_during_the_copies_loses_nothing(pools, monkeypatch, rank, nth):
+    """The old world goes on after it, too; and the copies of its pools that lie about are replaced later."""
+    train("fsdp 4", pools, [0, 0, 1, 1])
+    real, n = fetch_pools._NewFile.write, [0]
+
+    def killed(self, data, at):
+        real(self, data, at)
+        n[0] += 1
+        if os.environ.get(HOST_VARIABLE) == f"host-{rank}" and n[0] == nth:
+            die()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch_pools, "CHUNK_NBYTES", 1 << 20)
+        patch.setattr(fetch_pools._NewFile, "write", killed)
+        ended = run_ranks(2, rank_body("fsdp 2", pools, [0, 1], STEPS), ends_others_after=0.2)
+    assert any(one.is_killed for one in ended)
+    longer = train("fsdp 4", pools, [0, 0, 1, 1], STEPS + 2)
+    assert longer[0][0].step == STEPS
+    found = train("fsdp 2", pools, [0, 1], STEPS + 3)
+    assert all(is_equal(began, longer[0][1]) for began, _, _ in found)
+    assert places(pools) == [(0, 0), (1, 1)]
+    assert is_clean(pools)
+
+
+def test_hosts_that_have_all_pools_copy_none(pools, monkeypatch):
+    """The pools of all hosts were put into each directory by hand."""
+    expected = train("fsdp 3", pools, [0, 0, 0])[0][1]
+    shutil.copytree(pools / "host-0", pools / "host-1")
+    monkeypatch.setattr(fetch_pools, "_send", None)
+    assert all(is_equal(began, expected) for began, _, _ in train("fsdp 2", pools, [0, 1]))
+
+
+def test_an_old_copy_of_a_pool_is_not_taken(pools):
+    """Host 0 has a copy of rank 1's pool from before."""
+    train("fsdp 2", pools, [0, 1], STEPS)
+    shutil.copy(pools / "host-1/rank-00001-of-00002.pool", pools / "host-0")
+    expected = train("fsdp 2", pools, [0, 1], STEPS + 4)[0][1]
+    for began, _, _ in train("ddp 3", pools, [0, 0, 1], STEPS + 4):
+        assert is_equal(began, expected)
+    assert places(pools) == [(0, 0), (0, 1), (1, 2)]
