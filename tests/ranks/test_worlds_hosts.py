@@ -1,4 +1,4 @@
-"""A world changes while its ranks are on several hosts, each with a directory of its own. Pools are copied between them.
+"""A world changes, and its ranks are on several hosts with a directory each. Pools are copied between hosts.
 
 ``LIGHTCK_TEST_HOST`` and a folder stand for a host.
 """
