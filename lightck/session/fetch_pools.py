@@ -18,12 +18,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
 
 from lightck.errors import LightckError, NoSpaceError, RankError
@@ -195,7 +196,19 @@ def fetch(
         transport.close()
     if failure is not None:
         raise failure
-    meeting.exchange("copies of pools", b"")
+    with _more_time(meeting, len(copies)):
+        meeting.exchange("copies of pools", b"")
+
+
+@contextmanager
+def _more_time(meeting: Meeting, n_copies: int) -> Iterator[None]:
+    """In this block a wait for other ranks may take the timeout for each copy: some of them may have to copy all."""
+    timeout = meeting.timeout
+    meeting.timeout = timeout * (1 + n_copies)
+    try:
+        yield
+    finally:
+        meeting.timeout = timeout
 
 
 def _copies(hosts: Hosts, world: WorldFacts) -> list[_Copy]:
@@ -250,7 +263,7 @@ class _Transport:
     def send_message(self, message: object, rank: int) -> None:
         packed = msgpack.packb(message)
         self.send(torch.tensor([len(packed)], dtype=torch.int64, device="cpu"), rank)
-        self.send(torch.frombuffer(bytearray(packed), dtype=torch.uint8), rank)
+        self.send(torch.from_numpy(np.frombuffer(bytearray(packed), np.uint8)), rank)
 
     def receive_message(self, rank: int) -> Any:
         length = torch.zeros(1, dtype=torch.int64, device="cpu")
