@@ -137,5 +137,6 @@ def refuse_options_of_one_pool(step: int | None, tensors: bool = False) -> None:
     """Raise ``PoolPathError`` for options that are about one pool."""
     if step is not None or tensors:
         raise PoolPathError(
-            "--step and --tensors are about one pool, and this is the directory of a group. Pass the file of a rank."
+            "--step and --tensors are about one pool, and this is the directory of a group. Pass the file of a rank; "
+            "or pass --pieces, which lists the tensors of all ranks (also of a --step)."
         )

@@ -76,7 +76,8 @@ def export_checkpoint(
     if format not in FORMATS:
         raise ValueError(f"format={format!r} is unknown. Pass one of {', '.join(map(repr, FORMATS))}.")
     if format == "safetensors":
-        return export_chosen(choose(checkpoint.contents, what, checkpoint.tensor), path, overwrite=overwrite)
+        read = checkpoint.read if checkpoint.is_lazy else checkpoint.tensor  # what is read is not kept
+        return export_chosen(choose(checkpoint.contents, what, read), path, overwrite=overwrite)
     if format == "dcp":
         from lightck.export.dcp import export_dcp  # it imports torch.distributed, which takes a second
 

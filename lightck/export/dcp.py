@@ -7,22 +7,27 @@ of ``state_dict()``, and under ``optimizer`` the state and the options by the na
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from lightck.errors import ExportError, ExportExistsError, StateValueError
+from lightck.errors import ExportError, ExportExistsError, StateValueError, listed
 from lightck.export.plain import count_tensors
 from lightck.pool.storage.file import sync_folder
 from lightck.restore.checkpoint import Checkpoint
 
 _METADATA = ".metadata"
 """The file by which a folder is known as one of torch's; torch writes it last."""
+_DATA = re.compile(r"__\d+_\d+\.distcp")
+"""Names of torch's other files."""
 
 
 def export_dcp(checkpoint: Checkpoint, path: str, *, what: str, overwrite: bool) -> tuple[int, int]:
@@ -34,16 +39,25 @@ def export_dcp(checkpoint: Checkpoint, path: str, *, what: str, overwrite: bool)
         value |= {"optimizer": _optimizer(checkpoint), "step": checkpoint.step}
     with _atomic_folder(path, overwrite=overwrite) as folder:
         try:
-            dcp.save(value, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-        except OSError:
-            raise
-        except Exception as err:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                dcp.save(value, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        except (Exception, CheckpointException) as err:  # the latter is no Exception
+            cause = _system_error_of(err)
+            if cause is not None:
+                raise cause from err
             raise ExportError(
                 f"The checkpoint cannot be written to {path!r}: torch.distributed.checkpoint raised "
                 f'{type(err).__name__}: {err}. Nothing was left there. Export with format="torch" instead.'
             ) from err
         nbytes = sum(file.stat().st_size for file in Path(folder).iterdir())
     return nbytes, count_tensors(value)
+
+
+def _system_error_of(err: BaseException) -> OSError | None:
+    """Return the error of the system that is behind an error of torch's, or None."""
+    failures = [one[0] for one in err.failures.values()] if isinstance(err, CheckpointException) else [err]
+    return next((one for one in failures if isinstance(one, OSError)), None)
 
 
 def _optimizer(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -61,6 +75,12 @@ def _optimizer(checkpoint: Checkpoint) -> dict[str, Any]:
                     'torch.distributed.checkpoint has no place for it. Export with what="model", or with '
                     'format="torch".'
                 )
+            nested = [key for key, part in state.items() if isinstance(part, (list, tuple, dict))]
+            if nested:
+                raise StateValueError(
+                    f"The state of {saved.class_name} has lists ({listed(list(map(repr, nested)), 3)}), which "
+                    'torch.distributed.checkpoint does not load. Export with what="model", or with format="torch".'
+                )
             merged["state"][names[number]] = state
         merged["param_groups"] += [
             {**group, "params": [names[number] for number in group["params"]]} for group in one["param_groups"]
@@ -72,11 +92,13 @@ def _optimizer(checkpoint: Checkpoint) -> dict[str, Any]:
 def _atomic_folder(path: str, *, overwrite: bool) -> Iterator[str]:
     """Yield a temporary folder beside ``path``. If the block ends without an exception, it gets that name; else it is
     removed. With ``overwrite`` it replaces a folder of torch's, and nothing else."""
+    path = path.rstrip(os.sep) or path
     refuse_existing_folder(path, overwrite=overwrite)
     temporary, replaced = (f"{path}.{secrets.token_hex(4)}.{kind}" for kind in ("tmp", "old"))
     try:
         os.mkdir(temporary)
         yield temporary
+        sync_folder(temporary)
         refuse_existing_folder(path, overwrite=overwrite)
         _give_name(temporary, path, replaced)
         sync_folder(os.path.dirname(os.path.abspath(path)))
@@ -109,13 +131,26 @@ def _give_name(temporary: str, path: str, replaced: str) -> None:
 
 
 def refuse_existing_folder(path: str, *, overwrite: bool) -> None:
-    """Raise ``ExportExistsError`` for a path that exists, unless it is a folder of torch's that may be replaced."""
+    """Raise ``ExportExistsError`` for a path that exists, unless it is an empty folder, or a folder with the files of
+    one checkpoint of torch's and nothing else, which may be replaced."""
+    if type(overwrite) is not bool:
+        raise TypeError(f"overwrite={overwrite!r} is a {type(overwrite).__name__}. Pass True or False.")
     if not os.path.lexists(path):
         return
-    is_torchs = not os.path.islink(path) and os.path.isfile(os.path.join(path, _METADATA))
-    if not overwrite or not is_torchs:
-        what = (
-            "exists" if not overwrite else f"exists, and is no folder of torch.distributed.checkpoint (no {_METADATA})"
-        )
-        cure = "Pass another path" + ("; or overwrite=True to replace it." if is_torchs else ".")
-        raise ExportExistsError(f"{path!r} {what}. Nothing was written. {cure}")
+    if os.path.islink(path):
+        what = "is a symbolic link, and the export would replace the link"
+    elif not os.path.isdir(path):
+        what = "exists, and is no folder"
+    else:
+        names = os.listdir(path)
+        if not names:
+            return
+        others = [name for name in names if name != _METADATA and not _DATA.fullmatch(name)]
+        is_torchs = _METADATA in names and not others
+        if is_torchs and overwrite:
+            return
+        if is_torchs:
+            what = "exists, and a checkpoint of torch.distributed.checkpoint is in it (overwrite=True replaces it)"
+        else:
+            what = f"exists, and holds {listed(others, 3) or 'an unfinished checkpoint'}, so it is never replaced"
+    raise ExportExistsError(f"{path!r} {what}. Nothing was written. Pass the path of a new folder.")

@@ -17,7 +17,7 @@ from lightck.pool.reader import RejectedCheckpoint
 from lightck.restore import restore as _restore
 from lightck.restore.contents import Contents, MemorySource, OptimizerContents, refuse_unknown, unpack_dict
 from lightck.restore.optimizer import joined, keys_by_param
-from lightck.restore.ranges import Pieces, RangeReader, StoredPiece, checked_box, checked_out
+from lightck.restore.ranges import Pieces, RangeReader, StoredPiece, checked_box, checked_out, takes_bytes
 from lightck.restore.resume import RestoredFrom, mark_poisoned, remember
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.sessions import has_open_session
@@ -142,8 +142,19 @@ class Checkpoint:
                 self._loaded_source = self._read_source()
         return self._loaded_source
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all stored tensors, for ``tensor``, ``read`` and ``pieces``. A tied tensor has one name here."""
+        return tuple(name for name, entry in self.contents.entries.items() if entry.alias is None)
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether a tensor is read from the pool when it is asked for (``recover(..., lazy=True)``)."""
+        return self._ranges is not None and self._loaded_source is None
+
     def tensor(self, name: str) -> torch.Tensor:
-        """Return one tensor by its name in the pool (``model/...``, ``optimizer/.../exp_avg``).
+        """Return one tensor by its name in the pool (``model/...``, ``optimizer/.../exp_avg``). If the checkpoint was
+        recovered with ``lazy=True``, it is read at the first call, and kept.
 
         Raises ``NoTensorError`` for an unknown name, and for a tied name, whose tensor is stored under another name. If
         the checkpoint was recovered with ``lazy=True``, raises as ``read`` does."""
@@ -151,7 +162,8 @@ class Checkpoint:
         if self._ranges is None or self._loaded_source is not None:
             return self.source.tensors[name]
         if name not in self._read:
-            self._read[name] = self.read(name)
+            with ordinary_tensors():
+                self._read[name] = self._ranges.whole(name)
         return self._read[name]
 
     def pieces(self, name: str) -> tuple[StoredPiece, ...]:
@@ -162,7 +174,6 @@ class Checkpoint:
         refuse_unknown(name, self.contents.entries)
         return self._pieces(name)
 
-    @ordinary_tensors()
     def read(
         self,
         name: str,
@@ -171,19 +182,21 @@ class Checkpoint:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Read a box of one tensor, and nothing else if the checkpoint was recovered with ``lazy=True``. Every block
-        that is read is verified; a block that is damaged in one pool is read from another that holds the same.
+        that is read is verified. A damaged block of a parameter or of optimizer state is read from another pool that
+        holds the same.
 
         Args:
             name: the tensor's name in the pool.
             start: the first element, an int for each dimension; None: the beginning of the tensor.
             size: the number of elements in each dimension; None: up to the end of the tensor.
-            out: a tensor of this size and of the tensor's dtype, on any device; None: a new tensor on the CPU.
+            out: a tensor of this size and of the tensor's dtype, on any device; None: a new contiguous tensor on the
+                CPU. After an error it may be partly overwritten.
 
         Returns ``out``, or the new tensor.
 
         Raises:
             NoTensorError: as ``tensor``.
-            ValueError: the box is not inside the tensor, ``out`` does not fit, or the checkpoint is closed.
+            TypeError, ValueError: the box is not inside the tensor, ``out`` does not fit, or the checkpoint is closed.
             CorruptPoolError: a block is damaged, and no other pool holds it (``lazy=True``).
             NoCheckpointError: the training has overwritten the checkpoint (``lazy=True``).
         """
@@ -191,13 +204,22 @@ class Checkpoint:
         entry = self.contents.entries[name]
         box = checked_box(name, entry.shape, start, size)
         checked_out(out, dtype_from_name(entry.dtype), box.size)
-        if self._ranges is not None:
-            return self._ranges.read(name, box, out)
-        part = self.source.tensors[name]
-        for dim, (at, n) in enumerate(zip(*box, strict=True)):
-            part = part.narrow(dim, at, n)
+        is_direct = out is not None and self._ranges is not None and takes_bytes(out)
+        with ordinary_tensors():
+            if self._ranges is not None:
+                part = self._ranges.box(name, box, out if is_direct else None)
+            else:
+                part = self.source.tensors[name]
+                for dim, (at, n) in enumerate(zip(*box, strict=True)):
+                    part = part.narrow(dim, at, n)
+                part = part if out is not None else part.clone(memory_format=torch.contiguous_format)
+        if out is None:
+            return part
+        if is_direct:
+            torch.autograd.graph.increment_version(out)  # as copy_ does, for autograd
+            return out
         with torch.no_grad():
-            return part.clone(memory_format=torch.contiguous_format) if out is None else out.copy_(part)
+            return out.copy_(part)
 
     def close(self) -> None:
         """Close the pools of a checkpoint that was recovered with ``lazy=True``. What was read stays. For any other

@@ -330,7 +330,7 @@ def refuse_unknown(name: str, entries: Mapping[str, Entry]) -> None:
         raise NoTensorError(
             f"The checkpoint holds no tensor {name!r}. Ask for a tensor by its name in the pool, such as "
             "'model/0.weight'. "
-            f"{hint}`lightck inspect --tensors POOL` lists them all."
+            f"{hint}Checkpoint.names lists them all, as does `lightck inspect --pieces`."
         )
     if entry.alias is not None:
         raise NoTensorError(

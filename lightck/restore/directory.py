@@ -268,10 +268,9 @@ def _lazily(
     directory: str, logical: LogicalCheckpoint, rejected: Sequence[RejectedCheckpoint], *, opened: ExitStack
 ) -> Checkpoint:
     """Load a checkpoint without its tensors, which are read when they are used."""
-    _warn_differences(logical)
-    return _checkpoint(
-        directory, logical, rejected, lambda: in_memory(Relocated(logical, {})), RangeReader(opened, logical)
-    )
+    _warn_differences(logical, ("param", "optimizer"))  # buffers usually differ, and may be read a thousand times
+    ranges = RangeReader(opened, logical)
+    return _checkpoint(directory, logical, rejected, ranges.all, ranges)
 
 
 class _LoadedParts:
@@ -339,8 +338,8 @@ def _checkpoint(
     )
 
 
-def _warn_differences(logical: LogicalCheckpoint) -> None:
-    differing = logical.differing(("param", "buffer", "optimizer"))
+def _warn_differences(logical: LogicalCheckpoint, roles: Sequence[str] = ("param", "buffer", "optimizer")) -> None:
+    differing = logical.differing(roles)
     if differing:
         log.warning(
             "lightck: %d tensors of step %d differ between ranks, and those of rank 0 are taken: %s. Each rank has its "

@@ -140,6 +140,8 @@ class Relocated:
     entries: dict[str, Entry] = field(init=False)
     _struck: set[int] = field(default_factory=set)
     """Positions, in ``of_ranks``, of pools in which a damaged block was found."""
+    falls_back: bool = True
+    """Whether a tensor that is damaged in one pool is read from another."""
 
     def __post_init__(self) -> None:
         """Raises ``UnsupportedError`` for optimizer state that cannot be cut."""
@@ -178,20 +180,25 @@ class Relocated:
     def _was_part(self, param: str) -> bool:
         return any(one.entry.pieces is not None for one in self.logical.holders.get(param, ()))
 
-    def cut(self, name: str, box: Box) -> Relocated:
-        """Return this checkpoint with nothing but a box of one tensor, as a contiguous tensor. Both share what they
-        know of damaged pools."""
-        entry, size = self.logical.entries[name], box.size
+    def alone(self, name: str) -> Relocated:
+        """Return this checkpoint with one tensor only. It knows of no damage. A tensor that may differ between ranks (a
+        buffer) is read from one rank only: from another, it could be of another state than those read before."""
         found = copy(self)
-        found.entries = {
-            name: entry._replace(
-                shape=size,
-                stride=contiguous_stride(size),
-                nbytes=math.prod(size) * ITEM_NBYTES[entry.dtype],
-                logical_shape=entry.shape,
-                pieces=() if 0 in size else (Piece(box.start, size, (0,) * len(size)),),
-            )
-        }
+        found.entries, found._struck = {name: self.logical.entries[name]}, set()
+        found.falls_back = found.entries[name].role in REPLICATED
+        return found
+
+    def cut(self, name: str, box: Box) -> Relocated:
+        """Return what ``alone`` does, with nothing but a box of the tensor, as a contiguous tensor."""
+        found, size = self.alone(name), box.size
+        entry = found.entries[name]
+        found.entries[name] = entry._replace(
+            shape=size,
+            stride=contiguous_stride(size),
+            nbytes=math.prod(size) * ITEM_NBYTES[entry.dtype],
+            logical_shape=entry.shape,
+            pieces=() if 0 in size else (Piece(box.start, size, (0,) * len(size)),),
+        )
         return found
 
     # -- as a checkpoint ---------------------------------------------------------------------------------
@@ -238,7 +245,7 @@ class Relocated:
                 return
             position, error = damaged
             self._struck.add(position)
-            if not self._can_do_without(places):
+            if not self.falls_back or not self._can_do_without(places):
                 raise error
             log.warning(
                 "lightck: the checkpoint of step %d in the pool %r is damaged: %s. The same tensors are read from the "

@@ -133,7 +133,9 @@ def _check_arguments(model: object, optimizer: object, state: object, step: obje
 
 
 def _check_lazy(lazy: object, model: object, device: object) -> None:
-    if lazy and (model is not None or device != "cpu"):
+    if not isinstance(lazy, bool):
+        raise TypeError(f"lazy={lazy!r} is a {type(lazy).__name__}. Pass True or False.")
+    if lazy and (model is not None or str(device) != "cpu"):
         given = "model=" if model is not None else "device="
         raise TypeError(
             f"lazy=True cannot be combined with {given}: it reads nothing before a tensor is asked for. Leave out one "
@@ -148,15 +150,16 @@ def _open_lazily(path: str, step: int | None) -> Checkpoint:
         stack.callback(reader.close)
 
         def take(stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
+            ranges = RangeReader(opened, LogicalCheckpoint([stored]))
             return Checkpoint(
                 contents,
-                lambda: in_memory(stored),
+                ranges.all,
                 stored.record,
                 reader.path,
                 reader.superblock.uuid,
                 rejected,
                 pieces_of_pool(reader.path, contents.entries),
-                RangeReader(opened, LogicalCheckpoint([stored])),
+                ranges,
             )
 
         opened = ExitStack()

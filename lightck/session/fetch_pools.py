@@ -80,9 +80,14 @@ class WorldFacts:
         return frozenset.intersection(*of_ranks)
 
     def is_at_home(self, hosts: Hosts) -> bool:
-        """Whether each rank of the group has its own pool of this world in its own directory."""
+        """Whether each rank of the group has its own pool of this world in its own directory, with the newest common
+        checkpoint in it. (An old copy does not count.)"""
+        newest = max(self.common, default=None)
         return self.world_size == len(hosts.of_rank) and all(
-            any(one.directory == hosts.of_rank[rank] for one in self.pools.get(rank, ()))
+            any(
+                one.directory == hosts.of_rank[rank] and (newest is None or newest in one.ids)
+                for one in self.pools.get(rank, ())
+            )
             for rank in range(self.world_size)
         )
 

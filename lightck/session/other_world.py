@@ -128,7 +128,9 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
         worlds = stack.enter_context(open_worlds(directory))
         choice = _choose(meeting, directory, worlds, group, parts, overwrite=arguments.overwrite)
         _refuse_unasked(directory, choice, arguments)
-        others = _others(worlds, choice, paths := _new_paths(directory, worlds, choice, group))
+        paths = _new_paths(directory, worlds, choice, group)
+        kept = {*paths, *(choice.paths if choice.is_own else ())}
+        others = [reader.path for world in worlds for reader in world.readers.values() if reader.path not in kept]
         mine = sorted(others)[group.rank :: group.world_size]
         for path in mine:
             stack.callback(PoolLock(path).release)
@@ -203,7 +205,10 @@ def _over_hosts(
         _refuse_unasked(directory, choice, arguments)
         paths = _new_paths(directory, worlds, choice, group)
         place, n_places = hosts.place_in_directory(group.rank)
-        mine = sorted(_others(worlds, choice, paths))[place::n_places]
+        # Copies of pools of this world whose ranks are on other hosts go, too.
+        kept = {paths[rank] for rank in hosts.ranks_of[hosts.of_rank[group.rank]]}
+        others = [reader.path for world in worlds for reader in world.readers.values() if reader.path not in kept]
+        mine = sorted(others)[place::n_places]
         for path in mine:
             stack.callback(PoolLock(path).release)
         return OtherWorlds(
@@ -255,12 +260,6 @@ def _refuse_unasked(directory: str, choice: _Choice, arguments: Arguments) -> No
             "neither loaded nor overwritten unasked. Pass attach(..., resume=True) on all ranks to load the newest of "
             "them, or overwrite=True to discard them."
         )
-
-
-def _others(worlds: Sequence[World], choice: _Choice, paths: Sequence[str]) -> list[str]:
-    """Return the pools in the directory that are neither of the group's own world nor new."""
-    kept = {*paths, *(choice.paths if choice.is_own else ())}
-    return [reader.path for world in worlds for reader in world.readers.values() if reader.path not in kept]
 
 
 def _has_other_world(directory: str, group: Group, parts: Mapping[str, Part]) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import traceback
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from ranked import run_ranks, values
 from ranks.test_recover import train as train_ranks
 from ranks.test_recover import whole
 from ranks.trainings import TOPOLOGIES, build
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from toys import adam, net, pool_with, same, train
 
@@ -101,12 +105,63 @@ def test_a_folder_is_replaced_only_if_asked_and_if_it_is_one_of_torchs(pool, tmp
     assert [path.name for path in out.iterdir()] == ["precious"]
     shutil.rmtree(out)
     lightck.export_checkpoint(checkpoint, out, format="dcp")
-    (out / "old").write_bytes(b"")
-    with pytest.raises(ExportExistsError, match="overwrite=True to replace it"):
+    with pytest.raises(ExportExistsError, match="overwrite=True replaces it"):
         lightck.export_checkpoint(checkpoint, out, format="dcp")
-    lightck.export_checkpoint(checkpoint, out, format="dcp", overwrite=True)
-    assert not (out / "old").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    for path in (out, f"{out}/"):
+        before = (out / ".metadata").stat().st_ino
+        lightck.export_checkpoint(checkpoint, path, format="dcp", overwrite=True)
+        assert (out / ".metadata").stat().st_ino != before
+    (out / "run.pool").write_bytes(pool.read_bytes())
+    with pytest.raises(ExportExistsError, match=r"holds run\.pool, so it is never replaced"):
+        lightck.export_checkpoint(checkpoint, out, format="dcp", overwrite=True)
+    assert (out / "run.pool").exists()
+    (tmp_path / "link").symlink_to(out)
+    with pytest.raises(ExportExistsError, match="is a symbolic link"):
+        lightck.export_checkpoint(checkpoint, tmp_path / "link", format="dcp", overwrite=True)
+    with pytest.raises(TypeError, match="overwrite='no' is a str"):
+        lightck.export_checkpoint(checkpoint, out, format="dcp", overwrite="no")
+    (tmp_path / "empty").mkdir()
+    lightck.export_checkpoint(checkpoint, tmp_path / "empty", format="dcp")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "link", "out"]
+
+
+def test_nothing_is_printed(pool, tmp_path, recwarn):
+    pool_with(pool)
+    lightck.export_checkpoint(lightck.recover(pool), tmp_path / "out", format="dcp")
+    assert not [one for one in recwarn if "torch.distributed is disabled" in str(one.message)]
+
+
+def test_a_full_disk_is_an_error_of_ours(pool, tmp_path, monkeypatch):
+    """torch's own error is no ``Exception``."""
+    pool_with(pool)
+    checkpoint = lightck.recover(pool)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fails(*args, **options):
+        raise CheckpointException("write", {0: (full, traceback.StackSummary())})
+
+    monkeypatch.setattr(dcp, "save", fails)
+    with pytest.raises(ExportError, match="No space left on device") as found:
+        lightck.export_checkpoint(checkpoint, tmp_path / "out", format="dcp")
+    assert found.value.errno == errno.ENOSPC
+    assert not list(tmp_path.iterdir())
+
+
+def test_state_with_lists_is_refused(pool, tmp_path):
+    """torch cannot load it."""
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    with lightck.attach(model, pool, optimizer=optimizer):
+        optimizer.step(closure)
+    with pytest.raises(StateValueError, match=r"The state of LBFGS has lists \('.*', .*does not load"):
+        lightck.export_checkpoint(lightck.recover(pool), tmp_path / "out", format="dcp", what="all")
 
 
 def test_a_failed_export_leaves_nothing(pool, tmp_path, monkeypatch):

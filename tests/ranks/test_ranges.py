@@ -6,12 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranked import run_ranks, values
 from toys import damage
 
 import lightck
 from lightck.errors import CorruptPoolError
 
 from .test_recover import train
+from .trainings import TOPOLOGIES, build
 
 
 @pytest.mark.parametrize("name", ["fsdp 3", "tp", "hsdp", "ddp"])
@@ -49,6 +51,30 @@ def test_who_holds_which_piece(pools, name, expected):
             pieces = checkpoint.pieces("model/first.weight")
         assert [(one.rank, one.start, one.size) for one in pieces] == expected
         assert len({one.path for one in pieces}) == len(expected)
+
+
+def test_a_dtensor_is_refused_as_out(pools):
+    train("fsdp", pools, 2)
+
+    def rank_body(rank):
+        model, _ = build(TOPOLOGIES["fsdp"])
+        weight = model.first.weight
+        with lightck.recover(pools, lazy=True) as checkpoint:
+            with pytest.raises(TypeError, match=r"out= is a DTensor\. Pass its local tensor"):
+                checkpoint.read("model/first.weight", out=weight.detach())
+            return checkpoint.read("model/first.weight", (300 * rank, 0), (300, 3), weight.to_local().detach()).sum()
+
+    assert len(values(run_ranks(2, rank_body))) == 2
+
+
+def test_buffers_that_differ_are_never_mixed(pools, caplog):
+    """Each rank has its own count of forwards here; a damaged one of rank 0 is an error, and not that of rank 1."""
+    train("ddp", pools, 2)
+    damage(pools / "rank-00000-of-00002.pool", "model/calls")
+    with lightck.recover(pools, lazy=True) as checkpoint:
+        with pytest.raises(CorruptPoolError, match="'model/calls' of step 2 cannot be read"):
+            checkpoint.read("model/calls")
+        checkpoint.read("model/first.weight")
 
 
 def test_a_damaged_block_is_read_from_another_rank_that_holds_the_same(pools, caplog):

@@ -232,6 +232,21 @@ def test_hosts_that_have_all_pools_copy_none(pools, monkeypatch):
     assert all(is_equal(began, expected) for began, _, _ in train("fsdp 2", pools, [0, 1]))
 
 
+def test_copies_of_a_world_that_is_at_home_go(pools):
+    """The change into the new world was interrupted when all hosts had all of its pools; nobody needs the copies."""
+    expected = train("ddp 2", pools, [0, 1])[0][1]
+    train("fsdp 2", pools, [0, 1])  # so that the pools have names with more digits
+    for path in list(pools.glob("host-0/*.pool")):
+        shutil.copy(path, pools / "host-1")
+    for path in list(pools.glob("host-1/*.pool")):
+        if not (pools / "host-0" / path.name).exists():
+            shutil.copy(path, pools / "host-0")
+    assert len(list(pools.rglob("*.pool"))) == 4
+    for began, _, _ in train("fsdp 2", pools, [1, 0]):
+        assert is_equal(began, expected)
+    assert places(pools) == [(0, 1), (1, 0)]
+
+
 def test_an_old_copy_of_a_pool_is_not_taken(pools):
     """Host 0 has a copy of rank 1's pool from before."""
     train("fsdp 2", pools, [0, 1], STEPS)
