@@ -181,8 +181,7 @@ def takes_bytes(out: torch.Tensor) -> bool:
 
 
 def _has_memory(out: torch.Tensor) -> bool:
-    """Whether the storage of a tensor is as large as the tensor needs. (torch ends the process when it writes to one that
-    is not.)"""
+    """Whether the storage of a tensor is as large as the tensor needs. (If not, torch writes beyond it.)"""
     if not out.numel():
         return True
     last = out.storage_offset() + sum((n - 1) * step for n, step in zip(out.shape, out.stride(), strict=True))

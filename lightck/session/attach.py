@@ -42,6 +42,7 @@ from lightck.session.group_start import SLOTS_MIN, GroupStart
 from lightck.session.interval import Auto
 from lightck.session.pool_file import PoolFile
 from lightck.session.session import Session
+from lightck.session.shared_state import warn_of_shared_tensors
 from lightck.session.slowdown import slowdown
 from lightck.session.steps import Steps
 from lightck.state.device_transfers import transfer_of
@@ -218,6 +219,7 @@ def _discover(arguments: Arguments) -> Found:
     model = arguments.model
     found = discover(model, arguments.optimizer, arguments.state)
     check_objects(found.state)
+    warn_of_shared_tensors(found)
     if not found.optimizers and next(model.parameters(), None) is None:
         log.warning(
             "lightck: the model (%s) has no parameters, and no optimizer is followed, so nothing of a training "
