@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -92,6 +92,11 @@ class WorldFacts:
         )
 
 
+def _unlink(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)
+
+
 @dataclass(frozen=True, slots=True)
 class Hosts:
     """The directories of a group."""
@@ -108,6 +113,31 @@ class Hosts:
         for rank, number in enumerate(hosts.of_rank):
             hosts.ranks_of.setdefault(number, []).append(rank)
         return hosts
+
+    def merged(self, directory: str, group: Group, meeting: Meeting) -> Hosts:
+        """Return the directories without those that are one: a file system that several hosts share gives each host a
+        directory that looks like one of its own. One rank per directory makes a file in it, and looks which files of
+        the others it sees. All ranks call this."""
+        is_first = self.place_in_directory(group.rank)[0] == 0
+        name = f".lightck-{os.urandom(8).hex()}.new"  # the next start removes it if this process is killed
+        path = os.path.join(directory, name)
+        with ExitStack() as stack:
+            if is_first:
+                stack.callback(_unlink, path)
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            names = [one.decode() for one in meeting.exchange("probes", name.encode() if is_first else b"")]
+            seen = [
+                other
+                for other, one in enumerate(names)
+                if is_first and one and os.path.exists(os.path.join(directory, one))
+            ]
+            found = [msgpack.unpackb(one) for one in meeting.exchange("probes that are seen", msgpack.packb(seen))]
+        number_of = dict(enumerate(self.of_rank))
+        for rank, others in enumerate(found):
+            for other in others:
+                old, new = sorted((number_of[rank], number_of[other]), reverse=True)
+                number_of = {at: new if number == old else number for at, number in number_of.items()}
+        return Hosts.of([str(number_of[rank]) for rank in range(len(self.of_rank))])
 
     def place_in_directory(self, rank: int) -> tuple[int, int]:
         """Return the place of a rank among the ranks of its directory, and their number."""

@@ -121,6 +121,8 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
     hosts = Hosts.of([where for _, where, _, _ in found])
     has_other = any(is_other for is_other, _, _, _ in found)
     if len(hosts.ranks_of) > 1 and (has_other or _lacks_pools(found)):
+        hosts = hosts.merged(directory, group, meeting)
+    if len(hosts.ranks_of) > 1 and (has_other or _lacks_pools(found)):
         return _over_hosts(directory, group, meeting, arguments, parts, hosts, has_other=has_other)
     if not has_other:
         return None

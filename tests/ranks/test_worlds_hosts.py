@@ -247,6 +247,20 @@ def test_copies_of_a_world_that_is_at_home_go(pools):
     assert places(pools) == [(0, 1), (1, 0)]
 
 
+def test_a_directory_that_the_hosts_share_is_one(pools, monkeypatch):
+    """As on a network file system: each host has another device number for it."""
+    expected = train("fsdp 3", pools, [0, 0, 0])[0][1]
+    (pools / "host-1").symlink_to(pools / "host-0")
+    monkeypatch.setattr(fetch_pools, "_send", None)
+    for n, hosts in ((STEPS + 1, [0, 1]), (STEPS + 2, [1, 0])):
+        found = train("fsdp 2", pools, hosts, n)
+        assert all(is_equal(began, expected) for began, _, _ in found)
+        expected = found[0][1]
+    assert sorted(rank for host, rank in places(pools) if host == 0) == [0, 1]
+    assert not list((pools / "host-0").glob(".*"))
+    assert all(is_equal(began, expected) for began, _, _ in train("ddp 3", pools, [0, 1, 0], STEPS + 2))
+
+
 def test_an_old_copy_of_a_pool_is_not_taken(pools):
     """Host 0 has a copy of rank 1's pool from before."""
     train("fsdp 2", pools, [0, 1], STEPS)
