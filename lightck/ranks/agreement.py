@@ -141,9 +141,11 @@ def decide(
     if len(runs) > 1:
         with_pool = [rank for rank, report in enumerate(reports) if report.run_id]
         first = with_pool[0]
-        other = next(rank for rank in with_pool if reports[rank].run_id != reports[first].run_id)
+        ids = [(report.run_id, report.world_id) for report in reports]
+        other = next(rank for rank in with_pool if ids[rank] != ids[first])
+        what = "training" if ids[other][0] != ids[first][0] else "history of the same training"
         raise RankError(
-            f"The pool of {_name(reports, other)} belongs to another training than that of {_name(reports, first)}. "
+            f"The pool of {_name(reports, other)} belongs to another {what} than that of {_name(reports, first)}. "
             "Nothing was changed. Put the pools of one training into the directory; attach(..., overwrite=True) on all "
             "ranks discards all pools and starts afresh."
         )
@@ -204,7 +206,10 @@ def describe_replaced(replaced: Mapping[int, int]) -> str:
 def describe_from_world(n_saved: int, n_now: int) -> str:
     """Return what to say about a checkpoint that ``n_saved`` ranks saved, and ``n_now`` ranks load."""
     if n_saved == n_now:
-        return "the checkpoint was saved by ranks that held other parts of the tensors, and so may sum in another order"
+        return (
+            "the checkpoint was saved by as many ranks, which were on other hosts or held other parts of the tensors, "
+            "and so may sum in another order"
+        )
     return (
         f"the checkpoint was saved by {n_saved} rank{'s' * (n_saved > 1)} and is loaded into {n_now}: random states "
         "are new, and objects in state= are those of the first rank"

@@ -4,19 +4,23 @@
                 all pools of all hosts, and choose the same world (``other_world.py``).
     fetch       Each host gets a copy of each pool of the chosen world that it lacks. A rank of a host that has the pool
                 reads the file, a rank of the host that lacks it writes the copy: over a process group of gloo, a few
-                MiB at a time. The copy gets its name when it is complete and synced.
+                MiB at a time.
+    remove      The copies lie in a folder of their own, in which nobody looks for a rank's pool. It is removed at the
+                end of attach, and, if the process is killed before, at the beginning of the next one. So a copy that
+                has become old is never taken for the pool of its rank.
 
 The bytes are not verified here. A copy is read as any pool is, so each block is verified by whoever reads it.
 
 Invariants: All ranks go through the same list of copies in the same order, and a rank sends or receives all of a copy
 even if it has failed to read or to write a part of it. So no rank waits for another that gave up; the error is raised
-at the end, on all ranks. No pool is changed: a copy that was begun and not finished has no pool's name.
+at the end, on all ranks. No pool is changed.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -39,6 +43,8 @@ from lightck.restore.usable import usable_by_id
 from lightck.session.group import Group
 
 CHUNK_NBYTES = 8 << 20
+COPIES = ".lightck-copies"
+"""Name of the folder for copies, in the directory of a host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,25 +207,30 @@ class _Copy:
     target_directory: int
 
 
-def fetch(
-    directory: str, group: Group, meeting: Meeting, hosts: Hosts, worlds: Sequence[WorldFacts], world: WorldFacts
-) -> None:
-    """Give each directory a copy of each pool of ``world`` that it lacks. All ranks call this. ``worlds``: what
-    ``report`` returned. Raises ``NoSpaceError``, ``PoolIOError`` and ``RankError``."""
+def remove_copies(directory: str) -> None:
+    """Remove the copies that this or an earlier attach made in a directory."""
+    shutil.rmtree(os.path.join(directory, COPIES), ignore_errors=True)
+
+
+def path_of_copy(directory: str, rank: int, world_size: int) -> str:
+    return os.path.join(directory, COPIES, pool_name(rank, world_size))
+
+
+def fetch(directory: str, group: Group, meeting: Meeting, hosts: Hosts, world: WorldFacts) -> None:
+    """Give each directory a copy of each pool of ``world`` that it lacks. All ranks call this. Raises ``NoSpaceError``,
+    ``PoolIOError`` and ``RankError``."""
     copies = _copies(hosts, world)
     if not copies:
         return
-    taken = {(one.directory, one.name) for any_world in worlds for files in any_world.pools.values() for one in files}
     failure: Exception | None = None
-    transport = _Transport(group, meeting.timeout)
+    transport = _Transport(group, meeting.timeout * (1 + len(copies)))
     try:
         for copy in copies:
             try:
                 if group.rank == copy.sender:
                     _send(transport, os.path.join(directory, copy.source.name), copy.receiver)
                 elif group.rank == copy.receiver:
-                    name = _name_of_copy(copy, world, taken)
-                    _receive(transport, os.path.join(directory, name), copy.sender)
+                    _receive(transport, path_of_copy(directory, copy.source.rank, world.world_size), copy.sender)
             except (OSError, LightckError) as err:
                 failure = failure or err
             except RuntimeError as err:  # gloo: the other rank is gone
@@ -261,18 +272,6 @@ def _copies(hosts: Hosts, world: WorldFacts) -> list[_Copy]:
             senders = hosts.ranks_of[source.directory]
             copies.append(_Copy(source, senders[rank % len(senders)], ranks[rank % len(ranks)], number))
     return copies
-
-
-def _name_of_copy(copy: _Copy, world: WorldFacts, taken: set[tuple[int, str]]) -> str:
-    """Return the name of the copy: that of an older copy, which it replaces; else that of the source, or another if the
-    directory has a file of that name."""
-    for one in world.pools[copy.source.rank]:
-        if one.directory == copy.target_directory:
-            return one.name
-    name = copy.source.name
-    if (copy.target_directory, name) not in taken:
-        return name
-    return pool_name(copy.source.rank, copy.source.world_size, os.urandom(4).hex())
 
 
 class _Transport:
@@ -367,6 +366,7 @@ class _NewFile:
 
     def __enter__(self) -> _NewFile:
         try:
+            os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
             self._fd, self._locked = temporary.make(self._path)
             os.ftruncate(self._fd, self._nbytes)
             for begin, end in self._runs:

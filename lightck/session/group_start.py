@@ -57,6 +57,7 @@ from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
 from lightck.restore.usable import parse, usable_by_id
 from lightck.session.arguments import Arguments
+from lightck.session.fetch_pools import remove_copies
 from lightck.session.group import (
     Group,
     Membership,
@@ -176,6 +177,7 @@ class GroupStart:
     def own_path(self, arguments: Arguments) -> str:
         """Return the path of this rank's pool in the directory. Create the directory if it does not exist."""
         directory = ensure_directory(arguments.pool_path)
+        remove_copies(directory)
         remove_all_stale(directory)  # no rank makes its pool before all ranks are beyond the exchange that follows
         if arguments.resume:
             refuse_other_pools(directory)

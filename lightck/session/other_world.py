@@ -41,7 +41,7 @@ from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_s
 from lightck.restore.recover import LiveRestore
 from lightck.restore.usable import parse
 from lightck.session.arguments import Arguments
-from lightck.session.fetch_pools import Hosts, WorldFacts, fetch, report
+from lightck.session.fetch_pools import Hosts, WorldFacts, fetch, path_of_copy, remove_copies, report
 from lightck.session.group import Group, directory_id, path_of_pool
 from lightck.state import rng
 from lightck.state.inventory import ModelView
@@ -120,17 +120,20 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
     found = [msgpack.unpackb(one) for one in meeting.exchange("kinds of pools", msgpack.packb(own))]
     hosts = Hosts.of([where for _, where, _, _ in found])
     has_other = any(is_other for is_other, _, _, _ in found)
-    if len(hosts.ranks_of) > 1 and (has_other or _lacks_pools(found)):
+    lost = _lost_ranks(found)
+    if len(hosts.ranks_of) > 1 and (has_other or lost):
         hosts = hosts.merged(directory, group, meeting)
-    if len(hosts.ranks_of) > 1 and (has_other or _lacks_pools(found)):
-        return _over_hosts(directory, group, meeting, arguments, parts, hosts, has_other=has_other)
+    if len(hosts.ranks_of) > 1 and has_other and arguments.overwrite:
+        return _discard_all(directory, group, parts, hosts)
+    if len(hosts.ranks_of) > 1 and (has_other or lost):
+        return _over_hosts(directory, group, meeting, arguments, parts, hosts, lost, has_other=has_other)
     if not has_other:
         return None
     with ExitStack() as stack:
         worlds = stack.enter_context(open_worlds(directory))
         choice = _choose(meeting, directory, worlds, group, parts, overwrite=arguments.overwrite)
         _refuse_unasked(directory, choice, arguments)
-        paths = _new_paths(directory, worlds, choice, group)
+        paths = _new_paths(directory, choice, group)
         kept = {*paths, *(choice.paths if choice.is_own else ())}
         others = [reader.path for world in worlds for reader in world.readers.values() if reader.path not in kept]
         mine = sorted(others)[group.rank :: group.world_size]
@@ -158,12 +161,33 @@ def _is_empty(directory: str) -> bool:
     return not pools_in(directory)
 
 
-def _lacks_pools(found: Sequence[tuple[bool, str, bool, bool]]) -> bool:
-    """Whether a rank of a training on several hosts lacks its pool, and no rank on its host has one from which it could
-    be replaced (``lost_pool.py``). ``found``: what each rank has sent."""
-    has_pools = any(not is_empty for _, _, _, is_empty in found)
-    with_own = {where for _, where, is_lost, _ in found if not is_lost}
-    return has_pools and any(is_lost and where not in with_own for _, where, is_lost, _ in found)
+def _lost_ranks(found: Sequence[tuple[bool, str, bool, bool]]) -> list[int]:
+    """Return the ranks that find no pool of their own, if there is any pool at all. ``found``: what each rank sent."""
+    if all(is_empty for _, _, _, is_empty in found):
+        return []
+    return [rank for rank, (_, _, is_lost, _) in enumerate(found) if is_lost]
+
+
+def _needs_other_hosts(facts: Sequence[WorldFacts], hosts: Hosts, lost: Sequence[int]) -> bool:
+    """Whether one of these ranks has its pool on another host, or is on a host on which no rank has a pool from which
+    it could be replaced (``lost_pool.py``)."""
+    n_ranks = len(hosts.of_rank)
+    at_home = {hosts.of_rank[rank] for rank in range(n_ranks) if rank not in lost}
+    moved = any(rank in world.pools for world in facts if world.world_size == n_ranks for rank in lost)
+    return moved or any(hosts.of_rank[rank] not in at_home for rank in lost)
+
+
+def _discard_all(directory: str, group: Group, parts: Mapping[str, Part], hosts: Hosts) -> OtherWorlds:
+    """``find_other_worlds`` with ``overwrite=True``: nothing is loaded, and no pool is opened."""
+    paths = [os.path.join(directory, pool_name(rank, group.world_size)) for rank in range(group.world_size)]
+    kept = {paths[rank] for rank in hosts.ranks_of[hosts.of_rank[group.rank]]}
+    place, n_places = hosts.place_in_directory(group.rank)
+    mine = [str(path) for path in pools_in(directory) if str(path) not in kept][place::n_places]
+    with ExitStack() as stack:
+        for path in mine:
+            stack.callback(PoolLock(path).release)
+        return OtherWorlds([], None, paths[group.rank], parts, mine, [], 0, stack.pop_all())
+    raise AssertionError("the block returns or raises")
 
 
 def _over_hosts(
@@ -173,48 +197,54 @@ def _over_hosts(
     arguments: Arguments,
     parts: Mapping[str, Part],
     hosts: Hosts,
+    lost: Sequence[int],
     *,
     has_other: bool,
 ) -> OtherWorlds | None:
     """``find_other_worlds`` for ranks whose pools lie in several directories. Each directory gets the pools of the
-    chosen world that it lacks (``fetch_pools.py``). From then on each rank does as with one directory."""
+    chosen world that it lacks (``fetch_pools.py``). From then on each rank does as with one directory. ``lost``: the
+    ranks that find no pool of their own."""
     facts = report(directory, group, meeting, hosts)
+    if not has_other and not _needs_other_hosts(facts, hosts, lost):
+        return None
     unfit = [
         world.world_id for world in facts if not _fits_own(directory, group, parts, world, hosts.of_rank[group.rank])
     ]
     own = msgpack.packb([unfit, os.urandom(4).hex()])
     received = [msgpack.unpackb(one) for one in meeting.exchange("worlds", own)]
     not_own = {world_id for ids, _ in received for world_id in ids}
-    chosen = _newest_of(facts, hosts, not_own, overwrite=arguments.overwrite)
+    chosen = _newest_of(facts, hosts, not_own)
     is_own = chosen is not None and chosen.world_id not in not_own and chosen.is_at_home(hosts)
     if not has_other and (chosen is None or is_own or max(chosen.common).step == 0):
         return None  # as with one directory: a new training may have been killed while its pools were made
-    if chosen is None and not arguments.overwrite:
+    if chosen is None:
         _refuse_loss_over_hosts(facts)
-    if chosen is not None:
+    else:
         _refuse_longer_history(
             "the directories of these ranks",
             [([one.name for files in world.pools.values() for one in files], world.common) for world in facts],
             max(chosen.common),
         )
-        if not is_own and arguments.resume:
-            fetch(directory, group, meeting, hosts, facts, chosen)
+    number = hosts.of_rank[group.rank]
     with ExitStack() as stack:
-        worlds = [] if _is_empty(directory) else stack.enter_context(open_worlds(directory))
-        local = next((one for one in worlds if chosen is not None and one.world_id == chosen.world_id), None)
-        common = {} if local is None else common_checkpoints(local)
-        choice = _Choice(local if chosen is not None else None, is_own, received[0][1], common)
+        stack.callback(remove_copies, directory)
+        if chosen is not None and not is_own and arguments.resume:
+            fetch(directory, group, meeting, hosts, chosen)
+        local = None if chosen is None else _opened(directory, number, chosen, stack)
+        choice = _Choice(local, is_own, received[0][1], common_checkpoints(local) if local and local.readers else {})
         _refuse_unasked(directory, choice, arguments)
-        paths = _new_paths(directory, worlds, choice, group)
+        paths = _new_paths(directory, choice, group)
         place, n_places = hosts.place_in_directory(group.rank)
-        # Copies of pools of this world whose ranks are on other hosts go, too.
-        kept = {paths[rank] for rank in hosts.ranks_of[hosts.of_rank[group.rank]]}
-        others = [reader.path for world in worlds for reader in world.readers.values() if reader.path not in kept]
+        kept = {paths[rank] for rank in hosts.ranks_of[number]}
+        names = [
+            one.name for world in facts for files in world.pools.values() for one in files if one.directory == number
+        ]
+        others = {os.path.join(directory, name) for name in names} - kept
         mine = sorted(others)[place::n_places]
         for path in mine:
             stack.callback(PoolLock(path).release)
         return OtherWorlds(
-            worlds=worlds,
+            worlds=[] if local is None else [local],
             source=None if is_own else choice.world,
             path=paths[group.rank],
             parts=parts,
@@ -228,6 +258,18 @@ def _over_hosts(
     raise AssertionError("the block returns or raises")
 
 
+def _opened(directory: str, number: int, world: WorldFacts, stack: ExitStack) -> World:
+    """Open the pools of a world that this directory has, or has copies of. ``number``: of the directory."""
+    newest, readers = max(world.common), {}
+    for rank, files in world.pools.items():
+        here = next((one for one in files if one.directory == number and newest in one.ids), None)
+        copy = path_of_copy(directory, rank, world.world_size)
+        if here is not None or os.path.exists(copy):
+            readers[rank] = open_pool(copy if here is None else os.path.join(directory, here.name))
+            stack.callback(readers[rank].close)
+    return World(world.run_id, world.world_id, world.world_size, readers)
+
+
 def _fits_own(directory: str, group: Group, parts: Mapping[str, Part], world: WorldFacts, number: int) -> bool:
     """Whether this rank's own pool of a world fits its parts. True if it has none in its directory."""
     own = next((one for one in world.pools.get(group.rank, ()) if one.directory == number), None)
@@ -237,12 +279,12 @@ def _fits_own(directory: str, group: Group, parts: Mapping[str, Part], world: Wo
         return reader.group is not None and _fits(reader, parts)
 
 
-def _newest_of(facts: Sequence[WorldFacts], hosts: Hosts, not_own: set[bytes], *, overwrite: bool) -> WorldFacts | None:
+def _newest_of(facts: Sequence[WorldFacts], hosts: Hosts, not_own: set[bytes]) -> WorldFacts | None:
     """Choose as ``_choose`` does."""
     newest = [
         (max(world.common), not world.missing, world.world_id not in not_own and world.is_at_home(hosts), number)
         for number, world in enumerate(facts)
-        if world.common and not overwrite
+        if world.common
     ]
     return facts[max(newest)[3]] if newest else None
 
@@ -405,7 +447,7 @@ def _nothing_intact(where: str, world_size: int) -> RankError:
     )
 
 
-def _new_paths(directory: str, worlds: Sequence[World], choice: _Choice, group: Group) -> list[str]:
+def _new_paths(directory: str, choice: _Choice, group: Group) -> list[str]:
     """Return the path of each rank's pool. A pool of the chosen world keeps its file; any other rank gets a path that
     no pool of the chosen world has."""
     held = choice.world.readers if choice.world is not None and choice.is_own else {}

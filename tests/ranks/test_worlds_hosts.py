@@ -18,9 +18,9 @@ import torch
 from ranked import Ended, die, run_ranks, values
 
 import lightck
-from lightck.errors import CheckpointExistsError, NoSpaceError, RankError
+from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankError
 from lightck.pool.reader import open_pool
-from lightck.session import fetch_pools
+from lightck.session import fetch_pools, other_world
 from lightck.session.group import HOST_VARIABLE
 
 from .worlds import WORLDS, Whole, build, is_equal, updates, whole_of
@@ -75,7 +75,7 @@ def places(pools: Path) -> list[tuple[int, int]]:
 
 def is_clean(pools: Path) -> bool:
     """Whether nothing is in the directories but pools and their locks."""
-    return not [path for path in pools.rglob("*") if path.is_file() and path.suffix not in (".pool", ".lock")]
+    return not [path for path in pools.rglob("*") if path.name == fetch_pools.COPIES or path.suffix == ".new"]
 
 
 @pytest.mark.parametrize(
@@ -259,6 +259,65 @@ def test_a_directory_that_the_hosts_share_is_one(pools, monkeypatch):
     assert sorted(rank for host, rank in places(pools) if host == 0) == [0, 1]
     assert not list((pools / "host-0").glob(".*"))
     assert all(is_equal(began, expected) for began, _, _ in train("ddp 3", pools, [0, 1, 0], STEPS + 2))
+
+
+@pytest.mark.parametrize("name", ["fsdp 4", "ddp 4"])
+def test_some_ranks_changed_their_hosts(pools, name):
+    """Ranks were dealt to hosts in blocks, and are dealt in turn now."""
+    expected = train(name, pools, [0, 0, 1, 1])[0][1]
+    for began, _, recovered in train(name, pools, [0, 1, 0, 1], STEPS + 1):
+        assert is_equal(began, expected)
+        assert "on other hosts" in recovered.reason
+    assert places(pools) == [(0, 0), (0, 2), (1, 1), (1, 3)]
+    assert is_clean(pools)
+
+
+def test_a_change_that_failed_leaves_nothing_that_is_taken_later(pools, monkeypatch):
+    """Copies of the pools of other hosts lay there when the change failed. Then the old ranks go on, and a host goes."""
+    train("ddp 2", pools, [0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(other_world, "_opened", fails)
+        assert len(errors("ddp 3", pools, [0, 0, 1])) == 3
+    assert is_clean(pools)
+    expected = train("ddp 2", pools, [0, 1], STEPS + 1)[0][1]
+    shutil.rmtree(pools / "host-1")
+    for began, _, _ in train("ddp 2", pools, [0, 2], STEPS + 1):
+        assert is_equal(began, expected)
+
+
+def fails(*args: Any) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_overwrite_discards_what_cannot_be_read(pools):
+    """Pools of two trainings, and one with a damaged head."""
+    train("fsdp 4", pools, [0, 0, 1, 1])
+    shutil.rmtree(pools / "host-1")
+    train("ddp 2", pools / "aside", [0, 1])
+    shutil.move(pools / "aside/host-1", pools / "host-1")
+    broken = pools / "host-0/rank-00001-of-00004.pool"
+    broken.write_bytes(bytes(1 << 16))
+    found = errors("ddp 3", pools, [0, 0, 1])
+    assert all(isinstance(error, (PoolError, RankError)) for error in found)
+    for began, _, _ in train("ddp 3", pools, [0, 0, 1], 1, resume=False, overwrite=True):
+        assert began.step == 0
+    shutil.rmtree(pools / "aside")
+    assert places(pools) == [(0, 0), (0, 1), (1, 2)]
+
+
+def test_two_histories_under_the_usual_names_are_refused(pools):
+    """Each host went on alone."""
+    train("ddp 3", pools, [0, 0, 1])
+    for host in (0, 1):
+        train("ddp 2", pools / f"alone-{host}", [0, 0])
+    for host in (0, 1):
+        shutil.rmtree(pools / f"host-{host}")
+        shutil.copytree(pools / f"alone-{host}/host-0", pools / f"host-{host}")
+        for path in (pools / f"host-{host}").glob(f"rank-0000{1 - host}-*"):
+            path.unlink()
+    for error in errors("ddp 2", pools, [0, 1]):
+        assert isinstance(error, RankError)
+        assert "belongs to another training than" in str(error)
 
 
 def test_an_old_copy_of_a_pool_is_not_taken(pools):
