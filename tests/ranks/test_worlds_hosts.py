@@ -273,7 +273,7 @@ def test_some_ranks_changed_their_hosts(pools, name):
 
 
 def test_a_change_that_failed_leaves_nothing_that_is_taken_later(pools, monkeypatch):
-    """Copies of the pools of other hosts lay there when the change failed. Then the old ranks go on, and a host goes."""
+    """Copies of pools of other hosts lay there when it failed. Then the old ranks go on, and a host goes."""
     train("ddp 2", pools, [0, 1])
     with monkeypatch.context() as patch:
         patch.setattr(other_world, "_opened", fails)
