@@ -225,37 +225,50 @@ def _over_hosts(
             [([one.name for files in world.pools.values() for one in files], world.common) for world in facts],
             max(chosen.common),
         )
-    number = hosts.of_rank[group.rank]
     with ExitStack() as stack:
         stack.callback(remove_copies, directory)
         if chosen is not None and not is_own and arguments.resume:
             fetch(directory, group, meeting, hosts, chosen)
-        local = None if chosen is None else _opened(directory, number, chosen, stack)
+        local = None if chosen is None else _opened(directory, hosts.of_rank[group.rank], chosen, stack)
         choice = _Choice(local, is_own, received[0][1], common_checkpoints(local) if local and local.readers else {})
         _refuse_unasked(directory, choice, arguments)
         paths = _new_paths(directory, choice, group)
-        place, n_places = hosts.place_in_directory(group.rank)
-        kept = {paths[rank] for rank in hosts.ranks_of[number]}
-        names = [
-            one.name for world in facts for files in world.pools.values() for one in files if one.directory == number
-        ]
-        others = {os.path.join(directory, name) for name in names} - kept
-        mine = sorted(others)[place::n_places]
+        mine = _others_of(directory, group, hosts, facts, paths)
         for path in mine:
             stack.callback(PoolLock(path).release)
+        incarnations = [one.incarnation for world in facts for files in world.pools.values() for one in files]
         return OtherWorlds(
             worlds=[] if local is None else [local],
             source=None if is_own else choice.world,
             path=paths[group.rank],
             parts=parts,
             to_remove=mine,
-            candidates=sorted(choice.common.items(), reverse=True, key=lambda one: one[0]),
-            incarnation=max(
-                (one.incarnation for world in facts for files in world.pools.values() for one in files), default=0
-            ),
+            candidates=_candidates_of_all(meeting, choice),
+            incarnation=max(incarnations, default=0),
             _open=stack.pop_all(),
         )
     raise AssertionError("the block returns or raises")
+
+
+def _candidates_of_all(meeting: Meeting, choice: _Choice) -> list[tuple[CheckpointId, Held]]:
+    """Return the checkpoints that all ranks find in the files that they have opened, newest first. (Somebody may have
+    put an older copy into the directory of one host.)"""
+    own = msgpack.packb([list(one) for one in choice.common])
+    of_ranks = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints to choose from", own)]
+    shared = set.intersection(*({CheckpointId(*one) for one in ids} for ids in of_ranks))
+    return sorted(((one, choice.common[one]) for one in shared), reverse=True, key=lambda one: one[0])
+
+
+def _others_of(
+    directory: str, group: Group, hosts: Hosts, facts: Sequence[WorldFacts], paths: Sequence[str]
+) -> list[str]:
+    """Return the pools in this directory that this rank removes: all but those of its ranks are shared out. ``paths``:
+    of each rank's pool."""
+    number = hosts.of_rank[group.rank]
+    kept = {paths[rank] for rank in hosts.ranks_of[number]}
+    files = [one for world in facts for of_rank in world.pools.values() for one in of_rank if one.directory == number]
+    place, n_places = hosts.place_in_directory(group.rank)
+    return sorted({os.path.join(directory, one.name) for one in files} - kept)[place::n_places]
 
 
 def _opened(directory: str, number: int, world: WorldFacts, stack: ExitStack) -> World:
