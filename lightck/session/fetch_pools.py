@@ -130,7 +130,10 @@ class Hosts:
         with ExitStack() as stack:
             if is_first:
                 stack.callback(_unlink, path)
-                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                try:
+                    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                except OSError as err:
+                    raise io_error(f"No file can be made in {directory!r}", err.errno, err.strerror) from err
             names = [one.decode() for one in meeting.exchange("probes", name.encode() if is_first else b"")]
             seen = [
                 other
