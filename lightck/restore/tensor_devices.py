@@ -31,7 +31,8 @@ class MovedTensors:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, device_for)
         if isinstance(value, dict):
-            value.update({key: self.moved(part, device_for) for key, part in value.items()})
+            for key, part in list(value.items()):  # no update(), which adds in a Counter
+                value[key] = self.moved(part, device_for)
         elif isinstance(value, tuple):
             return tuple(self.moved(part, device_for) for part in value)
         elif isinstance(value, (list, deque)):
@@ -66,7 +67,9 @@ def _like_live(saved: Any, live: Any, moved: dict[tuple[int, torch.device], tupl
             moved[key] = saved, saved.to(live.device)
         return moved[key][1]
     if isinstance(saved, dict) and isinstance(live, dict):
-        saved.update({key: _like_live(part, live[key], moved) for key, part in saved.items() if key in live})
+        for key, part in list(saved.items()):  # no update(), which adds in a Counter
+            if key in live:
+                saved[key] = _like_live(part, live[key], moved)
     elif isinstance(saved, (list, tuple, deque)) and isinstance(live, (list, tuple, deque)):
         parts = [_like_live(part, live[i], moved) if i < len(live) else part for i, part in enumerate(saved)]
         if isinstance(saved, tuple):

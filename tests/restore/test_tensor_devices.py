@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 
 import torch
 from toys import same
@@ -31,6 +31,13 @@ def test_tensors_in_all_containers_move_and_a_shared_one_moves_once():
     assert found["c"].maxlen == 4
     assert (found["a"][1], found["e"]) == (5, None)
     assert asked == ["in optimizer/p/a/0", None], "the second has no entry"
+
+
+def test_counters_keep_their_counts():
+    """``Counter.update`` adds."""
+    assert like_live({"c": Counter(a=2)}, {"c": Counter(a=5)}) == {"c": Counter(a=2)}
+    value = {"c": Counter(a=2), "t": torch.ones(1)}
+    assert MovedTensors({}).moved(value, lambda name: META)["c"] == Counter(a=2)
 
 
 def test_state_that_has_no_place_in_the_live_object_stays_on_the_cpu():
