@@ -43,7 +43,7 @@ class ObjectCheck:
     def __init__(self, name: str, obj: object) -> None:
         self._name = name
         self._obj = obj
-        self._live = None if is_loader(obj) else _state_of(obj)
+        self._live = None if is_loader(obj) else state_dict_of(obj)
         self._before = None if is_loader(obj) else _sketch(self._live)
 
     def on_live_devices(self, saved: object) -> object:
@@ -58,12 +58,12 @@ class ObjectCheck:
         Raises ``DriftError`` if the object differs and ``load_state_dict`` did not change it."""
         if is_loader(self._obj):
             return
-        now = _state_of(self._obj)
+        now = state_dict_of(self._obj)
         if now is None:
             return  # state_dict() raises: the save of the object will raise the same error
         differ = list(_differences(saved, now, ""))
         if differ:
-            reread = _state_of(self._obj)
+            reread = state_dict_of(self._obj)
             differ = [path for path in differ if not _is_unstable(now, reread, path)]
         if not differ:
             return
@@ -88,7 +88,7 @@ class ObjectCheck:
 def has_same_keys(obj: object, packed: bytes) -> bool:
     """Whether the ``state_dict()`` of an object has the same keys as the saved state in ``packed``; False if one of
     them is no mapping."""
-    now, saved = _state_of(obj), values.unpack(packed, tensor=lambda name: torch.empty(0))
+    now, saved = state_dict_of(obj), values.unpack(packed, tensor=lambda name: torch.empty(0))
     return isinstance(now, Mapping) and isinstance(saved, Mapping) and now.keys() == saved.keys()
 
 
@@ -136,7 +136,7 @@ def _holds(live_state: Any, key: object, wanted: object) -> bool:
     return not _differ(wanted, now, exactly=True)
 
 
-def _state_of(obj: Any) -> object:
+def state_dict_of(obj: Any) -> object:
     """Return the ``state_dict()`` of an object, or None if it raises. The random states are restored afterwards."""
     with rng.preserved():
         try:

@@ -56,7 +56,6 @@ class OtherWorlds:
     """The pools in the directory of a group, some of which are of other worlds. They are open, and those that are not
     of the group's own world are locked, until ``close``."""
 
-    worlds: list[World]
     source: World | None
     """The world whose checkpoint is loaded. None: the newest checkpoint is of this group's own world, or there is none,
     or it is not wanted."""
@@ -145,7 +144,6 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
         for path in left:
             _remove(path)
         return OtherWorlds(
-            worlds=worlds,
             source=None if choice.is_own else choice.world,
             path=paths[group.rank],
             parts=parts,
@@ -186,7 +184,7 @@ def _discard_all(directory: str, group: Group, parts: Mapping[str, Part], hosts:
     with ExitStack() as stack:
         for path in mine:
             stack.callback(PoolLock(path).release)
-        return OtherWorlds([], None, paths[group.rank], parts, mine, [], 0, stack.pop_all())
+        return OtherWorlds(None, paths[group.rank], parts, mine, [], 0, stack.pop_all())
     raise AssertionError("the block returns or raises")
 
 
@@ -238,7 +236,6 @@ def _over_hosts(
             stack.callback(PoolLock(path).release)
         incarnations = [one.incarnation for world in facts for files in world.pools.values() for one in files]
         return OtherWorlds(
-            worlds=[] if local is None else [local],
             source=None if is_own else choice.world,
             path=paths[group.rank],
             parts=parts,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
+from lightck.restore.readback import state_dict_of
 from lightck.session.discover import Found
-from lightck.state import rng
 from lightck.state.storable import is_loader
 
 log = logging.getLogger("lightck")
@@ -25,7 +24,7 @@ def warn_of_shared_tensors(found: Found) -> None:
         obj = found.state[name]
         if isinstance(obj, nn.Module) or type(obj).__module__.startswith("torch.") or is_loader(obj):
             continue
-        pair = _sharing(_state_of(obj))
+        pair = _sharing(state_dict_of(obj))  # None if it raises: the first checkpoint raises it too
         if pair is not None:
             log.warning(
                 "lightck: state[%r] holds tensors that share memory (%s and %s). A checkpoint saves each by itself, so "
@@ -35,14 +34,6 @@ def warn_of_shared_tensors(found: Found) -> None:
                 name,
                 *pair,
             )
-
-
-def _state_of(obj: Any) -> object:
-    with rng.preserved():
-        try:
-            return obj.state_dict()
-        except Exception:  # the first checkpoint raises it
-            return None
 
 
 def _sharing(state: object) -> tuple[str, str] | None:
