@@ -1,4 +1,6 @@
-"""Finds state of DistributedDataParallel that no checkpoint holds, in the first training forward of a session.
+"""What DistributedDataParallel does: which parameters it keeps equal on all ranks, and which state no checkpoint holds.
+
+The state is searched for in the first training forward of a session.
 
 *The order of sums.* DistributedDataParallel begins with one bucket for all gradients, and forms new buckets in the
 order in which the gradients arrived in its first iteration (``Reducer::rebuild_buckets`` in torch; not with
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +35,7 @@ def warn_unsaved_by_ddp(model: nn.Module | None, *, is_resumed: bool) -> None:
     rank_and_size = rank_and_world_size()
     if rank_and_size is None:
         return
-    found = _live(model)
+    found = live_ddp(model)
     if is_resumed and any(_changes_order(ddp) for ddp in found):
         log.warning(
             "lightck: rank %d of %d: this resume may differ in the last bits from a run that was never killed. "
@@ -52,7 +55,7 @@ def warn_unsaved_by_ddp(model: nn.Module | None, *, is_resumed: bool) -> None:
         )
 
 
-def _live(model: nn.Module | None) -> list[Any]:
+def live_ddp(model: nn.Module | None) -> list[Any]:
     """Return every live DistributedDataParallel. The search through all objects takes some milliseconds, and is made
     once in a session of several ranks."""
     found = {id(m): m for m in (model.modules() if model is not None else ()) if isinstance(m, DistributedDataParallel)}
@@ -62,6 +65,17 @@ def _live(model: nn.Module | None) -> list[Any]:
     # ``type`` and not ``isinstance``, which would evaluate a lazy proxy.
     found |= {id(one): one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)}
     return [ddp for ddp in found.values() if hasattr(ddp, "process_group")]
+
+
+def replicated_parameters(model: nn.Module, ranks: Sequence[int]) -> set[int]:
+    """Return the ids of the parameters that a live DistributedDataParallel keeps equal on these ranks, given as numbers
+    in the default process group. A parameter that it was told to ignore is left out."""
+    found: set[int] = set()
+    for ddp in live_ddp(model):
+        if sorted(torch.distributed.get_process_group_ranks(ddp.process_group)) == sorted(ranks):
+            ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+            found |= {id(p) for name, p in ddp.module.named_parameters() if name not in ignored}
+    return found
 
 
 def _changes_order(ddp: Any) -> bool:

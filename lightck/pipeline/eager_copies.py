@@ -27,7 +27,7 @@ from lightck.pipeline.write_table import NO_RECORDS, WriteTable, WriteTableCache
 from lightck.pool.slots import Slot
 from lightck.pool.writer import Reservation
 from lightck.state.blocks import checksums
-from lightck.state.inventory import Live
+from lightck.state.inventory import Live, address_of
 
 EAGER_JOBS_MAX = 6
 """The largest number of the engine's jobs that make the eager copies of one checkpoint."""
@@ -141,7 +141,7 @@ class _Copy:
 
     name: str
     number: int
-    tensor: torch.Tensor
+    live: Live
     signature: Signature
     crcs: npt.NDArray[np.uint32] | None
 
@@ -160,7 +160,7 @@ class _UpdateCopies:
         self._waiting: dict[int, _Copy] = {}
         """Record number -> updated tensor that no job copies yet."""
         self._waiting_nbytes = 0
-        background_nbytes = sum(live.tensor.nbytes for live in table.background)
+        background_nbytes = sum(live.written.nbytes for live in table.background)
         self._job_nbytes = max(EAGER_JOB_NBYTES_MIN, background_nbytes // EAGER_JOBS_MAX)
         self._copies: dict[int, _Copy] = {}
         """Record number -> copy that a job has begun."""
@@ -183,7 +183,7 @@ class _UpdateCopies:
                 self._updated_again.add(number)
             else:
                 self._waiting[number] = self._copy_of(live, number)
-                self._waiting_nbytes += tensor.nbytes
+                self._waiting_nbytes += live.written.nbytes
         if self._waiting_nbytes >= self._job_nbytes and len(self.reservation.parts) < jobs_max:
             self._begin()
 
@@ -191,12 +191,12 @@ class _UpdateCopies:
         is_param = live.role == "param"
         is_checked = self._needs_checksums(live.name, self.n_params if is_param else None)
         self.n_params += is_param
-        crcs = checksums(live.tensor, self._writer.superblock.block) if is_checked else None
-        return _Copy(live.name, number, live.tensor, signature_of(live.tensor), crcs)
+        crcs = checksums(live.written, self._writer.superblock.block) if is_checked else None
+        return _Copy(live.name, number, live, signature_of(live.tensor), crcs)
 
     def _begin(self) -> None:
         waiting, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
-        addresses = [one.signature[1][0] for one in waiting.values()]  # the first item of each memory layout
+        addresses = [address_of(one.live.written) for one in waiting.values()]
         # No tensor has moved since the table was computed, so ``keep_alive`` holds the memory of these tensors.
         if self.reservation.copy(list(waiting), addresses, self._table.keep_alive):
             self._copies |= waiting
@@ -209,13 +209,13 @@ class _UpdateCopies:
             for number, one in self._copies.items()
             if number not in self._updated_again
             and number in background
-            and background[number].tensor is one.tensor
-            and signature_of(one.tensor) == one.signature
+            and background[number].tensor is one.live.tensor
+            and signature_of(one.live.tensor) == one.signature
         ]
 
     def checksums_now(self, one: _Copy) -> npt.NDArray[np.uint32]:
         """The checksums of the bytes that the tensor holds now."""
-        return checksums(one.tensor, self._writer.superblock.block)
+        return checksums(one.live.written, self._writer.superblock.block)
 
     def differing(self, now: Mapping[_Copy, npt.NDArray[np.uint32]]) -> set[_Copy]:
         """Return the copies whose bytes in the slot do not have these checksums. Wait first until all eager copies have

@@ -69,7 +69,7 @@ class WriteGuard:
     error for an unannounced write."""
 
     def __init__(self, check: bool) -> None:
-        self._check = check
+        self.reads_all = check
         self._unchanged = UnchangedTensors()
         self._n_begun = 0
         """Number of checkpoints whose copies have begun."""
@@ -124,7 +124,7 @@ class WriteGuard:
         """Return how many bytes to read for the next checkpoint (None: all). ``n_before``: number of earlier
         checkpoints for which bytes were read. ``spent``: bytes that were read for the next checkpoint already. (Even if
         the result is 0, one block is read.)"""
-        if self._check or n_before < WHOLE_CHECKPOINTS:
+        if self.reads_all or n_before < WHOLE_CHECKPOINTS:
             return None
         return max(BUDGET_NBYTES - spent, 0)
 
@@ -172,7 +172,7 @@ class WriteGuard:
         if rejection is not None:
             return rejection
         self._device_turn += 1
-        names = checkpoint.differing_sources(writer, self._device_turn, self._check)
+        names = checkpoint.differing_sources(writer, self._device_turn, self.reads_all)
         if names:
             return Rejection(
                 "something wrote to a tensor while it was copied, in a way that moves no version counter of torch "
@@ -195,7 +195,7 @@ class WriteGuard:
             # verified.
             verified_until = 0 if rejection.on_device else self._verified_until
             self._unannounced_write(rejection.names, verified_until, writer)
-            if self._check:
+            if self.reads_all:
                 raise changed_error(rejection.names, "while a checkpoint was being copied")
 
     # -- stale checkpoints

@@ -19,7 +19,7 @@ import torch
 from lightck.errors import StateChangedError, listed
 from lightck.state.blocks import ALL, NO_BLOCKS, Blocks, Positions, RoundRobin, checksums
 from lightck.state.device_transfers import on_host, transfer_of
-from lightck.state.inventory import Live, in_plain_memory, is_plain, storage_of
+from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain, storage_of
 from lightck.state.signatures import (
     MemoryLayout,
     MemoryLayouts,
@@ -113,7 +113,7 @@ class SourceWatch:
         if self._on_devices:
             i = self._on_devices[turn % len(self._on_devices)]
             copied, index = crcs_of_record(self.numbers[i]), turn // len(self._on_devices)
-            if len(copied) and not _block_equal(self.lives[i].tensor, copied, index % len(copied), block):
+            if len(copied) and not _block_equal(self.lives[i].written, copied, index % len(copied), block):
                 wrong.add(i)
         return [self.lives[i].name for i in sorted(wrong)]
 
@@ -130,6 +130,8 @@ class _Known:
     """A frozen tensor as a checkpoint last held it."""
 
     tensor: torch.Tensor
+    written: torch.Tensor
+    """What the checkpoint held of ``tensor``: itself, or the rows of a share."""
     memory: object
     """Keeps the tensor's memory alive, so that no other tensor can get the same address."""
     signature: Signature
@@ -214,7 +216,12 @@ class UnchangedTensors:
         is_equal = before is not None and np.array_equal(before.crcs, crcs)
         can_be_left_out = is_equal and live.name not in self.copied_at_boundary
         self._known[live.name] = _Known(
-            live.tensor, storage_of(live.tensor), signature_of(live.tensor), crcs.copy(), can_be_left_out
+            live.tensor,
+            live.written,
+            storage_of(live.tensor),
+            signature_of(live.tensor),
+            crcs.copy(),
+            can_be_left_out,
         )
         if can_be_left_out or (before is not None and before.can_be_left_out):
             self._discard_rounds()
@@ -273,11 +280,11 @@ class UnchangedTensors:
 
     def _left_out_now(self, block: int) -> _LeftOut:
         left_out = {name: known for name, known in self._known.items() if known.can_be_left_out and len(known.crcs)}
-        plain = {name: known for name, known in left_out.items() if is_plain(known.tensor)}
+        plain = {name: known for name, known in left_out.items() if is_plain(known.written)}
         counts = [len(known.crcs) for known in plain.values()]
         blocks = Blocks.of(
-            [known.signature[1][0] for known in plain.values()],  # addresses
-            [known.tensor.nbytes for known in plain.values()],
+            [address_of(known.written) for known in plain.values()],
+            [known.written.nbytes for known in plain.values()],
             np.cumsum(counts, dtype=np.int64) - np.array(counts, np.int64),
             block,
         )
@@ -301,9 +308,9 @@ class UnchangedTensors:
             self._by_copy_turn = turn % len(names)
             known = self._known[name]
             if self._has_same_signature(name):
-                if not np.array_equal(checksums(in_plain_memory(on_host(known.tensor)), block), known.crcs):
+                if not np.array_equal(checksums(in_plain_memory(on_host(known.written)), block), known.crcs):
                     return {name}, False
-                spent += known.tensor.nbytes
+                spent += known.written.nbytes
             if spent >= REREAD_BY_COPY_NBYTES or not known.tensor.is_cpu:
                 break
         return set(), not self._by_copy_turn

@@ -37,7 +37,7 @@ class Submission:
     def _add_at_boundary(self, live: Live, record: TensorRecord) -> None:
         source, address = live.tensor, record.address
         if not record.plain:
-            source = in_plain_memory(live.tensor)
+            source = in_plain_memory(live.written)
             address = source.data_ptr()
         self._numbers.append(record.number)
         self._sources.append(address)

@@ -19,10 +19,11 @@ import numpy.typing as npt
 import torch
 
 from lightck.pool.format.layout import Entry
+from lightck.pool.format.shares import Share
 from lightck.pool.writer import PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.device_transfers import DeviceTransfer, transfer_of
-from lightck.state.inventory import Live, entry_of, is_plain, storage_of
+from lightck.state.inventory import Live, address_of, entry_of, is_plain, storage_of
 from lightck.state.parts import refuse_parts
 from lightck.state.signatures import ClosedStep, MemoryLayout, memory_layout_of
 
@@ -52,16 +53,20 @@ class TensorRecord:
     """Whether the tensor is always copied at the boundary."""
     transfer: DeviceTransfer | None = None
     """Copies the tensor from its device. None if it is in host memory, or on a device without a ``DeviceTransfer``."""
+    share: Share | None = None
+    """The rows that are written; None: all."""
+    offset: int = 0
+    """Where the rows begin, in bytes from the beginning of the tensor."""
 
     @property
     def address(self) -> int:
-        return self.memory_layout[0]
+        return self.memory_layout[0] + self.offset
 
     def describes(self, live: Live) -> bool:
         """Whether this record still describes the tensor. Object and address alone do not show that: ``resize_``,
         ``t_`` and ``.data = ...`` can keep both, and a tied tensor keeps both when the tensor to which it was tied is
         replaced."""
-        is_same = self.tensor is live.tensor and self.alias == live.alias
+        is_same = self.tensor is live.tensor and self.alias == live.alias and self.share == live.share
         return is_same and self.memory_layout == memory_layout_of(live.tensor)
 
 
@@ -76,11 +81,20 @@ class NoExtentError(Exception):
 
 def _record(number: int, live: Live, entry: Entry) -> TensorRecord:
     """Return the record of a tensor that has an extent. ``number``: its record number."""
-    tensor = live.tensor
-    plain, transfer = is_plain(tensor), transfer_of(tensor)
+    tensor, written = live.tensor, live.written
+    plain, transfer = is_plain(written), transfer_of(tensor)
     at_boundary = entry.nbytes <= AT_BOUNDARY_NBYTES_MAX or entry.role == "buffer" or not (plain or transfer)
     return TensorRecord(
-        number, tensor, memory_layout_of(tensor), live.alias, entry.nbytes, plain, at_boundary, transfer
+        number,
+        tensor,
+        memory_layout_of(tensor),
+        live.alias,
+        entry.nbytes,
+        plain,
+        at_boundary,
+        transfer,
+        live.share,
+        0 if live.share is None else address_of(written) - address_of(tensor),
     )
 
 

@@ -20,12 +20,13 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from lightck.errors import PoolError, RankError, listed
 from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, KIND_CHECKPOINT, CommitRecord, DamagedError
 from lightck.pool.listener import CommitListener
-from lightck.pool.reader import PoolReader, open_pool
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.writer import PoolWriter
 from lightck.ranks.publication import Publication
 from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView, reported
@@ -40,10 +41,13 @@ one."""
 class Neighbour:
     """The pool of another rank, as this rank sees it."""
 
-    def __init__(self, rank: int, reader: PoolReader, adoption: Adoption, *, must_sync: bool) -> None:
+    def __init__(
+        self, rank: int, reader: PoolReader, adoption: Adoption, *, must_sync: bool, reads_checkpoints: bool = False
+    ) -> None:
         """``reader``: reads that rank's pool; ``close`` closes it. ``adoption``: the adoption that all ranks of the
-        group made. ``must_sync``: whether a record in this pool is durable only after a sync."""
-        self.rank = rank
+        group made. ``must_sync``: whether a record in this pool is durable only after a sync. ``reads_checkpoints``:
+        whether ``stored`` will be called."""
+        self.rank, self._reads_checkpoints = rank, reads_checkpoints
         self._adoption, self._must_sync = adoption, must_sync
         self._refused = b""
         """The uuid of a pool at this pool's path that is not its new file."""
@@ -53,7 +57,8 @@ class Neighbour:
     def _use(self, reader: PoolReader) -> None:
         """Read this pool from now on."""
         self._reader = reader
-        reader.table, reader.entries = b"", ()  # only the commit log is read
+        if not self._reads_checkpoints:
+            reader.table, reader.entries = b"", ()  # only the commit log is read
         sb = reader.superblock
         self._span = sb.ring_offset, (sb.ring_lines - 1) * sb.ring_stride + COMMIT_RECORD_NBYTES
         self._positions = tuple(range(0, sb.ring_lines * sb.ring_stride, sb.ring_stride))
@@ -71,6 +76,21 @@ class Neighbour:
     @property
     def uuid(self) -> bytes:
         return self._reader.superblock.uuid
+
+    def stored(self, name: CheckpointId) -> StoredCheckpoint | None:
+        """Return a checkpoint of this pool, committed or about to be; None if the pool does not hold it now."""
+        for record in self._reader.commit_log().records.values():
+            if record.kind == KIND_CHECKPOINT and (record.incarnation, record.step) == tuple(name):
+                with suppress(DamagedError):
+                    return self._reader.checkpoint(record)
+        return None
+
+    def may_still_have(self, name: CheckpointId) -> bool:
+        """Whether the pool may hold a checkpoint later that it does not hold now: it holds none as new. If the pool has
+        moved to a new file, that file is read from now on."""
+        self.look_for_new_file()
+        records = self._reader.commit_log().records.values()
+        return all(CheckpointId(one.incarnation, one.step) < name for one in records)
 
     def look_for_new_file(self) -> None:
         """If the pool has moved to a new file since it was opened, read that file from now on."""
@@ -188,7 +208,7 @@ class GroupRule(CommitListener):
         self.knowledge = knowledge
         self.wait_seconds = 0.0
         """Seconds that this rank has waited for other ranks, because it could overwrite no slot."""
-        self._neighbours, self._timeout, self._name_of = neighbours, timeout, name_of
+        self.neighbours, self._timeout, self._name_of = neighbours, timeout, name_of
         self._ids = dict(ids)
         self._own: frozenset[CheckpointId] = frozenset()
         """The committed checkpoints in this rank's pool at the last call of ``_learn``."""
@@ -220,7 +240,7 @@ class GroupRule(CommitListener):
         began = time.monotonic()
 
         def is_over() -> bool:
-            for neighbour in self._neighbours:
+            for neighbour in self.neighbours:
                 neighbour.look_for_new_file()
             return has_room()
 
@@ -284,7 +304,7 @@ class GroupRule(CommitListener):
     def closed(self) -> None:
         if self._elsewhere is not None:
             self._elsewhere.close()
-        for neighbour in self._neighbours:
+        for neighbour in self.neighbours:
             neighbour.close()
 
     # -- knowledge ---------------------------------------------------------------------------------------
@@ -300,11 +320,11 @@ class GroupRule(CommitListener):
     def _learn(self, own: frozenset[CheckpointId]) -> None:
         """Read the other pools, and update ``knowledge``. ``own``: the committed checkpoints in this rank's pool."""
         common = self.knowledge.common
-        news = [neighbour.has_news(common) for neighbour in self._neighbours]
+        news = [neighbour.has_news(common) for neighbour in self.neighbours]
         together = None if self._elsewhere is None else self._elsewhere.together
         if any(news) or own != self._own or together is not self._together:
             self._own, self._together = own, together
-            views = [neighbour.view for neighbour in self._neighbours]
+            views = [neighbour.view for neighbour in self.neighbours]
             self.knowledge = self.knowledge.learn(own, views if together is None else [*views, together])
 
     def _slowest(self) -> str:
@@ -314,7 +334,7 @@ class GroupRule(CommitListener):
             err = elsewhere.error
             return f"ranks on other hosts (the store of the process group fails: {type(err).__name__}: {err})"
         views = dict(elsewhere.views) if elsewhere is not None else {}
-        views.update({neighbour.rank: neighbour.view for neighbour in self._neighbours})
+        views.update({neighbour.rank: neighbour.view for neighbour in self.neighbours})
         steps = {rank: -1 if view.newest is None else view.newest.step for rank, view in views.items()}
         least = min(steps.values(), default=-1)
         names = [self._name_of(rank) for rank, step in steps.items() if step == least]

@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import combinations
 
@@ -28,6 +28,7 @@ from lightck.pool.format.assembly import Copy, coverage, local_copies
 from lightck.pool.format.boxes import Box, Ints, intersection, whole_box
 from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties
 from lightck.pool.format.pieces import Piece
+from lightck.pool.format.shares import Cut, Share, written_part
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import StoredCheckpoint
 from lightck.restore.contents import load_tensor
@@ -52,10 +53,14 @@ class Holder:
     entry: Entry
     name: str
     """Name under which the bytes lie. (The tensor may be tied on some ranks only.)"""
+    only_share: bool = False
+    """Whether nothing but this rank's share of the tensor is taken from it."""
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        return _whole_pieces(self.entry.shape) if self.entry.pieces is None else self.entry.pieces
+        if self.entry.pieces is None:
+            return _whole_pieces(self.entry.shape)
+        return self.entry.pieces[:1] if self.only_share else self.entry.pieces
 
 
 @dataclass(slots=True)
@@ -66,6 +71,9 @@ class LogicalCheckpoint:
     state_of: int = 0
     """Position in ``of_ranks`` of the rank whose small state and whose objects in ``state=`` count. (They belong to
     each rank, and are not the same on all.)"""
+    is_own: bool = False
+    """Whether this is the checkpoint of the rank at ``state_of``, which goes on with its own state. Of a tensor that it
+    wrote whole, no other rank's bytes are taken; of one that it shared, the share of each rank."""
     entries: dict[str, Entry] = field(init=False)
     """Name -> entry of the whole logical tensor."""
     holders: dict[str, list[Holder]] = field(init=False)
@@ -97,15 +105,18 @@ class LogicalCheckpoint:
         if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
             _refuse_shape_per_rank(name, entry.role)
             raise DamagedError(f"its tensor {name!r} has another shape or dtype on another rank")
-        if len({part.pieces is None for part in parts}) > 1:
+        kinds = {part.pieces is None for part in parts}
+        if len(kinds) > 1 and not all(are_shares(self.of_ranks[at]) for at in positions):
             raise DamagedError(f"its tensor {name!r} is a part on some ranks only")
         self.entries[name] = entry
         if entry.alias is not None:
             return
         self.holders[name] = [
-            Holder(at, self.of_ranks[at], part, part.alias or name) for at, part in zip(positions, parts, strict=True)
+            Holder(at, self.of_ranks[at], part, part.alias or name, only_share=self.is_own and len(positions) > 1)
+            for at, part in zip(positions, parts, strict=True)
         ]
-        uncovered = None if parts[0].pieces is None else _uncovered(entry.shape, tuple(p.pieces or () for p in parts))
+        held = tuple(one.pieces for one in self.holders[name])
+        uncovered = None if kinds == {True} else _uncovered(entry.shape, held)
         if uncovered is not None:
             raise DamagedError(
                 f"its tensor {name!r} cannot be put together, because no pool holds the part of size {uncovered.size} "
@@ -115,9 +126,14 @@ class LogicalCheckpoint:
     def _positions_that_count(self, name: str) -> list[int]:
         """Return the positions of the checkpoints from whose tensors of this name the logical tensor is made."""
         found = [at for at, stored in enumerate(self.of_ranks) if name in stored.entries]
-        if self.of_ranks[found[0]].entries[name].role != "state":
-            return found
-        return [self.state_of] if name in self.own.entries else []
+        own = self.own.entries.get(name)
+        if self.is_own and (own is None or not _is_share(self.own, own)):
+            found = [] if own is None else [self.state_of]
+        elif self.is_own:
+            found = [at for at in found if self.of_ranks[at].entries[name].pieces is not None]
+        elif self.of_ranks[found[0]].entries[name].role == "state":
+            found = [] if own is None else [self.state_of]
+        return found
 
     def differing(self, roles: Iterable[str]) -> list[str]:
         """Return the names of the tensors of these roles of which two ranks hold the same elements with different
@@ -148,7 +164,7 @@ class Relocated:
         self.entries = {name: self._entry(name, entry) for name, entry in self.logical.entries.items()}
 
     def _entry(self, name: str, entry: Entry) -> Entry:
-        param = name if entry.role != "optimizer" else "model/" + param_of(name)
+        param = name if entry.role != "optimizer" else "model/" + param_of(entry.alias or name)
         part = self.parts.get(param)
         saved = next((one.entry for one in self.logical.holders.get(name, ()) if one.entry.pieces is not None), None)
         if entry.role == "optimizer" and entry.shape and entry.shape != self._shape_of(param):
@@ -178,7 +194,16 @@ class Relocated:
         return None if entry is None else entry.shape
 
     def _was_part(self, param: str) -> bool:
-        return any(one.entry.pieces is not None for one in self.logical.holders.get(param, ()))
+        return any(
+            one.entry.pieces is not None and not are_shares(one.stored) for one in self.logical.holders.get(param, ())
+        )
+
+    def with_shares(self, cuts: Mapping[str, Cut], place: int) -> Relocated:
+        """Return the checkpoint that this rank would have saved, if the ranks of its host divided these parameters.
+        ``place``: see ``Share``."""
+        found = {name: cuts.get(entry.alias or name) for name, entry in self.logical.entries.items()}
+        parts = {name: _part_of(Share(cut, place)) for name, cut in found.items() if cut is not None}
+        return replace(self, parts={**self.parts, **parts}) if parts else self
 
     def alone(self, name: str) -> Relocated:
         """Return this checkpoint with one tensor only. It knows of no damage. A tensor that may differ between ranks (a
@@ -310,6 +335,28 @@ class Relocated:
             if entry.nbytes and (not pieces or _uncovered(shape, pieces) is not None):
                 return False
         return True
+
+
+def are_shares(stored: StoredCheckpoint) -> bool:
+    """Whether parts in this checkpoint are shares: the ranks held the whole tensors. (Parts of DTensors lie in a pool
+    that names a mesh.)"""
+    group = stored.reader.group
+    return group is not None and not group.mesh_shape
+
+
+def _is_share(stored: StoredCheckpoint, entry: Entry) -> bool:
+    """Whether a rank wrote its share of this tensor, and not the whole of it."""
+    return entry.pieces is not None and entry.shape != entry.logical_shape and are_shares(stored)
+
+
+def has_shares(stored: StoredCheckpoint) -> bool:
+    """Whether a rank that held whole tensors wrote some of them as shares."""
+    return are_shares(stored) and any(entry.pieces is not None for entry in stored.entries.values())
+
+
+def _part_of(share: Share) -> Part:
+    shape, pieces = written_part(share)
+    return Part(shape, share.cut.shape, pieces)
 
 
 def _whole_entry(entry: Entry) -> Entry:

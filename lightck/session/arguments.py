@@ -30,11 +30,14 @@ class SaveOptions:
     pause_on_nonfinite: bool
     staging: Kind | None
     strict_data: bool
+    split: bool = True
 
     def check(self) -> Cadence:
         """Check the options. Returns the ``Cadence``, which decides from ``interval`` when a checkpoint is due. Raises
         ``TypeError`` or ``ValueError``."""
-        refuse_other_than_bool(strict_data=self.strict_data, pause_on_nonfinite=self.pause_on_nonfinite)
+        refuse_other_than_bool(
+            strict_data=self.strict_data, pause_on_nonfinite=self.pause_on_nonfinite, split=self.split
+        )
         if self.strategy is not None and (isinstance(self.strategy, type) or not isinstance(self.strategy, Strategy)):
             name = getattr(self.strategy, "__name__", type(self.strategy).__name__)
             raise TypeError(f"strategy is {name!r}, which is no strategy object. Pass lightck.FullState().")

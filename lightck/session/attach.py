@@ -35,6 +35,7 @@ from lightck.restore.together import TIMEOUT
 from lightck.session.arguments import Arguments, SaveOptions
 from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants
+from lightck.session.cross_check import cross_check_of
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
 from lightck.session.group import checked_timeout, group_of, world_of_one
@@ -77,6 +78,7 @@ def attach(
     staging: Kind | None = None,
     strict_data: bool = False,
     group: object = None,
+    split: bool = True,
     timeout: float = TIMEOUT,
 ) -> Session:
     """Make every finished training step of ``model`` survive a crash.
@@ -106,6 +108,8 @@ def attach(
         strict_data: raise ``DataMismatchError`` if the first update after a resume uses other data than the update that
             followed the checkpoint; by default warn.
         group: the process group whose ranks attach together; None: the default group. False: this process alone.
+        split: ranks of a host that hold the same tensors divide them, and each writes its share. False: each writes
+            all of them, so that its pool alone holds the whole.
         timeout: seconds after which a wait for another rank ends with an error.
 
     Raises:
@@ -115,7 +119,7 @@ def attach(
         RankError: the ranks disagree, or another rank failed or did not come within ``timeout``.
         AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError: see errors.
     """
-    save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data)
+    save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split)
     arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options)
     with GroupStart.of(group_of(group) or world_of_one(pool_path, group), checked_timeout(timeout)) as group_start:
         return _attach(arguments, group_start, is_rank_known=group_start is not None or group is False)
@@ -169,6 +173,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
         _start(session, path, resumed, arguments)
         if group_start is not None:
             steps.add_early_gate()
+            steps.commits.cross_check = cross_check_of(group_start.membership(), capture, pipeline)
             if resumed is None:
                 session.flush()  # commits checkpoint 0, so that the ranks have a common checkpoint from the start
             group_start.begin()

@@ -41,6 +41,7 @@ from lightck.state.local_tensors import refuse_optimizer_before_dtensors
 from lightck.state.numbers import ModuleNumbers
 from lightck.state.options_watch import OptionsWatch
 from lightck.state.rng import ForkRngWatch
+from lightck.state.shares import Shares
 from lightck.state.signatures import ClosedStep, TensorList, tensor_list_of
 from lightck.state.small_state import CachedPacker, Packed, StatePacker, join_list
 from lightck.state.storable import class_name_of, is_loader
@@ -99,6 +100,8 @@ class Capture:
         self.resizable: set[str] = set()
         """Names of the buffers that a restore is allowed to resize: those that changed in size or dtype, were removed,
         or were None at first."""
+        self.shares = Shares()
+        """What this rank writes of tensors that the ranks of its host divide."""
         self._tensor_list: TensorList | None = None
         """The tensors of the last boundary; None if a tensor was added or removed since."""
         self._compared_list: TensorList | None = None
@@ -157,6 +160,10 @@ class Capture:
         if view.wraps or view.is_wrapped or not type(view.optimizer).__module__.startswith("torch.optim."):
             return {}
         return {id(p): p for _, p in view.params}
+
+    def use_shares(self, shares: Shares) -> None:
+        """Write these shares from now on."""
+        self.shares, self._tensor_list = shares, None
 
     def remember_built_buffers(self) -> None:
         """Record the buffers that the model was built with: a buffer that differs later is resizable."""
@@ -388,6 +395,7 @@ class Capture:
         for view in self.optimizers:
             lives.extend(view.outside())
             lives.extend(view.state_tensors())
+        self.shares.assign(lives)
         self.devices.set_tensors(live.tensor for live in lives)
         self._tensor_list = tensor_list_of(lives, self.model.vacant(), self.optimizers)
         self._frozen = {id(live.held): id(live.tensor) for live in lives if live.is_frozen}

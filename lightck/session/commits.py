@@ -22,6 +22,7 @@ from lightck.interrupts import retry_interrupted
 from lightck.pipeline.nonfinite import NonfiniteCheck
 from lightck.pipeline.pipeline import Pipeline
 from lightck.session.capture import Capture
+from lightck.session.cross_check import CrossCheck
 from lightck.session.interval import Cadence
 from lightck.stats import Meter
 from lightck.tiers.keep import Retention
@@ -89,6 +90,8 @@ class Commits:
         self.pipeline, self.cadence, self.participants = pipeline, cadence, participants
         self._capture, self._boundary, self._recorder = capture, boundary, recorder
         self._meter, self._session_lock = meter, session_lock
+        self.cross_check: CrossCheck | None = None
+        """Set if the ranks of a host divide what they write."""
         self.failure: BaseException | None = None
         self.paused = 0
         """How many nested ``paused()`` blocks the loop is in."""
@@ -148,6 +151,8 @@ class Commits:
         self.n_saved_by_flush += event is Event.FLUSH
         # Checked before the state is read, because what the check finds changes ``copied_at_boundary`` and
         # ``stale_after``.
+        if self.cross_check is not None:
+            self.cross_check.compare()
         updated = self._capture.take_updated_frozen()
         self.run(lambda: self.pipeline.check_left_out_tensors(updated))
         closed_step = self._capture.close(
@@ -161,6 +166,8 @@ class Commits:
         self._meter.state_was_read(step, began)
         self._recorder.closing()
         self.run(lambda: self.pipeline.begin_checkpoint(closed_step))
+        if self.cross_check is not None and self.pipeline.pool.writer is not None:
+            self.cross_check.read(closed_step, self.pipeline.pool.writer.incarnation)
         self._recorder.closed(event)
 
     # -- what the user waits for -------------------------------------------------------------------------

@@ -77,6 +77,8 @@ from lightck.session.lost_pool import (
 )
 from lightck.session.other_world import OtherWorlds, find_other_worlds, load
 from lightck.session.pool_file import PoolFile
+from lightck.session.shares_of_others import whole_of
+from lightck.session.split import shares_of
 from lightck.state.parts import mesh_of
 from lightck.tiers.pin import Holds
 
@@ -204,6 +206,7 @@ class GroupStart:
             if reader is not None and (start.adopted is None or source is not None):
                 reader.close()  # it holds no checkpoint that is needed
             if start.adopted is None:
+                self._divide(file)
                 self._create(file, pipeline, start)
                 return None
             if source is not None:
@@ -211,6 +214,7 @@ class GroupStart:
                 stored = usable_by_id(reader)
             assert reader is not None, "a rank has its own pool or that of another rank"
             restored = self._restore(file, reader, stored, reports, start)
+            self._divide(file)
             if source is not None:
                 reader = self._with_copy(file, pipeline, reader, restored, source)
                 stored = usable_by_id(reader)
@@ -233,12 +237,13 @@ class GroupStart:
         restore = file.live_restore(first)
         with restore.poisons_on_error():
             loaded = load(other, self.group, self.meeting, restore)
+        self._divide(file)
         start = new_world(reports, loaded.name, other.source.run_id, other.incarnation)
         pipeline.pool.group = self._identity(file, start.run_id, start.world_id)
         with other.discards_on_error():
             copy_into_new_pool(
                 pipeline,
-                loaded.checkpoint,
+                loaded.checkpoint.with_shares(file.capture.shares.cuts, file.capture.shares.place),
                 loaded.name,
                 list(file.predicted_entries().values()),
                 n_slots=file.arguments.save_options.slots or max(SLOTS_MIN, len(first.superblock.slots)),
@@ -312,6 +317,13 @@ class GroupStart:
         self._directory_ids = [one.directory_id for one in reports]
         return reports
 
+    def _divide(self, file: PoolFile) -> None:
+        """Decide what this rank writes of tensors that all ranks of its host hold. All ranks call this when their
+        tensors have the values from which the training goes on."""
+        if file.arguments.save_options.split and self.group.world_size > 1:
+            entries = file.predicted_entries().values()
+            file.capture.use_shares(shares_of(file.capture, entries, self.group, self.meeting, self._directory_ids))
+
     def _create(self, file: PoolFile, pipeline: Pipeline, start: Start) -> None:
         pipeline.pool.group = self._identity(file, start.run_id, start.world_id)
         file.create_at_once(pipeline)
@@ -362,7 +374,7 @@ class GroupStart:
             name = start.adopted
             assert name is not None, "resume=True, so a checkpoint is chosen or an error is raised"
             remark = self._compare_replicas(stored, start) if start.sources else ""
-            chosen, problem = _restored(restore, stored.get(name, []))
+            chosen, problem = _restored(restore, name, stored.get(name, []), self.group)
             contents = None if chosen is None else parse(chosen)
             # A source's own checkpoint may be a copy, too. What counts is from where this rank took it.
             copied_from = start.sources.get(self.group.rank, None if contents is None else contents.copied_from)
@@ -473,7 +485,15 @@ class GroupStart:
         try:
             for rank, (path, uuid) in enumerate(map(msgpack.unpackb, self.meeting.exchange("pools", own))):
                 if rank != self.group.rank and self._directory_ids[rank] == self._directory_ids[self.group.rank]:
-                    neighbours.append(Neighbour(rank, open_pool(path), self._adoption, must_sync=must_sync))
+                    neighbours.append(
+                        Neighbour(
+                            rank,
+                            open_pool(path),
+                            self._adoption,
+                            must_sync=must_sync,
+                            reads_checkpoints=bool(file.capture.shares.cuts),
+                        )
+                    )
                     self._check_neighbour(neighbours[-1], uuid)
         except BaseException:
             for neighbour in neighbours:
@@ -519,13 +539,16 @@ class GroupStart:
             self._other.remove()
 
 
-def _restored(restore: LiveRestore, candidates: list[StoredCheckpoint]) -> tuple[StoredCheckpoint | None, str]:
+def _restored(
+    restore: LiveRestore, name: CheckpointId, candidates: list[StoredCheckpoint], group: Group
+) -> tuple[StoredCheckpoint | None, str]:
     """Restore the first of these checkpoints of one step that verifies. Returns the checkpoint and "", or None and the
     reason why the first one does not verify."""
     problem = "" if candidates else "it can no longer be read"
     for stored in candidates:
         try:
-            restore.take(stored, parse(stored), [])
+            with whole_of(stored, name, group) as source:
+                restore.take(source, parse(source), [])
             return stored, ""
         except DamagedError as err:
             problem = problem or str(err)
@@ -549,6 +572,7 @@ def _arguments_to_compare(arguments: Arguments) -> dict[str, str]:
         "overwrite=": repr(arguments.overwrite),
         "strategy=": type(options.strategy).__name__,
         "strict_data=": repr(options.strict_data),
+        "split=": repr(options.split),
     }
 
 

@@ -272,7 +272,7 @@ class PoolFile:
                 f"{fact}, so it is not known before the first update what the pool must hold. In a group of ranks each "
                 f"pool is created in attach. {cure}."
             )
-        return entries
+        return self.capture.shares.applied_to(entries)
 
     def _predicted(self) -> dict[str, Entry] | None:
         """Return the entries of all tensors, including those predicted for the optimizers' state. Returns None if that

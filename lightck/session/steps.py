@@ -133,7 +133,7 @@ class Steps(StepListener):
         self.capture.forget()
         self.hooks.forget()
         self.continuation.forget()
-        self._first_step = self.loop_top = None
+        self._first_step = self.loop_top = self.commits.cross_check = None
 
     # -- an update ---------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightck.errors import StateValueError, UnsupportedError
 from lightck.pool.format.layout import Entry
+from lightck.pool.format.shares import Share, entry_of_share
 from lightck.state.device_transfers import is_dense_tensor
 from lightck.state.local_tensors import is_dtensor, is_fully_sharded, local_of, refuse_unrestorable_state, stands_in
 from lightck.state.optimizer_wrappers import WrapperRole, has_own_state, inner_of, wrapper_roles
@@ -56,11 +57,20 @@ class Live:
     is_frozen: bool = False
     """Whether this is a parameter that no optimizer step changes. If a slot already holds the tensor's bytes, a
     strategy need not write them again."""
+    share: Share | None = None
+    """The rows that this rank writes, if the ranks of a host divide the tensor; None: all."""
 
     @property
     def held(self) -> torch.Tensor:
         """What a module or an optimizer holds: the DTensor, if there is one, else ``tensor``."""
         return self.tensor if self.dtensor is None else self.dtensor
+
+    @property
+    def written(self) -> torch.Tensor:
+        """What is written of ``tensor``: itself, or the rows of its share, as a view."""
+        if self.share is None or self.share.is_whole:
+            return self.tensor
+        return self.tensor.detach().narrow(self.share.cut.dim, *self.share.rows)
 
     def is_current(self) -> bool:
         """Whether the tensor's module or optimizer still holds it. Always True if ``home`` is None."""
@@ -495,7 +505,7 @@ def entry_of(live: Live) -> Entry:
         stride = contiguous_stride(shape)
     nbytes = 0 if live.alias else tensor.numel() * tensor.element_size()
     logical_shape, pieces = part_of(live.name, live.dtensor)
-    return Entry(
+    entry = Entry(
         live.name,
         live.role,
         dtype_name(tensor.dtype),
@@ -508,6 +518,7 @@ def entry_of(live: Live) -> Entry:
         logical_shape=logical_shape,
         pieces=pieces,
     )
+    return entry if live.share is None else entry_of_share(entry, live.share)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

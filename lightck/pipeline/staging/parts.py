@@ -64,7 +64,7 @@ class Part:
     def __post_init__(self) -> None:
         self.records = np.array([one.record.number for one in self.tensors], np.int64)
         self.offsets, self.nbytes = packed_layout(self.tensors)
-        self.sources = [_bytes_of(one.live.tensor) for one in self.tensors]
+        self.sources = [_bytes_of(one.live.written) for one in self.tensors]
         transfers = [one.transfer for one in self.tensors]
         starts = [i for i, one in enumerate(transfers) if i == 0 or transfers[i - 1] is not one]
         ends = [*starts[1:], len(transfers)]

@@ -1,0 +1,44 @@
+"""A rank that wrote its share of some tensors restores them with the shares of the other ranks on its host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+from lightck.pool.reader import StoredCheckpoint, open_pool
+from lightck.ranks.rule import CheckpointId
+from lightck.restore.contents import Saved
+from lightck.restore.logical import LogicalCheckpoint, Relocated, has_shares
+from lightck.restore.usable import usable_by_id
+from lightck.session.group import Group, path_of_pool
+
+
+@contextmanager
+def whole_of(own: StoredCheckpoint, name: CheckpointId, group: Group) -> Iterator[Saved]:
+    """Yield this rank's checkpoint, with all rows of each tensor. ``name``: its id. The other ranks' pools are open in
+    the block. Raises ``DamagedError`` if rows are missing."""
+    if not has_shares(own):
+        yield own
+        return
+    with ExitStack() as opened:
+        of_others = [
+            stored
+            for rank in range(group.world_size)
+            if rank != group.rank and (stored := _checkpoint_of(rank, own, name, group, opened)) is not None
+        ]
+        yield Relocated(LogicalCheckpoint([own, *of_others], is_own=True), {}, falls_back=False)
+
+
+def _checkpoint_of(
+    rank: int, own: StoredCheckpoint, name: CheckpointId, group: Group, opened: ExitStack
+) -> StoredCheckpoint | None:
+    """Return the checkpoint of another rank; None if the directory of ``own`` does not have it."""
+    path = path_of_pool(os.path.dirname(own.path), rank, group.world_size)
+    if path is None:
+        return None
+    reader = opened.enter_context(closing(open_pool(path)))
+    identity, wanted = reader.group, own.reader.group
+    if identity is None or wanted is None or identity.world_id != wanted.world_id:
+        return None
+    return next(iter(usable_by_id(reader).get(name, ())), None)

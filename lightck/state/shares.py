@@ -1,0 +1,48 @@
+"""Which rows of its tensors this rank writes, if the ranks of a host divide tensors that all of them hold.
+
+A parameter that is divided has a ``Cut``. Optimizer state of the parameter's shape is divided in the same way. Buffers,
+other state and tensors of objects in ``state=`` may differ between ranks, and each rank writes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from lightck.pool.format.layout import Entry
+from lightck.pool.format.shares import Cut, Share, entry_of_share
+from lightck.state.inventory import Live, param_of
+
+
+class Shares:
+    """The shares of one rank."""
+
+    def __init__(self, cuts: Mapping[str, Cut] | None = None, place: int = 0) -> None:
+        """``cuts``: name of each parameter that is divided -> its cut. ``place``: see ``Share``."""
+        self.cuts = dict(cuts or {})
+        self.place = place
+        self.written_whole: set[str] = set()
+        """Names of tensors of which this rank writes all rows, because its tensor differs from that of another rank."""
+
+    def assign(self, lives: Iterable[Live]) -> None:
+        """Set ``Live.share`` of each of these tensors that is divided."""
+        for live in lives if self.cuts else ():
+            if live.dtensor is None:
+                live.share = self._share(live.alias or live.name, live.role, tuple(live.tensor.shape))
+
+    def applied_to(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+        """Return these entries, by name, with the share in place of each whole tensor that is divided."""
+        found = dict(entries)
+        for name, entry in entries.items() if self.cuts else ():
+            if entry.pieces is None:
+                share = self._share(entry.alias or name, entry.role, entry.shape)
+                found[name] = entry if share is None else entry_of_share(entry, share)
+        return found
+
+    def _share(self, name: str, role: str, shape: tuple[int, ...]) -> Share | None:
+        """``name``: of the tensor that has the bytes."""
+        param = {"param": name, "optimizer": f"model/{param_of(name)}"}.get(role, "")
+        cut = self.cuts.get(param)
+        if cut is None or cut.shape != shape:
+            return None
+        share = Share(cut, self.place, name in self.written_whole)
+        return None if share.is_whole and not share.rows[1] else share
