@@ -181,7 +181,10 @@ def _sources(reports: Sequence[Report], lost: Sequence[int]) -> dict[int, int]:
             "starts afresh."
         )
         if any(report.has_parts for report in reports):
-            raise RankError(f"{fact}. The model is sharded, so no other pool has the parts of this rank. {cure}")
+            raise RankError(
+                f"{fact}. No other pool has what this rank wrote: the model is sharded, or the ranks divided what they "
+                f"write (attach(..., split=False) keeps the whole in each pool). {cure}"
+            )
         there = [
             at
             for at, other in enumerate(reports)

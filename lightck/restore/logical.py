@@ -26,7 +26,7 @@ import torch
 from lightck.errors import UnsupportedError
 from lightck.pool.format.assembly import Copy, coverage, local_copies
 from lightck.pool.format.boxes import Box, Ints, intersection, whole_box
-from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties
+from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties, is_dense
 from lightck.pool.format.pieces import Piece
 from lightck.pool.format.shares import Cut, Share, written_part
 from lightck.pool.format.structures import CommitRecord, DamagedError
@@ -101,7 +101,7 @@ class LogicalCheckpoint:
         if not positions:
             return
         parts = [self.of_ranks[at].entries[name] for at in positions]
-        entry = _whole_entry(parts[0])
+        entry = _whole_entry(parts[0], keeps_stride=are_shares(self.of_ranks[positions[0]]))
         if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
             _refuse_shape_per_rank(name, entry.role)
             raise DamagedError(f"its tensor {name!r} has another shape or dtype on another rank")
@@ -181,7 +181,7 @@ class Relocated:
         if part.logical_shape != entry.shape:
             return entry  # the restore compares the shapes, and says which differ
         same = next((one.entry for one in self.logical.holders.get(name, ()) if one.pieces == part.pieces), None)
-        stride = contiguous_stride(part.shape)
+        stride = entry.stride if is_dense(part.shape, entry.stride) else contiguous_stride(part.shape)
         if same is not None and same.shape == part.shape:
             stride = same.stride
         nbytes = 0 if entry.alias is not None else math.prod(part.shape) * ITEM_NBYTES[entry.dtype]
@@ -359,13 +359,15 @@ def _part_of(share: Share) -> Part:
     return Part(shape, share.cut.shape, pieces)
 
 
-def _whole_entry(entry: Entry) -> Entry:
-    """Return the entry of the logical tensor."""
+def _whole_entry(entry: Entry, *, keeps_stride: bool = False) -> Entry:
+    """Return the entry of the logical tensor. ``keeps_stride``: whether the part is a share, which has the strides of
+    the whole tensor."""
     if entry.logical_shape is None:
         return entry
     shape = entry.logical_shape
     nbytes = 0 if entry.alias is not None else math.prod(shape) * ITEM_NBYTES[entry.dtype]
-    return entry._replace(shape=shape, stride=contiguous_stride(shape), nbytes=nbytes, logical_shape=None, pieces=None)
+    stride = entry.stride if keeps_stride and is_dense(shape, entry.stride) else contiguous_stride(shape)
+    return entry._replace(shape=shape, stride=stride, nbytes=nbytes, logical_shape=None, pieces=None)
 
 
 def _refuse_shape_per_rank(name: str, role: str) -> None:

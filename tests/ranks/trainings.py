@@ -91,6 +91,16 @@ class Topology:
         return pools / host
 
 
+def ddp_first(model: nn.Module) -> None:
+    """Wrap the model before it is attached, so that the ranks of a host divide what they write. The wrapper is no part
+    of the model, so the names of tensors stay as they are."""
+    object.__setattr__(model, "wrapper", DistributedDataParallel(model, find_unused_parameters=True))
+
+
+def wrapper_of(model: Any) -> nn.Module:
+    return model.wrapper
+
+
 def fsdp(model: Any, mesh: Any = None) -> None:
     fully_shard(model.first, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -113,12 +123,15 @@ def tp_fsdp(model: nn.Module) -> None:
 TOPOLOGIES = {
     "ddp": Topology(2, wrap=DistributedDataParallel, model=WithDropout),
     "ddp 4": Topology(4, wrap=partial(DistributedDataParallel, find_unused_parameters=True)),
+    "ddp split": Topology(2, ddp_first, wrapper_of, model=WithDropout),
+    "ddp split 3": Topology(3, ddp_first, wrapper_of),
     "fsdp": Topology(2, fsdp),
     "fsdp 3": Topology(3, fsdp),
     "tp": Topology(2, tp, lost_max=2, n_same_data=2),
     "hsdp": Topology(4, hsdp, lost_max=2),
     "tp x fsdp": Topology(4, tp_fsdp, lost_max=2, n_same_data=2),
     "ddp, 2 hosts": Topology(2, wrap=DistributedDataParallel, model=WithDropout, ranks_per_host=1),
+    "ddp split, 2 hosts": Topology(4, ddp_first, wrapper_of, ranks_per_host=2),
     "hsdp, 2 hosts": Topology(4, hsdp, lost_max=2, ranks_per_host=2),
 }
 

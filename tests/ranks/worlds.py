@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightck
 
-from .trainings import PLAN, fsdp, hsdp, tp_fsdp
+from .trainings import PLAN, ddp_first, fsdp, hsdp, tp_fsdp, wrapper_of
 
 WIDTH = 132
 """Divisible by 2, 3 and 4: tensor parallel with ``fully_shard`` cannot compute with uneven parts."""
@@ -68,7 +68,8 @@ def tp(n_ranks: int) -> Callable[[nn.Module], None]:
 
 
 WORLDS = {
-    **{f"ddp {n}": World(n, wrap=partial(DistributedDataParallel, find_unused_parameters=True)) for n in (2, 3, 4)},
+    "ddp 2": World(2, wrap=partial(DistributedDataParallel, find_unused_parameters=True)),
+    **{f"ddp {n}": World(n, ddp_first, wrapper_of) for n in (3, 4)},  # their ranks divide what they write
     **{f"fsdp {n}": World(n, fsdp) for n in (2, 3, 4)},
     **{f"tp {n}": World(n, tp(n), n_same_data=n) for n in (2, 3, 4)},
     "hsdp": World(4, hsdp),

@@ -1,0 +1,323 @@
+"""Ranks of a host divide what they write: each writes its share, restores exactly, and a divergence is told by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from ranked import die, everything, log_lines, run_ranks, values
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightck
+from lightck.errors import RankError
+from lightck.pool.format.layout import Entry
+from lightck.pool.reader import open_pool
+
+from .test_bad_input import errors
+from .trainings import Net, batch
+from .worlds import OddNet
+
+Wrap = Callable[[nn.Module], nn.Module]
+DDP: Wrap = partial(DistributedDataParallel, find_unused_parameters=True)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+@dataclass
+class Life:
+    """What one rank returns."""
+
+    began: int
+    ended: list[torch.Tensor]
+    lines: list[str]
+    recovered: Any = None
+
+
+def life(
+    pools: Path | None,
+    updates: int,
+    *,
+    kill: tuple[int, int] | None = None,
+    written: tuple[int, int, int] | None = None,
+    no_sync: bool = False,
+    model: Callable[[], nn.Module] = Net,
+    wrap: Wrap = DDP,
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW,
+    inputs: Callable[[int, int], torch.Tensor] = batch,
+    before: Callable[[nn.Module, int], Any] = lambda model, rank: None,
+    **options: Any,
+) -> Callable[[int], Life]:
+    """The body of a rank. ``kill``: (rank, step): the rank dies in the iteration after that step. ``written``: (rank,
+    step, row): after that step the rank writes to a row of a weight, behind the back of DistributedDataParallel.
+    ``before``: called before attach."""
+
+    def run(rank: int) -> Life:
+        torch.manual_seed(0)
+        wrapped: Any = wrap(model())
+        opt = optimizer([p for p in wrapped.parameters() if p.requires_grad])
+        before(wrapped, rank)
+        torch.manual_seed(100 + rank)
+        with log_lines() as lines:
+            session = None
+            if pools is not None:
+                arguments = {"resume": True, "timeout": 60} | options
+                session = lightck.attach(wrapped, pools, optimizer=opt, **arguments)
+            began = 0 if session is None else session.step
+            for step in range(began, updates):
+                with wrapped.no_sync() if no_sync else torch.enable_grad():
+                    wrapped(inputs(rank, step)).pow(2).mean().backward()
+                if kill == (rank, step):
+                    die()
+                opt.step()
+                opt.zero_grad()
+                if written is not None and written[:2] == (rank, step):
+                    wrapped.module.first.weight.data[written[2]] += 1
+            if session is not None:
+                session.close()
+        return Life(began, everything(wrapped, opt), lines, None if session is None else session.recovered)
+
+    return run
+
+
+def is_equal(one: list[Life], other: list[Life]) -> bool:
+    return all(
+        len(a.ended) == len(b.ended) and all(map(torch.equal, a.ended, b.ended))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def entries(pools: Path, rank: int, n_ranks: int) -> dict[str, Entry]:
+    """The tensors of the newest checkpoint in a rank's pool."""
+    with closing(open_pool(str(pools / f"rank-{rank:05}-of-{n_ranks:05}.pool"))) as reader:
+        return dict(next(reader.checkpoints()).entries)
+
+
+def nbytes(pools: Path, n_ranks: int) -> list[int]:
+    """For each rank, the bytes of parameters and optimizer state in its newest checkpoint."""
+    return [
+        sum(one.nbytes for one in entries(pools, rank, n_ranks).values() if one.role in ("param", "optimizer"))
+        for rank in range(n_ranks)
+    ]
+
+
+def odd_inputs(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+class Conv(nn.Module):
+    """Weights in channels_last order, whose rows are those of the first dimension; a weight of one row; a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 40, 3).to(memory_format=torch.channels_last)
+        self.flat = nn.Parameter(torch.rand(1, 1, 301))
+        self.number = nn.Parameter(torch.tensor(1.5))
+        self.transposed = nn.Parameter(torch.rand(17, 40).t())
+        self.norm = nn.BatchNorm2d(40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x.to(memory_format=torch.channels_last))).mean((2, 3))
+        return self.number * (self.transposed * x.sum(0)[:, None]).sum() + self.flat.sum()
+
+
+def images(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.long), 4])
+def test_each_rank_writes_its_share_of_the_bytes(pools, n_ranks):
+    wide = partial(Net, 5_000)
+    values(run_ranks(n_ranks, life(pools, 3, model=wide)))
+    values(run_ranks(n_ranks, life(pools.parent / "whole", 3, model=wide, split=False)))
+    shares, whole = nbytes(pools, n_ranks), nbytes(pools.parent / "whole", n_ranks)
+    assert len(set(whole)) == 1
+    assert max(shares) <= 1.05 * whole[0] / n_ranks
+    assert sum(shares) >= whole[0]
+
+
+MODELS = {
+    "odd": (OddNet, odd_inputs, ADAMW),
+    "odd, SGD": (OddNet, odd_inputs, partial(torch.optim.SGD, lr=1e-5, momentum=0.9)),
+    "odd, Adafactor": (OddNet, odd_inputs, partial(torch.optim.Adafactor, lr=1e-2)),
+    "conv": (Conv, images, partial(torch.optim.Adam, lr=1e-2, fused=True)),
+    "conv, Adagrad": (Conv, images, partial(torch.optim.Adagrad, lr=1e-2)),
+}
+
+
+@pytest.mark.parametrize("name", ["odd", "conv", *(pytest.param(one, marks=pytest.mark.long) for one in MODELS)])
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_a_killed_training_ends_as_one_that_was_never_killed(pools, name, n_ranks):
+    model, inputs, optimizer = MODELS[name]
+    run = partial(life, model=model, inputs=inputs, optimizer=optimizer)
+    expected = values(run_ranks(n_ranks, run(None, 9)))
+    run_ranks(n_ranks, run(pools, 9, kill=(1, 5)))
+    resumed = values(run_ranks(n_ranks, run(pools, 9)))
+    assert {one.began for one in resumed} <= {4, 5}
+    assert all(one.recovered.exact for one in resumed)
+    assert is_equal(resumed, expected)
+    whole, world = lightck.recover(pools), entries(pools, 0, n_ranks)
+    assert whole.step == 9
+    assert any(one.pieces is not None for one in world.values()), "the ranks have divided nothing"
+
+
+def test_without_split_each_pool_holds_the_whole(pools):
+    values(run_ranks(2, life(pools, 3, split=False)))
+    for rank in range(2):
+        assert all(one.pieces is None for one in entries(pools, rank, 2).values())
+
+
+def test_a_model_without_ddp_is_written_whole_by_each_rank(pools):
+    values(run_ranks(2, life(pools, 3, wrap=lambda model: model)))
+    assert all(one.pieces is None for one in entries(pools, 1, 2).values())
+
+
+def test_parameters_that_ddp_ignores_are_written_whole(pools):
+    def wrap(model: nn.Module) -> nn.Module:
+        ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+        ignore(model, ["first.weight"])
+        return DDP(model)
+
+    expected = values(run_ranks(2, life(None, 6, wrap=wrap)))
+    run_ranks(2, life(pools, 6, wrap=wrap, kill=(0, 3)))
+    resumed = values(run_ranks(2, life(pools, 6, wrap=wrap)))
+    assert is_equal(resumed, expected)
+    assert not torch.equal(resumed[0].ended[1], resumed[1].ended[1])
+    found = entries(pools, 1, 2)
+    assert found["model/first.weight"].pieces is None
+    assert found["model/first.bias"].pieces is not None
+    assert not any("differ" in line for one in resumed for line in one.lines)
+
+
+def test_ddp_of_fewer_ranks_divides_nothing(pools):
+    def wrap(model: nn.Module) -> nn.Module:
+        groups = [torch.distributed.new_group([rank, rank + 1]) for rank in (0, 2)]
+        return DDP(model, process_group=groups[torch.distributed.get_rank() // 2])
+
+    expected = values(run_ranks(4, life(None, 6, wrap=wrap)))
+    run_ranks(4, life(pools, 6, wrap=wrap, kill=(0, 3)))
+    resumed = values(run_ranks(4, life(pools, 6, wrap=wrap)))
+    assert is_equal(resumed, expected)
+    assert all(one.pieces is None for one in entries(pools, 1, 4).values())
+
+
+# -- tensors that are not equal ----------------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_differs_at_attach_is_named_and_written_whole(pools):
+    def before(model: Any, rank: int) -> None:
+        model.module.first.bias.data += rank
+
+    expected = values(run_ranks(2, life(None, 6, before=before)))
+    first = values(run_ranks(2, life(pools, 3, before=before)))
+    assert any("model/first.bias" in line and "differ" in line for line in first[0].lines)
+    resumed = values(run_ranks(2, life(pools, 6, before=before)))
+    assert is_equal(resumed, expected)
+    assert entries(pools, 1, 2)["model/first.bias"].pieces is None
+    assert entries(pools, 1, 2)["model/first.weight"].pieces is not None
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "written"),
+    [
+        (2, (1, 4, 5)),
+        (2, (0, 4, 5)),
+        *(pytest.param(3, (r, 4, row), marks=pytest.mark.long) for r in range(3) for row in (5, 590)),
+    ],
+)
+def test_a_write_on_one_rank_is_told_and_each_rank_gets_its_own_back(pools, n_ranks, written):
+    expected = values(run_ranks(n_ranks, life(None, 12, written=written)))
+    first = values(run_ranks(n_ranks, life(pools, 9, written=written)))
+    assert any("'model/first.weight'" in line and "differs between rank" in line for one in first for line in one.lines)
+    copy = pools.parent / "copy"
+    shutil.copytree(pools, copy)
+    resumed = values(run_ranks(n_ranks, life(pools, 12, written=written)))
+    assert [one.began for one in resumed] == [9] * n_ranks
+    assert is_equal(resumed, expected)
+    for found in errors(n_ranks - 1, life(copy, 12)):  # nobody knows which of them is right
+        assert isinstance(found, RankError)
+        assert "first.weight" in str(found)
+
+
+def test_ranks_that_never_synchronise_get_their_own_back(pools):
+    expected = values(run_ranks(2, life(None, 12, no_sync=True)))
+    first = values(run_ranks(2, life(pools, 6, no_sync=True)))
+    assert any("differs between rank" in line for one in first for line in one.lines)
+    resumed = values(run_ranks(2, life(pools, 12, no_sync=True)))
+    assert [one.began for one in resumed] == [6, 6]
+    assert is_equal(resumed, expected)
+
+
+def test_a_difference_in_one_block_is_told_within_one_round(pools):
+    """The rows that the other rank writes are 7 blocks of 1 MiB, and a checkpoint reads one of them."""
+    wide, steps = partial(Net, 200_000), 30
+    written = (1, 6, 3)
+    first = values(run_ranks(2, life(pools, steps, model=wide, written=written)))
+    told = [line for one in first for line in one.lines if "differs between rank" in line]
+    assert told, "the difference was not told"
+    step = int(told[0].partition("at step ")[2].partition(",")[0])
+    assert 7 <= step <= 7 + 2 * 8
+    expected = values(run_ranks(2, life(None, steps + 2, model=wide, written=written)))
+    resumed = values(run_ranks(2, life(pools, steps + 2, model=wide, written=written)))
+    assert [one.began for one in resumed] == [steps, steps]
+    assert is_equal(resumed, expected)
+
+
+def test_equal_ranks_are_never_reported(pools):
+    for updates in (5, 10):
+        for one in values(run_ranks(3, life(pools, updates, model=partial(Net, 60_000)))):
+            assert not any("differ" in line for line in one.lines)
+
+
+# -- other starts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_split_may_be_turned_on_and_off(pools, first):
+    expected = values(run_ranks(2, life(None, 9)))
+    run_ranks(2, life(pools, 9, split=first, kill=(1, 3)))
+    run_ranks(2, life(pools, 9, split=not first, kill=(0, 6)))
+    resumed = values(run_ranks(2, life(pools, 9, split=first)))
+    assert {one.began for one in resumed} <= {5, 6}
+    assert is_equal(resumed, expected)
+    assert any(one.pieces is not None for one in entries(pools, 0, 2).values()) == first
+
+
+def test_a_damaged_share_takes_all_ranks_to_the_checkpoint_before(pools):
+    values(run_ranks(2, life(pools, 6)))
+    expected = values(run_ranks(2, life(None, 8)))
+    toys.damage(pools / "rank-00001-of-00002.pool", "model/last.weight", [6])
+    resumed = values(run_ranks(2, life(pools, 8)))
+    assert [one.began for one in resumed] == [5, 5]
+    assert is_equal(resumed, expected)
+
+
+def test_a_lost_pool_is_told_with_what_it_held(pools):
+    values(run_ranks(2, life(pools, 4)))
+    (pools / "rank-00001-of-00002.pool").unlink()
+    for found in errors(2, life(pools, 8)):
+        assert isinstance(found, RankError)
+        assert "split=False" in str(found)
+    with pytest.raises(RankError, match="rank 1"):
+        lightck.recover(pools)
+
+
+def test_split_must_be_the_same_on_all_ranks_and_a_bool(pools):
+    def body(rank: int) -> Life:
+        return life(pools, 3, split=rank == 0)(rank)
+
+    for found in errors(2, body):
+        assert isinstance(found, RankError)
+        assert "split=" in str(found)
+    with pytest.raises(TypeError, match="split"):
+        lightck.attach(nn.Linear(1, 1), pools, split=2)
