@@ -44,6 +44,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "devices*": "Devices",
         "ranks": "Several ranks",
         "ranks-hosts*": "Hosts and new files",
+        "split*": "Shares of the ranks of a host",
         "lost-pool*": "A lost pool",
         "worlds*": "Another number of ranks",
         "read-parts*": "Read a part",

@@ -30,7 +30,7 @@ from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties, is_dense
 from lightck.pool.format.pieces import Piece
 from lightck.pool.format.shares import Cut, Share, written_part
 from lightck.pool.format.structures import CommitRecord, DamagedError
-from lightck.pool.reader import StoredCheckpoint
+from lightck.pool.reader import PoolReader, StoredCheckpoint
 from lightck.restore.contents import load_tensor
 from lightck.restore.read_boxes import BoxRead, Destination, read_boxes
 from lightck.restore.tensor_writes import same_bits
@@ -340,8 +340,16 @@ class Relocated:
 def are_shares(stored: StoredCheckpoint) -> bool:
     """Whether parts in this checkpoint are shares: the ranks held the whole tensors. (Parts of DTensors lie in a pool
     that names a mesh.)"""
-    group = stored.reader.group
-    return group is not None and not group.mesh_shape
+    return _names_no_mesh(stored.reader)
+
+
+def has_shares_in_table(reader: PoolReader) -> bool:
+    """Whether the layout table of a pool has shares."""
+    return _names_no_mesh(reader) and any(entry.pieces is not None for entry in reader.entries)
+
+
+def _names_no_mesh(reader: PoolReader) -> bool:
+    return reader.group is not None and not reader.group.mesh_shape
 
 
 def _is_share(stored: StoredCheckpoint, entry: Entry) -> bool:

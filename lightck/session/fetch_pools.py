@@ -39,6 +39,7 @@ from lightck.pool.storage.file import sync_folder
 from lightck.ranks.directory import existing_pools, pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
+from lightck.restore.logical import has_shares_in_table
 from lightck.restore.usable import usable_by_id
 from lightck.session.group import Group
 
@@ -63,6 +64,8 @@ class PoolFacts:
     incarnation: int
     steps_max: int
     """The largest step of a commit record, whether its checkpoint is usable or not."""
+    has_shares: bool
+    """Whether the rank wrote only its share of some tensors that all ranks of its host held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +164,9 @@ def report(directory: str, group: Group, meeting: Meeting, hosts: Hosts) -> list
     own = list(_facts_of(directory)) if place == 0 and pools_in(directory) else []
     found: dict[tuple[bytes, bytes, int], dict[int, list[PoolFacts]]] = {}
     for rank, data in enumerate(meeting.exchange("pools of a host", msgpack.packb(own))):
-        for name, run_id, world_id, world_size, of_rank, ids, incarnation, steps_max in msgpack.unpackb(data):
+        for name, run_id, world_id, world_size, of_rank, ids, *others in msgpack.unpackb(data):
             usable = frozenset(CheckpointId(*one) for one in ids)
-            facts = PoolFacts(
-                hosts.of_rank[rank], name, run_id, world_id, world_size, of_rank, usable, incarnation, steps_max
-            )
+            facts = PoolFacts(hosts.of_rank[rank], name, run_id, world_id, world_size, of_rank, usable, *others)
             found.setdefault((run_id, world_id, world_size), {}).setdefault(of_rank, []).append(facts)
     if len({run_id for run_id, _, _ in found}) > 1:
         raise RankError(
@@ -189,7 +190,7 @@ def _facts_of(directory: str) -> Iterator[list[Any]]:
             log = reader.commit_log()
             ids = [list(one) for one in usable_by_id(reader)]
             steps = max((record.step for record in log.records.values()), default=0)
-            yield [path.name, *key, ids, log.incarnation, steps]
+            yield [path.name, *key, ids, log.incarnation, steps, has_shares_in_table(reader)]
 
 
 def _key(identity: Any) -> tuple[bytes, bytes, int, int]:

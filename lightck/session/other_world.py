@@ -168,11 +168,12 @@ def _lost_ranks(found: Sequence[tuple[bool, str, bool, bool]]) -> list[int]:
 
 def _needs_other_hosts(facts: Sequence[WorldFacts], hosts: Hosts, lost: Sequence[int]) -> bool:
     """Whether one of these ranks has its pool on another host, or is on a host on which no rank has a pool from which
-    it could be replaced (``lost_pool.py``)."""
+    it could be replaced (``lost_pool.py``): there is none, or it holds only the share of its rank."""
     n_ranks = len(hosts.of_rank)
     at_home = {hosts.of_rank[rank] for rank in range(n_ranks) if rank not in lost}
     moved = any(rank in world.pools for world in facts if world.world_size == n_ranks for rank in lost)
-    return moved or any(hosts.of_rank[rank] not in at_home for rank in lost)
+    holds_shares = any(one.has_shares for world in facts for files in world.pools.values() for one in files)
+    return moved or any(holds_shares or hosts.of_rank[rank] not in at_home for rank in lost)
 
 
 def _discard_all(directory: str, group: Group, parts: Mapping[str, Part], hosts: Hosts) -> OtherWorlds:

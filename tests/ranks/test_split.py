@@ -23,7 +23,8 @@ from lightck.pool.format.layout import Entry
 from lightck.pool.reader import open_pool
 
 from .test_bad_input import errors
-from .trainings import Net, batch
+from .trainings import TOPOLOGIES, Net, batch, body
+from .trainings import is_equal as all_equal
 from .worlds import OddNet
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -312,11 +313,28 @@ def test_a_lost_pool_is_told_with_what_it_held(pools):
         lightck.recover(pools)
 
 
-def test_split_must_be_the_same_on_all_ranks_and_a_bool(pools):
-    def body(rank: int) -> Life:
-        return life(pools, 3, split=rank == 0)(rank)
+def test_a_lost_pool_is_replaced_from_another_host(pools):
+    """Two hosts with two ranks each. Each host holds the whole in the shares of its ranks."""
+    topology = TOPOLOGIES["ddp split, 2 hosts"]
+    expected = values(run_ranks(4, body(topology, None, 8)))
+    values(run_ranks(4, body(topology, pools, 5)))
+    copy = pools.parent / "copy"
+    shutil.copytree(pools, copy)
+    (pools / "host-0" / "rank-00001-of-00004.pool").unlink()
+    resumed = values(run_ranks(4, body(topology, pools, 8)))
+    assert [one.began for one in resumed] == [5] * 4
+    assert all_equal(resumed, expected)
+    again = values(run_ranks(4, body(topology, pools, 8)))
+    assert [one.began for one in again] == [8] * 4
+    assert all_equal(again, expected)
+    for rank in (0, 2):
+        (copy / f"host-{rank // 2}" / f"rank-{rank:05}-of-00004.pool").unlink()
+    for found in errors(4, body(topology, copy, 9)):  # rank 0 and rank 2 wrote the same rows
+        assert isinstance(found, RankError)
 
-    for found in errors(2, body):
+
+def test_split_must_be_the_same_on_all_ranks_and_a_bool(pools):
+    for found in errors(2, lambda rank: life(pools, 3, split=rank == 0)(rank)):
         assert isinstance(found, RankError)
         assert "split=" in str(found)
     with pytest.raises(TypeError, match="split"):
