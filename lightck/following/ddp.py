@@ -69,7 +69,7 @@ def live_ddp(model: nn.Module | None) -> list[Any]:
 
 def replicated_parameters(model: nn.Module, ranks: Sequence[int]) -> set[int]:
     """Return the ids of the parameters that a live DistributedDataParallel keeps equal on these ranks, given as numbers
-    in the default process group. A parameter that it was told to ignore is left out."""
+    in the default process group. A parameter in its list of ignored ones is left out."""
     found: set[int] = set()
     for ddp in live_ddp(model):
         if sorted(torch.distributed.get_process_group_ranks(ddp.process_group)) == sorted(ranks):

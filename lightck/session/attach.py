@@ -92,24 +92,21 @@ def attach(
             and each ``end_step()`` counts as an update.
         state: name -> object with ``state_dict`` and ``load_state_dict``. Schedulers and a GradScaler need not be
             passed: they are found. ``{"scheduler": None}`` saves no scheduler.
-        interval: updates between saved checkpoints. ``"auto"`` or ``lightck.Auto(...)`` chooses the interval by the
-            cost of checkpoints.
+        interval: updates between saved checkpoints; ``"auto"`` or ``lightck.Auto(...)`` chooses it by their cost.
         resume: restore the newest checkpoint, if the pool holds one, and continue from it.
         overwrite: discard what the pool holds.
         strategy: what a checkpoint holds; by default ``FullState()``.
-        backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path, and ``"pmdk"`` for a new pool
-            on persistent memory.
+        backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path and the medium.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
-        slots: how many checkpoints the pool has room for, 2 to 8; by default as many as it has, 2 in a new pool (3 in a
-            group of ranks). ``keep=`` adds one.
+        slots: how many checkpoints the pool has room for, 2 to 8; by default as many as it has, 2 (of a rank: 3) if it
+            is new. ``keep=`` adds one.
         keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``.
         pause_on_nonfinite: commit no checkpoint if the GradScaler's scale, or a value that is checked, is not finite.
         staging: how tensors on a device are sent: ``lightck.Host()``, ``Direct()``, ``Device()``; by default the best.
-        strict_data: raise ``DataMismatchError`` if the first update after a resume uses other data than the update that
-            followed the checkpoint; by default warn.
+        strict_data: raise ``DataMismatchError``, and do not only warn, if the first update after a resume uses other
+            data than the update that followed the checkpoint.
         group: the process group whose ranks attach together; None: the default group. False: this process alone.
-        split: ranks of a host that hold the same tensors divide them, and each writes its share. False: each writes
-            all of them, so that its pool alone holds the whole.
+        split: ranks of a host divide what all of them hold; False: each writes all of it into its pool.
         timeout: seconds after which a wait for another rank ends with an error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Ranks of a host divide what they write: each writes its share, restores exactly, and a divergence is told by name."""
+"""Ranks of a host divide what they write: each writes its share, restores exactly, and a divergence is named."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_a_tensor_that_differs_at_attach_is_named_and_written_whole(pools):
         *(pytest.param(3, (r, 4, row), marks=pytest.mark.long) for r in range(3) for row in (5, 590)),
     ],
 )
-def test_a_write_on_one_rank_is_told_and_each_rank_gets_its_own_back(pools, n_ranks, written):
+def test_a_write_on_one_rank_is_named_and_each_rank_gets_its_own_back(pools, n_ranks, written):
     expected = values(run_ranks(n_ranks, life(None, 12, written=written)))
     first = values(run_ranks(n_ranks, life(pools, 9, written=written)))
     assert any("'model/first.weight'" in line and "differs between rank" in line for one in first for line in one.lines)
@@ -259,14 +259,14 @@ def test_ranks_that_never_synchronise_get_their_own_back(pools):
     assert is_equal(resumed, expected)
 
 
-def test_a_difference_in_one_block_is_told_within_one_round(pools):
+def test_a_difference_in_one_block_is_named_within_one_round(pools):
     """The rows that the other rank writes are 7 blocks of 1 MiB, and a checkpoint reads one of them."""
     wide, steps = partial(Net, 200_000), 30
     written = (1, 6, 3)
     first = values(run_ranks(2, life(pools, steps, model=wide, written=written)))
-    told = [line for one in first for line in one.lines if "differs between rank" in line]
-    assert told, "the difference was not told"
-    step = int(told[0].partition("at step ")[2].partition(",")[0])
+    named = [line for one in first for line in one.lines if "differs between rank" in line]
+    assert named, "the difference was not named"
+    step = int(named[0].partition("at step ")[2].partition(",")[0])
     assert 7 <= step <= 7 + 2 * 8
     expected = values(run_ranks(2, life(None, steps + 2, model=wide, written=written)))
     resumed = values(run_ranks(2, life(pools, steps + 2, model=wide, written=written)))
@@ -303,7 +303,7 @@ def test_a_damaged_share_takes_all_ranks_to_the_checkpoint_before(pools):
     assert is_equal(resumed, expected)
 
 
-def test_a_lost_pool_is_told_with_what_it_held(pools):
+def test_a_lost_pool_names_what_it_held(pools):
     values(run_ranks(2, life(pools, 4)))
     (pools / "rank-00001-of-00002.pool").unlink()
     for found in errors(2, life(pools, 8)):
