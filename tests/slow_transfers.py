@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from lightck.pipeline import sources, write_table
+from lightck.session import cross_check, split
 from lightck.state import buffers, device_transfers
 from lightck.state.device_transfers import Arrival, DeviceTransfer, Pair, raw
 
@@ -201,5 +202,5 @@ _NOTHING = _passed()
 
 def install(patch: pytest.MonkeyPatch, transfer_of: Callable[[torch.Tensor], DeviceTransfer | None]) -> None:
     """Replace ``transfer_of`` wherever it is used."""
-    for module in (device_transfers, write_table, sources, buffers):
+    for module in (device_transfers, write_table, sources, buffers, cross_check, split):
         patch.setattr(module, "transfer_of", transfer_of)

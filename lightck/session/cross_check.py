@@ -5,7 +5,8 @@ only as long as the rank holds the same bytes in these rows as the ranks that wr
 some blocks of its own tensors that other ranks write, and later compares them with the checksums in the pools of those
 ranks, for the checkpoint of the same step. No message is sent.
 
-In the first checkpoints, and after a difference was found, all blocks are read; later some blocks each time, in turn.
+In the first checkpoints, and after a difference was found, all blocks are read (on a device, ``ON_DEVICE_FIRST``);
+later some blocks each time, in turn.
 If a block differs, this rank writes the tensor whole from then on, and a warning names the tensor. It also does so if
 another rank writes the tensor whole: its share can no longer be compared block by block.
 
@@ -16,7 +17,7 @@ last compared them, which is at most one round ago.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -25,17 +26,22 @@ import torch
 
 from lightck.errors import listed
 from lightck.pipeline.pipeline import Pipeline
+from lightck.pool.listener import CommitListener
 from lightck.pool.reader import StoredCheckpoint
+from lightck.pool.writer import PoolWriter
 from lightck.ranks.neighbours import Neighbour
 from lightck.ranks.rule import CheckpointId
 from lightck.session.capture import Capture
 from lightck.session.group import Membership
 from lightck.state.blocks import BUDGET_NBYTES, NO_BLOCKS, WHOLE_CHECKPOINTS, Blocks, RoundRobin, checksums
-from lightck.state.device_transfers import transfer_of
+from lightck.state.device_transfers import Arrival, DeviceTransfer, raw, transfer_of
 from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain
 from lightck.state.signatures import ClosedStep
 
 log = logging.getLogger("lightck")
+ON_DEVICE_FIRST = 64
+"""How many blocks on devices one checkpoint reads at most. The first ones read so many, because to read all would take
+the device long. (A rank that makes its updates alone differs in all blocks.)"""
 
 
 class _Region(NamedTuple):
@@ -58,6 +64,22 @@ class _Read(NamedTuple):
     checksum: int
 
 
+class _Sent(NamedTuple):
+    """Blocks of tensors on one device that are on their way to host memory."""
+
+    blocks: list[tuple[_Region, int]]
+    """Region, and number of the block in it."""
+    places: list[torch.Tensor]
+    """Where each block arrives."""
+    arrival: Arrival
+
+    def arrived(self, block: int) -> Iterator[_Read]:
+        """Wait for the blocks, and yield what was read. ``block``: bytes of a block."""
+        self.arrival.synchronize()
+        for (region, number), place in zip(self.blocks, self.places, strict=True):
+            yield _Read(region.name, region.place, number, int(checksums(place, block)[0]))
+
+
 @dataclass(slots=True)
 class _Regions:
     """All regions of one list of tensors."""
@@ -69,7 +91,9 @@ class _Regions:
     blocks: Blocks
     """The blocks of the regions in plain host memory; ``checksum_positions`` are numbers of blocks in a region."""
     others: list[tuple[_Region, int]]
-    """Each block of the other regions, with its number in the region."""
+    """Each block of the other regions in host memory, with its number in the region."""
+    on_devices: list[tuple[_Region, int]]
+    """Each block of the regions on devices, with its number in the region."""
 
 
 def cross_check_of(group: Membership, capture: Capture, pipeline: Pipeline) -> CrossCheck | None:
@@ -80,11 +104,13 @@ def cross_check_of(group: Membership, capture: Capture, pipeline: Pipeline) -> C
     mates = group.rule.neighbours
     of_host = sorted([group.rank, *(one.rank for one in mates)])
     by_place = {of_host.index(one.rank): one for one in mates}
-    return CrossCheck(capture, group.rank, writer.superblock.block, by_place, pipeline.guard.reads_all)
+    found = CrossCheck(capture, group.rank, writer.superblock.block, by_place, pipeline.guard.reads_all)
+    pipeline.events.add(found)
+    return found
 
 
 @dataclass(slots=True)
-class CrossCheck:
+class CrossCheck(CommitListener):
     """The cross-check of one session."""
 
     capture: Capture
@@ -98,22 +124,25 @@ class CrossCheck:
     _known: _Regions | None = None
     _turn: RoundRobin = field(default_factory=RoundRobin)
     _next_other: int = 0
+    _next_on_device: int = 0
     _whole_left: int = WHOLE_CHECKPOINTS
     """How many of the next checkpoints read all blocks."""
     _pending: list[_Read] = field(default_factory=list)
+    _sent: list[_Sent] = field(default_factory=list)
     _pending_id: CheckpointId | None = None
-    """The checkpoint at which ``_pending`` was read."""
+    """The checkpoint at which ``_pending`` was read, and ``_sent`` began."""
 
     # -- at the boundary ---------------------------------------------------------------------------------
 
     def read(self, closed_step: ClosedStep, incarnation: int) -> None:
         """Read some blocks of the tensors of a closed step, if those that were read last are compared already."""
-        if self._pending or not self.capture.shares.cuts:
+        if self._pending or self._sent or not self.capture.shares.cuts:
             return
         regions = self._regions_of(closed_step)
         reads_all = self.reads_all or self._whole_left > 0
         self._whole_left = max(0, self._whole_left - 1)
         self._pending = [*self._read_plain(regions, reads_all), *self._read_others(regions, reads_all)]
+        self._sent = list(self._send(regions, self.block * (ON_DEVICE_FIRST if reads_all else 1)))
         self._pending_id = CheckpointId(incarnation, closed_step.step)
 
     def _regions_of(self, closed_step: ClosedStep) -> _Regions:
@@ -141,13 +170,42 @@ class CrossCheck:
         at = self._next_other % len(regions.others)
         self._next_other = at + 1
         chosen = regions.others if reads_all else regions.others[at : at + 1]
-        return [_Read(one.name, one.place, number, _checksum(one.tensor, number, self.block)) for one, number in chosen]
+        return [
+            _Read(one.name, one.place, number, int(checksums(in_plain_memory(one.tensor), self.block)[number]))
+            for one, number in chosen
+        ]
+
+    def _send(self, regions: _Regions, nbytes_max: int) -> Iterator[_Sent]:
+        """Begin to copy the next blocks on devices to host memory, in the order of the computation."""
+        blocks = regions.on_devices
+        by_device: dict[DeviceTransfer, list[tuple[_Region, int]]] = {}
+        nbytes = 0
+        for _ in range(min(len(blocks), ON_DEVICE_FIRST)):
+            one = blocks[self._next_on_device % len(blocks)]
+            nbytes += min(self.block, one[0].tensor.nbytes - one[1] * self.block)
+            if nbytes > nbytes_max:
+                break
+            transfer = transfer_of(one[0].tensor)
+            assert transfer is not None, "it is on a device"
+            by_device.setdefault(transfer, []).append(one)
+            self._next_on_device += 1
+        for transfer, own in by_device.items():
+            sources = [raw(one.tensor)[number * self.block : (number + 1) * self.block] for one, number in own]
+            memory = transfer.memory(len(own) * self.block)
+            places = [memory[i * self.block :][: source.numel()] for i, source in enumerate(sources)]
+            yield _Sent(own, places, transfer.send_in_order(list(zip(places, sources, strict=True))))
+
+    def closing(self, writer: PoolWriter | None) -> None:
+        for sent in self._sent:
+            sent.arrival.synchronize()
 
     # -- before the next checkpoint ----------------------------------------------------------------------
 
     def compare(self) -> None:
         """Compare what was read with the pools of the other ranks, as far as these hold the checkpoint already. If a
         tensor differs, this rank writes it whole from now on."""
+        self._pending += [one for sent in self._sent for one in sent.arrived(self.block)]
+        self._sent = []
         if self._pending_id is None or not self._pending:
             return
         name, left = self._pending_id, []
@@ -172,7 +230,7 @@ class CrossCheck:
             return
         self.capture.shares.written_whole |= new
         self.capture.use_shares(self.capture.shares)
-        self._known, self._pending, self._whole_left = None, [], WHOLE_CHECKPOINTS
+        self._known, self._pending, self._sent, self._whole_left = None, [], [], WHOLE_CHECKPOINTS
         names = sorted(new & differing.keys())
         if names:
             log.warning(
@@ -192,6 +250,7 @@ class CrossCheck:
 def _regions(token: object, lives: Sequence[Live], own_place: int, block: int) -> _Regions:
     plain: list[_Region] = []
     others: list[tuple[_Region, int]] = []
+    on_devices: list[tuple[_Region, int]] = []
     for live in lives:
         if live.share is None or live.share.is_whole or live.alias is not None:
             continue
@@ -199,23 +258,16 @@ def _regions(token: object, lives: Sequence[Live], own_place: int, block: int) -
         for place, (start, end) in enumerate(pairwise(bounds)):
             if place != own_place and end > start:
                 region = _Region(live.name, place, live.tensor.detach().narrow(dim, start, end - start))
-                if is_plain(region.tensor):
+                kind = on_devices if transfer_of(live.tensor) is not None else others
+                if kind is others and is_plain(region.tensor):
                     plain.append(region)
                 else:
-                    others += [(region, number) for number in range(-(-region.tensor.nbytes // block))]
+                    kind += [(region, number) for number in range(-(-region.tensor.nbytes // block))]
     blocks = NO_BLOCKS
     if plain:
         addresses, nbytes = [address_of(one.tensor) for one in plain], [one.tensor.nbytes for one in plain]
         blocks = Blocks.of(addresses, nbytes, [0] * len(plain), block)
-    return _Regions(token, plain, blocks, others)
-
-
-def _checksum(tensor: torch.Tensor, number: int, block: int) -> int:
-    """Return the checksum of one block of a tensor that is not in plain host memory."""
-    transfer = transfer_of(tensor)
-    if transfer is not None:
-        return int(checksums(transfer.read(tensor, number * block, block), block)[0])
-    return int(checksums(in_plain_memory(tensor), block)[number])
+    return _Regions(token, plain, blocks, others, on_devices)
 
 
 def _compared(reads: Sequence[_Read], stored: StoredCheckpoint) -> tuple[set[str], set[str]]:

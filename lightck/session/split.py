@@ -26,7 +26,7 @@ from lightck.ranks.meet import Meeting
 from lightck.session.capture import Capture
 from lightck.session.group import Group
 from lightck.state.blocks import BUDGET_NBYTES, Blocks, checksums
-from lightck.state.device_transfers import on_host
+from lightck.state.device_transfers import on_host, transfer_of
 from lightck.state.inventory import Live, address_of, contiguous_stride, in_plain_memory, is_plain, param_of
 from lightck.state.parts import is_part
 from lightck.state.shares import Shares
@@ -109,6 +109,9 @@ def _digests(lives: Sequence[Live]) -> dict[str, bytes]:
     found = {live.name: of_tensor for live, of_tensor in zip(plain, of_tensors, strict=False)}
     for live in lives:
         if live.name not in found:
+            transfer = transfer_of(live.tensor)
+            if transfer is not None:
+                transfer.mark().synchronize()  # what the script has begun on the device
             found[live.name] = checksums(in_plain_memory(on_host(live.tensor.detach())), BUDGET_NBYTES)
     return {live.name: _digest(live.tensor, found[live.name]) for live in lives}
 

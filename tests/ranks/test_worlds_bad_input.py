@@ -135,7 +135,7 @@ def test_a_damaged_part_takes_all_ranks_to_the_checkpoint_before(pools):
 
 
 def test_a_damaged_copy_is_read_from_another_rank(pools):
-    expected = worlds.train("ddp 3", pools, STEPS)[0]
+    expected = worlds.train("ddp 3", pools, STEPS, split=False)[0]
     damage(pools / pool_name(0, 3), STEPS)
     ended = values(run_ranks(2, attached("fsdp 2", pools)))
     assert all(is_equal(began, expected) for began, _ in ended)
@@ -155,7 +155,7 @@ def test_a_missing_pool_whose_parts_nobody_has_is_named(pools):
 
 
 def test_a_missing_pool_of_a_replicated_model_is_made_up_for(pools):
-    expected = worlds.train("ddp 3", pools, STEPS)[0]
+    expected = worlds.train("ddp 3", pools, STEPS, split=False)[0]
     (pools / pool_name(0, 3)).unlink()
     ended = values(run_ranks(2, attached("fsdp 2", pools)))
     assert all(is_equal(began, expected) for began, _ in ended)

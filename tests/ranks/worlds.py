@@ -138,12 +138,12 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
-def train(name: str, pools: Path, steps: int, optimizer: str = "AdamW") -> list[Whole]:
-    """Train a world with lightck. Returns the whole tensors, as each rank sees them."""
+def train(name: str, pools: Path, steps: int, optimizer: str = "AdamW", **options: Any) -> list[Whole]:
+    """Train a world with lightck. Returns the whole tensors, as each rank sees them. ``options``: of attach."""
 
     def body(rank: int) -> Whole:
         model, opt = build(WORLDS[name], optimizer)
-        with lightck.attach(model, pools, optimizer=opt, timeout=60) as session:
+        with lightck.attach(model, pools, optimizer=opt, timeout=60, **options) as session:
             updates(WORLDS[name], rank, model, opt, range(steps))
         return whole_of(session.step, model, opt)
 
