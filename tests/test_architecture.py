@@ -51,7 +51,7 @@ ROOMS = {
     "cli": LOW | {"", "demo", "export", "profiler", "ranks", "restore"},
     "__main__": {"cli"},
     "crash": LOW | {"", "cli", "pipeline", "restore", "session.slowdown"},
-    "bench": LOW | {"", "cli", "pipeline", "ranks", "restore", "session.group", "session.steps"},
+    "bench": LOW | {"", "cli", "pipeline", "ranks", "restore", "session.cross_check", "session.group", "session.steps"},
 }
 
 WITHOUT_TORCH = ("pool", "ranks", "errors", "events", "stats", "_native")
