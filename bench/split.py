@@ -131,16 +131,11 @@ def main() -> None:
     steps, turns = (8, 1) if args.small else (60, 5)
     found: dict[str, Any] = {"written": [written(n_ranks) for n_ranks in (2, 3, 4)], "step": compared(steps, turns)}
     for row in found["written"]:
-        assert isinstance(row, dict)
-        print(
-            f"{row['ranks']} ranks: a rank writes {row['share']:.3f} of the {row['ranks']}th part of {row['whole']} bytes"
-        )
+        print(f"{row['ranks']} ranks: a rank writes {row['share']:.3f} of its part of {row['whole']} bytes")
     step = found["step"]
-    assert isinstance(step, dict)
     for name in ("split", "whole", "same"):
-        print(
-            f"2 ranks, {1e3 * step['step_seconds']:.1f} ms a step, {name}: {[round(100 * x, 1) for x in step[name]]} %"
-        )
+        added = [round(100 * one, 1) for one in step[name]]
+        print(f"2 ranks, {1e3 * step['step_seconds']:.1f} ms a step, {name}: {added} %")
     print(f"cross-check: {1e6 * step['check_seconds']:.0f} us of CPU for a checkpoint")
     print(f"resume: {step['resume_seconds']['split']:.3f} s from shares, {step['resume_seconds']['whole']:.3f} s whole")
     if args.out is not None:
