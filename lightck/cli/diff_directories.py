@@ -1,8 +1,9 @@
 """What ``lightck diff`` says where a side is the directory of a group of ranks.
 
 Each rank has some state of its own: random states, positions of loaders, buffers that differ. If two directories have
-equal numbers of ranks and equal meshes, they are compared rank by rank, the ranks' own state included. Otherwise whole
-tensors are put together and compared, and only rank 0's own state is compared.
+equal numbers of ranks and equal meshes, and the ranks wrote shares in both or in neither, they are compared rank by
+rank, the ranks' own state included. Otherwise whole tensors are put together and compared, and only rank 0's own state
+is compared.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ def _compared(a: str, b: str, steps: Steps, compare_pools: ComparePools) -> Fact
     return _rank_by_rank((a, groups[0]), (b, groups[1]), compare_pools)
 
 
-Group = tuple[tuple[int, tuple[int, ...]], list[str], int]
-"""Number of ranks and mesh; path of each rank's pool; step of the checkpoint that is compared."""
+Group = tuple[tuple[int, tuple[int, ...], bool], list[str], int]
+"""Number of ranks, mesh, and whether the ranks wrote shares; path of each rank's pool; step that is compared."""
 
 
 def _group(path: str, step: int | None) -> Group | None:
     """Return the group of a directory; None for a file."""
+    from lightck.restore.logical import has_shares_in_table
     from lightck.restore.usable import usable_by_id
 
     if not os.path.isdir(path):
@@ -73,7 +75,8 @@ def _group(path: str, step: int | None) -> Group | None:
                 "rank has."
             )
         # The pool of a single process may stand for a world of one.
-        shape = (1, ()) if identity is None else (identity.world_size, identity.mesh_shape)
+        has_shares = any(map(has_shares_in_table, readers))
+        shape = (1, (), False) if identity is None else (identity.world_size, identity.mesh_shape, has_shares)
         return shape, [reader.path for reader in readers], max(common).step
 
 

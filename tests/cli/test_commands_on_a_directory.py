@@ -194,3 +194,16 @@ def test_diff_of_a_directory_in_use_tries_again_when_a_checkpoint_was_overwritte
     monkeypatch.setattr(diff_directories, "holder_of", lambda path: None)
     with pytest.raises(NoCheckpointError):
         diff_directories.differences(str(made), str(pools), (None, None), always_overwritten)
+
+
+def test_diff_of_shares_and_whole_copies_compares_whole_tensors(tmp_path):
+    for name, split in (("shares", True), ("more shares", True), ("copies", False)):
+        values(run_ranks(2, body(TOPOLOGIES["ddp split"], tmp_path / name, 4, split=split)))
+    status, facts = call_json("diff", tmp_path / "shares", tmp_path / "copies")
+    assert facts["tensors"] == []
+    assert facts["compared_tensors"] == 21
+    assert {one["path"].partition("/")[0] for one in facts["values"]} <= {"rng"}
+    assert not any("rank" in one for one in facts["values"])
+    status, facts = call_json("diff", tmp_path / "shares", tmp_path / "more shares")
+    assert (facts["tensors"], facts["compared_tensors"]) == ([], 42)
+    assert status in (OK, BAD)
