@@ -5,10 +5,10 @@ only as long as the rank holds the same bytes in these rows as the ranks that wr
 some blocks of its own tensors that other ranks write, and later compares them with the checksums in the pools of those
 ranks, for the checkpoint of the same step. No message is sent.
 
-In the first checkpoints, and after a difference was found, all blocks are read (on a device, ``ON_DEVICE_FIRST``);
-later some blocks each time, in turn.
-If a block differs, this rank writes the tensor whole from then on, and a warning names the tensor. It also does so if
-another rank writes the tensor whole: its share can no longer be compared block by block.
+In the first checkpoints, and after a difference was found, all blocks are read (on a device, ``ON_DEVICE_FIRST``).
+Later every ``EVERY``-th checkpoint reads some blocks, in turn: to find the checksums of the other rank takes longer
+than to read a few more blocks. If a block differs, this rank writes the tensor whole from then on, and a warning names
+the tensor. It also does so if another rank writes the tensor whole: its share can no longer be compared block by block.
 
 Invariant: of each tensor a rank either writes all rows, or it has held the bytes that the others wrote of it when it
 last compared them, which is at most one round ago.
@@ -39,6 +39,9 @@ from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain
 from lightck.state.signatures import ClosedStep
 
 log = logging.getLogger("lightck")
+EVERY = 4
+BUDGET = EVERY * BUDGET_NBYTES
+"""Bytes that every ``EVERY``-th checkpoint reads."""
 ON_DEVICE_FIRST = 64
 """How many blocks on devices one checkpoint reads at most. The first ones read so many, because to read all would take
 the device long. (A rank that makes its updates alone differs in all blocks.)"""
@@ -127,6 +130,8 @@ class CrossCheck(CommitListener):
     _next_on_device: int = 0
     _whole_left: int = WHOLE_CHECKPOINTS
     """How many of the next checkpoints read all blocks."""
+    _n_skipped: int = 0
+    """How many checkpoints have read nothing since the last one that did."""
     _pending: list[_Read] = field(default_factory=list)
     _sent: list[_Sent] = field(default_factory=list)
     _pending_id: CheckpointId | None = None
@@ -135,14 +140,19 @@ class CrossCheck(CommitListener):
     # -- at the boundary ---------------------------------------------------------------------------------
 
     def read(self, closed_step: ClosedStep, incarnation: int) -> None:
-        """Read some blocks of the tensors of a closed step, if those that were read last are compared already."""
+        """Read some blocks of the tensors of a closed step, if it is time, and those that were read last are
+        compared."""
         if self._pending or self._sent or not self.capture.shares.cuts:
             return
-        regions = self._regions_of(closed_step)
         reads_all = self.reads_all or self._whole_left > 0
+        self._n_skipped += 1
+        if self._n_skipped < EVERY and not reads_all:
+            return
+        self._n_skipped = 0
+        regions = self._regions_of(closed_step)
         self._whole_left = max(0, self._whole_left - 1)
         self._pending = [*self._read_plain(regions, reads_all), *self._read_others(regions, reads_all)]
-        self._sent = list(self._send(regions, self.block * (ON_DEVICE_FIRST if reads_all else 1)))
+        self._sent = list(self._send(regions, self.block * (ON_DEVICE_FIRST if reads_all else EVERY)))
         self._pending_id = CheckpointId(incarnation, closed_step.step)
 
     def _regions_of(self, closed_step: ClosedStep) -> _Regions:
@@ -155,7 +165,7 @@ class CrossCheck(CommitListener):
     def _read_plain(self, regions: _Regions, reads_all: bool) -> Iterable[_Read]:
         if not len(regions.blocks):
             return ()
-        chosen, _ = self._turn.next_blocks(regions.blocks, None if reads_all else BUDGET_NBYTES)
+        chosen, _ = self._turn.next_blocks(regions.blocks, None if reads_all else BUDGET)
         crcs, owners = regions.blocks.checksums(chosen), regions.blocks.owners[chosen]
         numbers = regions.blocks.checksum_positions[chosen]
         return [
