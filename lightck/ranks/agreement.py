@@ -206,6 +206,18 @@ def describe_replaced(replaced: Mapping[int, int]) -> str:
     )
 
 
+def describe_other_rows(differing: Sequence[Sequence[str]]) -> str:
+    """Return what to say about ranks that get back rows of other ranks, which are not those that they had; "" if there
+    is none. ``differing``: for each rank, the names of these tensors."""
+    texts = [f"rank {rank} in {listed(names, 3)}" for rank, names in enumerate(differing) if names]
+    if not texts:
+        return ""
+    return (
+        "the ranks of a host divided what they wrote, and did not hold the same when the checkpoint was saved "
+        f"({'; '.join(texts)}): these ranks get the rows of the ranks that wrote them"
+    )
+
+
 def describe_from_world(n_saved: int, n_now: int) -> str:
     """Return what to say about a checkpoint that ``n_saved`` ranks saved, and ``n_now`` ranks load."""
     if n_saved == n_now:

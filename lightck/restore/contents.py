@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -94,6 +94,17 @@ class MemorySource:
             self.read_into(name, address)
 
 
+class RowsOfOther(NamedTuple):
+    """What a rank held of rows that another rank writes (``rows_of_others.py``)."""
+
+    rank: int
+    """The rank that writes them."""
+    first: int
+    """The number of the first block."""
+    checksums: bytes
+    """The unseeded checksum of each block, as 4 bytes in little-endian order."""
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerContents:
     """One optimizer as it was saved."""
@@ -162,6 +173,8 @@ class Contents:
     """Numbers that modules keep as plain attributes, and that the training had changed: name -> value."""
     copied_from: int | None = None
     """If a rank whose pool was lost took this checkpoint from the pool of another rank: that other rank."""
+    rows_of_others: tuple[RowsOfOther, ...] = ()
+    """What the rank held of rows that other ranks write for it."""
     from_world: int | None = None
     """If this checkpoint was loaded from the pools of another world: how many ranks had saved it."""
 
@@ -200,9 +213,10 @@ class Contents:
                 done=typed(raw.get("done", False), bool),
                 numbers={typed(k, str): typed(v, int) for k, v in typed(raw.get("numbers", {}), dict).items()},
                 copied_from=_rank_number(raw.get("copied_from"), RANKS_MAX - 1),
+                rows_of_others=tuple(map(_rows_of_other, typed(raw.get("others", []), list))),
                 from_world=_rank_number(raw.get("from_world"), RANKS_MAX),
             )
-        except (KeyError, TypeError, IndexError, AttributeError) as err:
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as err:
             raise CorruptPoolError(
                 f"its saved options, counters or random states are malformed ({type(err).__name__}: {err})"
             ) from err
@@ -224,6 +238,14 @@ def _rank_number(value: object, most: int) -> int | None:
     if value is not None and not 0 <= typed(value, int) <= most:
         raise CorruptPoolError("its saved options, counters or random states name a rank that cannot exist")
     return None if value is None else typed(value, int)
+
+
+def _rows_of_other(value: object) -> RowsOfOther:
+    rank, first, checksums = typed(value, list)
+    found = RowsOfOther(typed(rank, int), typed(first, int), typed(checksums, bytes))
+    if min(found.rank, found.first) < 0 or len(found.checksums) % 4:
+        raise CorruptPoolError("its saved options, counters or random states name rows of another rank wrongly")
+    return found
 
 
 def _bytes_map(value: object) -> dict[str, bytes]:

@@ -33,7 +33,9 @@ from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint
 from lightck.restore.contents import load_tensor
 from lightck.restore.read_boxes import BoxRead, Destination, read_boxes
+from lightck.restore.rows_of_others import differing_rows
 from lightck.restore.tensor_writes import same_bits
+from lightck.restore.usable import parse
 from lightck.state.inventory import contiguous_stride, param_of
 from lightck.state.parts import Part
 
@@ -139,9 +141,23 @@ class LogicalCheckpoint:
         """Return the names of the tensors of these roles of which two ranks hold the same elements with different
         bytes. Raises ``DamagedError`` if bytes must be compared and cannot be read. (Usually checksums are enough.)"""
         wanted = set(roles)
-        return [
+        found = {
             name for name, holders in self.holders.items() if self.entries[name].role in wanted and _differ(holders)
-        ]
+        }
+        if wanted & set(REPLICATED):
+            found |= self._differing_rows()
+        return [name for name in self.holders if name in found]
+
+    def _differing_rows(self) -> set[str]:
+        """Return the names of tensors of which a rank held other rows than the ranks that wrote them, as its checkpoint
+        records."""
+        of_ranks = {one.reader.group.rank: one for one in self.of_ranks if one.reader.group is not None}
+        found: set[str] = set()
+        for rank, stored in of_ranks.items():
+            records = parse(stored).rows_of_others
+            others = {at: other for at, other in of_ranks.items() if at != rank}
+            found.update(differing_rows(stored, records, others) if records and has_shares(stored) else ())
+        return found
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from lightck.dataloader.persistent import PersistentLoaders
 from lightck.dataloader.positions import Positions
 from lightck.errors import SessionError, UnsupportedError
 from lightck.events import Event
+from lightck.restore.contents import RowsOfOther
 from lightck.session.discover import Objects, numbered_name
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
@@ -102,6 +103,11 @@ class Capture:
         or were None at first."""
         self.shares = Shares()
         """What this rank writes of tensors that the ranks of its host divide."""
+        self.read_rows_of_others: Callable[[Sequence[Live], TensorList | None, int], list[RowsOfOther]] | None = None
+        """Reads rows that other ranks write, and returns what the checkpoint records of them. Arguments: all tensors,
+        the list of them, the step."""
+        self._rows_of_others: list[list[object]] = []
+        """What it returned for the checkpoint that is being closed."""
         self._tensor_list: TensorList | None = None
         """The tensors of the last boundary; None if a tensor was added or removed since."""
         self._compared_list: TensorList | None = None
@@ -175,6 +181,7 @@ class Capture:
         self.model, self.numbers = ModelView(nn.Module()), ModuleNumbers(nn.Module())
         self.provisional = self._tensor_list = self._compared_list = None
         self._buffer_copies = BufferCopies()
+        self.read_rows_of_others = None
         for held in (self.objects, self.loaders, self.optimizers, self._never_had_grad, self._packed_optimizers):
             held.clear()
 
@@ -306,6 +313,8 @@ class Capture:
             self._find_resizable(None if buffers_from is None else buffers_from.buffers)
             self._refuse_resized_dtensors(lives)
         self._warn_shared_memory(lives)
+        if self.read_rows_of_others is not None:
+            self._rows_of_others = [list(one) for one in self.read_rows_of_others(lives, tensor_list, step)]
         small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after)
         if buffers_from is not None and (buffers_from.buffers or self.model.has_buffers):
             lives, tensor_list = self._with_buffers_of(buffers_from, lives), None
@@ -428,7 +437,7 @@ class Capture:
         at_start = now if provisional is None else provisional.rng  # the random states from which the next step starts
         if provisional is not None:
             self._fork_rng_watch.warn_if_in_fork_rng()
-        state = {
+        state: dict[str, object] = {
             "version": values.STATE_VERSION,
             "event": event.value,
             "explicit": explicit,
@@ -450,6 +459,8 @@ class Capture:
             "frozen": self.built.without_grad_if_changed(self._tensor_list, self.model),
             "fingerprint": fingerprint(),
         }
+        if self.shares.cuts:
+            state["others"] = self._rows_of_others
         return self._state.pack(state)
 
     def _packed_optimizer(self, view: OptimizerView, lives: list[Live]) -> bytes:

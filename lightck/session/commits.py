@@ -166,8 +166,6 @@ class Commits:
         self._meter.state_was_read(step, began)
         self._recorder.closing()
         self.run(lambda: self.pipeline.begin_checkpoint(closed_step))
-        if self.cross_check is not None and self.pipeline.pool.writer is not None:
-            self.cross_check.read(closed_step, self.pipeline.pool.writer.incarnation)
         self._recorder.closed(event)
 
     # -- what the user waits for -------------------------------------------------------------------------

@@ -17,11 +17,13 @@ last compared them, which is at most one round ago.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from lightck.errors import listed
@@ -31,12 +33,22 @@ from lightck.pool.reader import StoredCheckpoint
 from lightck.pool.writer import PoolWriter
 from lightck.ranks.neighbours import Neighbour
 from lightck.ranks.rule import CheckpointId
+from lightck.restore.contents import RowsOfOther
 from lightck.session.capture import Capture
 from lightck.session.group import Membership
-from lightck.state.blocks import BUDGET_NBYTES, NO_BLOCKS, WHOLE_CHECKPOINTS, Blocks, RoundRobin, checksums
+from lightck.state.blocks import (
+    BUDGET_NBYTES,
+    NO_BLOCKS,
+    WHOLE_CHECKPOINTS,
+    Blocks,
+    Checksums,
+    Positions,
+    RoundRobin,
+    checksums,
+)
 from lightck.state.device_transfers import Arrival, DeviceTransfer, raw, transfer_of
 from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain
-from lightck.state.signatures import ClosedStep
+from lightck.state.signatures import TensorList
 
 log = logging.getLogger("lightck")
 EVERY = 4
@@ -90,9 +102,13 @@ class _Regions:
     token: object
     """Identifies the list."""
     regions: list[_Region]
-    """Those in plain host memory first, in the order of ``blocks.owners``."""
+    """Those in plain host memory, sorted by the rank that writes them and by name."""
     blocks: Blocks
-    """The blocks of the regions in plain host memory; ``checksum_positions`` are numbers of blocks in a region."""
+    """The blocks of ``regions``; ``checksum_positions`` are numbers of blocks in a region."""
+    places: Positions
+    """For each of ``blocks``: the place of the rank that writes it."""
+    in_place: Positions
+    """For each of ``blocks``: its number among all blocks that the rank writes (``restore/rows_of_others.py``)."""
     others: list[tuple[_Region, int]]
     """Each block of the other regions in host memory, with its number in the region."""
     on_devices: list[tuple[_Region, int]]
@@ -107,8 +123,11 @@ def cross_check_of(group: Membership, capture: Capture, pipeline: Pipeline) -> C
     mates = group.rule.neighbours
     of_host = sorted([group.rank, *(one.rank for one in mates)])
     by_place = {of_host.index(one.rank): one for one in mates}
-    found = CrossCheck(capture, group.rank, writer.superblock.block, by_place, pipeline.guard.reads_all)
+    found = CrossCheck(
+        capture, group.rank, writer.incarnation, writer.superblock.block, by_place, pipeline.guard.reads_all
+    )
     pipeline.events.add(found)
+    capture.read_rows_of_others = found.read
     return found
 
 
@@ -118,6 +137,8 @@ class CrossCheck(CommitListener):
 
     capture: Capture
     rank: int
+    incarnation: int
+    """Of the checkpoints of this session."""
     block: int
     """Bytes of a block in the pools of these ranks."""
     neighbours: Mapping[int, Neighbour]
@@ -126,6 +147,8 @@ class CrossCheck(CommitListener):
     """Whether each checkpoint reads all blocks (``LIGHTCK_CHECK=1``)."""
     _known: _Regions | None = None
     _turn: RoundRobin = field(default_factory=RoundRobin)
+    _turn_of_records: RoundRobin = field(default_factory=RoundRobin)
+    """For checkpoints at which nothing is read for ``compare``."""
     _next_other: int = 0
     _next_on_device: int = 0
     _whole_left: int = WHOLE_CHECKPOINTS
@@ -139,38 +162,42 @@ class CrossCheck(CommitListener):
 
     # -- at the boundary ---------------------------------------------------------------------------------
 
-    def read(self, closed_step: ClosedStep, incarnation: int) -> None:
-        """Read some blocks of the tensors of a closed step, if it is time, and those that were read last are
-        compared."""
-        if self._pending or self._sent or not self.capture.shares.cuts:
-            return
+    def read(self, lives: Sequence[Live], tensor_list: TensorList | None, step: int) -> list[RowsOfOther]:
+        """Read some blocks of the tensors of a closed step, and return what its checkpoint records of them.
+        ``tensor_list``: the list of these tensors, if there is one."""
+        if not self.capture.shares.cuts:
+            return []
         reads_all = self.reads_all or self._whole_left > 0
+        regions = self._regions_of(lives, tensor_list)
         self._n_skipped += 1
-        if self._n_skipped < EVERY and not reads_all:
-            return
-        self._n_skipped = 0
-        regions = self._regions_of(closed_step)
-        self._whole_left = max(0, self._whole_left - 1)
-        self._pending = [*self._read_plain(regions, reads_all), *self._read_others(regions, reads_all)]
-        self._sent = list(self._send(regions, self.block * (ON_DEVICE_FIRST if reads_all else EVERY)))
-        self._pending_id = CheckpointId(incarnation, closed_step.step)
+        is_compared = not self._pending and not self._sent and (reads_all or self._n_skipped >= EVERY)
+        turn, budget = (self._turn, BUDGET) if is_compared else (self._turn_of_records, BUDGET_NBYTES)
+        chosen, crcs = _read_plain(regions, turn, None if reads_all else budget)
+        if is_compared:
+            self._n_skipped, self._whole_left = 0, max(0, self._whole_left - 1)
+            self._pending = [*_reads(regions, chosen, crcs), *self._read_others(regions, reads_all)]
+            self._sent = list(self._send(regions, self.block * (ON_DEVICE_FIRST if reads_all else EVERY)))
+            self._pending_id = CheckpointId(self.incarnation, step)
+        return self._records(regions, chosen, crcs)
 
-    def _regions_of(self, closed_step: ClosedStep) -> _Regions:
-        tensor_list = closed_step.tensor_list
+    def _regions_of(self, lives: Sequence[Live], tensor_list: TensorList | None) -> _Regions:
         if self._known is None or tensor_list is None or self._known.token is not tensor_list.token:
             token = object() if tensor_list is None else tensor_list.token
-            self._known = _regions(token, closed_step.lives, self.capture.shares.place, self.block)
+            self._known = _regions(token, lives, self.capture.shares.place, self.block)
         return self._known
 
-    def _read_plain(self, regions: _Regions, reads_all: bool) -> Iterable[_Read]:
-        if not len(regions.blocks):
-            return ()
-        chosen, _ = self._turn.next_blocks(regions.blocks, None if reads_all else BUDGET)
-        crcs, owners = regions.blocks.checksums(chosen), regions.blocks.owners[chosen]
-        numbers = regions.blocks.checksum_positions[chosen]
+    def _records(self, regions: _Regions, positions: Positions, crcs: Checksums) -> list[RowsOfOther]:
+        """Return a record for each run of blocks that one rank writes."""
+        places = regions.places[positions]
+        ends = np.flatnonzero((np.diff(positions) != 1) | (np.diff(places) != 0)) + 1
+        bounds = [0, *ends.tolist(), len(positions)] if len(positions) else []
         return [
-            _Read(regions.regions[owner].name, regions.regions[owner].place, number, crc)
-            for owner, number, crc in zip(owners.tolist(), numbers.tolist(), crcs.tolist(), strict=True)
+            RowsOfOther(
+                self.neighbours[int(places[low])].rank,
+                int(regions.in_place[positions[low]]),
+                crcs[low:high].astype("<u4").tobytes(),
+            )
+            for low, high in pairwise(bounds)
         ]
 
     def _read_others(self, regions: _Regions, reads_all: bool) -> Iterable[_Read]:
@@ -244,10 +271,10 @@ class CrossCheck(CommitListener):
         names = sorted(new & differing.keys())
         if names:
             log.warning(
-                "lightck: %s differs between rank %d and rank %d at step %d, although DistributedDataParallel should "
-                "keep it equal on all ranks (no all-reduce, a write on one rank, or a fault of the hardware?). From "
-                "the next checkpoint on rank %d writes it whole. The checkpoints up to now restore rank %d with rows "
-                "of other ranks. If the ranks are meant to differ, pass split=False to attach",
+                "lightck: %s: other bytes on rank %d than on rank %d at step %d, although DistributedDataParallel "
+                "should keep them equal (no all-reduce, a write or another memory layout on one rank, or a fault of "
+                "the hardware?). From the next checkpoint on rank %d writes them whole. The checkpoints up to now "
+                "restore rank %d with rows of other ranks. If the ranks are meant to differ, pass split=False to attach",
                 listed([repr(name) for name in names], 3),
                 self.rank,
                 differing[names[0]],
@@ -258,26 +285,61 @@ class CrossCheck(CommitListener):
 
 
 def _regions(token: object, lives: Sequence[Live], own_place: int, block: int) -> _Regions:
-    plain: list[_Region] = []
+    found = sorted(_regions_in(lives, own_place), key=lambda one: (one.place, one.name))
+    counts = [-(-one.tensor.nbytes // block) for one in found]
+    on_devices = [transfer_of(one.tensor) is not None for one in found]
+    plain = [not on_device and is_plain(one.tensor) for one, on_device in zip(found, on_devices, strict=True)]
+    own = [one for one, is_own in zip(found, plain, strict=True) if is_own]
+    blocks = NO_BLOCKS
+    if own:
+        addresses, nbytes = [address_of(one.tensor) for one in own], [one.tensor.nbytes for one in own]
+        blocks = Blocks.of(addresses, nbytes, [0] * len(own), block)
+    begins = _begins_in_place(found, counts)
+    begins_of_own = np.array([begins[i] for i, is_own in enumerate(plain) if is_own] or [0], np.int64)
+    places = np.array([one.place for one in own] or [0], np.int64)
     others: list[tuple[_Region, int]] = []
-    on_devices: list[tuple[_Region, int]] = []
+    of_devices: list[tuple[_Region, int]] = []
+    for one, is_own, on_device, count in zip(found, plain, on_devices, counts, strict=True):
+        if not is_own:
+            (of_devices if on_device else others).extend((one, number) for number in range(count))
+    in_place = begins_of_own[blocks.owners] + blocks.checksum_positions
+    return _Regions(token, own, blocks, places[blocks.owners], in_place, others, of_devices)
+
+
+def _regions_in(lives: Sequence[Live], own_place: int) -> Iterator[_Region]:
     for live in lives:
         if live.share is None or live.share.is_whole or live.alias is not None:
             continue
         dim, bounds = live.share.cut.dim, live.share.cut.bounds
         for place, (start, end) in enumerate(pairwise(bounds)):
             if place != own_place and end > start:
-                region = _Region(live.name, place, live.tensor.detach().narrow(dim, start, end - start))
-                kind = on_devices if transfer_of(live.tensor) is not None else others
-                if kind is others and is_plain(region.tensor):
-                    plain.append(region)
-                else:
-                    kind += [(region, number) for number in range(-(-region.tensor.nbytes // block))]
-    blocks = NO_BLOCKS
-    if plain:
-        addresses, nbytes = [address_of(one.tensor) for one in plain], [one.tensor.nbytes for one in plain]
-        blocks = Blocks.of(addresses, nbytes, [0] * len(plain), block)
-    return _Regions(token, plain, blocks, others, on_devices)
+                yield _Region(live.name, place, live.tensor.detach().narrow(dim, start, end - start))
+
+
+def _begins_in_place(regions: Sequence[_Region], counts: Sequence[int]) -> list[int]:
+    """Return the number of each region's first block among those of its place. The regions are sorted by place."""
+    found: list[int] = []
+    n_before: Counter[int] = Counter()
+    for one, count in zip(regions, counts, strict=True):
+        found.append(n_before[one.place])
+        n_before[one.place] += count
+    return found
+
+
+def _read_plain(regions: _Regions, turn: RoundRobin, budget: int | None) -> tuple[Positions, Checksums]:
+    """Read the next blocks in plain host memory. Returns their positions in ``regions.blocks``, and their checksums."""
+    if not len(regions.blocks):
+        return np.zeros(0, np.int64), np.zeros(0, np.uint32)
+    chosen, _ = turn.next_blocks(regions.blocks, budget)
+    positions = np.arange(len(regions.blocks)) if isinstance(chosen, slice) else chosen
+    return positions, regions.blocks.checksums(chosen)
+
+
+def _reads(regions: _Regions, positions: Positions, crcs: Checksums) -> Iterator[_Read]:
+    """Yield what was read, block by block."""
+    owners, numbers = regions.blocks.owners[positions], regions.blocks.checksum_positions[positions]
+    for owner, number, crc in zip(owners.tolist(), numbers.tolist(), crcs.tolist(), strict=True):
+        yield _Read(regions.regions[owner].name, regions.regions[owner].place, number, crc)
 
 
 def _compared(reads: Sequence[_Read], stored: StoredCheckpoint) -> tuple[set[str], set[str]]:

@@ -43,6 +43,7 @@ from lightck.ranks.agreement import (
     Start,
     decide,
     describe_from_world,
+    describe_other_rows,
     describe_replaced,
     new_world,
     ranks_without_pool,
@@ -318,8 +319,7 @@ class GroupStart:
         return reports
 
     def _divide(self, file: PoolFile) -> None:
-        """Decide what this rank writes of tensors that all ranks of its host hold. All ranks call this when their
-        tensors have the values from which the training goes on."""
+        """Decide what this rank writes. All ranks call this, with the tensors from which they go on."""
         if file.arguments.save_options.split and self.group.world_size > 1:
             entries = file.predicted_entries().values()
             file.capture.use_shares(shares_of(file.capture, entries, self.group, self.meeting, self._directory_ids))
@@ -374,21 +374,21 @@ class GroupStart:
             name = start.adopted
             assert name is not None, "resume=True, so a checkpoint is chosen or an error is raised"
             remark = self._compare_replicas(stored, start) if start.sources else ""
-            chosen, problem = _restored(restore, name, stored.get(name, []), self.group)
+            chosen, problem, differing = _restored(restore, name, stored.get(name, []), self.group)
             contents = None if chosen is None else parse(chosen)
             # A source's own checkpoint may be a copy, too. What counts is from where this rank took it.
             copied_from = start.sources.get(self.group.rank, None if contents is None else contents.copied_from)
             from_world = None if contents is None else contents.from_world
-            own = [problem, contents is not None and contents.done, copied_from, from_world]
+            own = [problem, contents is not None and contents.done, copied_from, from_world, differing]
             votes = [msgpack.unpackb(one) for one in self.meeting.exchange("votes", msgpack.packb(own))]
-            failed = [rank for rank, (text, _, _, _) in enumerate(votes) if text]
+            failed = [rank for rank, (text, *_) in enumerate(votes) if text]
             if not failed:
                 assert chosen is not None, "this rank has voted for it"
-                replaced = {rank: at for rank, (_, _, at, _) in enumerate(votes) if at is not None}
-                reasons = [describe_replaced(replaced)]
+                replaced = {rank: at for rank, (_, _, at, _, _) in enumerate(votes) if at is not None}
+                reasons = [describe_replaced(replaced), describe_other_rows([one[-1] for one in votes])]
                 if from_world is not None:
                     reasons.append(describe_from_world(from_world, self.group.world_size))
-                is_done = all(done for _, done, _, _ in votes)
+                is_done = all(done for _, done, *_ in votes)
                 return Restored(name, start, chosen, is_done, "; ".join(filter(None, reasons)), (0, *replaced), remark)
             why = f"{self.meeting.name_of(failed[0])} cannot restore it: {votes[failed[0]][0]}"
             log.warning(
@@ -541,18 +541,18 @@ class GroupStart:
 
 def _restored(
     restore: LiveRestore, name: CheckpointId, candidates: list[StoredCheckpoint], group: Group
-) -> tuple[StoredCheckpoint | None, str]:
+) -> tuple[StoredCheckpoint | None, str, list[str]]:
     """Restore the first of these checkpoints of one step that verifies. Returns the checkpoint and "", or None and the
-    reason why the first one does not verify."""
+    reason why the first one does not verify; and the names of tensors of which this rank had other rows."""
     problem = "" if candidates else "it can no longer be read"
     for stored in candidates:
         try:
-            with whole_of(stored, name, group) as source:
+            with whole_of(stored, name, group) as (source, differing):
                 restore.take(source, parse(source), [])
-            return stored, ""
+            return stored, "", differing
         except DamagedError as err:
             problem = problem or str(err)
-    return None, problem
+    return None, problem, []
 
 
 def _has_parts(file: PoolFile, reader: PoolReader | None, stored: Stored) -> bool:

@@ -10,24 +10,27 @@ from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Saved
 from lightck.restore.logical import LogicalCheckpoint, Relocated, has_shares
-from lightck.restore.usable import usable_by_id
+from lightck.restore.rows_of_others import differing_rows
+from lightck.restore.usable import parse, usable_by_id
 from lightck.session.group import Group, path_of_pool
 
 
 @contextmanager
-def whole_of(own: StoredCheckpoint, name: CheckpointId, group: Group) -> Iterator[Saved]:
-    """Yield this rank's checkpoint, with all rows of each tensor. ``name``: its id. The other ranks' pools are open in
-    the block. Raises ``DamagedError`` if rows are missing."""
+def whole_of(own: StoredCheckpoint, name: CheckpointId, group: Group) -> Iterator[tuple[Saved, list[str]]]:
+    """Yield this rank's checkpoint, with all rows of each tensor, and the names of tensors of which it held other rows
+    (``differing_rows``). ``name``: its id. The other ranks' pools are open in the block. Raises ``DamagedError`` if
+    rows are missing."""
     if not has_shares(own):
-        yield own
+        yield own, []
         return
     with ExitStack() as opened:
-        of_others = [
-            stored
+        of_others = {
+            rank: stored
             for rank in range(group.world_size)
             if rank != group.rank and (stored := _checkpoint_of(rank, own, name, group, opened)) is not None
-        ]
-        yield Relocated(LogicalCheckpoint([own, *of_others], is_own=True), {}, falls_back=False)
+        }
+        whole = Relocated(LogicalCheckpoint([own, *of_others.values()], is_own=True), {}, falls_back=False)
+        yield whole, differing_rows(own, parse(own).rows_of_others, of_others)
 
 
 def _checkpoint_of(

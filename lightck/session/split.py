@@ -136,9 +136,8 @@ def _compared(own: Mapping[str, bytes], meeting: Meeting, of_host: Sequence[int]
 def _report(shares: Shares, differing: Sequence[str], *, is_first: bool) -> None:
     if differing and is_first:
         log.warning(
-            "lightck: %d tensors differ between the ranks of this host, although DistributedDataParallel should keep "
-            "them equal: %s. Each rank writes its own, as a whole",
-            len(differing),
+            "lightck: the ranks of this host have different bytes in %s, although DistributedDataParallel should keep "
+            "them equal. Each rank writes its own, as a whole",
             listed(list(differing), 3),
         )
     if shares.cuts:

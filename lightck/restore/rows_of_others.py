@@ -1,0 +1,104 @@
+"""Whether a rank held the rows that other ranks wrote for it: what its checkpoint records, against their pools.
+
+The ranks of a host divide tensors that all of them hold. With each checkpoint a rank records checksums of some blocks
+of its own rows that other ranks write. (A small model records all of them.) If these differ from what the other ranks
+wrote, the ranks did not hold the same, and nobody can give the rank its own rows back.
+
+*The order of blocks.* For each of the other ranks, the tensors of which that rank wrote rows, sorted by name, and the
+blocks of these rows. A record has the checksums of a run of blocks in this order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from lightck.pool.format.layout import ITEM_NBYTES, Entry, blocks_of
+from lightck.pool.reader import StoredCheckpoint
+from lightck.restore.contents import RowsOfOther, load_tensor
+from lightck.state.blocks import checksums
+
+
+def differing_rows(
+    own: StoredCheckpoint, records: Iterable[RowsOfOther], of_ranks: Mapping[int, StoredCheckpoint]
+) -> list[str]:
+    """Return the names of tensors of which the rank held other rows than the ranks that wrote them. If another rank
+    found that its tensor differs, and no record says what this rank held, the tensor is returned too.
+
+    ``own``: the rank's checkpoint. ``records``: those in its small state. ``of_ranks``: rank -> its checkpoint of the
+    same step. Raises ``DamagedError``."""
+    shared = sorted(name for name, entry in own.entries.items() if _is_share(entry))
+    found: set[str] = set()
+    for rank, stored in of_ranks.items():
+        written = _Written(stored, shared)
+        for record in records:
+            if record.rank == rank:
+                found.update(written.differing(record))
+        found.update(written.unknown())
+    return sorted(found)
+
+
+def _is_share(entry: Entry) -> bool:
+    return entry.pieces is not None and len(entry.pieces) <= 1 and entry.alias is None
+
+
+class _Written:
+    """The rows that another rank wrote of the tensors that the ranks divide."""
+
+    def __init__(self, stored: StoredCheckpoint, shared: Iterable[str]) -> None:
+        self._stored = stored
+        entries = [stored.entries[name] for name in shared if name in stored.entries]
+        rows = [(entry, _nbytes_of_share(entry)) for entry in entries]
+        self._tensors = [(entry, blocks_of(nbytes, stored.block_nbytes)) for entry, nbytes in rows if nbytes]
+        self._n_compared: Counter[str] = Counter()
+        """Name -> how many of its blocks were compared."""
+
+    def differing(self, record: RowsOfOther) -> list[str]:
+        """Return the names of the tensors of which the record has other checksums."""
+        held, at, found = np.frombuffer(record.checksums, "<u4").tolist(), 0, []
+        for entry, first, count in self._named_by(record.first, len(held)):
+            if self._checksums(entry)[first : first + count] != held[at : at + count]:
+                found.append(entry.name)
+            self._n_compared[entry.name] += count
+            at += count
+        return found
+
+    def unknown(self) -> list[str]:
+        """Return the names of the tensors that this rank wrote whole, because its tensor differs from another one, and
+        that were not compared."""
+        return [
+            entry.name
+            for entry, n_blocks in self._tensors
+            if entry.pieces is not None and len(entry.pieces) > 1 and self._n_compared[entry.name] < n_blocks
+        ]
+
+    def _named_by(self, start: int, count: int) -> Iterable[tuple[Entry, int, int]]:
+        """Yield each tensor that has some of these ``count`` blocks, from the block ``start`` on: the first one of its
+        blocks that is among them, and how many are."""
+        begin = 0
+        for entry, n_blocks in self._tensors:
+            low, high = max(start, begin), min(start + count, begin + n_blocks)
+            if low < high:
+                yield entry, low - begin, high - low
+            begin += n_blocks
+
+    def _checksums(self, entry: Entry) -> list[int]:
+        """Return the checksums of the blocks of the rows. Raises ``DamagedError``."""
+        assert entry.pieces, "the rank wrote rows"
+        if len(entry.pieces) == 1:
+            return self._stored.raw_checksums(entry.name)
+        rows = load_tensor(self._stored, entry.name)
+        for dim, (start, size) in enumerate(zip(entry.pieces[0].start, entry.pieces[0].size, strict=True)):
+            rows = rows.narrow(dim, start, size)
+        numbers: list[int] = checksums(rows, self._stored.block_nbytes).tolist()
+        return numbers
+
+
+def _nbytes_of_share(entry: Entry) -> int:
+    """Return the bytes of the rows that are the share of the rank; 0 if it has none."""
+    if not entry.pieces or entry.alias is not None:
+        return 0
+    return math.prod(entry.pieces[0].size) * ITEM_NBYTES[entry.dtype]
