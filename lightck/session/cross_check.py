@@ -274,7 +274,7 @@ class CrossCheck(CommitListener):
                 "lightck: %s: other bytes on rank %d than on rank %d at step %d, although DistributedDataParallel "
                 "should keep them equal (no all-reduce, a write or another memory layout on one rank, or a fault of "
                 "the hardware?). From the next checkpoint on rank %d writes them whole. The checkpoints up to now "
-                "restore rank %d with rows of other ranks. If the ranks are meant to differ, pass split=False to attach",
+                "restore rank %d with rows of other ranks. If the ranks are meant to differ, pass split=False",
                 listed([repr(name) for name in names], 3),
                 self.rank,
                 differing[names[0]],
