@@ -310,10 +310,14 @@ class Relocated:
 
     def _holders(self, name: str) -> dict[int, Holder]:
         """Return position in ``of_ranks`` -> holder, of the pools that are not struck. Of tensors that are equal in all
-        pools, the first one is another one for each rank. Of buffers, it is the rank whose small state counts."""
+        pools, the first one is another one for each rank. Of whole buffers, it is the rank whose small state counts. Of
+        buffers of which each rank takes a part, it is the same one on all ranks, so that the parts fit together."""
         found = {one.position: one for one in self.logical.holders[name]}
         left = [number for number in found if number not in self._struck]
-        wanted = self.rank % max(1, len(found)) if self.entries[name].role in REPLICATED else self.logical.state_of
+        entry = self.entries[name]
+        wanted = 0 if entry.pieces is not None else self.logical.state_of
+        if entry.role in REPLICATED:
+            wanted = self.rank % max(1, len(found))
         first = next((place for place, number in enumerate(left) if number >= wanted), 0)
         return {number: found[number] for number in (*left[first:], *left[:first])}
 
