@@ -37,6 +37,11 @@ class Rule(ABC):
 
     __slots__ = ()
 
+    @property
+    def common(self) -> str:
+        """What is the same on all ranks, as a text."""
+        return repr(self)
+
     @abstractmethod
     def part(self, shape: Ints, place: Place) -> tuple[Ints, tuple[Piece, ...]] | None:
         """Return the logical shape and the pieces of a local tensor of this shape; None if it is the whole tensor.
@@ -157,6 +162,56 @@ class Padded(_AlongDim):
         return self.size, [(start, min(length, self.size - start))]
 
 
+@dataclass(frozen=True, slots=True)
+class Flat(Rule):
+    """The rank's tensor has one dimension, and holds the elements ``start`` to ``stop`` (excluded) of a logical tensor
+    of one dimension (ZeRO). Further elements of the rank's tensor are padding. Each rank gives its own range, and all
+    ranges together must cover the tensor."""
+
+    shape: tuple[int, ...]
+    """Of the logical tensor; the same on all ranks. A pool cannot say which elements of a tensor with more dimensions a
+    flat tensor holds, so such a shape is refused."""
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", _checked_sizes(self, self.shape))
+        if len(self.shape) != 1:
+            raise ValueError(
+                f"Flat: the shape {self.shape} does not have one dimension. Pass (number of elements,): the logical "
+                "tensor in the pool is then flat, too."
+            )
+        _checked_sizes(self, (self.start, self.stop))
+        if not self.start <= self.stop <= self.shape[0]:
+            raise ValueError(f"Flat: a tensor of shape {self.shape} has no elements {self.start} to {self.stop}.")
+
+    @property
+    def common(self) -> str:
+        """The shape."""
+        return f"Flat(shape={self.shape!r})"
+
+    def part(self, shape: Ints, place: Place) -> tuple[Ints, tuple[Piece, ...]]:
+        """Return the logical shape and the pieces of a local tensor of this shape. Raises as ``Rule.part`` does."""
+        length = self.stop - self.start
+        if len(shape) != 1 or shape[0] < length:
+            raise ValueError(f"it has not one dimension with {length} elements or more")
+        return self.shape, tuple(pieces_of_runs([_joined([(self.start, length)])]))
+
+
+def uncovered(ranges: Sequence[Mapping[str, Sequence[int]]]) -> str | None:
+    """Return a text about elements of a flat tensor that no rank holds; None if there are none. ``ranges``: for each
+    rank, ``Layout.ranges``, with the same patterns on all."""
+    for pattern in ranges[0] if ranges else ():
+        end, size = 0, ranges[0][pattern][2]
+        for start, stop, _ in sorted(tuple(one[pattern]) for one in ranges):
+            if start > end:
+                break
+            end = max(end, stop)
+        if end < size:
+            return f"the elements from {end} on of the tensors that match {pattern!r}"
+    return None
+
+
 def _check_dim(rule: Rule, dim: object) -> None:
     if type(dim) is not int or dim < 0:
         raise ValueError(f"{type(rule).__name__}: dim={dim!r}. Pass the number of a dimension, from 0.")
@@ -174,9 +229,9 @@ class Layout:
     """Which part of each tensor this rank holds: ``layout=`` of :func:`lightck.attach` and :func:`lightck.recover`.
 
     Args:
-        rules: pattern -> rule (``Shard``, ``Fused``, ``Padded``, ``Replicated``). A pattern is a regular expression
-            that matches the whole name of a parameter or buffer, as in the state_dict of the model. At most one pattern
-            may match a name, and each must match one. Optimizer state of the parameter's shape follows it.
+        rules: pattern -> ``Shard``, ``Fused``, ``Padded``, ``Flat`` or ``Replicated``. A pattern is a regular
+            expression that matches the whole name of a parameter or buffer, as in the state_dict of the plain model. At
+            most one may match a name, and each must match one. Optimizer state of the parameter's shape follows it.
         rank: the number of this rank among those that share the tensors (the tensor parallel rank).
         size: how many ranks share them.
     """
@@ -202,8 +257,14 @@ class Layout:
     @property
     def description(self) -> str:
         """What must be the same on all ranks, as a text."""
-        rules = sorted(f"{pattern!r}: {rule!r}" for pattern, rule in self._texts().items())
+        rules = sorted(f"{pattern!r}: {rule.common}" for pattern, rule in self._texts().items())
         return f"{{{', '.join(rules)}}}, size={self.place.size}"
+
+    @property
+    def ranges(self) -> dict[str, tuple[int, int, int]]:
+        """Pattern -> start, stop and number of elements of the logical tensor, of each ``Flat``."""
+        flat = {pattern: rule for pattern, rule in self._texts().items() if isinstance(rule, Flat)}
+        return {pattern: (rule.start, rule.stop, rule.shape[0]) for pattern, rule in flat.items()}
 
     def rule_of(self, name: str) -> Rule | None:
         """Return the rule for the tensor of this name; None if there is none. Raises ``LayoutError`` if there are

@@ -11,7 +11,7 @@ import msgpack
 import torch
 
 from lightck.errors import RankError, capitalized
-from lightck.layout import Layout
+from lightck.layout import Layout, uncovered
 from lightck.ranks.meet import Meeting, Store
 from lightck.state.inventory import Live
 from lightck.state.local_tensors import is_dtensor
@@ -57,7 +57,7 @@ def meeting_of(lives: Iterable[Live], layout: Layout | None = None) -> Meeting |
 
 def refuse_other_layouts(layout: Layout | None, meeting: Meeting) -> None:
     """Raise ``RankError`` unless all ranks have the same layout, and each place in it is held. All ranks call this."""
-    own = None if layout is None else [layout.description, layout.place.rank]
+    own = None if layout is None else [layout.description, layout.place.rank, layout.ranges]
     found = [msgpack.unpackb(one) for one in meeting.exchange("layouts", msgpack.packb(own))]
     texts = ["no layout" if one is None else one[0] for one in found]
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
@@ -68,6 +68,12 @@ def refuse_other_layouts(layout: Layout | None, meeting: Meeting) -> None:
         )
     if layout is None:
         return
+    hole = uncovered([one[2] for one in found])
+    if hole is not None:
+        raise RankError(
+            f"No rank holds {hole}: the ranges of Flat in layout= do not cover the tensor. Nothing was changed. Pass "
+            "the range that each rank holds, and as shape the number of elements of all of them."
+        )
     missing = set(range(layout.place.size)) - {one[1] for one in found}
     if missing:
         raise RankError(

@@ -99,8 +99,7 @@ def attach(
         strategy: what a checkpoint holds; by default ``FullState()``.
         backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"``: by the path, ``"pmdk"`` on persistent memory.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
-        slots: how many checkpoints the pool has room for, 2 to 8; by default as many as it has, 2 in a new pool (3 in a
-            group of ranks). ``keep=`` adds one.
+        slots: room for so many checkpoints, 2 to 8; by default what the pool has, or 2 (a group: 3). ``keep=`` adds one.
         keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``.
         pause_on_nonfinite: commit no checkpoint if the GradScaler's scale, or a value that is checked, is not finite.
         staging: how tensors on a device are sent: ``lightck.Host()``, ``Direct()``, ``Device()``; by default the best.

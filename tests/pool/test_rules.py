@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightck.errors import LayoutError
-from lightck.layout import Fused, Layout, Padded, Replicated, Shard
+from lightck.layout import Flat, Fused, Layout, Padded, Replicated, Shard, uncovered
 from lightck.pool.format.assembly import coverage, local_copies
 from lightck.pool.format.pieces import PIECES_MAX, Piece, parse_pieces
 
@@ -148,6 +148,40 @@ def vocabulary_by_hand(whole, ranks) -> list[np.ndarray]:
     return np.split(padded, ranks)
 
 
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(0, 3))
+def test_flat_ranges(lengths, padding):
+    whole, ends = numbered((sum(lengths),)), np.cumsum(lengths).tolist()
+    rules = [Flat(whole.shape, end - n, end) for end, n in zip(ends, lengths, strict=True)]
+    layouts = [Layout({"t": rule}, rank, len(rules)) for rank, rule in enumerate(rules)]
+    found = np.full(whole.shape, -2)
+    for layout, rule, n in zip(layouts, rules, lengths, strict=True):
+        shape, pieces = layout.part("t", rule, (n + padding,))
+        assert shape == whole.shape
+        for (start,), (size,), (local_start,) in pieces:
+            local = np.concatenate([whole[rule.start : rule.stop], np.full(padding, PADDING)])
+            found[start : start + size] = local[local_start : local_start + size]
+    assert (found == whole).all()
+    assert uncovered([one.ranges for one in layouts]) is None
+    assert {one.description for one in layouts} == {layouts[0].description}
+    for left_out in range(len(layouts)):
+        others = [one.ranges for one in layouts if one is not layouts[left_out]]
+        if others:
+            assert (uncovered(others) is None) == (lengths[left_out] == 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Flat((4, 4), 0, 8), "does not have one dimension"),
+        (lambda: Flat((4,), 3, 2), "no elements 3 to 2"),
+        (lambda: Flat((4,), 0, 5), "no elements 0 to 5"),
+    ],
+)
+def test_flat_ranges_that_do_not_exist(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
 def test_replicated_is_no_part():
     assert Layout({"t": Replicated()}, 1, 2).part("t", Replicated(), (4, 3)) is None
 
@@ -171,6 +205,8 @@ def test_a_tensor_has_few_pieces():
         (Fused(0, (4, 3)), (3,), 0, 2, "3 cannot be divided among 2 ranks evenly"),
         (Fused(0, (4, 4)), (5,), 0, 2, "its sizes are 8 together, and 2 ranks with 5 each have 10"),
         (Fused(0, (8, 8)), (8, 16), 0, 4, "its sizes are 16 together, and 4 ranks with 8 each have 32"),
+        (Flat((9,), 2, 6), (3,), 0, 2, "not one dimension with 4 elements"),
+        (Flat((9,), 2, 6), (4, 1), 0, 2, "not one dimension with 4 elements"),
         (Padded(0, 9), (4,), 0, 2, "2 ranks with 4 each have 8, and not 9"),
     ],
 )

@@ -184,9 +184,12 @@ def tokens(world: World, rank: int, step: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (3, 4), generator=generator)
 
 
-def update(world: World, rank: int, step: int, model: Net, optimizer: torch.optim.Optimizer, of_dp: Any) -> None:
+def update(
+    world: World, rank: int, step: int, model: Net, optimizer: torch.optim.Optimizer, of_dp: Any, has_hooks: bool = True
+) -> None:
+    """``has_hooks``: whether lightck sees the forward, so that it closes a step before the next one changes buffers."""
     optimizer.zero_grad()
-    model(tokens(world, rank, step)).backward()
+    (model if has_hooks else model.forward)(tokens(world, rank, step)).backward()
     for p in model.parameters():
         if p.grad is not None:
             dist.all_reduce(p.grad, group=of_dp)
@@ -211,6 +214,7 @@ def body(
     kill: tuple[int, int] | None = None,
     rules: Callable[[int], dict[str, Rule]] = lambda rank: RULES,
     seed: int = 0,
+    has_hooks: bool = True,
     **options: Any,
 ) -> Callable[[int], Run]:
     """The body of a rank for ``run_ranks``. ``pools``: None trains without lightck. ``kill``: (rank, step): that rank
@@ -228,7 +232,7 @@ def body(
         for step in range(began, updates):
             if kill == (rank, step):
                 ranked.die()
-            update(world, rank, step, model, optimizer, of_dp)
+            update(world, rank, step, model, optimizer, of_dp, has_hooks)
         recovered = None if session is None else session.recovered
         if session is not None:
             session.close()

@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranked import run_ranks, values
+from ranked import everything, run_ranks, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import lightck
 from lightck.errors import DriftError, LayoutError, LightckError, RankError
-from lightck.layout import Fused, Layout, Padded, Replicated, Shard
+from lightck.layout import Flat, Fused, Layout, Padded, Replicated, Shard
+from lightck.pool.format.layout import Entry
+from lightck.pool.reader import open_pool
 
 from .tensor_parallel import (
     RULES,
@@ -63,17 +66,42 @@ def trained() -> Iterator[dict[str, tuple[Path, list[Run]]]]:
 # -- the same world ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("has_hooks", [True, False], ids=["", "no forward hook"])
 @pytest.mark.parametrize("world", [World(2, 1), World(2, 2)], ids=["2 x 1", "2 x 2"])
-def test_killed_ranks_go_on_bit_identically(pools, world):
+def test_killed_ranks_go_on_bit_identically(pools, world, has_hooks):
     """Padding too: every byte that a rank holds is compared."""
     last = world.n_ranks - 1
     for kill in ((0, 4), (last, 7)):
-        assert run_ranks(world.n_ranks, body(world, pools, 10, kill=kill))[kill[0]].is_killed
-    runs, expected = train(world, pools, 10, seed=1), plain(world, 10)
+        assert run_ranks(world.n_ranks, body(world, pools, 10, kill=kill, has_hooks=has_hooks))[kill[0]].is_killed
+    for path in pools.glob("*.pool"):
+        with closing(open_pool(path)) as reader:
+            assert entries_with_parts(reader.entries) == {"embed", "qkv", "proj.weight", "seen"}
+    runs, expected = train(world, pools, 10, seed=1, has_hooks=has_hooks), plain(world, 10)
     assert {run.began for run in runs} <= {5, 6, 7}
     assert all(run.exact for run in runs)
     for run, other in zip(runs, expected, strict=True):
         assert same(run.last, other.last)
+
+
+def entries_with_parts(entries: Sequence[Entry]) -> set[str]:
+    """Which tensors are parts, and their state too. A tensor has one entry, so none was predicted as another one."""
+    assert len({one.name for one in entries}) == len(entries)
+    found = set()
+    for name in ("embed", "qkv", "proj.weight", "seen", "norm", "proj.bias"):
+        of_name = [one for one in entries if f"/{name}" in one.name and not one.name.endswith("/step")]
+        assert of_name
+        assert len({one.pieces is None for one in of_name}) == 1, name
+        found |= {name} if of_name[0].pieces is not None else set()
+    return found
+
+
+def test_the_space_for_optimizer_state_is_that_of_parts(pools):
+    """Before the first update, when the state is only predicted."""
+    train(World(2, 1), pools, 0)
+    for path in pools.glob("*.pool"):
+        with closing(open_pool(path)) as reader:
+            assert sum(one.role == "optimizer" for one in reader.entries) >= 2 * 7
+            assert entries_with_parts(reader.entries) == {"embed", "qkv", "proj.weight", "seen"}
 
 
 def test_a_training_without_lightck_is_the_same(trained):
@@ -331,3 +359,104 @@ def test_ranks_with_a_layout_divide_nothing(pools):
 
     assert values(run_ranks(2, run)) == [(1, True)] * 2
     assert all(one.size == (64, 64) for one in lightck.recover(pools).pieces("model/weight"))
+
+
+# -- flat tensors ------------------------------------------------------------------------------------------------------
+
+N_FLAT = 23
+
+
+class FlatNet(nn.Module):
+    """Holds a range of one flat parameter, and padding."""
+
+    def __init__(self, ranks: int, rank: int, value: float = 0.0) -> None:
+        super().__init__()
+        each = -(-N_FLAT // ranks)
+        self.start, self.stop = min(rank * each, N_FLAT), min((rank + 1) * each, N_FLAT)
+        numbers = torch.arange(self.start, self.start + each) + 1.0
+        self.flat = nn.Parameter(numbers if value == 0 else torch.full((each,), value))
+
+    def layout(self, ranks: int, rank: int) -> Layout:
+        return Layout({"flat": Flat((N_FLAT,), self.start, self.stop)}, rank, ranks)
+
+
+@pytest.mark.parametrize("new", [2, 3, 4])
+def test_flat_ranges_go_to_another_number_of_ranks(pools, new):
+    def save(rank: int) -> torch.Tensor:
+        model = FlatNet(3, rank)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with lightck.attach(model, pools, optimizer=optimizer, layout=model.layout(3, rank), timeout=60) as session:
+            model.flat.pow(2).sum().backward()
+            optimizer.step()
+            session.flush()
+        return torch.cat([model.flat.detach(), optimizer.state[model.flat]["exp_avg"]])
+
+    def load(rank: int) -> list[torch.Tensor]:
+        model = FlatNet(new, rank, value=7.0)
+        optimizer = torch.optim.AdamW(model.parameters())
+        lightck.recover(pools, model, optimizer, layout=model.layout(new, rank))
+        return [model.flat.detach(), optimizer.state[model.flat]["exp_avg"]]
+
+    saved = [one.chunk(2) for one in values(run_ranks(3, save))]
+    loaded = values(run_ranks(new, load))
+    for key in range(2):
+        expected = torch.cat([one[key] for one in saved])[:N_FLAT]
+        assert torch.equal(torch.cat([one[key] for one in loaded])[:N_FLAT], expected)
+    assert torch.equal(lightck.recover(pools).model["flat"], torch.cat([one[0] for one in saved])[:N_FLAT])
+
+
+def test_flat_ranges_with_a_hole_are_refused(pools):
+    def run(rank: int) -> str:
+        model = FlatNet(2, rank)
+        layout = Layout({"flat": Flat((N_FLAT,), *[(0, 12), (13, 23)][rank])}, rank, 2)
+        with pytest.raises(RankError) as caught:
+            lightck.attach(model, pools, optimizer=torch.optim.AdamW(model.parameters()), layout=layout, timeout=60)
+        return str(caught.value)
+
+    assert all("No rank holds the elements from 12 on of the tensors that match 'flat'" in text
+               for text in values(run_ranks(2, run)))  # fmt: skip
+
+
+# -- with DTensors -----------------------------------------------------------------------------------------------------
+
+
+def test_parts_of_dtensors_and_parts_by_rules_are_the_same(pools):
+    """Saved with DTensors, loaded by rules; and a rank that goes on so has a pool that DTensors load."""
+    rules = {r"first\..*": Shard(0), r"last\.weight": Shard(1)}
+
+    def with_dtensors(seed: int, steps: int) -> Any:
+        torch.manual_seed(seed)
+        model = DTensorNet()
+        parallelize_module(model, init_device_mesh("cpu", (2,)), PLAN)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with lightck.attach(model, pools, optimizer=optimizer, resume=True, timeout=60) as session:
+            for _ in range(steps):
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+                session.end_step()
+        return everything(model, optimizer)
+
+    def with_rules(rank: int) -> Any:
+        model = DTensorNet()
+        for name, dim in (("first.weight", 0), ("first.bias", 0), ("last.weight", 1)):
+            module, _, key = name.partition(".")
+            whole = model.get_parameter(name).detach()
+            setattr(getattr(model, module), key, nn.Parameter(torch.zeros_like(whole.chunk(2, dim)[rank])))
+        optimizer = torch.optim.AdamW(model.parameters())
+        layout = Layout(rules, rank, 2)
+        options = {"optimizer": optimizer, "resume": True, "layout": layout, "timeout": 60}
+        with lightck.attach(model, pools, **options) as session:
+            assert session.step == 2
+            found = everything(model, optimizer)
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+            session.end_step()
+        return found, everything(model, optimizer)
+
+    saved = values(run_ranks(2, lambda rank: with_dtensors(0, 2)))
+    loaded = values(run_ranks(2, with_rules))
+    back = values(run_ranks(2, lambda rank: with_dtensors(1, 0)))
+    for rank in range(2):
+        assert all(map(torch.equal, saved[rank], loaded[rank][0]))
+        assert all(map(torch.equal, loaded[rank][1], back[rank]))
