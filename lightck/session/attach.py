@@ -99,7 +99,7 @@ def attach(
         strategy: what a checkpoint holds; by default ``FullState()``.
         backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"``: by the path, ``"pmdk"`` on persistent memory.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
-        slots: room for so many checkpoints, 2 to 8; by default what the pool has, or 2 (a group: 3). ``keep=`` adds one.
+        slots: room for so many checkpoints, 2 to 8; by default what the pool has, or 2 (a group: 3). ``keep=`` adds 1.
         keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``.
         pause_on_nonfinite: commit no checkpoint if the GradScaler's scale, or a value that is checked, is not finite.
         staging: how tensors on a device are sent: ``lightck.Host()``, ``Direct()``, ``Device()``; by default the best.
@@ -135,7 +135,8 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     medium_durability = backend.probe(path)
     durability.require(medium_durability, arguments.require)
     found = _discover(arguments)
-    capture = Capture(arguments.model, found.optimizers, found.state, arguments.layout)
+    capture = Capture(arguments.model, found.optimizers, found.state)
+    capture.layout = arguments.layout
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
     meter = Meter(slowdown())
     lock = file.lock()

@@ -86,16 +86,11 @@ class _PackedOptimizer:
 class Capture:
     """Refers, by name, to everything that a session saves, and reads it."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        objects: Objects,
-        layout: Layout | None = None,
-    ) -> None:
-        """``layout``: which parts of tensors the model holds, apart from DTensors."""
+    layout: Layout | None = None
+    """Which parts of tensors the model holds, apart from DTensors. To be set before the tensors are asked for."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], objects: Objects) -> None:
         self.model = ModelView(model)
-        self.layout = layout
         self.devices = Devices()
         self.objects = dict(objects)
         self.loaders: list[SessionLoader] = []
