@@ -28,6 +28,7 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     ├── StateValueError               (TypeError)           a value that cannot be stored
     ├── UnsupportedError              (NotImplementedError) something that lightck does not support: see the message
     ├── LateError                     (RuntimeError)        an optimizer or scheduler was created after attach
+    ├── LayoutError                   (ValueError)          layout= does not fit the model or its ranks
     ├── RankError                     (RuntimeError)        ranks disagree, or one failed or did not arrive in time
     ├── SessionError                  (RuntimeError)        a call that is not allowed now
     ├── NothingSavedError             (RuntimeError)        close(): lightck saw no update, so nothing was saved
@@ -188,6 +189,11 @@ class UnsupportedError(LightckError, NotImplementedError):
 
 class LateError(LightckError, RuntimeError):
     """An optimizer or a scheduler was created too late to be restored or saved."""
+
+
+class LayoutError(LightckError, ValueError):
+    """The rules in ``layout=`` do not fit the model: a rule matches nothing, two match one tensor, or the shape of a
+    tensor is not what its rule says; or there are no ranks that could share the tensors."""
 
 
 class RankError(LightckError, RuntimeError):

@@ -21,7 +21,7 @@ OUTSIDE = {"bench": ROOT / "bench", "crash": ROOT / "tests" / "crash"}
 """Rooms outside the package, under the same rules."""
 
 BASE = {"errors", "events", "interrupts", "failure_recording", "stats", "sessions", "_native"}
-LOW = BASE | {"pool", "state"}
+LOW = BASE | {"layout", "pool", "state"}
 ROOMS = {
     # room, or file beside the rooms: what of lightck it may import, beside itself
     "errors": set(),
@@ -34,7 +34,8 @@ ROOMS = {
     "_native": {"_lck_ffi"},
     "ranks": {"errors", "pool"},  # a group of ranks: what it decides (rule, agreement), and how it learns of others
     "pool": BASE,
-    "state": BASE | {"pool.format"},
+    "layout": {"errors", "pool.format"},
+    "state": BASE | {"layout", "pool.format"},
     "dataloader": BASE | {"state"},
     "hooks": BASE | {"state"},
     "following": LOW | {"dataloader"},
@@ -54,7 +55,7 @@ ROOMS = {
     "bench": LOW | {"", "cli", "pipeline", "ranks", "restore", "session.cross_check", "session.group", "session.steps"},
 }
 
-WITHOUT_TORCH = ("pool", "ranks", "errors", "events", "stats", "_native")
+WITHOUT_TORCH = ("pool", "ranks", "errors", "events", "layout", "stats", "_native")
 """Byte-level and plain parts: they never import torch."""
 
 LINES_MAX, FUNCTION_LINES_MAX = 600, 60

@@ -42,9 +42,12 @@ GROUPS = {
     ),
     "options": Group(
         "Say how",
-        "What `attach` takes for `interval=`, `keep=`, `staging=` and `strategy=`; layers that are updated one by one.",
+        "What `attach` takes for `interval=`, `keep=`, `layout=`, `staging=` and `strategy=`; updates layer by layer.",
         ("Auto", "Keep", "Host", "Direct", "Device", "FullState", "layerwise"),
-        ("lightck.hooks.layerwise.Layerwise",),
+        (
+            "lightck.hooks.layerwise.Layerwise",
+            *(f"lightck.layout.{name}" for name in ("Layout", "Shard", "Fused", "Padded", "Flat", "Replicated")),
+        ),
     ),
     "recover": Group(
         "Read a pool",

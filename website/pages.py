@@ -47,6 +47,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "split*": "Shares of the ranks of a host",
         "lost-pool*": "A lost pool",
         "worlds*": "Another number of ranks",
+        "layout*": "Tensor parallel without DTensors",
         "read-parts*": "Read a part",
     },
     "Keep": {

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightck.errors import LightckError, SessionError
+from lightck.layout import Layout
 from lightck.pool.format.structures import CommitRecord
 from lightck.pool.reader import RejectedCheckpoint
 from lightck.restore import restore as _restore
@@ -285,10 +286,11 @@ def plan_restore(
     strict: bool,
     unused_is_drift: bool = False,
     of_rank: bool = False,
+    layout: Layout | None = None,
 ) -> _restore.RestorePlan:
     """Check a restore into these objects and return its plan; nothing is changed. ``state``: name -> object; None as
-    the object means that the saved state of this name is not restored. ``strict``, ``unused_is_drift``, ``of_rank``: as
-    in ``restore.check``.
+    the object means that the saved state of this name is not restored. ``strict``, ``unused_is_drift``, ``of_rank``,
+    ``layout``: as in ``restore.check``.
 
     Raises ``DriftError`` if the checkpoint does not fit the objects, ``SessionError`` for a model with an open session,
     and ``TypeError``."""
@@ -309,6 +311,7 @@ def plan_restore(
         strict=strict,
         unused_is_drift=unused_is_drift,
         of_rank=of_rank,
+        layout=layout,
     )
 
 

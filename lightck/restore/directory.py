@@ -2,11 +2,11 @@
 
 The newest checkpoint that all pools of a world have is taken; if it does not verify, the next older one. Without a
 model, the parts of all ranks are put together into whole tensors. With a model, each of its tensors is filled: with the
-whole logical tensor, or, if it is a DTensor, with the part that this process holds. So the number of ranks, and how
-they share the tensors, need not be those of the training that saved the checkpoint. All ranks that hold parts call
-``recover``, and agree on one checkpoint, so that the parts fit together. A tensor that every rank holds whole is taken
-from rank 0, and compared with those of the other ranks. Random states, positions of loaders and objects in ``state``
-are those of rank 0.
+whole logical tensor, or, if it is a DTensor or has a rule in ``layout``, with the part that this process holds. So the
+number of ranks, and how they share the tensors, need not be those of the training that saved the checkpoint. All ranks
+that hold parts call ``recover``, and agree on one checkpoint, so that the parts fit together. A tensor that every rank
+holds whole is taken from rank 0, and compared with those of the other ranks. Random states, positions of loaders and
+objects in ``state`` are those of rank 0.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError, listed
+from lightck.layout import Layout
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import RejectedCheckpoint, StoredCheckpoint
 from lightck.ranks.directory import World, missing_error, open_worlds
@@ -34,11 +35,12 @@ from lightck.restore.checkpoint import Checkpoint, plan_restore, poison
 from lightck.restore.contents import Contents, MemorySource, in_memory
 from lightck.restore.logical import LogicalCheckpoint, Relocated
 from lightck.restore.ranges import RangeReader, pieces_of_ranks
-from lightck.restore.together import meeting_of
+from lightck.restore.together import meeting_of, refuse_other_layouts
 from lightck.restore.usable import parse, usable_by_id
-from lightck.state.inventory import Live, ModelView
+from lightck.state.inventory import Live
 from lightck.state.local_tensors import reshard
 from lightck.state.parts import Part, parts_of
+from lightck.state.rules import tensors_of
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
@@ -51,9 +53,10 @@ def recover_directory(
     model: nn.Module | None,
     optimizer: object,
     state: Mapping[str, object] | None,
-    *,
     step: int | None,
     device: torch.device | str,
+    layout: Layout | None,
+    *,
     strict: bool,
     lazy: bool,
 ) -> Checkpoint:
@@ -63,23 +66,26 @@ def recover_directory(
     if lazy:
         opened = ExitStack()
         return recovered(path, step, partial(_lazily, opened=opened), opened)
-    lives = [] if model is None else _lives_of(model)
+    lives = [] if model is None else _lives_of(model, layout)
     parts = parts_of(lives)
     if model is None or not parts:
         checkpoint = recovered(path, step, partial(_whole, device=device if model is None else "cpu"))
         if model is not None:
             checkpoint.restore(model, optimizer, state, strict=strict)
         return checkpoint
-    meeting = meeting_of(lives)
+    meeting, take = meeting_of(lives, layout), partial(_parts, parts=parts)
+    if meeting is None:
+        return recovered(path, step, take).into(model, optimizer, state, strict=strict, layout=layout)
     meeting.meet(socket.gethostname())
     with meeting.shares_errors():
-        loaded = _recovered_together(path, step, partial(_parts, parts=parts), meeting)
-    return loaded.into(model, optimizer, state, strict=strict)
+        refuse_other_layouts(layout, meeting)
+        loaded = _recovered_together(path, step, take, meeting)
+    return loaded.into(model, optimizer, state, strict=strict, layout=layout)
 
 
-def _lives_of(model: nn.Module) -> list[Live]:
+def _lives_of(model: nn.Module, layout: Layout | None) -> list[Live]:
     reshard(model)
-    return ModelView(model).tensors(None)
+    return tensors_of(model, layout)
 
 
 Take = Callable[[str, LogicalCheckpoint, Sequence[RejectedCheckpoint]], T]
@@ -280,10 +286,16 @@ class _LoadedParts:
         self._contents, self._source, self._checkpoint = contents, source, checkpoint
 
     def into(
-        self, model: nn.Module, optimizer: object, state: Mapping[str, object] | None, *, strict: bool
+        self,
+        model: nn.Module,
+        optimizer: object,
+        state: Mapping[str, object] | None,
+        *,
+        strict: bool,
+        layout: Layout | None,
     ) -> Checkpoint:
         """Restore into a model whose tensors are parts. Returns the checkpoint, with whole tensors."""
-        plan = plan_restore(self._contents, model, optimizer, state, strict=strict, of_rank=True)
+        plan = plan_restore(self._contents, model, optimizer, state, strict=strict, of_rank=True, layout=layout)
         try:
             _restore.apply(plan, self._source)
         except BaseException as err:

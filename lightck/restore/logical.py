@@ -6,12 +6,14 @@ tensors differ between ranks that should hold the same. ``Relocated`` is a ``Sou
 with given parts would have saved, and reads their bytes from the pools of the old world, verified block by block.
 
 A tensor that several ranks hold whole is taken from the first of them. If a block is damaged there, it is taken from
-another one. Optimizer state with the shape of its parameter is cut as its parameter is. Other state must be the same
-for the whole parameter as for a part of it: a number, or the like.
+another one. Padding (elements of a local tensor that belong to no piece) is zero, unless a rank of the old world held
+the same part: then the padding is taken with it. Optimizer state with the shape of its parameter is cut as its
+parameter is. Other state must be the same for the whole parameter as for a part of it: a number, or the like.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -311,6 +313,8 @@ class Relocated:
             if same is not None:
                 wholes.setdefault(same, []).append((holders[same].name, address))
                 continue
+            if _has_padding(entry):
+                ctypes.memset(address, 0, entry.nbytes)
             into = Destination(address, entry.shape, entry.stride)
             wanted = _whole_pieces(entry.shape) if entry.pieces is None else entry.pieces
             positions, pieces = list(holders), tuple(one.pieces for one in holders.values())
@@ -322,10 +326,14 @@ class Relocated:
 
     def _holders(self, name: str) -> dict[int, Holder]:
         """Return position in ``of_ranks`` -> holder, of the pools that are not struck. Of tensors that are equal in all
-        pools, the first one is another one for each rank. Of buffers, it is the rank whose small state counts."""
+        pools, the first one is another one for each rank. Of whole buffers, it is the rank whose small state counts. Of
+        buffers of which each rank takes a part, it is the same one on all ranks, so that the parts fit together."""
         found = {one.position: one for one in self.logical.holders[name]}
         left = [number for number in found if number not in self._struck]
-        wanted = self.rank % max(1, len(found)) if self.entries[name].role in REPLICATED else self.logical.state_of
+        entry = self.entries[name]
+        wanted = 0 if entry.pieces is not None else self.logical.state_of
+        if entry.role in REPLICATED:
+            wanted = self.rank % max(1, len(found))
         first = next((place for place, number in enumerate(left) if number >= wanted), 0)
         return {number: found[number] for number in (*left[first:], *left[:first])}
 
@@ -425,8 +433,15 @@ def _copies(shape: Ints, wanted: tuple[Piece, ...], holders: tuple[tuple[Piece, 
 
 
 def _is_same_part(one: Entry, other: Entry) -> bool:
-    """Whether the bytes of both tensors are the same part in the same order."""
-    return (one.shape, one.stride, one.pieces) == (other.shape, other.stride, other.pieces)
+    """Whether the bytes of both tensors are the same part in the same order. (Two tensors that are nothing but padding
+    are not the same.)"""
+    return one.pieces != () and (one.shape, one.stride, one.pieces) == (other.shape, other.stride, other.pieces)
+
+
+def _has_padding(entry: Entry) -> bool:
+    """Whether elements of the tensor belong to no piece."""
+    held = math.prod(entry.shape) if entry.pieces is None else sum(math.prod(one.size) for one in entry.pieces)
+    return held < math.prod(entry.shape)
 
 
 def _differ(holders: Sequence[Holder]) -> bool:
@@ -435,7 +450,8 @@ def _differ(holders: Sequence[Holder]) -> bool:
     for one in holders:
         groups.setdefault((one.entry.shape, one.entry.stride, one.entry.pieces), []).append(one)
     for same in groups.values():
-        if len({(one.stored.block_nbytes, *one.stored.raw_checksums(one.name)) for one in same}) > 1:
+        differ = len({(one.stored.block_nbytes, *one.stored.raw_checksums(one.name)) for one in same}) > 1
+        if differ and (not _has_padding(same[0].entry) or _have_different_bytes(same)):
             return True
     return len(groups) > 1 and _have_different_bytes([same[0] for same in groups.values()])
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError, UnsupportedError
+from lightck.layout import Layout, refuse_other_than_layout
 from lightck.pool.commit_log import CommitLog
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint, open_pool
@@ -67,13 +68,13 @@ def recover(
     device: torch.device | str = "cpu",
     strict: bool = True,
     lazy: bool = False,
+    layout: Layout | None = None,
 ) -> Checkpoint:
     """Load or restore the newest checkpoint of a pool that verifies.
 
     Args:
         pool_path: the pool, or the directory of a group of ranks; it may be in use (it is only read). From a directory,
-            the parts of all ranks are put together into whole tensors; random states, loader positions and objects in
-            ``state`` are those of rank 0.
+            the parts of all are put together; random states, loader positions and objects are those of rank 0.
         model: restore into this module in place; without ``model`` the checkpoint is loaded into new tensors.
         optimizer: an optimizer, or a list of them, restored by parameter name.
         state: name -> object with ``load_state_dict``, restored from what was saved under the same name.
@@ -84,16 +85,16 @@ def recover(
         lazy: read no tensor now, but each tensor, or a part of it, when it is used (``.tensor``, ``.read``). The pools
             stay open until ``.close()``; the checkpoint is a context manager. Blocks are verified as they are read, so
             no older checkpoint is taken if one is damaged. Not with ``model`` or ``device``.
+        layout: with a directory: which parts of tensors ``model`` holds, if they are no DTensors.
 
     Raises:
         PoolError: there is no pool, or it cannot be read (see :mod:`lightck.errors`).
         NoCheckpointError: the pool holds no checkpoint yet, or no checkpoint of ``step``.
         CorruptPoolError: checkpoints exist and none of them verifies.
-        DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``. Usually nothing was changed. If
-            an optimizer or an object in ``state`` rejected or ignored its saved state, the model's parameters are NaN,
-            and the message says so.
+        DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``. If one of the latter two rejected
+            or ignored its saved state, the model's parameters are NaN, and the message says so; else nothing changed.
         SessionError: the model's session is open.
-        UnsupportedError: the pool holds the part of one rank of a group: pass the directory.
+        UnsupportedError, LayoutError: this is the pool of one rank: pass the directory; ``layout`` does not fit.
         RankError: the directory lacks the pool of a rank, or holds pools of several trainings.
         TypeError, ValueError: an invalid argument, or a ``device`` that this machine or torch does not support.
     """
@@ -102,8 +103,9 @@ def recover(
     if model is None:
         refuse_unusable_device(device)
     path = readable_path(pool_path)
+    refuse_other_than_layout(layout, is_used=model is not None and os.path.isdir(path))
     if os.path.isdir(path):
-        return recover_directory(path, model, optimizer, state, step=step, device=device, strict=strict, lazy=lazy)
+        return recover_directory(path, model, optimizer, state, step, device, layout, strict=strict, lazy=lazy)
     if lazy:
         return _open_lazily(path, step)
     reader = open_pool(path)
@@ -322,7 +324,8 @@ def restore_newest(
 
 class LiveRestore:
     """Restores one checkpoint after the other into live objects, until one of them verifies. The arguments are those of
-    ``restore_newest``. ``of_rank``: whether the checkpoints are those of a rank, so that tensors may be parts."""
+    ``restore_newest``. ``of_rank``: whether the checkpoints are those of a rank, so that tensors may be parts.
+    ``layout``: which parts they are, apart from DTensors."""
 
     def __init__(
         self,
@@ -334,8 +337,10 @@ class LiveRestore:
         unused_is_drift: bool,
         in_use: bool = False,
         of_rank: bool = False,
+        layout: Layout | None = None,
     ) -> None:
         self._model, self._optimizer, self._state, self._of_rank = model, optimizer, state, of_rank
+        self._layout = layout
         self._strict, self._unused_is_drift, self._in_use = strict, unused_is_drift, in_use
         self._touched: list[torch.Tensor] = []
         """Live tensors that may have been written."""
@@ -352,6 +357,7 @@ class LiveRestore:
             strict=self._strict,
             unused_is_drift=self._unused_is_drift,
             of_rank=self._of_rank,
+            layout=self._layout,
         )
         # If ``_touched`` is not empty, the restore of a newer checkpoint failed halfway. So this checkpoint is read and
         # verified as a whole before live tensors are written again.

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from lightck.errors import DriftError, LightckError, listed
+from lightck.layout import Layout
 from lightck.pool.format.layout import Entry
 from lightck.restore import changed_options, tensor_writes
 from lightck.restore.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
@@ -26,7 +27,8 @@ from lightck.restore.tensor_writes import TensorWrites
 from lightck.state import values
 from lightck.state.inventory import Live, ModelView, OptimizerView, optimizer_views
 from lightck.state.local_tensors import local_of, refuse_optimizer_before_dtensors, reshard
-from lightck.state.parts import part_of, refuse_parts
+from lightck.state.parts import part_of_live, refuse_parts
+from lightck.state.rules import assign_parts
 from lightck.state.storable import class_name_of, dtype_from_name, refuse_unstorable
 
 _Names = tuple[str, ...]
@@ -104,6 +106,7 @@ def check(
     strict: bool,
     unused_is_drift: bool,
     of_rank: bool = False,
+    layout: Layout | None = None,
 ) -> RestorePlan:
     """Compare a checkpoint with live objects, and return the plan of the restore. Raises ``DriftError`` if they differ
     and ``strict`` is True.
@@ -111,6 +114,7 @@ def check(
     ``objects``: name in ``state`` -> object; None as the object means that what was saved under this name is not
     restored. ``unused_is_drift``: whether it counts as drift if there is no live object for a saved optimizer or for a
     saved name in ``state``. ``of_rank``: whether the checkpoint is that of a rank, so that tensors may be parts.
+    ``layout``: which parts they are, apart from DTensors.
     """
     reshard(model)
     view = ModelView(model)
@@ -119,6 +123,7 @@ def check(
     plan = RestorePlan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
     notes: list[str] = []
     tensors = view.tensors(None) + [live for o in opt_views for live in o.outside()]
+    assign_parts(layout, tensors)
     for live in tensors:
         refuse_unstorable(live.name, live.tensor, "restored")
     if not of_rank:
@@ -152,7 +157,8 @@ def _match_resizable(contents: Contents, view: ModelView, lives: list[Live], pla
     left = []
     for live in lives:
         entry = contents.entries.get(live.name)
-        may_resize = live.role == "buffer" and live.name in contents.resizable and live.dtensor is None
+        is_whole = live.dtensor is None and live.part is None
+        may_resize = live.role == "buffer" and live.name in contents.resizable and is_whole
         if may_resize and not (entry and _is_like(live.tensor, entry)):
             plan.resizable.append((None if entry is None else entry.alias or live.name, live))
         else:
@@ -183,7 +189,8 @@ def _match_tensors(
         if entry is None:
             missing.append(live.name)
             continue
-        other_part = _other_part(live, entry) if live.dtensor is not None or entry.pieces is not None else ""
+        is_part = live.dtensor is not None or live.part is not None or entry.pieces is not None
+        other_part = _other_part(live, entry) if is_part else ""
         if other_part or not _is_like(live.tensor, entry):
             plan.unfit.add(live.name.removeprefix("model/"))
             if other_part:
@@ -207,7 +214,7 @@ def _match_tensors(
 
 def _other_part(live: Live, entry: Entry) -> str:
     """Return a text that says which part of a tensor was saved and which part is live; "" if it is the same part."""
-    shape, pieces = part_of(live.name, live.dtensor)
+    shape, pieces = part_of_live(live)
     if (shape, pieces) == (entry.logical_shape, entry.pieces):
         return ""
     whole_saved, whole_now = entry.logical_shape or entry.shape, shape or tuple(live.tensor.shape)

@@ -7,8 +7,11 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any
 
+import msgpack
 import torch
 
+from lightck.errors import RankError, capitalized
+from lightck.layout import Layout, uncovered
 from lightck.ranks.meet import Meeting, Store
 from lightck.state.inventory import Live
 from lightck.state.local_tensors import is_dtensor
@@ -35,11 +38,45 @@ def store_of(group: Any) -> Store:
     return own
 
 
-def meeting_of(lives: Iterable[Live]) -> Meeting:
-    """Return the meeting of the ranks that hold parts of these tensors: those of the largest device mesh."""
+def meeting_of(lives: Iterable[Live], layout: Layout | None = None) -> Meeting | None:
+    """Return the meeting of the ranks that hold parts of these tensors: those of the largest device mesh; with a
+    layout, all ranks of the process group. None if this process is alone: it holds a layout of one rank, or there is no
+    process group."""
     dist: Any = torch.distributed
     meshes = [live.dtensor.device_mesh for live in lives if is_dtensor(live.dtensor)]
-    ranks = sorted(max(meshes, key=lambda mesh: mesh.size()).mesh.flatten().tolist())
+    if layout is not None and layout.place.size > 1 and dist.is_available() and dist.is_initialized():
+        ranks = list(range(dist.get_world_size()))
+    elif meshes:
+        ranks = sorted(max(meshes, key=lambda mesh: mesh.size()).mesh.flatten().tolist())
+    else:
+        return None
     # Ranks of another mesh may recover at the same time.
     prefix = f"lightck-recover-{blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
     return Meeting(dist.PrefixStore(prefix, store_of(None)), ranks.index(dist.get_rank()), len(ranks), TIMEOUT)
+
+
+def refuse_other_layouts(layout: Layout | None, meeting: Meeting) -> None:
+    """Raise ``RankError`` unless all ranks have the same layout, and each place in it is held. All ranks call this."""
+    own = None if layout is None else [layout.description, layout.place.rank, layout.ranges]
+    found = [msgpack.unpackb(one) for one in meeting.exchange("layouts", msgpack.packb(own))]
+    texts = ["no layout" if one is None else one[0] for one in found]
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+    if other is not None:
+        raise RankError(
+            f"{capitalized(meeting.name_of(0))} and {meeting.name_of(other)} have different layouts: {texts[0]} and "
+            f"{texts[other]}. Nothing was changed. Pass the same rules and the same size in layout= on all ranks."
+        )
+    if layout is None:
+        return
+    hole = uncovered([one[2] for one in found])
+    if hole is not None:
+        raise RankError(
+            f"No rank holds {hole}: the ranges of Flat in layout= do not cover the tensor. Nothing was changed. Pass "
+            "the range that each rank holds, and as shape the number of elements of all of them."
+        )
+    missing = set(range(layout.place.size)) - {one[1] for one in found}
+    if missing:
+        raise RankError(
+            f"No process has the place {min(missing)} in the layout of {layout.place.size} ranks, so parts of "
+            "tensors are missing. Nothing was changed. Pass Layout(..., rank=...) the tensor parallel rank of each."
+        )

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightck import sessions
 from lightck.errors import SessionError
+from lightck.layout import Layout, refuse_other_than_layout
 from lightck.pipeline.plan import Strategy
 from lightck.pipeline.staging.kinds import Kind, check_kind
 from lightck.pool.format.structures import SLOTS_MAX
@@ -68,18 +69,20 @@ class Arguments:
     backend: str
     require: str | None
     save_options: SaveOptions
+    layout: Layout | None = None
 
     @property
     def declined(self) -> frozenset[str]:
         """Names that the caller passed as None in ``state``: these objects must not be saved."""
         return frozenset(name for name, obj in (self.state or {}).items() if obj is None)
 
-    def check(self) -> Cadence:
-        """Check all arguments, and return the ``Cadence`` of the save options. Raises ``TypeError``, ``ValueError`` or
-        ``SessionError``."""
+    def check(self, *, is_rank_pool: bool) -> Cadence:
+        """Check all arguments, and return the ``Cadence`` of the save options. ``is_rank_pool``: whether this process
+        is a rank of a group. Raises ``TypeError``, ``ValueError``, ``LayoutError`` or ``SessionError``."""
         refuse_other_than_bool(resume=self.resume, overwrite=self.overwrite)
         refuse_other_than_module(self.model)
         refuse_other_than_mapping(self.state)
+        refuse_other_than_layout(self.layout, is_used=is_rank_pool)
         if self.resume and self.overwrite:
             raise ValueError(
                 "resume=True and overwrite=True exclude each other. Pass resume=True to continue from the checkpoint, "

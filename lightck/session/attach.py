@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightck.errors import UnsupportedError
 from lightck.hooks.layerwise import layerwise_of
+from lightck.layout import Layout
 from lightck.pipeline.nonfinite import NonfiniteCheck
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.plan import Strategy
@@ -79,6 +80,7 @@ def attach(
     strict_data: bool = False,
     group: object = None,
     split: bool = True,
+    layout: Layout | None = None,
     timeout: float = TIMEOUT,
 ) -> Session:
     """Make every finished training step of ``model`` survive a crash.
@@ -87,9 +89,8 @@ def attach(
         model: the root module. Attach after its optimizer and LR scheduler were built.
         pool_path: the pool's file, created if it does not exist (its folder must exist); or a device-dax device. In a
             group of ranks: a directory for the pools of all ranks, from which a single process can go on, too.
-        optimizer: an optimizer or a list of optimizers. By default the optimizers of this model are found among live
-            objects. With an empty list no optimizer is followed, even if one is made later: the loop updates by hand,
-            and each ``end_step()`` counts as an update.
+        optimizer: an optimizer or a list of them; by default those of this model are found among live objects. With an
+            empty list none is followed: the loop updates by hand, and each ``end_step()`` counts as an update.
         state: name -> object with ``state_dict`` and ``load_state_dict``. Schedulers and a GradScaler need not be
             passed: they are found. ``{"scheduler": None}`` saves no scheduler.
         interval: updates between saved checkpoints; ``"auto"`` or ``lightck.Auto(...)`` chooses it by their cost.
@@ -103,10 +104,10 @@ def attach(
         keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``.
         pause_on_nonfinite: commit no checkpoint if the GradScaler's scale, or a value that is checked, is not finite.
         staging: how tensors on a device are sent: ``lightck.Host()``, ``Direct()``, ``Device()``; by default the best.
-        strict_data: raise ``DataMismatchError``, and do not only warn, if the first update after a resume uses other
-            data than the update that followed the checkpoint.
+        strict_data: raise ``DataMismatchError``, and do not only warn, if a resume goes on with other data.
         group: the process group whose ranks attach together; None: the default group. False: this process alone.
         split: ranks of a host divide what all of them hold; False: each writes all of it into its pool.
+        layout: which parts of tensors the model holds, if they are no DTensors (see ``lightck docs layout``).
         timeout: seconds after which a wait for another rank ends with an error.
 
     Raises:
@@ -114,10 +115,10 @@ def attach(
         PoolError: the pool cannot be created, opened, locked or read.
         DriftError, CorruptPoolError: ``resume=True``, and the checkpoint does not fit, or none is intact.
         RankError: the ranks disagree, or another rank failed or did not come within ``timeout``.
-        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError: see errors.
+        AmbiguousError, StateValueError, LateError, LayoutError, SessionError, UnsupportedError, MediumError, KeepError.
     """
     save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split)
-    arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options)
+    arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options, layout)
     with GroupStart.of(group_of(group) or world_of_one(pool_path, group), checked_timeout(timeout)) as group_start:
         return _attach(arguments, group_start, is_rank_known=group_start is not None or group is False)
 
@@ -125,7 +126,8 @@ def attach(
 def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_known: bool) -> Session:
     """Make the session. If a step fails, release what the steps before it acquired. ``group_start``: the part of attach
     that concerns the other ranks of the group (None: no group). ``is_rank_known``: see ``FirstStep``."""
-    cadence, is_rank_pool = arguments.check(), group_start is not None
+    is_rank_pool = group_start is not None
+    cadence = arguments.check(is_rank_pool=is_rank_pool)
     if group_start is not None:
         group_start.check(arguments)
     path = _pool_path(arguments.pool_path) if group_start is None else group_start.own_path(arguments)
@@ -134,6 +136,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     durability.require(medium_durability, arguments.require)
     found = _discover(arguments)
     capture = Capture(arguments.model, found.optimizers, found.state)
+    capture.layout = arguments.layout
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
     meter = Meter(slowdown())
     lock = file.lock()

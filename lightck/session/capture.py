@@ -22,6 +22,7 @@ from lightck.dataloader.persistent import PersistentLoaders
 from lightck.dataloader.positions import Positions
 from lightck.errors import SessionError, UnsupportedError
 from lightck.events import Event
+from lightck.layout import Layout
 from lightck.restore.contents import RowsOfOther
 from lightck.session.discover import Objects, numbered_name
 from lightck.state import rng, values
@@ -42,6 +43,7 @@ from lightck.state.local_tensors import refuse_optimizer_before_dtensors
 from lightck.state.numbers import ModuleNumbers
 from lightck.state.options_watch import OptionsWatch
 from lightck.state.rng import ForkRngWatch
+from lightck.state.rules import assign_parts
 from lightck.state.shares import Shares
 from lightck.state.signatures import ClosedStep, TensorList, tensor_list_of
 from lightck.state.small_state import CachedPacker, Packed, StatePacker, join_list
@@ -84,6 +86,9 @@ class _PackedOptimizer:
 
 class Capture:
     """Refers, by name, to everything that a session saves, and reads it."""
+
+    layout: Layout | None = None
+    """Which parts of tensors the model holds, apart from DTensors. To be set before the tensors are asked for."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], objects: Objects) -> None:
         self.model = ModelView(model)
@@ -375,11 +380,12 @@ class Capture:
             }
 
     def _refuse_resized_dtensors(self, lives: list[Live]) -> None:
-        """Refuse DTensors among the resizable buffers, because a restore could only make plain tensors of them."""
+        """Refuse parts of tensors among the resizable buffers, because a restore could only make whole tensors."""
         for live in lives if self.resizable else ():
-            if live.dtensor is not None and live.name in self.resizable:
+            if (live.dtensor is not None or live.part is not None) and live.name in self.resizable:
+                kind = "DTensor" if live.part is None else "part of a tensor"
                 raise UnsupportedError(
-                    f"The buffer {live.name!r} is a DTensor that was added or resized after the model was built. A "
+                    f"The buffer {live.name!r} is a {kind} that was added or resized after the model was built. A "
                     "restore could not make it again. Give the model this buffer, in its final size, when it is built."
                 )
 
@@ -388,7 +394,12 @@ class Capture:
         """Return ``lives``, in which the present buffers are replaced by those that were read right after the update.
         The two may differ in shape."""
         tied = {live.name for live in lives if live.alias is not None}
-        buffers = [Live(name, "buffer", t, None, None) for name, t in provisional.buffers.items() if name not in tied]
+        parts = {live.name: live.part for live in lives if live.part is not None}
+        buffers = [
+            Live(name, "buffer", t, None, None, part=parts.get(name))
+            for name, t in provisional.buffers.items()
+            if name not in tied
+        ]
         return [live for live in lives if live.role != "buffer" or live.alias is not None] + buffers
 
     def tensors(self) -> list[Live]:
@@ -404,6 +415,7 @@ class Capture:
         for view in self.optimizers:
             lives.extend(view.outside())
             lives.extend(view.state_tensors())
+        assign_parts(self.layout, lives)
         self.shares.assign(lives)
         self.devices.set_tensors(live.tensor for live in lives)
         self._tensor_list = tensor_list_of(lives, self.model.vacant(), self.optimizers)

@@ -329,7 +329,7 @@ class GroupStart:
         file.create_at_once(pipeline)
 
     def _identity(self, file: PoolFile, run_id: bytes, world_id: bytes) -> GroupIdentity:
-        mesh_shape, coordinate = mesh_of(file.capture.tensors())
+        mesh_shape, coordinate = mesh_of(file.capture.tensors(), file.arguments.layout)
         return GroupIdentity(
             run_id=run_id,
             world_id=world_id,

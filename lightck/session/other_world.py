@@ -39,14 +39,15 @@ from lightck.restore.directory import Held, common_checkpoints, logical_of
 from lightck.restore.logical import Relocated
 from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_state, refuse_different_ranks
 from lightck.restore.recover import LiveRestore
+from lightck.restore.together import refuse_other_layouts
 from lightck.restore.usable import parse
 from lightck.session.arguments import Arguments
 from lightck.session.fetch_pools import Hosts, WorldFacts, fetch, path_of_copy, remove_copies, report
 from lightck.session.group import Group, directory_id, path_of_pool
 from lightck.state import rng
-from lightck.state.inventory import ModelView
 from lightck.state.local_tensors import reshard
 from lightck.state.parts import Part, parts_of
+from lightck.state.rules import tensors_of
 
 log = logging.getLogger("lightck")
 
@@ -113,7 +114,8 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
     ``UnsupportedError`` if the ranks have several directories; ``RankError`` if no checkpoint can be chosen;
     ``PoolLockedError`` if a pool is in use."""
     reshard(arguments.model)
-    parts = parts_of(ModelView(arguments.model).tensors(None))
+    refuse_other_layouts(arguments.layout, meeting)
+    parts = parts_of(tensors_of(arguments.model, arguments.layout))
     is_lost = arguments.resume and path_of_pool(directory, group.rank, group.world_size) is None
     own = [_has_other_world(directory, group, parts), directory_id(directory), is_lost, _is_empty(directory)]
     found = [msgpack.unpackb(one) for one in meeting.exchange("kinds of pools", msgpack.packb(own))]

@@ -34,6 +34,7 @@ from lightck.session.discover import Found
 from lightck.state.inventory import entry_of
 from lightck.state.parts import refuse_parts
 from lightck.state.predict import predict
+from lightck.state.rules import with_part_of_param
 from lightck.tiers.keep import refuse_unexportable
 
 log = logging.getLogger("lightck")
@@ -190,6 +191,7 @@ class PoolFile:
             strict=True,
             unused_is_drift=True,
             of_rank=True,
+            layout=self.arguments.layout,
         )
 
     @staticmethod
@@ -286,5 +288,6 @@ class PoolFile:
             if predicted is None:
                 return None
             for entry in predicted:
+                entry = entry if self.capture.layout is None else with_part_of_param(entry, self.entries)
                 entries.setdefault(entry.name, entry)
         return entries

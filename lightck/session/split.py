@@ -5,7 +5,7 @@ once for each rank. A parameter is divided if DistributedDataParallel keeps it e
 its bytes are equal now on all ranks of this host. The ranks compare digests. Optimizer state that exists already is
 compared too; what differs is written whole by each rank. From then on ``CrossCheck`` compares what the ranks hold.
 
-If one of the tensors of the model is a part (a DTensor), nothing is divided.
+If one of the tensors of the model is a part (a DTensor), or if there is a layout, nothing is divided.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def shares_of(
     rank, what identifies its host and its directory."""
     own = directory_ids[group.rank]
     of_host = [rank for rank, one in enumerate(directory_ids) if one == own]
-    if len(set(directory_ids)) == len(directory_ids):
-        return Shares()  # no two ranks are on one host
+    if capture.layout is not None or len(set(directory_ids)) == len(directory_ids):
+        return Shares()  # the ranks hold parts, or no two of them are on one host
     lives = [live for live in capture.tensors() if live.alias is None]
     candidates = _candidates(lives, replicated_parameters(capture.model.model, group.members))
     state = [live for live in lives if live.role == "optimizer" and f"model/{param_of(live.name)}" in candidates]

@@ -19,7 +19,7 @@ from lightck.pool.format.shares import Share, entry_of_share
 from lightck.state.device_transfers import is_dense_tensor
 from lightck.state.local_tensors import is_dtensor, is_fully_sharded, local_of, refuse_unrestorable_state, stands_in
 from lightck.state.optimizer_wrappers import WrapperRole, has_own_state, inner_of, wrapper_roles
-from lightck.state.parts import part_of
+from lightck.state.parts import Part, part_of_live
 from lightck.state.storable import dtype_name, refuse_hidden_state, refuse_script, refuse_unstorable
 
 _WRAPPERS = {
@@ -59,6 +59,9 @@ class Live:
     strategy need not write them again."""
     share: Share | None = None
     """The rows that this rank writes, if the ranks of a host divide the tensor; None: all."""
+    part: Part | None = None
+    """The part that ``tensor`` is, if it is a plain tensor for which a layout has a rule; None: no rule, or it is
+    whole."""
 
     @property
     def held(self) -> torch.Tensor:
@@ -504,7 +507,7 @@ def entry_of(live: Live) -> Entry:
     if not is_dense_tensor(tensor):
         stride = contiguous_stride(shape)
     nbytes = 0 if live.alias else tensor.numel() * tensor.element_size()
-    logical_shape, pieces = part_of(live.name, live.dtensor)
+    logical_shape, pieces = part_of_live(live)
     entry = Entry(
         live.name,
         live.role,

@@ -1,8 +1,8 @@
-"""Parts of tensors: which elements of a logical tensor the local tensor of its DTensor holds.
+"""Parts of tensors: which elements of a logical tensor a local tensor holds.
 
-A DTensor on a mesh of several ranks counts as a part, even if each rank holds all elements. Its entry in the pool says
-which part it is (``pieces``), so that nobody takes it for the whole tensor. Only the pools of ranks that checkpoint
-together hold parts.
+A DTensor on a mesh of several ranks counts as a part, even if each rank holds all elements; so does a plain tensor for
+which a layout has a rule (``state/rules.py``). Its entry in the pool says which part it is (``pieces``), so that nobody
+takes it for the whole tensor. Only the pools of ranks that checkpoint together hold parts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lightck.errors import StateValueError, UnsupportedError
+from lightck.layout import Layout
 from lightck.pool.format import pieces
 from lightck.pool.format.boxes import Ints
 from lightck.pool.format.pieces import Piece, local_pieces
@@ -34,6 +35,14 @@ class Part(NamedTuple):
 def is_part(held: torch.Tensor) -> bool:
     """Whether this is a DTensor on a mesh of several ranks, one of which is this process."""
     return is_dtensor(held) and held.device_mesh.size() > 1 and local_of(held) is not held
+
+
+def part_of_live(live: Live) -> tuple[Ints | None, tuple[Piece, ...] | None]:
+    """Return the logical shape and the pieces of a live tensor; None and None if it is no part. Raises as ``part_of``
+    does."""
+    if live.part is not None:
+        return live.part.logical_shape, live.part.pieces
+    return part_of(live.name, live.dtensor)
 
 
 def part_of(name: str, held: torch.Tensor | None) -> tuple[Ints | None, tuple[Piece, ...] | None]:
@@ -64,19 +73,20 @@ def parts_of(lives: Iterable[Live]) -> dict[str, Part]:
     """Return name -> part, of those of these tensors that are parts. Raises as ``part_of`` does."""
     found: dict[str, Part] = {}
     for live in lives:
-        shape, held_pieces = part_of(live.name, live.dtensor)
+        shape, held_pieces = part_of_live(live)
         if shape is not None and held_pieces is not None:
             found[live.name] = Part(tuple(live.tensor.shape), shape, held_pieces)
     return found
 
 
-def mesh_of(lives: Iterable[Live]) -> tuple[Ints, Ints]:
+def mesh_of(lives: Iterable[Live], layout: Layout | None = None) -> tuple[Ints, Ints]:
     """Return the shape of the device mesh of these tensors, and the coordinate of this process in it. If the tensors
-    have several meshes, the one with the most ranks is taken. Without a mesh of several ranks, both are empty."""
+    have several meshes, the one with the most ranks is taken. Without a mesh of several ranks, the ranks of the layout
+    count as one; without a layout, both are empty."""
     meshes = [live.dtensor.device_mesh for live in lives if is_dtensor(live.dtensor)]
     mesh = max(meshes, key=lambda one: (one.size(), one.ndim), default=None)
     if mesh is None or mesh.size() < 2 or mesh.get_coordinate() is None:
-        return (), ()
+        return ((), ()) if layout is None else ((layout.place.size,), (layout.place.rank,))
     return tuple(mesh.shape), tuple(mesh.get_coordinate())
 
 

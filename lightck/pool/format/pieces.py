@@ -100,7 +100,7 @@ def local_pieces(
         dim = _sharded_dim(placement, mesh_dim, len(shape))
         if dim is not None:
             dims[dim] = _own_runs(dims[dim], placement, mesh_shape[mesh_dim], coordinate[mesh_dim])
-    return tuple(map(_total, dims)), tuple(_product(dims))
+    return tuple(map(_total, dims)), tuple(pieces_of_runs(dims))
 
 
 def _sharded_dim(placement: Placement, mesh_dim: int, ndim: int) -> int | None:
@@ -122,20 +122,20 @@ def _sharded_dim(placement: Placement, mesh_dim: int, ndim: int) -> int | None:
     return placement.dim
 
 
-_Runs: TypeAlias = list[tuple[int, int]]
+Runs: TypeAlias = list[tuple[int, int]]
 """What a local tensor holds of one dimension, in its order: start and length of each run. No run is empty, and no run
 continues the one before it."""
 
 
-def _total(runs: _Runs) -> int:
+def _total(runs: Runs) -> int:
     return sum(length for _, length in runs)
 
 
-def _own_runs(runs: _Runs, placement: Placement, ranks: int, rank: int) -> _Runs:
+def _own_runs(runs: Runs, placement: Placement, ranks: int, rank: int) -> Runs:
     """Return what ``rank`` of ``ranks`` gets of these runs."""
     length = _total(runs)
     each = -(-length // placement.split_factor) if isinstance(placement, StridedShard) else length
-    taken: _Runs = []
+    taken: Runs = []
     for low in range(0, length, each) if length else ():
         start, stop = _chunk(min(each, length - low), ranks, rank)
         for begin, n in _between(runs, low + start, low + stop):
@@ -151,7 +151,7 @@ def _chunk(length: int, chunks: int, index: int) -> tuple[int, int]:
     return min(each * index, length), min(each * (index + 1), length)
 
 
-def _between(runs: _Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _between(runs: Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yield the runs of the elements at positions ``start`` to ``stop`` (excluded) of the local tensor."""
     at = 0
     for begin, length in runs:
@@ -161,8 +161,9 @@ def _between(runs: _Runs, start: int, stop: int) -> Iterator[tuple[int, int]]:
         at += length
 
 
-def _product(dims: list[_Runs]) -> Iterator[Piece]:
-    """Yield a piece for each way to choose a run of each dimension, in C order of the local tensor."""
+def pieces_of_runs(dims: list[Runs]) -> Iterator[Piece]:
+    """Yield a piece for each way to choose a run of each dimension, in C order of the local tensor. ``dims``: the runs
+    of each dimension."""
     placed = []
     for runs in dims:
         ends = itertools.accumulate(length for _, length in runs)

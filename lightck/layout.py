@@ -1,0 +1,318 @@
+"""Which part of each tensor a rank holds, in tensor parallel code without DTensors (the conventions of Megatron).
+
+::
+
+    from lightck.layout import Fused, Layout, Padded, Shard
+
+    layout = Layout({r".*\\.qkv\\.weight": Fused(0, (512, 128, 128)), r".*\\.proj\\.weight": Shard(1)}, rank, size)
+    lightck.attach(model, "pools", layout=layout, resume=True)
+
+A rule says how the plain tensor of each rank (the *local tensor*) lies in the tensor that the model would have in a
+single process (the *logical tensor*). A tensor without a rule is whole on every rank. Nothing here knows of torch: a
+rule makes pieces from a shape.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightck.errors import LayoutError, listed
+from lightck.pool.format.boxes import Ints
+from lightck.pool.format.pieces import Piece, Runs, pieces_of_runs
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a rank in a layout."""
+
+    rank: int
+    size: int
+
+
+class Rule(ABC):
+    """What the ranks of a layout hold of one tensor; one of the classes below."""
+
+    __slots__ = ()
+
+    @property
+    def common(self) -> str:
+        """What is the same on all ranks, as a text."""
+        return repr(self)
+
+    @abstractmethod
+    def part(self, shape: Ints, place: Place) -> tuple[Ints, tuple[Piece, ...]] | None:
+        """Return the logical shape and the pieces of a local tensor of this shape; None if it is the whole tensor.
+        Raises ``ValueError``, with a sentence, if the shape does not fit the rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated(Rule):
+    """Every rank holds the whole tensor, as if there were no rule."""
+
+    def part(self, shape: Ints, place: Place) -> None:
+        """Return None."""
+
+
+class _AlongDim(Rule):
+    """A rule that cuts one dimension."""
+
+    __slots__ = ()
+    dim: int
+
+    def part(self, shape: Ints, place: Place) -> tuple[Ints, tuple[Piece, ...]]:
+        """Return the logical shape and the pieces of a local tensor of this shape. Raises as ``Rule.part`` does."""
+        if self.dim >= len(shape):
+            raise ValueError(f"the tensor has {len(shape)} dimensions, and none with the number {self.dim}")
+        length, runs = self._runs(shape[self.dim], place)
+        dims: list[Runs] = [[(0, size)] if size else [] for size in shape]
+        dims[self.dim] = _joined(runs)
+        return (*shape[: self.dim], length, *shape[self.dim + 1 :]), tuple(pieces_of_runs(dims))
+
+    @abstractmethod
+    def _runs(self, length: int, place: Place) -> tuple[int, Runs]:
+        """Return the length of the logical tensor along ``dim``, and which of its elements the rank holds there: start
+        and length of each run, in the order of the local tensor. ``length``: of the local tensor. Raises
+        ``ValueError``."""
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Leave out empty runs, and make one run of two that touch."""
+    found: Runs = []
+    for start, length in runs:
+        if length and found and sum(found[-1]) == start:
+            start, length = found[-1][0], found.pop()[1] + length
+        if length:
+            found.append((start, length))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(_AlongDim):
+    """The tensors of the ranks, one after the other along dimension ``dim``, are the logical tensor. ``sizes``: the
+    length of each rank's tensor there; None: all have the same length."""
+
+    dim: int
+    sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check_dim(self, self.dim)
+        if self.sizes is not None:
+            object.__setattr__(self, "sizes", _checked_sizes(self, self.sizes))
+
+    def _runs(self, length: int, place: Place) -> tuple[int, Runs]:
+        if self.sizes is None:
+            return length * place.size, [(place.rank * length, length)]
+        if len(self.sizes) != place.size:
+            raise ValueError(f"it has {len(self.sizes)} sizes for {place.size} ranks")
+        if self.sizes[place.rank] != length:
+            raise ValueError(f"it gives rank {place.rank} the length {self.sizes[place.rank]}, which is {length}")
+        return sum(self.sizes), [(sum(self.sizes[: place.rank]), length)]
+
+
+@dataclass(frozen=True, slots=True)
+class Fused(_AlongDim):
+    """The logical tensor is several tensors, one after the other along dimension ``dim``, of these lengths. Each of
+    them is divided evenly among the ranks. A rank holds its part of the first, then its part of the second, and so on
+    (query, key and value; gate and up)."""
+
+    dim: int
+    sizes: tuple[int, ...]
+    """Of the whole tensors, and not of a rank's parts."""
+
+    def __post_init__(self) -> None:
+        _check_dim(self, self.dim)
+        object.__setattr__(self, "sizes", _checked_sizes(self, self.sizes))
+
+    def _runs(self, length: int, place: Place) -> tuple[int, Runs]:
+        uneven = next((size for size in self.sizes if size % place.size), None)
+        if uneven is not None:
+            raise ValueError(f"{uneven} cannot be divided among {place.size} ranks evenly")
+        whole = sum(self.sizes)
+        if whole != length * place.size:
+            raise ValueError(
+                f"its sizes are {whole} together, and {place.size} ranks with {length} each have {length * place.size}"
+            )
+        runs, begin = [], 0
+        for size in self.sizes:
+            each = size // place.size
+            runs.append((begin + place.rank * each, each))
+            begin += size
+        return whole, runs
+
+
+@dataclass(frozen=True, slots=True)
+class Padded(_AlongDim):
+    """As ``Shard(dim)``, with padding at the end, which is no part of the logical tensor: that has the length ``size``
+    along ``dim`` (a vocabulary that was made larger, so that it can be divided)."""
+
+    dim: int
+    size: int
+
+    def __post_init__(self) -> None:
+        _check_dim(self, self.dim)
+        _checked_sizes(self, (self.size,))
+
+    def _runs(self, length: int, place: Place) -> tuple[int, Runs]:
+        if self.size > length * place.size:
+            raise ValueError(f"{place.size} ranks with {length} each have {length * place.size}, and not {self.size}")
+        start = min(place.rank * length, self.size)
+        return self.size, [(start, min(length, self.size - start))]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat(Rule):
+    """The rank's tensor has one dimension, and holds the elements ``start`` to ``stop`` (excluded) of a logical tensor
+    of one dimension (ZeRO). Further elements of the rank's tensor are padding. Each rank gives its own range, and all
+    ranges together must cover the tensor."""
+
+    shape: tuple[int, ...]
+    """Of the logical tensor; the same on all ranks. A pool cannot say which elements of a tensor with more dimensions a
+    flat tensor holds, so such a shape is refused."""
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", _checked_sizes(self, self.shape))
+        if len(self.shape) != 1:
+            raise ValueError(
+                f"Flat: the shape {self.shape} does not have one dimension. Pass (number of elements,): the logical "
+                "tensor in the pool is then flat, too."
+            )
+        _checked_sizes(self, (self.start, self.stop))
+        if not self.start <= self.stop <= self.shape[0]:
+            raise ValueError(f"Flat: a tensor of shape {self.shape} has no elements {self.start} to {self.stop}.")
+
+    @property
+    def common(self) -> str:
+        """The shape."""
+        return f"Flat(shape={self.shape!r})"
+
+    def part(self, shape: Ints, place: Place) -> tuple[Ints, tuple[Piece, ...]]:
+        """Return the logical shape and the pieces of a local tensor of this shape. Raises as ``Rule.part`` does."""
+        length = self.stop - self.start
+        if len(shape) != 1 or shape[0] < length:
+            raise ValueError(f"it has not one dimension with {length} elements or more")
+        return self.shape, tuple(pieces_of_runs([_joined([(self.start, length)])]))
+
+
+def uncovered(ranges: Sequence[Mapping[str, Sequence[int]]]) -> str | None:
+    """Return a text about elements of a flat tensor that no rank holds; None if there are none. ``ranges``: for each
+    rank, ``Layout.ranges``, with the same patterns on all."""
+    for pattern in ranges[0] if ranges else ():
+        end, size = 0, ranges[0][pattern][2]
+        for start, stop, _ in sorted(tuple(one[pattern]) for one in ranges):
+            if start > end:
+                break
+            end = max(end, stop)
+        if end < size:
+            return f"the elements from {end} on of the tensors that match {pattern!r}"
+    return None
+
+
+def _check_dim(rule: Rule, dim: object) -> None:
+    if type(dim) is not int or dim < 0:
+        raise ValueError(f"{type(rule).__name__}: dim={dim!r}. Pass the number of a dimension, from 0.")
+
+
+def _checked_sizes(rule: Rule, sizes: Sequence[object]) -> tuple[int, ...]:
+    """Return the sizes as a tuple. Raises ``ValueError``."""
+    found = tuple(size for size in sizes if type(size) is int and size >= 0)
+    if len(found) != len(sizes) or not found:
+        raise ValueError(f"{type(rule).__name__}: the sizes are {sizes!r}. Pass numbers of elements, from 0.")
+    return found
+
+
+class Layout:
+    """Which part of each tensor this rank holds: ``layout=`` of :func:`lightck.attach` and :func:`lightck.recover`.
+
+    Args:
+        rules: pattern -> ``Shard``, ``Fused``, ``Padded``, ``Flat`` or ``Replicated``. A pattern is a regular
+            expression that matches the whole name of a parameter or buffer, as in the state_dict of the plain model. At
+            most one may match a name, and each must match one. Optimizer state of the parameter's shape follows it.
+        rank: the number of this rank among those that share the tensors (the tensor parallel rank).
+        size: how many ranks share them.
+    """
+
+    def __init__(self, rules: Mapping[str, Rule], rank: int, size: int) -> None:
+        if type(rank) is not int or type(size) is not int or not 0 <= rank < size:
+            raise ValueError(f"rank={rank!r}, size={size!r}: pass the number of ranks, and a number below it, from 0.")
+        for pattern, rule in rules.items():
+            if not isinstance(rule, Rule):
+                raise TypeError(
+                    f"the rule of {pattern!r} is a {type(rule).__name__}. Pass Shard, Fused or another rule."
+                )
+        self.place = Place(rank, size)
+        self._rules = [(re.compile(pattern), rule) for pattern, rule in rules.items()]
+        self._found: dict[str, Rule | None] = {}
+
+    def __repr__(self) -> str:
+        return f"Layout({self._texts()}, rank={self.place.rank}, size={self.place.size})"
+
+    def _texts(self) -> dict[str, Rule]:
+        return {pattern.pattern: rule for pattern, rule in self._rules}
+
+    @property
+    def description(self) -> str:
+        """What must be the same on all ranks, as a text."""
+        rules = sorted(f"{pattern!r}: {rule.common}" for pattern, rule in self._texts().items())
+        return f"{{{', '.join(rules)}}}, size={self.place.size}"
+
+    @property
+    def ranges(self) -> dict[str, tuple[int, int, int]]:
+        """Pattern -> start, stop and number of elements of the logical tensor, of each ``Flat``."""
+        flat = {pattern: rule for pattern, rule in self._texts().items() if isinstance(rule, Flat)}
+        return {pattern: (rule.start, rule.stop, rule.shape[0]) for pattern, rule in flat.items()}
+
+    def rule_of(self, name: str) -> Rule | None:
+        """Return the rule for the tensor of this name; None if there is none. Raises ``LayoutError`` if there are
+        two."""
+        if name not in self._found:
+            matching = [(pattern.pattern, rule) for pattern, rule in self._rules if pattern.fullmatch(name)]
+            if len(matching) > 1:
+                raise LayoutError(
+                    f"Two rules of layout= match the tensor {name!r}: {matching[0][0]!r} and {matching[1][0]!r}, so "
+                    "nobody knows which part of it a rank holds. Write the patterns so that one of them matches."
+                )
+            self._found[name] = matching[0][1] if matching else None
+        return self._found[name]
+
+    def part(self, name: str, rule: Rule, shape: Ints) -> tuple[Ints, tuple[Piece, ...]] | None:
+        """Return the logical shape and the pieces of a local tensor; None if it is the whole tensor. Raises
+        ``LayoutError``. ``name``: for the error."""
+        try:
+            return rule.part(shape, self.place)
+        except ValueError as err:
+            raise LayoutError(
+                f"The rule {rule!r} of layout= does not fit the tensor {name!r}, which has the shape {list(shape)} on "
+                f"rank {self.place.rank} of {self.place.size}: {err}. Give the sizes of the whole tensor, as a single "
+                "process would have it, and the dimension along which the ranks hold parts of it."
+            ) from err
+
+    def refuse_unused(self, names: Iterable[str]) -> None:
+        """Raise ``LayoutError`` if a rule matches none of these names, which are those of all tensors."""
+        known = list(names)
+        for pattern, _ in self._rules:
+            if not any(pattern.fullmatch(name) for name in known):
+                raise LayoutError(
+                    f"The rule {pattern.pattern!r} of layout= matches no parameter and no buffer of the model, whose "
+                    f"tensors are {listed(known) or 'none'}. A pattern matches the whole name: write r'.*\\.weight' "
+                    "for all weights. Correct the pattern, or remove the rule."
+                )
+
+
+def refuse_other_than_layout(layout: object, *, is_used: bool) -> None:
+    """Raise ``TypeError`` for a ``layout=`` that is no ``Layout``, and ``LayoutError`` if there are no ranks that could
+    share tensors, so that it would not be used."""
+    if layout is None:
+        return
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout is a {type(layout).__name__}. Pass lightck.layout.Layout(rules, rank=..., size=...).")
+    if not is_used:
+        raise LayoutError(
+            "layout= says which part of each tensor a rank holds, and there is no group of ranks here (attach in a "
+            "single process or with group=False; recover without a model, or from the pool of a single process). Pass "
+            "the directory of a group of ranks, and recover a model; or leave layout= out."
+        )

@@ -1,0 +1,82 @@
+"""The rules of a layout for live tensors: which part of a logical tensor a plain tensor is (``Live.part``).
+
+A rule is for a parameter or a buffer, under any of its names. Optimizer state of the parameter's shape is the same part
+of its logical tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from lightck.errors import LayoutError
+from lightck.layout import Layout, Rule
+from lightck.pool.format.layout import Entry
+from lightck.state.inventory import Live, ModelView, param_of
+from lightck.state.parts import Part
+
+
+def tensors_of(model: nn.Module, layout: Layout | None) -> list[Live]:
+    """Return the tensors of a model, with their parts. Raises ``LayoutError`` unless each rule fits them."""
+    lives = ModelView(model).tensors(None)
+    if layout is not None:
+        layout.refuse_unused([live.name.removeprefix("model/") for live in lives])
+        assign_parts(layout, lives)
+    return lives
+
+
+def assign_parts(layout: Layout | None, lives: Sequence[Live]) -> None:
+    """Set ``Live.part`` of each of these tensors that has a rule. Optimizer state comes after its parameter. Raises
+    ``LayoutError``."""
+    if layout is None:
+        return
+    rules = _rules_by_owner(layout, lives)
+    parts: dict[str, Part] = {}
+    for live in lives:
+        owner = live.alias or live.name
+        if live.role in ("param", "buffer"):
+            part = _part(layout, rules.get(owner), live)
+            if part is not None:
+                live.part = parts[owner] = parts[live.name] = part
+        elif live.role == "optimizer":
+            part = parts.get(f"model/{param_of(owner)}")
+            live.part = part if part is not None and part.shape == tuple(live.tensor.shape) else None
+
+
+def _rules_by_owner(layout: Layout, lives: Iterable[Live]) -> dict[str, Rule]:
+    """Return the rule of each tensor, under the name under which its bytes are saved. Raises ``LayoutError`` if two
+    names of one tensor have different rules."""
+    found: dict[str, Rule] = {}
+    for live in lives:
+        if not live.name.startswith("model/"):
+            continue
+        rule, owner = layout.rule_of(live.name.removeprefix("model/")), live.alias or live.name
+        if rule is not None and found.setdefault(owner, rule) != rule:
+            raise LayoutError(
+                f"The tensors {owner!r} and {live.name!r} are tied, and layout= has different rules for them: "
+                f"{found[owner]!r} and {rule!r}. Give both the same rule, or only one of them a rule."
+            )
+    return found
+
+
+def _part(layout: Layout, rule: Rule | None, live: Live) -> Part | None:
+    if rule is None:
+        return None
+    if live.dtensor is not None or live.held is not live.tensor:
+        raise LayoutError(
+            f"layout= has the rule {rule!r} for the tensor {live.name!r}, which is a DTensor and says by itself which "
+            "part of it a rank holds. Remove the rule."
+        )
+    shape = tuple(live.tensor.shape)
+    found = layout.part(live.name.removeprefix("model/"), rule, shape)
+    return None if found is None else Part(shape, *found)
+
+
+def with_part_of_param(entry: Entry, entries: Mapping[str, Entry]) -> Entry:
+    """Return the entry of predicted optimizer state, as the part that its parameter is. ``entries``: name -> entry of
+    the parameters."""
+    param = entries.get(f"model/{param_of(entry.name)}")
+    if param is None or param.pieces is None or param.shape != entry.shape:
+        return entry
+    return entry._replace(logical_shape=param.logical_shape, pieces=param.pieces)
