@@ -196,11 +196,11 @@ class PoolWriter:
     def add(self, entries: Sequence[Entry], present: set[str]) -> None:
         """Find extents in the reserve for new or changed tensors. Raises ``RelayoutNeededError`` if there is no room.
 
-        ``present``: names of all tensors in the next checkpoint. If the reserve is full, the extents of tensors that
-        are not in ``present`` are reused. No checkpoint may be in flight: the engine writes into the slot images, and
-        this method replaces them."""
+        ``present``: names of all tensors in the next checkpoint. If the reserve is full, extents of other tensors are
+        reused. No checkpoint may be in flight: the engine writes into the slot images, which this method replaces."""
         assert not any(slot.in_flight for slot in self.slots.slots), "images in use"
-        self.resized.update(entry.name for entry in entries if entry.name in self.numbers)
+        before = [self.entries[self.numbers[entry.name]] for entry in entries if entry.name in self.numbers]
+        self.resized.update(one.name for one in before if not any(map(one.is_same_tensor, entries)))
         try:
             for entry in entries:
                 number = self._number_for(entry)

@@ -354,9 +354,10 @@ def _warn_differences(logical: LogicalCheckpoint, roles: Sequence[str] = ("param
     differing = logical.differing(roles)
     if differing:
         log.warning(
-            "lightck: %d tensors of step %d differ between ranks, and those of rank 0 are taken: %s. Each rank has its "
-            "own statistics of BatchNorm, so these may differ; parameters should not differ",
+            "lightck: ranks have different bytes in %d tensor%s of step %d, and those of rank 0 are taken: %s. Each "
+            "rank has its own statistics of BatchNorm, so these may differ; parameters should not differ",
             len(differing),
+            "s" * (len(differing) != 1),
             logical.step,
             listed(differing),
         )

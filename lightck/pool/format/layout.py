@@ -73,6 +73,11 @@ class Entry(NamedTuple):
             other.device,
         ) and (self.logical_shape, self.pieces) == (other.logical_shape, other.pieces)
 
+    def is_same_tensor(self, other: Entry) -> bool:
+        """Whether the logical tensors have the same name, dtype and shape. (They may be other parts of it.)"""
+        one, two = (entry.logical_shape or entry.shape for entry in (self, other))
+        return (self.name, self.dtype, one) == (other.name, other.dtype, two)
+
     def to_map(self, *, has_group: bool = False) -> dict[str, object]:
         """Return the entry as the map that the table contains. ``has_group``: whether the pool is that of a rank. If
         it is not, the last four keys of the map carry no information: they are None, or follow from the shape.
