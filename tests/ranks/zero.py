@@ -57,6 +57,7 @@ CASES = {
     # parameters up: the universal checkpoint has other weights than the model.
     ROUND_ROBIN: Case(2, torch.float32, {"round_robin_gradients": True}),
     "ZeRO-2 in bf16, aligned": Case(2, torch.bfloat16, {"parameter_alignment": True}),  # padding between parameters
+    "ZeRO-2, both": Case(2, torch.float32, {"round_robin_gradients": True, "parameter_alignment": True}),
     "ZeRO-3": Case(3, torch.float32),
     "ZeRO-3 in bf16": Case(3, torch.bfloat16),
     "ZeRO-3, subgroups": Case(3, torch.float32, {"sub_group_size": 200}),  # a flat buffer for a few parameters each
