@@ -19,10 +19,10 @@ import torch
 from boxes_by_hand import at
 
 from lightck.pool.format.assembly import Copy, assembly, coverage, local_copies
-from lightck.pool.format.boxes import Ints, flat_boxes, whole_box
+from lightck.pool.format.boxes import Box, Ints, flat_boxes, intersection, whole_box
 from lightck.pool.format.pieces import Piece, Shard, local_pieces
 
-from . import tensor_parallel, zero
+from . import tensor_parallel, two_by_two, zero
 from .tensor_parallel import Merged
 from .zero import KINDS, Group, Saved
 
@@ -187,6 +187,44 @@ def test_flat_partitions_fill_the_shards_of_another_world(saved, case, mesh):
 def chunk(tensor: torch.Tensor, chunks: int, number: int, dim: int) -> torch.Tensor:
     found = tensor.chunk(chunks, dim)
     return found[number] if number < len(found) else tensor.narrow(dim, 0, 0)
+
+
+# -- ZeRO and tensor parallelism ---------------------------------------------------------------------------------------
+
+
+def pieces_of_boxes(of_slice: Held, pieces: Sequence[Piece]) -> Held:
+    """The boxes of a slice, cut where the pieces of the slice end, as pieces of the whole tensor."""
+    found: list[list[Piece]] = []
+    for (box,) in of_slice.pieces:
+        common = [intersection(Box(box.start, box.size), Box(piece.local_start, piece.size)) for piece in pieces]
+        found.append(
+            [
+                Piece(moved(one.start, piece.local_start, piece.start), one.size, moved(one.start, box.start))
+                for piece, one in zip(pieces, common, strict=True)
+                if one is not None
+            ]
+        )
+    return of_slice._replace(pieces=found)
+
+
+def moved(at: Ints, begin: Ints, to: Ints | None = None) -> Ints:
+    """Where an element lies in a box that begins at ``to`` instead of ``begin``."""
+    return tuple(a - b + c for a, b, c in zip(at, begin, to or (0,) * len(at), strict=True))
+
+
+def test_flat_partitions_of_slices_are_the_tensors_of_the_universal_checkpoint(folder_of_all):
+    """A flat range of a fused slice is boxes, and a box may have elements of query, key and value."""
+    slices = two_by_two.trained(folder_of_all / "two-by-two")
+    n_tensors = 0
+    for found in zip(*map(parameters, slices), strict=True):
+        name, case = found[0][0], two_by_two.LAYOUT[found[0][0]]
+        holders = [pieces_of_boxes(of_slice[3], pieces) for of_slice, pieces in zip(found, case.pieces(), strict=True)]
+        copies = assembly(case.shape, [pieces for of_slice in holders for pieces in of_slice.pieces])
+        for kind in KINDS:
+            locals_ = [tensor for _, _, group, of_slice in found for tensor in of_slice.tensors(group, kind)]
+            assert is_equal(filled(case.shape, copies, locals_), slices[0].universal[name][kind]), f"{name}, {kind}"
+            n_tensors += 1
+    assert n_tensors == len(two_by_two.LAYOUT) * len(KINDS)
 
 
 # -- tensor parallelism ------------------------------------------------------------------------------------------------

@@ -93,9 +93,9 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def _deepspeed(rank: int) -> Any:
+def imported(rank: int, n_ranks: int) -> Any:
     """Import DeepSpeed for the CPU, in a process group that exists."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(N_RANKS)}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n_ranks)}
     deepspeed = importlib.import_module("deepspeed")
     # An operator for shared memory would be compiled, which takes minutes. gloo does without it.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
@@ -153,32 +153,37 @@ def trained(folder: Path) -> dict[str, Saved]:
     """Train as each of ``CASES`` says, save and convert. Return what was saved."""
 
     def trains(rank: int) -> None:
-        deepspeed = _deepspeed(rank)
+        deepspeed = imported(rank, N_RANKS)
         for name, case in CASES.items():
             _train(deepspeed, rank, case, folder / name)
 
     def converts(rank: int) -> dict[str, Saved]:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        return {name: _saved(case, folder / name) for name, case in CASES.items()}
+        for name in CASES:
+            convert(folder / name)
+        return {name: saved(case.stage, folder / name) for name, case in CASES.items()}
 
     values(run_ranks(N_RANKS, trains))
     return values(run_ranks(1, converts, has_group=False))[0]
 
 
-def _saved(case: Case, folder: Path) -> Saved:
-    _convert(folder / "saved", folder / "universal")
-    states = [_load(path)["optimizer_state_dict"] for path in sorted((folder / "saved").glob("*_optim_states.pt"))]
-    model = _load(min((folder / "saved").glob("*_model_states.pt")))
-    groups = [_group(case.stage, states, number, shapes) for number, shapes in enumerate(model["param_shapes"])]
+def saved(stage: int, folder: Path, slice_number: int = 0) -> Saved:
+    """Read what was saved, under tensor parallelism that of the ranks with this slice."""
+    of_slice = f"*mp_rank_{slice_number:02d}"
+    states = [
+        _load(path)["optimizer_state_dict"] for path in sorted((folder / "saved").glob(f"{of_slice}_optim_states.pt"))
+    ]
+    model = _load(min((folder / "saved").glob(f"{of_slice}_model_states.pt")))
+    groups = [_group(stage, states, number, shapes) for number, shapes in enumerate(model["param_shapes"])]
     universal = {name: _universal(folder, name) for group in groups for name in group.shapes}
-    return Saved(case.stage, groups, universal, model["module"])
+    return Saved(stage, groups, universal, model["module"])
 
 
-def _convert(saved: Path, universal: Path) -> None:
+def convert(folder: Path) -> None:
     """Run DeepSpeed's tool, in this process."""
     tool = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
     options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    folders = {"input_folder": str(saved), "output_folder": str(universal)}
+    folders = {"input_folder": str(folder / "saved"), "output_folder": str(folder / "universal")}
     tool.main(argparse.Namespace(**folders, **options, inject_missing_state=True))
 
 
