@@ -12,7 +12,7 @@ from ranked import run_ranks, values
 from torch import nn
 
 from . import zero
-from .tensor_parallel import Case, fused
+from .deepspeed_slices import Case, fused
 from .zero import BATCH, STEPS, Saved
 
 N_SLICES = 2
