@@ -114,8 +114,8 @@ def attach(
         CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` is True.
         PoolError: the pool cannot be created, opened, locked or read.
         DriftError, CorruptPoolError: ``resume=True``, and the checkpoint does not fit, or none is intact.
-        RankError: the ranks disagree, or another rank failed or did not come within ``timeout``.
-        AmbiguousError, StateValueError, LateError, LayoutError, SessionError, UnsupportedError, MediumError, KeepError.
+        RankError, LayoutError: ranks or layouts do not fit; another rank failed or did not come within ``timeout``.
+        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError: see errors.
     """
     save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split)
     arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options, layout)

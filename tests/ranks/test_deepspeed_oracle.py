@@ -22,7 +22,7 @@ from lightck.pool.format.assembly import Copy, assembly, coverage, local_copies
 from lightck.pool.format.boxes import Box, Ints, flat_boxes, intersection, whole_box
 from lightck.pool.format.pieces import Piece, Shard, local_pieces
 
-from . import deepspeed_slices, two_by_two, zero
+from . import two_by_two, zero
 from .deepspeed_slices import Merged
 from .zero import KINDS, Group, Saved
 
@@ -232,31 +232,31 @@ def test_flat_partitions_of_slices_are_the_tensors_of_the_universal_checkpoint(f
 
 @pytest.fixture(scope="module")
 def merged(folder_of_all: Path) -> dict[str, Merged]:
-    return tensor_parallel.merged(folder_of_all / "tensor-parallel")
+    return deepspeed_slices.merged(folder_of_all / "tensor-parallel")
 
 
-@pytest.mark.parametrize("name", tensor_parallel.CASES)
+@pytest.mark.parametrize("name", deepspeed_slices.CASES)
 def test_slices_are_the_tensor_that_deepspeed_merges(merged, name):
-    case = tensor_parallel.CASES[name]
+    case = deepspeed_slices.CASES[name]
     copies = assembly(case.logical_shape, case.pieces())
-    for kind, whole in tensor_parallel.tensors(case).items():
+    for kind, whole in deepspeed_slices.tensors(case).items():
         ours = filled(case.logical_shape, copies, case.slices(whole))
         assert is_equal(ours, merged[name].tensors[kind])
         assert is_equal(ours, whole[: case.logical_shape[0]])
 
 
-@pytest.mark.parametrize("name", [name for name, case in tensor_parallel.CASES.items() if case.map])
+@pytest.mark.parametrize("name", [name for name, case in deepspeed_slices.CASES.items() if case.map])
 def test_pieces_are_the_views_of_the_affine_map(merged, name):
-    assert [set(pieces) for pieces in tensor_parallel.CASES[name].pieces()] == merged[name].pieces
+    assert [set(pieces) for pieces in deepspeed_slices.CASES[name].pieces()] == merged[name].pieces
 
 
-@pytest.mark.parametrize("name", tensor_parallel.CASES)
+@pytest.mark.parametrize("name", deepspeed_slices.CASES)
 def test_slices_are_filled_from_the_tensor_that_deepspeed_merges(merged, name):
     """The way back. What no piece fills is padding."""
-    case = tensor_parallel.CASES[name]
+    case = deepspeed_slices.CASES[name]
     shape = case.logical_shape
     whole = [Piece(*whole_box(shape), (0,) * len(shape))]
-    for kind, tensor in tensor_parallel.tensors(case).items():
+    for kind, tensor in deepspeed_slices.tensors(case).items():
         tensor[shape[0] :] = torch.nan
         for pieces, expected in zip(case.pieces(), case.slices(tensor), strict=True):
             found = filled(expected.shape, local_copies(shape, pieces, [whole]), [merged[name].tensors[kind]])
