@@ -22,7 +22,7 @@ from lightck.pool.format.assembly import Copy, assembly, coverage, local_copies
 from lightck.pool.format.boxes import Box, Ints, flat_boxes, intersection, whole_box
 from lightck.pool.format.pieces import Piece, Shard, local_pieces
 
-from . import two_by_two, zero
+from . import deepspeed_slices, two_by_two, zero
 from .deepspeed_slices import Merged
 from .zero import KINDS, Group, Saved
 
