@@ -142,7 +142,7 @@ def test_a_lost_part_is_named(rank):
         decide(reports, resume=True, overwrite=False)
     assert str(caught.value).startswith(
         "The pool of rank 1 (host b) is lost: the directory '/d' has no pool of rank 1 with a checkpoint, neither "
-        "under the name 'rank-00001-of-00002.pool' nor under another one. The model is sharded"
+        "under the name 'rank-00001-of-00002.pool' nor under another one. No other pool has what this rank wrote"
     )
 
 
