@@ -65,7 +65,7 @@ class _AlongDim(Rule):
     def part(self, shape: Ints, place: Place) -> tuple[Ints, tuple[Piece, ...]]:
         """Return the logical shape and the pieces of a local tensor of this shape. Raises as ``Rule.part`` does."""
         if self.dim >= len(shape):
-            raise ValueError(f"the tensor has {len(shape)} dimensions, and none with the number {self.dim}")
+            raise ValueError(f"the tensor has no dimension {self.dim} (the first one is 0)")
         length, runs = self._runs(shape[self.dim], place)
         dims: list[Runs] = [[(0, size)] if size else [] for size in shape]
         dims[self.dim] = _joined(runs)
@@ -108,7 +108,9 @@ class Shard(_AlongDim):
         if len(self.sizes) != place.size:
             raise ValueError(f"it has {len(self.sizes)} sizes for {place.size} ranks")
         if self.sizes[place.rank] != length:
-            raise ValueError(f"it gives rank {place.rank} the length {self.sizes[place.rank]}, which is {length}")
+            raise ValueError(
+                f"it gives rank {place.rank} the length {self.sizes[place.rank]}, and the tensor has {length} there"
+            )
         return sum(self.sizes), [(sum(self.sizes[: place.rank]), length)]
 
 
@@ -245,7 +247,7 @@ class Layout:
                     f"the rule of {pattern!r} is a {type(rule).__name__}. Pass Shard, Fused or another rule."
                 )
         self.place = Place(rank, size)
-        self._rules = [(re.compile(pattern), rule) for pattern, rule in rules.items()]
+        self._rules = [(_compiled(pattern), rule) for pattern, rule in rules.items()]
         self._found: dict[str, Rule | None] = {}
 
     def __repr__(self) -> str:
@@ -301,6 +303,15 @@ class Layout:
                     f"tensors are {listed(known) or 'none'}. A pattern matches the whole name: write r'.*\\.weight' "
                     "for all weights. Correct the pattern, or remove the rule."
                 )
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as err:
+        raise LayoutError(
+            f'The pattern {pattern!r} of layout= is no regular expression: {err}. Correct it; "\\." stands for a dot.'
+        ) from err
 
 
 def refuse_other_than_layout(layout: object, *, is_used: bool) -> None:

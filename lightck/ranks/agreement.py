@@ -214,7 +214,18 @@ def describe_other_rows(differing: Sequence[Sequence[str]]) -> str:
         return ""
     return (
         "the ranks of a host divided what they wrote, and did not hold the same when the checkpoint was saved "
-        f"({'; '.join(texts)}): these ranks get the rows of the ranks that wrote them"
+        f"({'; '.join(texts)}): each rank named here gets rows of the ranks that wrote them"
+    )
+
+
+def describe_other_parts(names: Sequence[str]) -> str:
+    """Return what to add about tensors of which a rank held other parts before; "" if there is none."""
+    if not names:
+        return ""
+    return (
+        f"; of {listed(list(names), 3)} each rank now holds another part than the checkpoint says, so the values were "
+        "moved between the ranks (if a rule of layout= was corrected, they are not where the training had them: see "
+        "`lightck docs layout`)"
     )
 
 

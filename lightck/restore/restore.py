@@ -137,8 +137,9 @@ def check(
     plan.drift = Drift(missing, extra, reshaped, retyped, tuple(notes))
     if plan.drift and strict:
         cure = (
-            "Build them as they were (on any number of ranks, sharded in any way); or load the whole tensors with "
-            "lightck.recover(directory, model) before the model is sharded, and attach to another directory"
+            "Build them as they were (on any number of ranks, sharded in any way; with layout=, if plain tensors are "
+            "parts); or load the whole tensors with lightck.recover(directory, model) before the model is sharded, and "
+            "attach to another directory"
             if of_rank
             else "Build them as they were, or take what fits with lightck.recover(path, model, strict=False)"
         )

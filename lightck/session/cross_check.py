@@ -271,15 +271,13 @@ class CrossCheck(CommitListener):
         names = sorted(new & differing.keys())
         if names:
             log.warning(
-                "lightck: %s: other bytes on rank %d than on rank %d at step %d, although DistributedDataParallel "
+                "lightck: ranks %d and %d have different bytes in %s at step %d, although DistributedDataParallel "
                 "should keep them equal (no all-reduce, a write or another memory layout on one rank, or a fault of "
-                "the hardware?). From the next checkpoint on rank %d writes them whole. The checkpoints up to now "
-                "restore rank %d with rows of other ranks. If the ranks are meant to differ, pass split=False",
+                "the hardware?). From the next checkpoint on rank %d writes them whole. A resume from an earlier "
+                "checkpoint would give it rows of other ranks. If the ranks are meant to differ, pass split=False",
+                *sorted((self.rank, differing[names[0]])),
                 listed([repr(name) for name in names], 3),
-                self.rank,
-                differing[names[0]],
                 step,
-                self.rank,
                 self.rank,
             )
 

@@ -320,7 +320,7 @@ class GroupStart:
 
     def _divide(self, file: PoolFile) -> None:
         """Decide what this rank writes. All ranks call this, with the tensors from which they go on."""
-        if file.arguments.save_options.split and self.group.world_size > 1:
+        if (file.arguments.save_options.split or file.arguments.layout) and self.group.world_size > 1:
             entries = file.predicted_entries().values()
             file.capture.use_shares(shares_of(file.capture, entries, self.group, self.meeting, self._directory_ids))
 

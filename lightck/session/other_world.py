@@ -28,10 +28,10 @@ import msgpack
 
 from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankError, listed
 from lightck.pool.format.structures import DamagedError
-from lightck.pool.reader import PoolReader, open_pool
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import PoolLock
-from lightck.ranks.agreement import describe_from_world
+from lightck.ranks.agreement import describe_from_world, describe_other_parts
 from lightck.ranks.directory import World, open_worlds, pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
@@ -515,6 +515,15 @@ def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestor
     )
 
 
+def _other_parts(own: StoredCheckpoint, now: Relocated) -> list[str]:
+    """Return the names of the parameters of which this rank held another part, in a pool that names the same mesh."""
+    return [
+        name
+        for name, entry in now.entries.items()
+        if entry.role == "param" and name in own.entries and own.entries[name].pieces not in (None, entry.pieces)
+    ]
+
+
 def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, restore: LiveRestore) -> Loaded:
     """Restore this rank's parts of one checkpoint. Raises ``DamagedError``."""
     assert other.source is not None, "a checkpoint is loaded"
@@ -528,6 +537,8 @@ def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, 
     changed, restarted = moved_state(relocated, other.source.world_size, key, rng.capture())
     if restarted:
         reason += f"; {describe_restarted(restarted)}"
+    if has_same_ranks and group.world_size > 1:
+        reason += describe_other_parts(_other_parts(logical.own, relocated))
     contents = parse(relocated)
     restore.take(relocated, contents, [])
     differing = [] if has_same_ranks else logical.differing(("buffer",))

@@ -43,8 +43,11 @@ def shares_of(
     rank, what identifies its host and its directory."""
     own = directory_ids[group.rank]
     of_host = [rank for rank, one in enumerate(directory_ids) if one == own]
-    if capture.layout is not None or len(set(directory_ids)) == len(directory_ids):
-        return Shares()  # the ranks hold parts, or no two of them are on one host
+    if capture.layout is not None:
+        _warn_of_tensors_without_rule(capture, meeting)
+        return Shares()
+    if len(set(directory_ids)) == len(directory_ids):
+        return Shares()  # no two ranks are on one host
     lives = [live for live in capture.tensors() if live.alias is None]
     candidates = _candidates(lives, replicated_parameters(capture.model.model, group.members))
     state = [live for live in lives if live.role == "optimizer" and f"model/{param_of(live.name)}" in candidates]
@@ -59,6 +62,21 @@ def shares_of(
     shares.written_whole.update(differing)
     _report(shares, differing, is_first=group.rank == of_host[0])
     return shares
+
+
+def _warn_of_tensors_without_rule(capture: Capture, meeting: Meeting) -> None:
+    """With a layout: warn if a parameter without a rule has different bytes on two ranks. It may be a part whose rule
+    is missing. All ranks call this."""
+    lives = [live for live in capture.tensors() if live.role == "param" and live.alias is None and live.part is None]
+    whole = [live for live in lives if live.dtensor is None]
+    _, differing = _compared(_digests(whole), meeting, range(meeting.world_size))
+    if differing and meeting.rank == 0:
+        log.warning(
+            "lightck: layout= has no rule for %s, and the ranks have different bytes there. Each rank gets its own "
+            "back, but no other number of ranks can load them, and recover and export take those of rank 0. If they "
+            "are parts, give them a rule",
+            listed(differing, 3),
+        )
 
 
 def _candidates(lives: Sequence[Live], replicated: set[int]) -> dict[str, Live]:

@@ -392,6 +392,7 @@ def _continuation_of(
     comparison, step = None, 0
     if resumed is not None:
         step = resumed.step
+    if resumed is not None and not resumed.not_exact:  # else its random states or its tensors are others
         comparison = Comparison(
             step, resumed.recorded, is_strict=strict_data, same_bits=resumed.same_conditions, parts=parts
         )

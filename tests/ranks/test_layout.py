@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import everything, run_ranks, values
+from ranked import everything, log_lines, run_ranks, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -460,3 +460,46 @@ def test_parts_of_dtensors_and_parts_by_rules_are_the_same(pools):
     for rank in range(2):
         assert all(map(torch.equal, saved[rank], loaded[rank][0]))
         assert all(map(torch.equal, loaded[rank][1], back[rank]))
+
+
+def test_a_parameter_without_a_rule_that_differs_is_named(pools):
+    def body(rank: int) -> list[str]:
+        model = nn.ModuleDict({"up": nn.Linear(3, 2), "down": nn.Linear(2, 3)})
+        for p in model["up"].parameters():
+            nn.init.ones_(p)
+        nn.init.constant_(model["down"].weight, rank)
+        nn.init.zeros_(model["down"].bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        layout = Layout({r"up\.(weight|bias)": Shard(0)}, rank=rank, size=2)
+        with log_lines() as lines:
+            lightck.attach(model, pools, optimizer=optimizer, layout=layout, timeout=60).close()
+        return lines
+
+    lines = values(run_ranks(2, body))[0]
+    assert any("no rule for model/down.weight" in line for line in lines)
+
+
+def test_a_corrected_rule_names_the_tensors_that_it_moves(pools):
+    def body(rank: int, rule: Any) -> tuple[list[str], Any]:
+        model = nn.Linear(3, 4)
+        nn.init.constant_(model.weight, rank)
+        nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        layout = Layout({"weight": rule}, rank=rank, size=2)
+        with log_lines() as lines:
+            session = lightck.attach(model, pools, optimizer=optimizer, layout=layout, resume=True, timeout=60)
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            session.close()
+        return lines, session.recovered
+
+    values(run_ranks(2, lambda rank: body(rank, Shard(0))))
+    lines, recovered = values(run_ranks(2, lambda rank: body(rank, Fused(0, (4, 4)))))[0]
+    assert not recovered.exact
+    assert "of model/weight each rank now holds another part" in recovered.reason
+    assert any("if a rule of layout= was corrected" in line for line in lines)
+
+
+def test_a_pattern_that_is_no_regular_expression_is_named():
+    with pytest.raises(LayoutError, match=r"The pattern '\(' of layout= is no regular expression"):
+        Layout({"(": Shard(0)}, rank=0, size=1)
