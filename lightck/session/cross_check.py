@@ -188,13 +188,13 @@ class CrossCheck(CommitListener):
 
     def _records(self, regions: _Regions, positions: Positions, crcs: Checksums) -> list[RowsOfOther]:
         """Return a record for each run of blocks that one rank writes."""
-        places = regions.places[positions]
-        ends = np.flatnonzero((np.diff(positions) != 1) | (np.diff(places) != 0)) + 1
+        places, in_place = regions.places[positions], regions.in_place[positions]
+        ends = np.flatnonzero((np.diff(in_place) != 1) | (np.diff(places) != 0)) + 1
         bounds = [0, *ends.tolist(), len(positions)] if len(positions) else []
         return [
             RowsOfOther(
                 self.neighbours[int(places[low])].rank,
-                int(regions.in_place[positions[low]]),
+                int(in_place[low]),
                 crcs[low:high].astype("<u4").tobytes(),
             )
             for low, high in pairwise(bounds)

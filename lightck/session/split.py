@@ -26,8 +26,8 @@ from lightck.ranks.meet import Meeting
 from lightck.session.capture import Capture
 from lightck.session.group import Group
 from lightck.state.blocks import BUDGET_NBYTES, Blocks, checksums
-from lightck.state.device_transfers import on_host, transfer_of
-from lightck.state.inventory import Live, address_of, contiguous_stride, in_plain_memory, is_plain, param_of
+from lightck.state.device_transfers import is_dense_tensor, on_host, transfer_of
+from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain, param_of
 from lightck.state.parts import is_part
 from lightck.state.shares import Shares
 
@@ -91,10 +91,11 @@ def _candidates(lives: Sequence[Live], replicated: set[int]) -> dict[str, Live]:
 
 
 def _dim(live: Live) -> int | None:
-    """Return the dimension that is divided, if the tensor can be."""
-    shape = tuple(live.tensor.shape)
-    stride = live.tensor.stride() if is_plain(live.tensor) or not live.tensor.is_cpu else contiguous_stride(shape)
-    return dim_to_divide(shape, stride)
+    """Return the dimension that is divided; None for a tensor that is not: it has one element, or is not one run of
+    memory."""
+    if not is_dense_tensor(live.tensor):
+        return None
+    return dim_to_divide(tuple(live.tensor.shape), live.tensor.stride())
 
 
 def _row_weights(entries: Iterable[Entry], candidates: Mapping[str, Live]) -> dict[str, int]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from lightck.pool.format.layout import Entry
-from lightck.pool.format.shares import Cut, Share, entry_of_share
+from lightck.pool.format.boxes import Ints
+from lightck.pool.format.layout import Entry, is_dense
+from lightck.pool.format.shares import Cut, Share, dim_to_divide, entry_of_share
 from lightck.state.inventory import Live, param_of
 
 
@@ -27,22 +28,25 @@ class Shares:
         """Set ``Live.share`` of each of these tensors that is divided."""
         for live in lives if self.cuts else ():
             if live.dtensor is None:
-                live.share = self._share(live.alias or live.name, live.role, tuple(live.tensor.shape))
+                shape, stride = tuple(live.tensor.shape), tuple(live.tensor.stride())
+                live.share = self._share(live.alias or live.name, live.role, shape, stride)
 
     def applied_to(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
         """Return these entries, by name, with the share in place of each whole tensor that is divided."""
         found = dict(entries)
         for name, entry in entries.items() if self.cuts else ():
             if entry.pieces is None:
-                share = self._share(entry.alias or name, entry.role, entry.shape)
+                share = self._share(entry.alias or name, entry.role, entry.shape, entry.stride)
                 found[name] = entry if share is None else entry_of_share(entry, share)
         return found
 
-    def _share(self, name: str, role: str, shape: tuple[int, ...]) -> Share | None:
-        """``name``: of the tensor that has the bytes."""
+    def _share(self, name: str, role: str, shape: Ints, stride: Ints) -> Share | None:
+        """Return what this rank writes of a tensor; None: all of it. ``name``: of the tensor that has the bytes. If the
+        rows are not one run of memory, because the strides have changed, the rank writes the whole tensor."""
         param = {"param": name, "optimizer": f"model/{param_of(name)}"}.get(role, "")
         cut = self.cuts.get(param)
         if cut is None or cut.shape != shape:
             return None
-        share = Share(cut, self.place, name in self.written_whole)
+        has_runs = is_dense(shape, stride) and dim_to_divide(shape, stride) == cut.dim
+        share = Share(cut, self.place, name in self.written_whole or not has_runs)
         return None if share.is_whole and not share.rows[1] else share

@@ -54,11 +54,12 @@ def life(
     optimizer: Callable[..., torch.optim.Optimizer] = ADAMW,
     inputs: Callable[[int, int], torch.Tensor] = batch,
     before: Callable[[nn.Module, int], Any] = lambda model, rank: None,
+    on_step: Callable[[nn.Module, int], Any] = lambda model, step: None,
     **options: Any,
 ) -> Callable[[int], Life]:
     """The body of a rank. ``kill``: (rank, step): the rank dies in the iteration after that step. ``written``: (rank,
     step, row): after that step the rank writes to a row of a weight, behind the back of DistributedDataParallel.
-    ``before``: called before attach."""
+    ``before``: called before attach. ``on_step``: called after each update."""
 
     def run(rank: int) -> Life:
         torch.manual_seed(0)
@@ -79,6 +80,7 @@ def life(
                     die()
                 opt.step()
                 opt.zero_grad()
+                on_step(wrapped, step)
                 if written is not None and written[:2] == (rank, step):
                     wrapped.module.first.weight.data[written[2]] += 1
             if session is not None:
@@ -210,6 +212,47 @@ def test_ddp_of_fewer_ranks_divides_nothing(pools):
     resumed = values(run_ranks(4, life(pools, 6, wrap=wrap)))
     assert is_equal(resumed, expected)
     assert all(one.pieces is None for one in entries(pools, 1, 4).values())
+
+
+class Strided(Net):
+    """Has a parameter whose memory has gaps, beside one that is divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.rand(64, 20)[:, :10])
+        self.square = nn.Parameter(torch.rand(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.before.mean() + self.square.pow(2).mean()
+
+
+@pytest.mark.parametrize("n_ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_a_parameter_with_gaps_in_memory_causes_no_alarm_and_is_exact(pools, n_ranks):
+    expected = values(run_ranks(n_ranks, life(None, 9, model=Strided)))
+    run_ranks(n_ranks, life(pools, 9, model=Strided, kill=(1, 5)))
+    resumed = values(run_ranks(n_ranks, life(pools, 9, model=Strided)))
+    assert all(one.recovered.exact for one in resumed)
+    assert is_equal(resumed, expected)
+    assert entries(pools, 0, n_ranks)["model/before"].pieces is None
+
+
+def test_strides_that_change_during_training_leave_each_checkpoint_readable(pools):
+    """The rows of a tensor that is divided are no longer one run of memory."""
+
+    def transposed(model: Any, step: int) -> None:
+        if step == 2:
+            model.module.square.data = model.module.square.data.t().contiguous().t()
+
+    run_ranks(2, life(pools, 12, model=Strided, on_step=transposed, kill=(1, 8)))
+    found = lightck.recover(pools)
+    assert found.step in (7, 8)
+    expected = values(run_ranks(2, life(None, found.step, model=Strided, on_step=transposed)))
+    assert torch.equal(found.tensor("model/square"), expected[0].ended[2])
+    assert torch.equal(found.tensor("model/first.weight"), expected[0].ended[3])
+    resumed = values(run_ranks(2, life(pools, found.step, model=Strided, on_step=transposed)))
+    assert [one.began for one in resumed] == [found.step] * 2
+    assert all(one.recovered.exact for one in resumed)
+    assert is_equal(resumed, expected)
 
 
 # -- tensors that are not equal ----------------------------------------------------------------------------------------
