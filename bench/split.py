@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +33,8 @@ if __name__ == "__main__":  # the processes of the ranks are made by a module of
     sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from bench.ranks import BATCH, TOKENS, Transformer, each
+
+_COMPARE, _READ = CrossCheck.compare, CrossCheck.read
 
 
 def loop(pools: Path | None, steps: int, *, split: bool = True) -> dict[str, float]:
@@ -55,24 +58,26 @@ def loop(pools: Path | None, steps: int, *, split: bool = True) -> dict[str, flo
         times.append(time.perf_counter() - began)
     if session is not None:
         session.close()
-    check = median(checks[len(checks) // 2 :]) if checks else 0.0
+    late = checks[len(checks) // 2 :]
+    check = sum(late) / len(late) if late else 0.0
     return {"step": median(times[steps // 4 :]) if times else 0.0, "attach": attached, "check": check}
 
 
 def _timed_cross_check() -> list[float]:
     """Note the CPU seconds of the training thread in the cross-check, for each checkpoint from now on."""
     noted: list[float] = []
-    compare, read = CrossCheck.compare, CrossCheck.read
+    compare, read = _COMPARE, _READ
 
     def timed_compare(self: CrossCheck) -> None:
         began = time.thread_time()
         compare(self)
         noted.append(time.thread_time() - began)
 
-    def timed_read(self: CrossCheck, *args: Any) -> None:
+    def timed_read(self: CrossCheck, *args: Any) -> Any:
         began = time.thread_time()
-        read(self, *args)
+        found = read(self, *args)
         noted[-1] += time.thread_time() - began
+        return found
 
     vars_of: Any = CrossCheck
     vars_of.compare, vars_of.read = timed_compare, timed_read
@@ -93,21 +98,19 @@ def written(n_ranks: int) -> dict[str, Any]:
 
 
 def compared(steps: int, turns: int) -> dict[str, Any]:
-    def body(rank: int) -> list[dict[str, Any]]:
-        found = []
-        for turn in range(turns):
-            row: dict[str, Any] = {}
-            for name, split in (("plain", None), ("split", True), ("again", None), ("whole", False), ("last", None)):
-                pools = None if split is None else folder / f"{turn}-{name}"
-                row[name] = loop(pools, steps, split=bool(split))
-                if pools is not None:
-                    row[name]["resume"] = loop(pools, 0, split=bool(split))["attach"]
-            found.append(row)
-        return found
+    def body(turn: int, rank: int) -> dict[str, Any]:
+        row: dict[str, Any] = {}
+        for name, split in (("plain", None), ("split", True), ("again", None), ("whole", False), ("last", None)):
+            pools = None if split is None else folder / f"{turn}-{name}"
+            row[name] = loop(pools, steps, split=bool(split))
+            if pools is not None:
+                row[name]["resume"] = loop(pools, 0, split=bool(split))["attach"]
+        return row
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        folder = Path(name)
-        rows = each(2, body)[0]
+        folder, rows = Path(name), []
+        for turn in range(turns):
+            rows.append(each(2, partial(body, turn))[0])
     return {
         "step_seconds": median(row["plain"]["step"] for row in rows),
         "split": [row["split"]["step"] / _mean(row, "plain", "again") - 1 for row in rows],
