@@ -228,8 +228,8 @@ class CrossCheck(CommitListener):
             self._next_on_device += 1
         for transfer, own in by_device.items():
             sources = [raw(one.tensor)[number * self.block : (number + 1) * self.block] for one, number in own]
-            memory = transfer.memory(len(own) * self.block)
-            places = [memory[i * self.block :][: source.numel()] for i, source in enumerate(sources)]
+            sizes = [source.numel() for source in sources]
+            places = list(transfer.memory(sum(sizes)).split(sizes))
             yield _Sent(own, places, transfer.send_in_order(list(zip(places, sources, strict=True))))
 
     def closing(self, writer: PoolWriter | None) -> None:
