@@ -20,7 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -228,8 +228,9 @@ class CrossCheck(CommitListener):
             self._next_on_device += 1
         for transfer, own in by_device.items():
             sources = [raw(one.tensor)[number * self.block : (number + 1) * self.block] for one, number in own]
-            sizes = [source.numel() for source in sources]
-            places = list(transfer.memory(sum(sizes)).split(sizes))
+            ends = list(accumulate(source.numel() for source in sources))
+            memory = transfer.memory(ends[-1])
+            places = [memory[end - source.numel() : end] for end, source in zip(ends, sources, strict=True)]
             yield _Sent(own, places, transfer.send_in_order(list(zip(places, sources, strict=True))))
 
     def closing(self, writer: PoolWriter | None) -> None:
