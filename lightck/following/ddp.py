@@ -64,7 +64,15 @@ def live_ddp(model: nn.Module | None) -> list[Any]:
         found[id(running)] = running
     # ``type`` and not ``isinstance``, which would evaluate a lazy proxy.
     found |= {id(one): one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)}
-    return [ddp for ddp in found.values() if hasattr(ddp, "process_group")]
+    return [ddp for ddp in found.values() if _ranks_of(ddp)]
+
+
+def _ranks_of(ddp: Any) -> list[int]:
+    """Return the ranks of the wrapper's process group; none if it has no group, or the group was destroyed."""
+    try:
+        return torch.distributed.get_process_group_ranks(ddp.process_group)
+    except (AttributeError, KeyError, ValueError, RuntimeError):
+        return []
 
 
 def replicated_parameters(model: nn.Module, ranks: Sequence[int]) -> set[int]:
@@ -72,7 +80,7 @@ def replicated_parameters(model: nn.Module, ranks: Sequence[int]) -> set[int]:
     in the default process group. A parameter in its list of ignored ones is left out."""
     found: set[int] = set()
     for ddp in live_ddp(model):
-        if sorted(torch.distributed.get_process_group_ranks(ddp.process_group)) == sorted(ranks):
+        if sorted(_ranks_of(ddp)) == sorted(ranks):
             ignored = set(getattr(ddp, "parameters_to_ignore", ()))
             found |= {id(p) for name, p in ddp.module.named_parameters() if name not in ignored}
     return found

@@ -419,3 +419,16 @@ def test_split_must_be_the_same_on_all_ranks_and_a_bool(pools):
         assert "split=" in str(found)
     with pytest.raises(TypeError, match="split"):
         lightck.attach(nn.Linear(1, 1), pools, split=2)
+
+
+def test_a_ddp_whose_process_group_was_destroyed_is_no_obstacle(pools):
+    def body(rank: int) -> list[bool]:
+        group = torch.distributed.new_group([0, 1])
+        old = DDP(nn.Linear(2, 2), process_group=group)
+        torch.distributed.destroy_process_group(group)
+        life(pools, 3)(rank)
+        life(pools, 6)(rank)
+        return [p.requires_grad for p in old.parameters()]
+
+    values(run_ranks(2, body))
+    assert any(one.pieces is not None for one in entries(pools, 0, 2).values())
