@@ -13,7 +13,7 @@ from lightck.cli.text import Facts, columns, count, listed, print_json, print_li
 from lightck.errors import PoolError, PoolPathError, RankError
 from lightck.pool.reader import open_pool
 from lightck.pool.storage.lock import holder_of
-from lightck.ranks.directory import existing_pools, missing_error, open_worlds
+from lightck.ranks.directory import World, existing_pools, missing_error, open_worlds
 
 
 def inspect(directory: str, as_json: bool) -> int:
@@ -58,6 +58,8 @@ def _facts(directory: str) -> Facts:
             newest = {reader.path for reader in worlds[0].readers.values()}
             if worlds[0].missing:
                 problem = str(missing_error(directory, worlds[0]))
+                if _hold_whole_tensors(worlds[0]):
+                    problem += " The other pools hold the whole of each tensor, so attach(..., resume=True) goes on."
         of_ranks = [pool["checkpoints"] for pool in pools if pool["path"] in newest]
         held = [{(one["incarnation"], one["step"]) for one in checkpoints} for checkpoints in of_ranks]
         common = sorted(set.intersection(*held), reverse=True)
@@ -69,6 +71,10 @@ def _facts(directory: str) -> Facts:
         "common": [{"incarnation": incarnation, "step": step} for incarnation, step in common],
         "problem": problem,
     }
+
+
+def _hold_whole_tensors(world: World) -> bool:
+    return all(entry.pieces is None for reader in world.readers.values() for entry in reader.entries)
 
 
 def _pool(path: str) -> Facts:

@@ -207,3 +207,13 @@ def test_diff_of_shares_and_whole_copies_compares_whole_tensors(tmp_path):
     status, facts = call_json("diff", tmp_path / "shares", tmp_path / "more shares")
     assert (facts["tensors"], facts["compared_tensors"]) == ([], 42)
     assert status in (OK, BAD)
+
+
+def test_inspect_says_that_a_resume_goes_on_if_the_other_pools_hold_everything(tmp_path, pools):
+    values(run_ranks(2, body(TOPOLOGIES["ddp"], tmp_path / "whole", 3)))
+    (tmp_path / "whole" / "rank-00001-of-00002.pool").unlink()
+    (pools / "rank-00001-of-00002.pool").unlink()
+    words = "resume=True) goes on"
+    for path, is_said in ((tmp_path / "whole", True), (pools, False)):
+        _, facts = call_json("inspect", path)
+        assert (words in facts["problem"]) == is_said
