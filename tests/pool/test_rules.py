@@ -198,10 +198,10 @@ def test_a_tensor_has_few_pieces():
 @pytest.mark.parametrize(
     ("rule", "shape", "rank", "size", "words"),
     [
-        (Shard(2), (4, 4), 0, 2, "has 2 dimensions, and none with the number 2"),
-        (Shard(0), (), 0, 2, "has 0 dimensions"),
+        (Shard(2), (4, 4), 0, 2, "has no dimension 2"),
+        (Shard(0), (), 0, 2, "has no dimension 0"),
         (Shard(0, (1, 2)), (1,), 0, 3, "2 sizes for 3 ranks"),
-        (Shard(0, (1, 2)), (1,), 1, 2, "gives rank 1 the length 2, which is 1"),
+        (Shard(0, (1, 2)), (1,), 1, 2, "gives rank 1 the length 2, and the tensor has 1 there"),
         (Fused(0, (4, 3)), (3,), 0, 2, "3 cannot be divided among 2 ranks evenly"),
         (Fused(0, (4, 4)), (5,), 0, 2, "its sizes are 8 together, and 2 ranks with 5 each have 10"),
         (Fused(0, (8, 8)), (8, 16), 0, 4, "its sizes are 16 together, and 4 ranks with 8 each have 32"),
