@@ -340,7 +340,7 @@ class LiveRestore:
         layout: Layout | None = None,
     ) -> None:
         self._model, self._optimizer, self._state, self._of_rank = model, optimizer, state, of_rank
-        self._layout = layout
+        self.layout = layout
         self._strict, self._unused_is_drift, self._in_use = strict, unused_is_drift, in_use
         self._touched: list[torch.Tensor] = []
         """Live tensors that may have been written."""
@@ -357,7 +357,7 @@ class LiveRestore:
             strict=self._strict,
             unused_is_drift=self._unused_is_drift,
             of_rank=self._of_rank,
-            layout=self._layout,
+            layout=self.layout,
         )
         # If ``_touched`` is not empty, the restore of a newer checkpoint failed halfway. So this checkpoint is read and
         # verified as a whole before live tensors are written again.

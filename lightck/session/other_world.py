@@ -537,7 +537,7 @@ def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, 
     changed, restarted = moved_state(relocated, other.source.world_size, key, rng.capture())
     if restarted:
         reason += f"; {describe_restarted(restarted)}"
-    if has_same_ranks and group.world_size > 1:
+    if has_same_ranks and restore.layout is not None and group.world_size > 1:
         reason += describe_other_parts(_other_parts(logical.own, relocated))
     contents = parse(relocated)
     restore.take(relocated, contents, [])
