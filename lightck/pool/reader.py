@@ -97,6 +97,12 @@ class PoolReader:
         """Whether this lightck knows all features that a writer of the pool must know."""
         return not self.superblock.ro_compat & ~RO_COMPAT_KNOWN
 
+    @property
+    def parts_are_shares(self) -> bool:
+        """Whether parts of tensors in this pool are shares of tensors that the rank held whole. (Parts of DTensors, and
+        those of a layout, lie in a pool that names a mesh.)"""
+        return self.group is not None and not self.group.mesh_shape
+
     def read(self, offset: int, nbytes: int) -> bytes:
         """Read bytes of the pool. At the end of the file the result is shorter than ``nbytes``. If the medium fails,
         the result is empty and a warning is logged; the structure in these bytes then fails its check.

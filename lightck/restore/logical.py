@@ -105,12 +105,12 @@ class LogicalCheckpoint:
         if not positions:
             return
         parts = [self.of_ranks[at].entries[name] for at in positions]
-        entry = _whole_entry(parts[0], keeps_stride=are_shares(self.of_ranks[positions[0]]))
+        entry = _whole_entry(parts[0], keeps_stride=self.of_ranks[positions[0]].reader.parts_are_shares)
         if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
             _refuse_shape_per_rank(name, entry.role)
             raise DamagedError(f"its tensor {name!r} has another shape or dtype on another rank")
         kinds = {part.pieces is None for part in parts}
-        if len(kinds) > 1 and not all(are_shares(self.of_ranks[at]) for at in positions):
+        if len(kinds) > 1 and not all(self.of_ranks[at].reader.parts_are_shares for at in positions):
             raise DamagedError(f"its tensor {name!r} is a part on some ranks only")
         self.entries[name] = entry
         if entry.alias is not None:
@@ -213,7 +213,8 @@ class Relocated:
 
     def _was_part(self, param: str) -> bool:
         return any(
-            one.entry.pieces is not None and not are_shares(one.stored) for one in self.logical.holders.get(param, ())
+            one.entry.pieces is not None and not one.stored.reader.parts_are_shares
+            for one in self.logical.holders.get(param, ())
         )
 
     def with_shares(self, cuts: Mapping[str, Cut], place: int) -> Relocated:
@@ -361,29 +362,19 @@ class Relocated:
         return True
 
 
-def are_shares(stored: StoredCheckpoint) -> bool:
-    """Whether parts in this checkpoint are shares: the ranks held the whole tensors. (Parts of DTensors lie in a pool
-    that names a mesh.)"""
-    return _names_no_mesh(stored.reader)
-
-
 def has_shares_in_table(reader: PoolReader) -> bool:
     """Whether the layout table of a pool has shares."""
-    return _names_no_mesh(reader) and any(entry.pieces is not None for entry in reader.entries)
-
-
-def _names_no_mesh(reader: PoolReader) -> bool:
-    return reader.group is not None and not reader.group.mesh_shape
+    return reader.parts_are_shares and any(entry.pieces is not None for entry in reader.entries)
 
 
 def _is_share(stored: StoredCheckpoint, entry: Entry) -> bool:
     """Whether a rank wrote its share of this tensor, and not the whole of it."""
-    return entry.pieces is not None and entry.shape != entry.logical_shape and are_shares(stored)
+    return entry.pieces is not None and entry.shape != entry.logical_shape and stored.reader.parts_are_shares
 
 
 def has_shares(stored: StoredCheckpoint) -> bool:
     """Whether a rank that held whole tensors wrote some of them as shares."""
-    return are_shares(stored) and any(entry.pieces is not None for entry in stored.entries.values())
+    return stored.reader.parts_are_shares and any(entry.pieces is not None for entry in stored.entries.values())
 
 
 def _part_of(share: Share) -> Part:

@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lightck")
 _NO_VALUES = values.pack({}, path="")
+ReadRows: TypeAlias = Callable[[Sequence[Live], "TensorList | None", int], list[RowsOfOther]]
+"""Reads rows that other ranks write, and returns what the checkpoint records of them. Arguments: all tensors, the list
+of them, the step."""
 
 
 @dataclass(slots=True)
@@ -108,11 +111,6 @@ class Capture:
         or were None at first."""
         self.shares = Shares()
         """What this rank writes of tensors that the ranks of its host divide."""
-        self.read_rows_of_others: Callable[[Sequence[Live], TensorList | None, int], list[RowsOfOther]] | None = None
-        """Reads rows that other ranks write, and returns what the checkpoint records of them. Arguments: all tensors,
-        the list of them, the step."""
-        self._rows_of_others: list[list[object]] = []
-        """What it returned for the checkpoint that is being closed."""
         self._tensor_list: TensorList | None = None
         """The tensors of the last boundary; None if a tensor was added or removed since."""
         self._compared_list: TensorList | None = None
@@ -186,7 +184,6 @@ class Capture:
         self.model, self.numbers = ModelView(nn.Module()), ModuleNumbers(nn.Module())
         self.provisional = self._tensor_list = self._compared_list = None
         self._buffer_copies = BufferCopies()
-        self.read_rows_of_others = None
         for held in (self.objects, self.loaders, self.optimizers, self._never_had_grad, self._packed_optimizers):
             held.clear()
 
@@ -302,11 +299,12 @@ class Capture:
         explicit: bool,
         copied_at_boundary: set[str],
         stale_after: int | None = None,
+        read_rows: ReadRows | None = None,
     ) -> ClosedStep:
         """Read the state for the checkpoint that this event closes. ``explicit``: whether ``end_step()`` was called.
         ``copied_at_boundary``: names of tensors that no background copy may read; they are recorded in the small state.
         ``stale_after``: a generation. Checkpoints between this generation and the new checkpoint are stale (None: none
-        is stale)."""
+        is stale). ``read_rows``: see ``ReadRows``."""
         self.refresh()
         # At a pre-step hook or a forward the next step has begun: it has fetched its batch and drawn random numbers.
         provisional = self._provisional_of(step) if event in (Event.PRE_STEP, Event.FORWARD) else None
@@ -318,9 +316,8 @@ class Capture:
             self._find_resizable(None if buffers_from is None else buffers_from.buffers)
             self._refuse_resized_dtensors(lives)
         self._warn_shared_memory(lives)
-        if self.read_rows_of_others is not None:
-            self._rows_of_others = [list(one) for one in self.read_rows_of_others(lives, tensor_list, step)]
-        small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after)
+        others = [] if read_rows is None else read_rows(lives, tensor_list, step)
+        small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after, others)
         if buffers_from is not None and (buffers_from.buffers or self.model.has_buffers):
             lives, tensor_list = self._with_buffers_of(buffers_from, lives), None
         return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list)
@@ -441,6 +438,7 @@ class Capture:
         provisional: Provisional | None,
         lives: list[Live],
         stale_after: int | None = None,
+        others: Sequence[RowsOfOther] = (),
     ) -> bytes:
         """Return the small state, packed, and append its large tensors to ``lives``. ``provisional``: what was read
         right after the update, to use in place of the present random states, states of loaders and extra state (None:
@@ -472,7 +470,7 @@ class Capture:
             "fingerprint": fingerprint(),
         }
         if self.shares.cuts:
-            state["others"] = self._rows_of_others
+            state["others"] = [list(one) for one in others]
         return self._state.pack(state)
 
     def _packed_optimizer(self, view: OptimizerView, lives: list[Live]) -> bytes:

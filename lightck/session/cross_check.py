@@ -3,12 +3,14 @@
 A rank writes its share of a tensor, and takes the other rows from the other ranks when it is restored. That is exact
 only as long as the rank holds the same bytes in these rows as the ranks that write them. So at each checkpoint it reads
 some blocks of its own tensors that other ranks write, and later compares them with the checksums in the pools of those
-ranks, for the checkpoint of the same step. No message is sent.
+ranks, for the checkpoint of the same step. No message is sent. Each checkpoint also records the checksums of the blocks
+that were read for it, so that a restore can compare them (``restore/rows_of_others.py``).
 
 In the first checkpoints, and after a difference was found, all blocks are read (on a device, ``ON_DEVICE_FIRST``).
-Later every ``EVERY``-th checkpoint reads some blocks, in turn: to find the checksums of the other rank takes longer
-than to read a few more blocks. If a block differs, this rank writes the tensor whole from then on, and a warning names
-the tensor. It also does so if another rank writes the tensor whole: its share can no longer be compared block by block.
+Later each checkpoint reads some blocks for its record, in turn, and every ``EVERY``-th one reads more, which are
+compared while training runs: to find the checksums of the other rank takes longer than to read a block. If a block
+differs, this rank writes the tensor whole from then on, and a warning names the tensor. It also does so if another rank
+writes the tensor whole: its share can no longer be compared block by block.
 
 Invariant: of each tensor a rank either writes all rows, or it has held the bytes that the others wrote of it when it
 last compared them, which is at most one round ago.
@@ -52,8 +54,9 @@ from lightck.state.signatures import TensorList
 
 log = logging.getLogger("lightck")
 EVERY = 4
+"""The blocks of every ``EVERY``-th checkpoint are compared while training runs."""
 BUDGET = EVERY * BUDGET_NBYTES
-"""Bytes that every ``EVERY``-th checkpoint reads."""
+"""How many bytes such a checkpoint reads."""
 ON_DEVICE_FIRST = 64
 """How many blocks on devices one checkpoint reads at most. The first ones read so many, because to read all would take
 the device long. (A rank that makes its updates alone differs in all blocks.)"""
@@ -127,7 +130,6 @@ def cross_check_of(group: Membership, capture: Capture, pipeline: Pipeline) -> C
         capture, group.rank, writer.incarnation, writer.superblock.block, by_place, pipeline.guard.reads_all
     )
     pipeline.events.add(found)
-    capture.read_rows_of_others = found.read
     return found
 
 
@@ -148,13 +150,13 @@ class CrossCheck(CommitListener):
     _known: _Regions | None = None
     _turn: RoundRobin = field(default_factory=RoundRobin)
     _turn_of_records: RoundRobin = field(default_factory=RoundRobin)
-    """For checkpoints at which nothing is read for ``compare``."""
+    """For checkpoints whose blocks are only recorded."""
     _next_other: int = 0
     _next_on_device: int = 0
     _whole_left: int = WHOLE_CHECKPOINTS
     """How many of the next checkpoints read all blocks."""
     _n_skipped: int = 0
-    """How many checkpoints have read nothing since the last one that did."""
+    """How many checkpoints were closed since the last one whose blocks are compared."""
     _pending: list[_Read] = field(default_factory=list)
     _sent: list[_Sent] = field(default_factory=list)
     _pending_id: CheckpointId | None = None

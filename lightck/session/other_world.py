@@ -341,12 +341,11 @@ def _has_other_world(directory: str, group: Group, parts: Mapping[str, Part]) ->
 def _fits(reader: PoolReader, parts: Mapping[str, Part]) -> bool:
     """Whether the tensors of the model that this pool holds are the parts that this rank holds. (Other differences
     between pool and model are found by the restore.) Shares that a rank wrote of whole tensors are no parts."""
-    has_mesh = reader.group is not None and bool(reader.group.mesh_shape)
     for entry in reader.entries:
         if entry.role in ("param", "buffer"):
             part = parts.get(entry.name)
             held = (None, None) if part is None else (part.logical_shape, part.pieces)
-            saved = (entry.logical_shape, entry.pieces) if has_mesh else (None, None)
+            saved = (None, None) if reader.parts_are_shares else (entry.logical_shape, entry.pieces)
             if saved != held:
                 return False
     return True

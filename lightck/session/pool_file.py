@@ -55,6 +55,9 @@ class PoolFile:
     """Name -> entry of each tensor that a checkpoint would hold now, apart from optimizer state that does not exist
     yet. All these tensors can be stored."""
 
+    _with_state: dict[str, Entry] | None = field(init=False, default=None)
+    """``entries`` with the optimizers' state, once it was predicted for a rank's pool."""
+
     def __post_init__(self) -> None:
         lives = list(self.capture.expected_tensors())
         if not self.is_rank_pool:
@@ -265,7 +268,9 @@ class PoolFile:
         """Return the entries of all tensors of a rank's checkpoint, those predicted for the optimizers' state included.
         Raises ``UnsupportedError`` if they cannot be predicted."""
         updates_by_hand = self.found.optimizers_were_passed and not self.found.optimizers
-        entries = dict(self.entries) if updates_by_hand else self._predicted()
+        if self._with_state is None:  # a prediction makes a step of each optimizer on stand-ins
+            self._with_state = dict(self.entries) if updates_by_hand else self._predicted()
+        entries = self._with_state
         if entries is None:
             names = listed([view.class_name for view in self.capture.optimizers])
             fact = f"The state of {names} cannot be predicted" if names else "There is no optimizer yet"

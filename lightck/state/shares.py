@@ -43,8 +43,9 @@ class Shares:
     def _share(self, name: str, role: str, shape: Ints, stride: Ints) -> Share | None:
         """Return what this rank writes of a tensor; None: all of it. ``name``: of the tensor that has the bytes. If the
         rows are not one run of memory, because the strides have changed, the rank writes the whole tensor."""
-        param = {"param": name, "optimizer": f"model/{param_of(name)}"}.get(role, "")
-        cut = self.cuts.get(param)
+        if role not in ("param", "optimizer"):
+            return None
+        cut = self.cuts.get(name if role == "param" else f"model/{param_of(name)}")
         if cut is None or cut.shape != shape:
             return None
         has_runs = is_dense(shape, stride) and dim_to_divide(shape, stride) == cut.dim
