@@ -14,6 +14,17 @@ common. So g is in every pool at every moment, whatever the timing and the topol
 result is right.) The largest k never becomes older: a rank forgets nothing until it ends, and a recovery chooses a
 checkpoint at least as new as g, from which all ranks go on.
 
+A rank may also have a *peer copy* of its pool on another host (``replicas=2``). The checkpoints whose steps are
+multiples of one number are *due* for it. A checkpoint is *copied* if all ranks have it in their copies.
+
+    A rank overwrites neither the newest checkpoint that it knows to be copied, nor a newer one that is due. It drops a
+    checkpoint from its copy only if it knows a newer one that is copied, or if the checkpoint can never become common.
+
+*Proof* that any one host can be lost. Let c be the newest checkpoint that any rank knows to be copied at some moment.
+Each rank had c in its pool when it copied c, and has kept c there since then: c is due until the rank knows that c is
+copied, and from then on c is the newest one that is. No rank has dropped c from its copy. So c is in every pool and in
+every copy, and a host takes the pools of its ranks with it, but not their copies.
+
 The rule only makes ranks wait. The points at which they wait decide how many steps a crash loses. The functions here
 are pure: they take sets of checkpoints and return decisions. ``tests/ranks/`` runs them through every interleaving of
 small groups, and its docstring reports the results. The proof and the functions require four things of the code around
@@ -114,21 +125,30 @@ class PoolView(NamedTuple):
 
     This field must be read before ``committed``, or at the same moment. Otherwise a checkpoint that is committed
     between the two reads would look as if the rank lacked it for ever."""
+    copied: frozenset[CheckpointId] = frozenset()
+    """The checkpoints that all of these ranks have in their peer copies."""
 
     @classmethod
-    def of(cls, committed: Iterable[CheckpointId], newest: CheckpointId | None = None) -> PoolView:
+    def of(
+        cls,
+        committed: Iterable[CheckpointId],
+        newest: CheckpointId | None = None,
+        copied: Iterable[CheckpointId] = (),
+    ) -> PoolView:
         """Return the view of one pool at one moment. ``committed``: the checkpoints in it. ``newest``: the newest that
-        was ever committed in it (None: it is among ``committed``)."""
+        was ever committed in it (None: it is among ``committed``). ``copied``: those in its peer copy."""
         held = frozenset(committed)
         found = max(held, default=None)
-        return cls(held, newest if found is None or (newest is not None and newest > found) else found)
+        newest = newest if found is None or (newest is not None and newest > found) else found
+        return cls(held, newest, frozenset(copied))
 
     @classmethod
     def together(cls, views: Collection[PoolView]) -> PoolView:
         """Return one view of the pools of several ranks, from a view of each (at least one)."""
         newest = [view.newest for view in views if view.newest is not None]
         committed = frozenset.intersection(*(view.committed for view in views))
-        return cls(committed, min(newest) if len(newest) == len(views) else None)
+        copied = frozenset.intersection(*(view.copied for view in views))
+        return cls(committed, min(newest) if len(newest) == len(views) else None, copied)
 
 
 def never_common(own: Iterable[CheckpointId], others: Collection[PoolView]) -> frozenset[CheckpointId]:
@@ -166,32 +186,55 @@ class Knowledge:
     """The last adoption of this rank. Training goes on only after all ranks have adopted, so no rank needs dead
     checkpoints any more."""
     never_common: frozenset[CheckpointId] = frozenset()
-    """Checkpoints of this rank that can never become common. All are newer than ``common``."""
+    """Checkpoints of this rank that can never become common. All are newer than ``floor``."""
+    copied: CheckpointId | None = None
+    """The newest checkpoint that the rank knows to be in the peer copies of all ranks; None if there are no copies."""
+    copy_every: int = 0
+    """A checkpoint is due for the peer copies if its step is a multiple of this number; 0: none is."""
 
     @classmethod
     def at_start(cls, adoption: Adoption) -> Knowledge:
         """Return what every rank knows when all ranks have adopted: they all can restore the adopted checkpoint."""
         return cls(adoption.adopted, adoption)
 
-    def learn(self, own: Collection[CheckpointId], others: Collection[PoolView]) -> Knowledge:
-        """Return what the rank knows after it has seen the pools of all other ranks. ``own``: the checkpoints that are
-        committed in its own pool.
+    @property
+    def floor(self) -> CheckpointId | None:
+        """The rank needs no news of checkpoints older than this one. None: it needs all news."""
+        return self.common if self.copied is None or self.common is None else min(self.copied, self.common)
 
-        ``never_common`` of the result contains only checkpoints newer than ``common``. Older ones may be overwritten in
+    def learn(
+        self, own: Collection[CheckpointId], others: Collection[PoolView], copied: Collection[CheckpointId] = ()
+    ) -> Knowledge:
+        """Return what the rank knows after it has seen the pools of all other ranks. ``own``: the checkpoints that are
+        committed in its own pool. ``copied``: those that are in the peer copies of all ranks.
+
+        ``never_common`` of the result contains only checkpoints newer than ``floor``. Older ones may be overwritten in
         any case. The adopted checkpoint must stay even if a rank lacks it, because that rank lost its pool and restored
         its tensors from others.
         """
-        found = newest_common([own, *(view.committed for view in others)])
-        common = self.common if found is None or (self.common is not None and found < self.common) else found
+        found = [newest_common([own, *(view.committed for view in others)]), self.common, *copied]
+        common = max((one for one in found if one is not None), default=None)
+        newest_copy = max((one for one in (self.copied, *copied) if one is not None), default=None)
         never = never_common(own, others) | (self.never_common & frozenset(own))
-        return replace(self, common=common, never_common=frozenset(c for c in never if common is None or c > common))
+        known = replace(self, common=common, copied=newest_copy)
+        return replace(known, never_common=frozenset(c for c in never if known.floor is None or c > known.floor))
 
     def may_overwrite(self, content: CheckpointId | None) -> bool:
         """Whether the rank may overwrite this checkpoint. ``content``: None if the slot is empty, or if its checkpoint
         was never committed."""
         if content is None or self._is_useless(content):
             return True
-        return self.common is not None and content < self.common
+        return self.common is not None and content < self.common and not self._is_for_copies(content)
+
+    def next_to_copy(self, own: Iterable[CheckpointId], in_copy: Collection[CheckpointId]) -> CheckpointId | None:
+        """Return the checkpoint that the rank copies next: the oldest one that is due. None if there is none. ``own``:
+        the checkpoints that are committed in its pool; ``in_copy``: those in its peer copy."""
+        due = (one for one in own if self._is_due(one) and one not in in_copy and not self._is_useless(one))
+        return min(due, default=None)
+
+    def may_drop_copy(self, content: CheckpointId) -> bool:
+        """Whether the rank may drop this checkpoint from its peer copy."""
+        return self._is_useless(content) or (self.copied is not None and content < self.copied)
 
     def slot_to_write(self, contents: Mapping[int, CheckpointId | None]) -> int | None:
         """Return the slot for the next checkpoint; None if no slot may be overwritten, so that the rank has to wait.
@@ -208,6 +251,14 @@ class Knowledge:
         checkpoints in that file. It may be removed if the rank may overwrite each of them. Until then it stays, because
         it may be the only file with the newest common checkpoint."""
         return all(self.may_overwrite(content) for content in contents)
+
+    def _is_due(self, content: CheckpointId) -> bool:
+        """Whether a checkpoint must be in the peer copies of all ranks, and is not yet known to be."""
+        is_newer = self.copied is not None and content > self.copied
+        return is_newer and self.copy_every > 0 and content.step % self.copy_every == 0
+
+    def _is_for_copies(self, content: CheckpointId) -> bool:
+        return content == self.copied or self._is_due(content)
 
     def _is_useless(self, content: CheckpointId) -> bool:
         """Whether no recovery can come back to this checkpoint."""

@@ -327,7 +327,7 @@ class Model:
         common = learned(rank.known, rank.adoption, committed(rank), views).common
         if common is None or common == rank.known:
             return rank
-        seen = tuple(PoolView(frozenset(c for c in held if c >= common), newest) for held, newest in rank.views)
+        seen = tuple(PoolView(frozenset(c for c in held if c >= common), newest) for held, newest, _ in rank.views)
         return rank._replace(known=common, views=seen)
 
     def _begins(self, state: State, i: int) -> Iterator[Move]:
