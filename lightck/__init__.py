@@ -30,6 +30,7 @@ __all__ = [
     "Keep",
     "LightckError",
     "Pin",
+    "Replicas",
     "Session",
     "Stats",
     "StoredPiece",
@@ -51,6 +52,7 @@ _MODULES = {
     "Keep": "tiers.keep",
     "LightckError": "errors",
     "Pin": "tiers.pin",
+    "Replicas": "session.replicas",
     "Session": "session.session",
     "Stats": "stats",
     "StoredPiece": "restore.ranges",
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from lightck.restore.restore import Drift
     from lightck.session.attach import attach
     from lightck.session.interval import Auto
+    from lightck.session.replicas import Replicas
     from lightck.session.session import Session
     from lightck.stats import Stats
     from lightck.strategy.full import FullState

@@ -43,7 +43,7 @@ GROUPS = {
     "options": Group(
         "Say how",
         "What `attach` takes for `interval=`, `keep=`, `layout=`, `staging=` and `strategy=`; updates layer by layer.",
-        ("Auto", "Keep", "Host", "Direct", "Device", "FullState", "layerwise"),
+        ("Auto", "Keep", "Replicas", "Host", "Direct", "Device", "FullState", "layerwise"),
         (
             "lightck.hooks.layerwise.Layerwise",
             *(f"lightck.layout.{name}" for name in ("Layout", "Shard", "Fused", "Padded", "Flat", "Replicated")),

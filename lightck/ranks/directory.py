@@ -13,8 +13,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightck.errors import PoolPathError, RankError, listed
+from lightck.errors import PoolError, PoolPathError, RankError, listed
 from lightck.pool.reader import PoolReader, open_pool
+from lightck.ranks.copy_file import copies_in
 
 _POOL_NAME = re.compile(r"rank-(\d{5,})-of-(\d{5,})(?:-[0-9a-f]{8})?\.pool")
 
@@ -76,13 +77,44 @@ def open_worlds(directory: str) -> Iterator[list[World]]:
     several if a training was loaded into another number of ranks, and was killed while it did so.)
 
     Raises ``PoolPathError`` if the directory holds no pool of a rank, ``RankError`` if the pools belong to several
-    trainings or if two belong to one rank, and what ``open_pool`` raises."""
+    trainings or if two belong to one rank, and what ``open_pool`` raises. In the place of a pool that is missing, a
+    peer copy is opened, if the directory has one."""
     with ExitStack() as stack:
         readers = []
         for path in existing_pools(directory):
             readers.append(open_pool(str(path)))
             stack.callback(readers[-1].close)
-        yield worlds_of(directory, readers)
+        worlds = worlds_of(directory, readers)
+        if any(world.missing for world in worlds):
+            _add_copies(directory, worlds, stack)
+            worlds = _in_order(worlds)
+        yield worlds
+
+
+def _add_copies(directory: str, worlds: Sequence[World], stack: ExitStack) -> None:
+    """Open the peer copies of pools that are missing in these worlds: of two copies of one pool, that with the newest
+    checkpoint."""
+    found: dict[tuple[int, int], tuple[tuple[int, int], PoolReader]] = {}
+    for path in copies_in(directory):
+        try:
+            reader = open_pool(path)
+        except PoolError:  # it was being made
+            continue
+        stack.callback(reader.close)
+        newest = max(((one.incarnation, one.step) for one in reader.commit_log().records.values()), default=None)
+        for number, world in enumerate(worlds):
+            identity = reader.group
+            if identity is None or newest is None or identity.world_id != world.world_id:
+                continue
+            place = number, identity.rank
+            if identity.rank in world.missing and (place not in found or newest > found[place][0]):
+                found[place] = newest, reader
+    for (number, rank), (_, reader) in found.items():
+        readers = worlds[number].readers
+        readers[rank] = reader
+        in_order = dict(sorted(readers.items()))
+        readers.clear()
+        readers.update(in_order)
 
 
 def worlds_of(directory: str, readers: Sequence[PoolReader]) -> list[World]:
@@ -102,7 +134,10 @@ def worlds_of(directory: str, readers: Sequence[PoolReader]) -> list[World]:
             f"The pools in {directory!r} belong to {len(runs)} different trainings. Keep those of one training in "
             "the directory (`lightck inspect --json` shows the run of each pool)."
         )
-    worlds = [World(*ids, dict(sorted(ranks.items()))) for ids, ranks in found.items()]
+    return _in_order([World(*ids, dict(sorted(ranks.items()))) for ids, ranks in found.items()])
+
+
+def _in_order(worlds: Sequence[World]) -> list[World]:
     return sorted(worlds, key=lambda world: (not world.missing, world.incarnation), reverse=True)
 
 

@@ -122,6 +122,12 @@ class Meeting:
         self._wait(missing, f"the {what} of all ranks")
         return [msgpack.unpackb(message) for message in self.store.multi_get(keys)]
 
+    def raise_error_of_others(self) -> None:
+        """Raise ``RankError`` if another rank has failed. For a wait for something that is no exchange."""
+        with _store_errors():
+            if self.store.check([self.key("failed")]):
+                self._raise_failure()
+
     @contextmanager
     def shares_errors(self) -> Iterator[None]:
         """If the block raises, the other ranks raise ``RankError`` in their next ``exchange``."""

@@ -21,6 +21,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 from lightck.errors import PoolError, RankError, listed
@@ -28,6 +29,9 @@ from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, KIND_CHECKPOINT
 from lightck.pool.listener import CommitListener
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.writer import PoolWriter
+from lightck.ranks.copy_cadence import CopyCadence
+from lightck.ranks.copy_receiver import CopyReceiver
+from lightck.ranks.copy_sender import CopySender
 from lightck.ranks.publication import Publication
 from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView, reported
 from lightck.ranks.waiting import wait_until
@@ -36,6 +40,8 @@ log = logging.getLogger("lightck")
 _PAUSES = (0.00005, 0.005)
 """Seconds between two reads of the neighbours' commit logs while a rank waits: the first pause, and the longest
 one."""
+_LOST_SECONDS = 2.0
+"""How long a rank waits for room although its peer copies have ended."""
 
 
 class Neighbour:
@@ -70,8 +76,8 @@ class Neighbour:
         self._data = bytes(self._span[1])
         """The bytes of the commit log when it was last read."""
         self._found: dict[int, tuple[int, CheckpointId]] = {}
-        """Position of a commit record -> its generation, and the id of its checkpoint. Without those older than the
-        newest common checkpoint."""
+        """Position of a commit record -> its generation, and the id of its checkpoint. Without those that
+        ``has_news`` leaves out."""
 
     @property
     def uuid(self) -> bytes:
@@ -130,9 +136,9 @@ class Neighbour:
         ids = [self._id_of(record) for record in reader.commit_log().records.values()]
         return seen is None or any(one is not None and one >= seen for one in ids)
 
-    def has_news(self, common: CheckpointId | None) -> bool:
-        """Read the commit log, update ``view``, and return whether ``view`` has changed. ``common``: the newest
-        checkpoint that is known to be common. Older checkpoints are left out of ``view``."""
+    def has_news(self, floor: CheckpointId | None) -> bool:
+        """Read the commit log, update ``view``, and return whether ``view`` has changed. ``floor``: older checkpoints
+        are left out of ``view`` (``Knowledge.floor``)."""
         data, last = self._reader.read(*self._span), self._data
         if data == last or len(data) < len(last):
             return False
@@ -140,7 +146,7 @@ class Neighbour:
             if generation != self._parsed[i] and self._parse(self._positions[i], data):
                 self._parsed[i] = generation
         self._data = data
-        view = self._current_view(common)
+        view = self._current_view(floor)
         is_new, self.view = view != self.view, view
         return is_new
 
@@ -165,10 +171,10 @@ class Neighbour:
             return own if record.kind == KIND_CHECKPOINT else adopted
         return own if own == adopted and record.kind == KIND_CHECKPOINT else None
 
-    def _current_view(self, common: CheckpointId | None) -> PoolView:
+    def _current_view(self, floor: CheckpointId | None) -> PoolView:
         found = self._found
-        if common is not None:
-            for at in [at for at, (_, one) in found.items() if one < common]:
+        if floor is not None:
+            for at in [at for at, (_, one) in found.items() if one < floor]:
                 del found[at]
         if self._must_sync:
             newest = max(found, key=found.__getitem__, default=None)
@@ -215,9 +221,24 @@ class GroupRule(CommitListener):
         self._keeper = keeper
         self._kept: list[Any] = []
         """During a relayout: the holds of what it carries over."""
+        self.sender: CopySender | None = None
+        """Copies this rank's checkpoints to another host; None if there are no peer copies."""
+        self.receivers: Sequence[CopyReceiver] = ()
+        """Keep the peer copies of ranks on another host."""
+        self.cadence: CopyCadence | None = None
+        """Chooses which checkpoints are copied, on rank 0; None if the user has chosen it."""
         self._elsewhere: Publication | None = None
         self._together: PoolView | None = None
         """What all ranks have together, as far as this rank has learnt it from ``_elsewhere``."""
+
+    def keep_copies(self, sender: CopySender, every: int) -> None:
+        """Copy checkpoints to another host from now on, as ``Knowledge`` says. ``follow`` was called before. ``every``:
+        0 if rank 0 chooses it (``CopyCadence``)."""
+        assert self._elsewhere is not None, "copies lie on other hosts"
+        self.sender = sender
+        self._elsewhere.expects_number = every == 0
+        self.knowledge = replace(self.knowledge, copied=self.knowledge.common, copy_every=every)
+        sender.start(frozenset(self._ids.values()), lambda: self.knowledge, self._elsewhere.publish_copied)
 
     def follow(self, elsewhere: Publication) -> None:
         """Learn from this object what the ranks on other hosts have. It is closed with this rank's pool."""
@@ -231,6 +252,8 @@ class GroupRule(CommitListener):
     def held(self, writer: PoolWriter) -> frozenset[int]:
         """Read the other pools, and return the slots of this rank's pool that must not be overwritten."""
         contents = self._contents(writer)
+        if self.sender is not None and self.sender.is_refused and self.sender.failure is not None:
+            raise self.sender.failure
         self._learn(frozenset(one for one in contents.values() if one is not None))
         return frozenset(i for i, content in contents.items() if not self.knowledge.may_overwrite(content))
 
@@ -242,7 +265,7 @@ class GroupRule(CommitListener):
         def is_over() -> bool:
             for neighbour in self.neighbours:
                 neighbour.look_for_new_file()
-            return has_room()
+            return has_room() or self._waits_in_vain(began)
 
         try:
             wait_until(
@@ -260,6 +283,17 @@ class GroupRule(CommitListener):
             )
         finally:
             self.wait_seconds += time.monotonic() - began
+
+    def _waits_in_vain(self, began: float) -> bool:
+        """Raise the error of the peer copies if this rank waits only because they have ended. Else return False."""
+        failure = None if self.sender is None else self.sender.failure
+        if (
+            failure is not None
+            and time.monotonic() > began + _LOST_SECONDS
+            and self.knowledge.waits_for_copies(self._own)
+        ):
+            raise failure
+        return False
 
     def _timeout_error(self) -> RankError:
         """Return the error of a wait that took too long."""
@@ -280,9 +314,14 @@ class GroupRule(CommitListener):
         self._ids = {at: one for at, one in self._ids.items() if at in generations}
         newest = CheckpointId(writer.incarnation, step)
         self._ids[slot.generation] = newest
+        counting = reported(self._ids.values(), self.knowledge.adoption)
         if self._elsewhere is not None:
-            counting = reported(self._ids.values(), self.knowledge.adoption)
             self._elsewhere.publish(PoolView.of(counting, newest))
+            if self.cadence is not None and (every := self.cadence.committed(step)) is not None:
+                self._elsewhere.announce(every)
+                self.cadence = None
+        if self.sender is not None:
+            self.sender.committed(counting)
 
     def relayout_begins(self, old: PoolWriter) -> None:
         """Have everything carried over that must not be overwritten. Then the new file's name overwrites, all at once,
@@ -302,6 +341,10 @@ class GroupRule(CommitListener):
         self._kept = []
 
     def closed(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+        for receiver in self.receivers:
+            receiver.close()
         if self._elsewhere is not None:
             self._elsewhere.close()
         for neighbour in self.neighbours:
@@ -319,13 +362,18 @@ class GroupRule(CommitListener):
 
     def _learn(self, own: frozenset[CheckpointId]) -> None:
         """Read the other pools, and update ``knowledge``. ``own``: the committed checkpoints in this rank's pool."""
-        common = self.knowledge.common
-        news = [neighbour.has_news(common) for neighbour in self.neighbours]
+        floor = self.knowledge.floor
+        news = [neighbour.has_news(floor) for neighbour in self.neighbours]
         together = None if self._elsewhere is None else self._elsewhere.together
         if any(news) or own != self._own or together is not self._together:
             self._own, self._together = own, together
             views = [neighbour.view for neighbour in self.neighbours]
-            self.knowledge = self.knowledge.learn(own, views if together is None else [*views, together])
+            if together is None:
+                self.knowledge = self.knowledge.learn(own, views)
+            else:
+                self.knowledge = self.knowledge.learn(own, [*views, together], together.copied)
+        if self._elsewhere is not None and self._elsewhere.number and not self.knowledge.copy_every:
+            self.knowledge = replace(self.knowledge, copy_every=self._elsewhere.number)
 
     def _slowest(self) -> str:
         """Return a text with the other ranks that are farthest behind, and with the step of their newest checkpoint."""

@@ -44,13 +44,17 @@ _JOIN_SECONDS = 1.0
 
 
 def packed(view: PoolView) -> bytes:
-    return bytes(msgpack.packb([sorted(view.committed), view.newest]))
+    return bytes(msgpack.packb([sorted(view.committed), view.newest, sorted(view.copied)]))
 
 
 def unpacked(data: bytes) -> PoolView:
     """Raises ``ValueError`` or ``TypeError`` for bytes that ``packed`` did not make."""
-    committed, newest = msgpack.unpackb(data)
-    return PoolView(frozenset(CheckpointId(*one) for one in committed), newest and CheckpointId(*newest))
+    committed, newest, copied = msgpack.unpackb(data)
+    return PoolView(
+        frozenset(CheckpointId(*one) for one in committed),
+        newest and CheckpointId(*newest),
+        frozenset(CheckpointId(*one) for one in copied),
+    )
 
 
 class Publication:
@@ -67,7 +71,13 @@ class Publication:
         """The error of the last attempt to use the store; None if that succeeded."""
         self._store, self._rank, self._world_size = store, rank, world_size
         self._keys = [key("view", one) for one in range(world_size)]
-        self._together_key = key("together", 0)
+        self._together_key, self._number_key = key("together", 0), key("number", 0)
+        self._copied: frozenset[CheckpointId] = frozenset()
+        self._to_announce: int | None = None
+        self.expects_number = False
+        """Whether rank 0 will announce a number."""
+        self.number: int | None = None
+        """What rank 0 has announced, as far as this rank has learnt it."""
         self._own, self._published = own, PoolView.of(())
         self._stale_seconds = _STALE_SECONDS * max(1.0, world_size / _RANKS)
         self._read_at = time.monotonic()
@@ -82,6 +92,16 @@ class Publication:
     def publish(self, own: PoolView) -> None:
         """Leave the view of this rank's pool with the helper, which writes it into the store."""
         self._own = own
+        self._wake.set()
+
+    def publish_copied(self, copied: frozenset[CheckpointId]) -> None:
+        """Leave the checkpoints in this rank's peer copy with the helper. Called on any thread."""
+        self._copied = copied
+        self._wake.set()
+
+    def announce(self, number: int) -> None:
+        """Tell all ranks a number, once (rank 0)."""
+        self._to_announce = number
         self._wake.set()
 
     def close(self) -> None:
@@ -112,11 +132,17 @@ class Publication:
 
     def _expects_news(self) -> bool:
         """Whether another rank lacks, as far as is known, what this one has committed last, or the store failed."""
-        return self.error is not None or self._own.newest not in self.together.committed
+        newest_copy = max(self._copied, default=None)
+        return (
+            self.error is not None
+            or self._own.newest not in self.together.committed
+            or (newest_copy is not None and newest_copy not in self.together.copied)
+        )
 
     def _exchange(self) -> bool:
         """Publish this rank's view if it has changed, and read the news. Returns whether there were any."""
-        own, now = self._own, time.monotonic()
+        self._exchange_number()
+        own, now = self._own._replace(copied=self._copied), time.monotonic()
         if own != self._published:
             self._store.set(self._keys[self._rank], packed(own))
             self._published, self._read_at = own, now
@@ -132,6 +158,16 @@ class Publication:
         if self._rank == 0:
             self._store.set(self._together_key, packed(found))
         return True
+
+    def _exchange_number(self) -> None:
+        """Write the number that is to be announced, or read it."""
+        if not self.expects_number or self.number is not None:
+            return
+        if self._to_announce is not None:
+            self._store.set(self._number_key, msgpack.packb(self._to_announce))
+            self.number = self._to_announce
+        elif self._rank and self._store.check([self._number_key]):
+            self.number = int(msgpack.unpackb(self._store.multi_get([self._number_key])[0]))
 
     def _read_together(self) -> PoolView | None:
         """Return what rank 0 has put together last; None if it has not done so yet."""

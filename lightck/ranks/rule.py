@@ -212,6 +212,8 @@ class Knowledge:
         any case. The adopted checkpoint must stay even if a rank lacks it, because that rank lost its pool and restored
         its tensors from others.
         """
+        # Before a rank has dropped them, its copy may hold checkpoints that the group has left.
+        copied = [one for one in copied if not is_dead(one, self.adoption)]
         found = [newest_common([own, *(view.committed for view in others)]), self.common, *copied]
         common = max((one for one in found if one is not None), default=None)
         newest_copy = max((one for one in (self.copied, *copied) if one is not None), default=None)
@@ -231,6 +233,10 @@ class Knowledge:
         the checkpoints that are committed in its pool; ``in_copy``: those in its peer copy."""
         due = (one for one in own if self._is_due(one) and one not in in_copy and not self._is_useless(one))
         return min(due, default=None)
+
+    def waits_for_copies(self, own: Iterable[CheckpointId]) -> bool:
+        """Whether the rank may not overwrite a checkpoint only because it is due for the peer copies."""
+        return any(self.common is not None and one < self.common and self._is_due(one) for one in own)
 
     def may_drop_copy(self, content: CheckpointId) -> bool:
         """Whether the rank may drop this checkpoint from its peer copy."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from lightck import sessions
-from lightck.errors import SessionError
+from lightck.errors import SessionError, UnsupportedError
 from lightck.layout import Layout, refuse_other_than_layout
 from lightck.pipeline.plan import Strategy
 from lightck.pipeline.staging.kinds import Kind, check_kind
@@ -17,6 +17,7 @@ from lightck.pool.format.structures import SLOTS_MAX
 from lightck.restore.checkpoint import refuse_other_than_bool, refuse_other_than_mapping, refuse_other_than_module
 from lightck.restore.resume import is_poisoned
 from lightck.session.interval import Auto, Cadence, cadence_of
+from lightck.session.replicas import Replicas
 from lightck.tiers.keep import Keep
 
 
@@ -32,6 +33,7 @@ class SaveOptions:
     staging: Kind | None
     strict_data: bool
     split: bool = True
+    replicas: Replicas = field(default_factory=lambda: Replicas(1))
 
     def check(self) -> Cadence:
         """Check the options. Returns the ``Cadence``, which decides from ``interval`` when a checkpoint is due. Raises
@@ -78,11 +80,17 @@ class Arguments:
 
     def check(self, *, is_rank_pool: bool) -> Cadence:
         """Check all arguments, and return the ``Cadence`` of the save options. ``is_rank_pool``: whether this process
-        is a rank of a group. Raises ``TypeError``, ``ValueError``, ``LayoutError`` or ``SessionError``."""
+        is a rank of a group. Raises ``TypeError``, ``ValueError``, or a
+        ``LightckError``."""
         refuse_other_than_bool(resume=self.resume, overwrite=self.overwrite)
         refuse_other_than_module(self.model)
         refuse_other_than_mapping(self.state)
         refuse_other_than_layout(self.layout, is_used=is_rank_pool)
+        if self.save_options.replicas.count > 1 and not is_rank_pool:
+            raise UnsupportedError(
+                "replicas=2 keeps a copy of each rank's pool on another host, and this process is saved alone. Leave "
+                "replicas= out; or start the ranks with torchrun, and initialize their process group before attach."
+            )
         if self.resume and self.overwrite:
             raise ValueError(
                 "resume=True and overwrite=True exclude each other. Pass resume=True to continue from the checkpoint, "

@@ -40,9 +40,11 @@ from lightck.session.cross_check import cross_check_of
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
 from lightck.session.group import checked_timeout, group_of, world_of_one
-from lightck.session.group_start import SLOTS_MIN, GroupStart
+from lightck.session.group_arguments import refuse_unsupported
+from lightck.session.group_start import GroupStart
 from lightck.session.interval import Auto
 from lightck.session.pool_file import PoolFile
+from lightck.session.replicas import Replicas
 from lightck.session.session import Session
 from lightck.session.shared_state import warn_of_shared_tensors
 from lightck.session.slowdown import slowdown
@@ -80,6 +82,7 @@ def attach(
     strict_data: bool = False,
     group: object = None,
     split: bool = True,
+    replicas: int | Replicas = 1,
     layout: Layout | None = None,
     timeout: float = TIMEOUT,
 ) -> Session:
@@ -99,14 +102,15 @@ def attach(
         strategy: what a checkpoint holds; by default ``FullState()``.
         backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path and the medium.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
-        slots: how many checkpoints the pool has room for, 2 to 8; by default as many as it has, 2 (of a rank: 3) if it
-            is new. ``keep=`` adds one.
+        slots: how many checkpoints the pool has room for, 2 to 8; by default as many as it has, 2 (of a rank: 3 or 4)
+            if it is new. ``keep=`` adds one.
         keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``.
         pause_on_nonfinite: commit no checkpoint if the GradScaler's scale, or a value that is checked, is not finite.
         staging: how tensors on a device are sent: ``lightck.Host()``, ``Direct()``, ``Device()``; by default the best.
         strict_data: raise ``DataMismatchError``, and do not only warn, if a resume goes on with other data.
         group: the process group whose ranks attach together; None: the default group. False: this process alone.
         split: ranks of a host divide what all of them hold; False: each writes all of it into its pool.
+        replicas: 2 keeps a copy of each rank's pool on another host; ``lightck.Replicas`` says how often.
         layout: which parts of tensors the model holds, if they are no DTensors (see ``lightck docs layout``).
         timeout: seconds after which a wait for another rank ends with an error.
 
@@ -117,7 +121,8 @@ def attach(
         RankError, LayoutError: ranks or layouts do not fit; another rank failed or did not come within ``timeout``.
         AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError: see errors.
     """
-    save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split)
+    copies = Replicas.of(replicas)
+    save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split, copies)
     arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options, layout)
     with GroupStart.of(group_of(group) or world_of_one(pool_path, group), checked_timeout(timeout)) as group_start:
         return _attach(arguments, group_start, is_rank_known=group_start is not None or group is False)
@@ -129,7 +134,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     is_rank_pool = group_start is not None
     cadence = arguments.check(is_rank_pool=is_rank_pool)
     if group_start is not None:
-        group_start.check(arguments)
+        refuse_unsupported(arguments, group_start.group.world_size)
     path = _pool_path(arguments.pool_path) if group_start is None else group_start.own_path(arguments)
     backend = backend_for(path, arguments.backend)
     medium_durability = backend.probe(path)
@@ -144,9 +149,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
         undo.callback(lock.release)
         pipeline = _pipeline(arguments, path, backend, medium_durability, meter, lock, is_rank_pool=is_rank_pool)
         undo.callback(pipeline.close)
-        participants = _commit_participants(
-            arguments.save_options, found, path, meter, SLOTS_MIN if is_rank_pool else 2
-        )
+        participants = _commit_participants(arguments.save_options, found, path, meter, is_rank_pool=is_rank_pool)
         participants.register_with(pipeline)
         backend.remove_stale(path)
         first = _first_step(found, arguments, is_rank_known)
@@ -197,7 +200,7 @@ def _pipeline(
         path,
         backend,
         medium_durability,
-        options.slots or (SLOTS_MIN if is_rank_pool else 2),
+        options.slots or (options.replicas.slots_min if is_rank_pool else 2),
         meter,
         options.strategy or FullState(),
         options.staging,
@@ -209,10 +212,9 @@ def _pipeline(
 
 
 def _commit_participants(
-    save_options: SaveOptions, found: Found, path: str, meter: Meter, slots: int
+    save_options: SaveOptions, found: Found, path: str, meter: Meter, *, is_rank_pool: bool
 ) -> CommitParticipants:
-    """``slots``: how many slots the training needs besides those of pins."""
-    holds = Holds(slots)
+    holds = Holds(save_options.replicas.slots_min if is_rank_pool else 2)
     keeper = Retention(save_options.keep, path, meter, holds) if save_options.keep is not None else None
     return CommitParticipants(
         holds, keeper, NonfiniteCheck(found.state, meter) if save_options.pause_on_nonfinite else None

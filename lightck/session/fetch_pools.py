@@ -23,7 +23,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,11 +31,13 @@ import msgpack
 import numpy as np
 import torch
 
-from lightck.errors import LightckError, NoSpaceError, RankError
+from lightck.errors import LightckError, NoSpaceError, PoolError, RankError
 from lightck.pool.reader import open_pool
 from lightck.pool.storage import lock, temporary
 from lightck.pool.storage.failures import io_error
 from lightck.pool.storage.file import sync_folder
+from lightck.ranks.copy_file import COPIES as PEER_COPIES
+from lightck.ranks.copy_file import copies_in
 from lightck.ranks.directory import existing_pools, pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
@@ -55,6 +57,7 @@ class PoolFacts:
     directory: int
     """Number of the directory in ``Hosts.ranks_of``."""
     name: str
+    """Path in the directory."""
     run_id: bytes
     world_id: bytes
     world_size: int
@@ -66,6 +69,11 @@ class PoolFacts:
     """The largest step of a commit record, whether its checkpoint is usable or not."""
     has_shares: bool
     """Whether the rank wrote only its share of some tensors that all ranks of its host held."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is a peer copy, and not the pool that the rank writes."""
+        return os.path.dirname(self.name) == PEER_COPIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +96,24 @@ class WorldFacts:
         of_ranks = [frozenset().union(*(one.ids for one in files)) for files in self.pools.values()]
         return frozenset.intersection(*of_ranks)
 
+    @property
+    def copies(self) -> dict[int, PoolFacts]:
+        """Rank -> a peer copy with the newest common checkpoint, for each rank that has it in no other file."""
+        found: dict[int, PoolFacts] = {}
+        newest = max(self.common, default=None)
+        for rank, files in self.pools.items():
+            holding = [one for one in files if newest in one.ids]
+            if holding and all(one.is_copy for one in holding):
+                found[rank] = holding[0]
+        return found
+
     def is_at_home(self, hosts: Hosts) -> bool:
         """Whether each rank of the group has its own pool of this world in its own directory, with the newest common
         checkpoint in it. (An old copy does not count.)"""
         newest = max(self.common, default=None)
         return self.world_size == len(hosts.of_rank) and all(
             any(
-                one.directory == hosts.of_rank[rank] and (newest is None or newest in one.ids)
+                one.directory == hosts.of_rank[rank] and not one.is_copy and (newest is None or newest in one.ids)
                 for one in self.pools.get(rank, ())
             )
             for rank in range(self.world_size)
@@ -173,7 +192,21 @@ def report(directory: str, group: Group, meeting: Meeting, hosts: Hosts) -> list
             "The pools in the directories of these ranks belong to several trainings. Nothing was changed. Keep those "
             "of one training (`lightck inspect --json` shows the run of each pool)."
         )
-    return [WorldFacts(*key, dict(sorted(pools.items()))) for key, pools in found.items()]
+    return [
+        WorldFacts(*key, {rank: _without_dead_copies(files) for rank, files in sorted(pools.items())})
+        for key, pools in found.items()
+    ]
+
+
+def _without_dead_copies(files: list[PoolFacts]) -> list[PoolFacts]:
+    """Return the files of a rank. Of its peer copies, leave out the checkpoints that are newer than all in its pool:
+    the group went back to an older one, and the rank had no time to drop them."""
+    newest = max((name for one in files if not one.is_copy for name in one.ids), default=None)
+    if newest is None:
+        return files
+    return [
+        replace(one, ids=frozenset(name for name in one.ids if name <= newest)) if one.is_copy else one for one in files
+    ]
 
 
 def _facts_of(directory: str) -> Iterator[list[Any]]:
@@ -191,6 +224,13 @@ def _facts_of(directory: str) -> Iterator[list[Any]]:
             ids = [list(one) for one in usable_by_id(reader)]
             steps = max((record.step for record in log.records.values()), default=0)
             yield [path.name, *key, ids, log.incarnation, steps, has_shares_in_table(reader)]
+    for copy in copies_in(directory):
+        with suppress(PoolError), closing(open_pool(copy)) as reader:  # a copy that was being made
+            if reader.group is not None:
+                ids = [list(one) for one in usable_by_id(reader)]
+                name = os.path.join(PEER_COPIES, os.path.basename(copy))
+                incarnation = reader.commit_log().incarnation
+                yield [name, *_key(reader.group), ids, incarnation, 0, has_shares_in_table(reader)]
 
 
 def _key(identity: Any) -> tuple[bytes, bytes, int, int]:

@@ -57,8 +57,8 @@ from lightck.restore.moved_state import key_of_rank
 from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
 from lightck.restore.usable import parse, usable_by_id
-from lightck.session.arguments import Arguments
-from lightck.session.fetch_pools import remove_copies
+from lightck.session.arguments import Arguments, SaveOptions
+from lightck.session.fetch_pools import Hosts, remove_copies
 from lightck.session.group import (
     Group,
     Membership,
@@ -69,6 +69,7 @@ from lightck.session.group import (
     path_of_own_pool,
     refuse_other_pools,
 )
+from lightck.session.group_arguments import arguments_to_compare
 from lightck.session.lost_pool import (
     copy_into_new_pool,
     has_checkpoints_of,
@@ -77,6 +78,7 @@ from lightck.session.lost_pool import (
     state_of_lost_rank,
 )
 from lightck.session.other_world import OtherWorlds, find_other_worlds, load
+from lightck.session.peer_copies import PeerCopies, remove_peer_copies
 from lightck.session.pool_file import PoolFile
 from lightck.session.shares_of_others import whole_of
 from lightck.session.split import shares_of
@@ -84,9 +86,6 @@ from lightck.state.parts import mesh_of
 from lightck.tiers.pin import Holds
 
 log = logging.getLogger("lightck")
-SLOTS_MIN = 3
-"""The least number of slots in a rank's pool. One slot holds the newest checkpoint, and one is being written. A third
-one holds the checkpoint before, which may be the newest that all ranks have."""
 _NAMES_NBYTES_MAX = 1 << 20
 """The largest number of bytes that a rank sends of its tensors' names, for the error that lists differences."""
 Stored: TypeAlias = dict[CheckpointId, list[StoredCheckpoint]]
@@ -131,6 +130,9 @@ class GroupStart:
     """Rank -> host and directory of its pool (``directory_id``)."""
     _other: OtherWorlds | None = None
     """The pools of other worlds in the directory; None if there are none."""
+    _save_options: SaveOptions | None = None
+    _pool_path: str = ""
+    """Of this rank."""
 
     @classmethod
     @contextmanager
@@ -151,31 +153,6 @@ class GroupStart:
                 start._other.close()
 
     # -- before anything is opened -----------------------------------------------------------------------
-
-    def check(self, arguments: Arguments) -> None:
-        """Raise ``UnsupportedError`` or ``ValueError`` for what a group cannot do yet."""
-        options = arguments.save_options
-        is_adaptive = type(options.interval) is not int
-        refused = (
-            (is_adaptive, f"interval={options.interval!r}", "each rank would choose an interval of its own"),
-            (options.keep is not None, "keep=", "use `lightck export` on the directory, also while training runs"),
-            (options.pause_on_nonfinite, "pause_on_nonfinite=True", "one rank could pause and another go on"),
-            (arguments.backend == "devdax", 'backend="devdax"', "a device holds one pool"),
-        )
-        for is_passed, what, why in refused:
-            if is_passed:
-                cure = "pass group=False, to save this process alone"
-                if self.group.world_size == 1:
-                    cure = "load the model with lightck.recover(directory, model, optimizer), and attach it to a file"
-                raise UnsupportedError(
-                    f"{what} is not supported in a group of ranks yet ({why}). Leave it out; or {cure}."
-                )
-        if options.slots is not None and options.slots < SLOTS_MIN:
-            raise ValueError(
-                f"slots={options.slots}: in a group of ranks a pool has at least {SLOTS_MIN} slots, because a rank "
-                "must keep a checkpoint until all ranks have committed a newer one."
-            )
-        _refuse_old_fsdp(arguments)
 
     def own_path(self, arguments: Arguments) -> str:
         """Return the path of this rank's pool in the directory. Create the directory if it does not exist."""
@@ -234,7 +211,7 @@ class GroupStart:
         refuse_differences(reports)
         self._refuse_other_tensors(file, reports)
         assert other.source is not None, "the caller has checked it"
-        first = next(iter(other.source.readers.values()))
+        first, options = next(iter(other.source.readers.values())), file.arguments.save_options
         restore = file.live_restore(first)
         with restore.poisons_on_error():
             loaded = load(other, self.group, self.meeting, restore)
@@ -247,7 +224,7 @@ class GroupStart:
                 loaded.checkpoint.with_shares(file.capture.shares.cuts, file.capture.shares.place),
                 loaded.name,
                 list(file.predicted_entries().values()),
-                n_slots=file.arguments.save_options.slots or max(SLOTS_MIN, len(first.superblock.slots)),
+                n_slots=options.slots or max(options.replicas.slots_min, len(first.superblock.slots)),
                 expected_state_nbytes=file.capture.expected_state_nbytes,
                 changed_state=loaded.changed_state,
             )
@@ -304,7 +281,7 @@ class GroupStart:
             directory=os.path.dirname(file.path),
             boot_id=boot_id(),
             directory_id=directory_id(os.path.dirname(file.path)),
-            arguments=_arguments_to_compare(file.arguments),
+            arguments=arguments_to_compare(file.arguments),
             tensors=_digest(_tensor_lines(file)),
             new_ids=os.urandom(2 * ID_NBYTES),
             run_id=b"" if identity is None else identity.run_id,
@@ -316,6 +293,7 @@ class GroupStart:
         )
         reports = [Report.unpack(data) for data in self.meeting.exchange("reports", report.pack())]
         self._directory_ids = [one.directory_id for one in reports]
+        self._save_options = file.arguments.save_options
         return reports
 
     def _divide(self, file: PoolFile) -> None:
@@ -477,7 +455,7 @@ class GroupStart:
     def join(self, file: PoolFile, pipeline: Pipeline, holds: Holds) -> None:
         """Open the pools of the other ranks on this host, and add the commit rule of the group to the pipeline.
         ``holds``: of this session."""
-        writer = pipeline.pool.writer
+        writer, self._pool_path = pipeline.pool.writer, file.path
         assert writer is not None, "a rank's pool exists from attach on"
         own = msgpack.packb([file.path, writer.superblock.uuid])
         neighbours: list[Neighbour] = []
@@ -535,8 +513,22 @@ class GroupStart:
             self.rule.follow(
                 Publication(self.group.store, self.meeting.key, self.group.rank, self.group.world_size, own)
             )
+        self._keep_copies(start)
         if self._other is not None:
             self._other.remove()
+
+    def _keep_copies(self, name: CheckpointId) -> None:
+        """Begin to keep peer copies. If none are wanted, remove those of earlier starts. ``name``: the checkpoint that
+        all ranks have."""
+        assert self.rule is not None, "join was called"
+        assert self._save_options is not None, "the reports were exchanged"
+        directory = os.path.dirname(self._pool_path)
+        if self._save_options.replicas.count > 1:
+            hosts = Hosts.of(self._directory_ids).merged(directory, self.group, self.meeting)
+            copies = PeerCopies(directory, self._pool_path, self.group, self.meeting)
+            copies.begin(self.rule, name, hosts, self._save_options)
+        elif self._directory_ids.index(self._directory_ids[self.group.rank]) == self.group.rank:
+            remove_peer_copies(directory)
 
 
 def _restored(
@@ -562,20 +554,6 @@ def _has_parts(file: PoolFile, reader: PoolReader | None, stored: Stored) -> boo
     return any(entry.pieces is not None for entry in entries)
 
 
-def _arguments_to_compare(arguments: Arguments) -> dict[str, str]:
-    """Return the arguments of attach that must be the same on all ranks: name -> text."""
-    options = arguments.save_options
-    return {
-        "interval=": repr(options.interval),
-        "slots=": repr(options.slots),
-        "resume=": repr(arguments.resume),
-        "overwrite=": repr(arguments.overwrite),
-        "strategy=": type(options.strategy).__name__,
-        "strict_data=": repr(options.strict_data),
-        "split=": repr(options.split),
-    }
-
-
 def _digest(lines: list[str]) -> str:
     return blake2b("\n".join(lines).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -589,12 +567,3 @@ def _tensor_lines(file: PoolFile) -> list[str]:
         if entry.role != "state"
     ]
     return sorted([*lines, *(view.class_name for view in file.capture.optimizers)])
-
-
-def _refuse_old_fsdp(arguments: Arguments) -> None:
-    for module in arguments.model.modules():
-        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
-            raise UnsupportedError(
-                "The model contains FullyShardedDataParallel, whose flat parameters do not say which part of a tensor "
-                "a rank holds. Use torch.distributed.fsdp.fully_shard, which takes its place."
-            )

@@ -216,7 +216,7 @@ def _over_hosts(
     not_own = {world_id for ids, _ in received for world_id in ids}
     chosen = _newest_of(facts, hosts, not_own)
     is_own = chosen is not None and chosen.world_id not in not_own and chosen.is_at_home(hosts)
-    if not has_other and (chosen is None or is_own or max(chosen.common).step == 0):
+    if not has_other and (chosen is None or is_own or (max(chosen.common).step == 0 and not chosen.copies)):
         return None  # as with one directory: a new training may have been killed while its pools were made
     if chosen is None:
         _refuse_loss_over_hosts(facts)
@@ -229,6 +229,8 @@ def _over_hosts(
     with ExitStack() as stack:
         stack.callback(remove_copies, directory)
         if chosen is not None and not is_own and arguments.resume:
+            if group.rank == 0:
+                _report_copies(chosen, hosts, meeting)
             fetch(directory, group, meeting, hosts, chosen)
         local = None if chosen is None else _opened(directory, hosts.of_rank[group.rank], chosen, stack)
         choice = _Choice(local, is_own, received[0][1], common_checkpoints(local) if local and local.readers else {})
@@ -248,6 +250,23 @@ def _over_hosts(
             _open=stack.pop_all(),
         )
     raise AssertionError("the block returns or raises")
+
+
+def _report_copies(world: WorldFacts, hosts: Hosts, meeting: Meeting) -> None:
+    """Log which ranks' pools are lost, and from which hosts their peer copies are taken."""
+    for number in sorted(hosts.ranks_of):
+        ranks = [rank for rank, one in world.copies.items() if one.directory == number]
+        if ranks:
+            log.warning(
+                "lightck: the pool%s of rank%s %s %s lost. The training goes on from step %d, which is the newest one "
+                "in the peer copies on host %s",
+                "s" * (len(ranks) > 1),
+                "s" * (len(ranks) > 1),
+                listed(list(map(str, ranks)), 8),
+                "are" if len(ranks) > 1 else "is",
+                max(world.common).step,
+                meeting.hosts[hosts.ranks_of[number][0]],
+            )
 
 
 def _candidates_of_all(meeting: Meeting, choice: _Choice) -> list[tuple[CheckpointId, Held]]:
@@ -285,7 +304,8 @@ def _opened(directory: str, number: int, world: WorldFacts, stack: ExitStack) ->
 
 def _fits_own(directory: str, group: Group, parts: Mapping[str, Part], world: WorldFacts, number: int) -> bool:
     """Whether this rank's own pool of a world fits its parts. True if it has none in its directory."""
-    own = next((one for one in world.pools.get(group.rank, ()) if one.directory == number), None)
+    files = world.pools.get(group.rank, ())
+    own = next((one for one in files if one.directory == number and not one.is_copy), None)
     if own is None:
         return True
     with closing(open_pool(os.path.join(directory, own.name))) as reader:

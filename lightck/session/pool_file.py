@@ -116,7 +116,7 @@ class PoolFile:
         pipeline.adopted(
             contents.step,
             contents.copied_at_boundary,
-            self.arguments.save_options.slots,
+            self._slots_wanted(reader),
             record.payload_generation,
             contents.stale_after,
         )
@@ -124,6 +124,12 @@ class PoolFile:
         set_requires_grad(contents, self.capture.model)
         warn_differences(contents)
         forget_restored_from(self.arguments.model)
+
+    def _slots_wanted(self, reader: PoolReader) -> int | None:
+        """Return the number of slots that this pool is to have; None if it keeps its number."""
+        options = self.arguments.save_options
+        is_too_small = self.is_rank_pool and len(reader.superblock.slots) < options.replicas.slots_min
+        return options.replicas.slots_min if options.slots is None and is_too_small else options.slots
 
     def existing(self, *, write: bool = True) -> PoolReader | None:
         """Open the pool at this path. Returns None if there is no pool, or if the pool is to be discarded."""

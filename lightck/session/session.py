@@ -125,6 +125,13 @@ class Session:
         return None if known is None else known.step
 
     @property
+    def copied(self) -> int | None:
+        """The newest step that this rank knows to be in the peer copies of all ranks (``replicas=2``), or None. If a
+        host is lost, the training goes on from this step or a later one."""
+        known = None if self._membership is None else self._membership.rule.knowledge.copied
+        return None if known is None else known.step
+
+    @property
     def recovered(self) -> Recovered | None:
         """The checkpoint from which this session goes on, and whether it was restored exactly; None for a new
         training."""

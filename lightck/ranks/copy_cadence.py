@@ -1,0 +1,47 @@
+"""How often checkpoints are copied to another host, if the user does not say so: rank 0 measures, and chooses.
+
+A copy of one checkpoint at full speed takes c seconds: attach has measured this on all ranks at once, and c is the
+longest time. A step takes s seconds. The smallest number of steps between two copies is chosen with which full-speed
+copies would take at most a tenth of the time: 10 c / s, rounded up to a multiple of the interval.
+"""
+
+from __future__ import annotations
+
+import time
+from math import ceil
+
+from lightck.pool.format.structures import NUMBER_MAX
+
+SHARE = 0.1
+"""The share of the time that copies at full speed would take."""
+_COMMITS_LEFT_OUT, _COMMITS = 3, 8
+"""The time of a step is measured from the end of the third commit of this session on (the first steps are slow), over
+eight commits."""
+
+
+class CopyCadence:
+    """Measures the time of a step, and chooses the number of steps between two copies."""
+
+    def __init__(self, copy_seconds: float, interval: int) -> None:
+        """``copy_seconds``: how long the copy of one checkpoint takes at full speed. ``interval``: steps between two
+        checkpoints."""
+        self._copy_seconds, self._interval = copy_seconds, interval
+        self._n_commits = 0
+        self._began = 0.0, 0
+
+    def committed(self, step: int) -> int | None:
+        """Return the chosen number; None while it cannot be chosen. Call at each commit."""
+        self._n_commits += 1
+        now = time.monotonic()
+        if self._n_commits == _COMMITS_LEFT_OUT:
+            self._began = now, step
+        if self._n_commits < _COMMITS_LEFT_OUT + _COMMITS or step <= self._began[1]:
+            return None
+        step_seconds = max((now - self._began[0]) / (step - self._began[1]), 1e-6)
+        return every_for(self._copy_seconds, step_seconds, self._interval)
+
+
+def every_for(copy_seconds: float, step_seconds: float, interval: int) -> int:
+    """Return the number of steps between two copies: at least two checkpoints."""
+    steps = copy_seconds / (SHARE * step_seconds)
+    return min(max(2, ceil(steps / interval)) * interval, NUMBER_MAX - 1)

@@ -1,0 +1,194 @@
+"""The sending end of a peer copy: reads checkpoints from this rank's pool, and sends them to a rank on another host.
+
+``copy`` sends one checkpoint. attach calls it for the checkpoint from which training goes on. From then on a thread
+does so whenever a checkpoint is due (``Knowledge.next_to_copy``), in pieces with pauses between them, so that training
+keeps cores, memory and network for most of the time.
+
+The commit rule keeps a checkpoint in the pool until its copy is acknowledged, so its bytes do not change meanwhile.
+
+*Failure cases.* The receiver answers with an error (no space, a block that does not verify): this rank raises it at its
+next checkpoint. The connection ends: the receiver's session was closed, at the end of the training or because its
+process was killed. This rank goes on, as it would without copies; if its pool fills with checkpoints that wait for
+their copy, it raises an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import closing
+from typing import Any
+
+from lightck.errors import PoolError, RankError
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.ranks.copy_file import checkpoint_in, runs_of
+from lightck.ranks.copy_receiver import CHUNK_NBYTES
+from lightck.ranks.link import Link, LinkError
+from lightck.ranks.rule import CheckpointId, Knowledge
+
+log = logging.getLogger("lightck")
+_PAUSE = 4.0
+"""The thread pauses so many times as long as it worked. So a copy takes five times as long as it could."""
+_JOIN_SECONDS = 5.0
+_COMMITS_BEFORE_WARNING = 3
+"""A connection that ended is reported after so many further checkpoints. At the end of a training the sessions of all
+ranks are closed, one a little before the other, which is no reason for a warning."""
+
+
+class CopySender:
+    """Keeps the peer copy of this rank's pool up to date."""
+
+    def __init__(self, link: Link, pool_path: str, receiver: str, timeout: float) -> None:
+        """``pool_path``: of this rank's pool. ``receiver``: name of the rank that keeps the copy, for messages.
+        ``timeout``: seconds that one answer of the receiver may take."""
+        self._link, self._path, self._receiver = link, pool_path, receiver
+        link.wait_at_most(timeout)
+        self._uuid = b""
+        """Of the pool that the receiver has open."""
+        self.in_copy: frozenset[CheckpointId] = frozenset()
+        """The checkpoints that lie in the copy. Before the first ``copy``: unknown."""
+        self.failure: RankError | None = None
+        """Why there are no more copies."""
+        self.is_refused = False
+        """Whether the receiver has answered with an error, rather than ended the connection."""
+        self._own: frozenset[CheckpointId] = frozenset()
+        self._known: Callable[[], Knowledge] = Knowledge
+        self._publish: Callable[[frozenset[CheckpointId]], object] = bool
+        self._n_commits_without = 0
+        self._wake, self._stop = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # -- attach ------------------------------------------------------------------------------------------
+
+    def copy(self, name: CheckpointId, *, is_paced: bool = False) -> bool:
+        """Copy a checkpoint, and return when it is durable in the copy. Returns False if the pool no longer has it.
+        Raises ``RankError`` and ``PoolError``."""
+        try:
+            with closing(open_pool(self._path)) as reader:
+                self._open(reader)
+                stored = checkpoint_in(reader, name)
+                if stored is None:
+                    return False
+                self._send(stored, name, is_paced=is_paced)
+        except LinkError as err:
+            raise RankError(
+                f"The connection to {self._receiver}, which keeps a copy of this rank's pool, ended: {err}. Look for "
+                "an error of that rank, and start all ranks again."
+            ) from err
+        self.in_copy |= {name}
+        return True
+
+    def drop(self, names: Collection[CheckpointId]) -> None:
+        """Drop checkpoints from the copy. Raises ``LinkError`` and ``RankError``."""
+        self._ask({"do": "drop", "ids": [list(one) for one in names]})
+        self.in_copy -= frozenset(names)
+
+    def _open(self, reader: PoolReader) -> None:
+        """Tell the receiver from which pool the next checkpoints come, if it has another one open."""
+        sb = reader.superblock
+        if sb.uuid == self._uuid:
+            return
+        message = {"do": "open", "uuid": sb.uuid, "superblock": sb.pack(), "table": reader.table}
+        answer = self._ask(message)
+        self.in_copy |= {CheckpointId(*one) for one in answer["contents"]}
+        self._uuid = sb.uuid
+
+    def _send(self, stored: StoredCheckpoint, name: CheckpointId, *, is_paced: bool) -> None:
+        reader, runs = stored.reader, runs_of(stored)
+        answer = self._ask({"do": "begin", "id": list(name), "record": list(stored.record), "runs": runs})
+        if answer["has"]:
+            return
+        for low, high in runs:
+            for at in range(low, high, CHUNK_NBYTES):
+                began, n = time.perf_counter(), min(CHUNK_NBYTES, high - at)
+                # If the medium fails, zeros are sent, and the receiver finds that they do not verify.
+                self._link.send(reader.read(at, n).ljust(n, b"\0"))
+                if is_paced and self._stop.wait(_PAUSE * (time.perf_counter() - began)):
+                    raise LinkError("this rank's session was closed")
+        self._answer()
+
+    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        self._link.send_message(message)
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        answer = self._link.receive_message()
+        if "error" in answer:
+            self.is_refused = True
+            raise RankError(
+                f"The copy of this rank's pool on {self._receiver} cannot be kept: {answer['error']}. The checkpoints "
+                "that all ranks have are intact. Mend the medium of that host's directory, or leave replicas= out, and "
+                "start all ranks again."
+            )
+        return answer
+
+    # -- while training runs -----------------------------------------------------------------------------
+
+    def start(
+        self,
+        own: frozenset[CheckpointId],
+        known: Callable[[], Knowledge],
+        publish: Callable[[frozenset[CheckpointId]], object],
+    ) -> None:
+        """Begin to copy what is due. ``own``: the checkpoints that are committed in this rank's pool. ``known``:
+        returns what this rank knows of the group. ``publish``: is called with the checkpoints in the copy, when they
+        change."""
+        self._own, self._known, self._publish = own, known, publish
+        publish(self.in_copy)
+        self._thread = threading.Thread(target=self._run, name="lightck-copies-out", daemon=True)
+        self._thread.start()
+        self._wake.set()
+
+    def committed(self, own: frozenset[CheckpointId]) -> None:
+        """Tell the thread which checkpoints are committed in this rank's pool. Called on the training thread."""
+        self._own = own
+        self._wake.set()
+        if self.failure is not None and not self.is_refused:
+            self._n_commits_without += 1
+            if self._n_commits_without == _COMMITS_BEFORE_WARNING:
+                log.warning("lightck: no more checkpoints are copied to another host. %s", self.failure)
+
+    def close(self) -> None:
+        """End the thread. A copy that is being made is given up."""
+        self._stop.set()
+        self._wake.set()
+        self._link.close()
+        if self._thread is not None:
+            self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            try:
+                while not self._stop.is_set() and self._did_something():
+                    pass
+            except (LinkError, RankError, PoolError, OSError) as err:
+                self.failure = err if isinstance(err, RankError) else RankError(_not_copied(self._receiver, err))
+                self.is_refused |= isinstance(err, (PoolError, OSError))
+                return
+
+    def _did_something(self) -> bool:
+        """Drop what is no longer needed, and copy one checkpoint. Returns False if there was nothing to do."""
+        known = self._known()
+        dropped = [one for one in self.in_copy if known.may_drop_copy(one)]
+        if dropped:
+            self.drop(dropped)
+            self._publish(self.in_copy)
+        name = known.next_to_copy(self._own, self.in_copy)
+        if name is None:
+            return False
+        if self.copy(name, is_paced=True):
+            self._publish(self.in_copy)
+        else:
+            self._own -= {name}  # it was struck
+        return True
+
+
+def _not_copied(receiver: str, err: Exception) -> str:
+    return (
+        f"A checkpoint of this rank's pool could not be copied to {receiver} ({err}). The checkpoints that all ranks "
+        "have are intact. Start all ranks again."
+    )

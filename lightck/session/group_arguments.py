@@ -1,0 +1,57 @@
+"""The arguments of ``attach`` in a group of ranks: what a group cannot do, and what must be equal on all ranks."""
+
+from __future__ import annotations
+
+from lightck.errors import UnsupportedError
+from lightck.session.arguments import Arguments
+
+
+def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
+    """Raise ``UnsupportedError`` or ``ValueError`` for what a group cannot do yet."""
+    options = arguments.save_options
+    is_adaptive = type(options.interval) is not int
+    refused = (
+        (is_adaptive, f"interval={options.interval!r}", "each rank would choose an interval of its own"),
+        (options.keep is not None, "keep=", "use `lightck export` on the directory, also while training runs"),
+        (options.pause_on_nonfinite, "pause_on_nonfinite=True", "one rank could pause and another go on"),
+        (arguments.backend == "devdax", 'backend="devdax"', "a device holds one pool"),
+    )
+    for is_passed, what, why in refused:
+        if is_passed:
+            cure = "pass group=False, to save this process alone"
+            if world_size == 1:
+                cure = "load the model with lightck.recover(directory, model, optimizer), and attach it to a file"
+            raise UnsupportedError(f"{what} is not supported in a group of ranks yet ({why}). Leave it out; or {cure}.")
+    if options.slots is not None and options.slots < options.replicas.slots_min:
+        more = ", and the newest one that all peer copies have" if options.replicas.count > 1 else ""
+        raise ValueError(
+            f"slots={options.slots}: in a group of ranks a pool has at least {options.replicas.slots_min} slots, "
+            f"because a rank must keep a checkpoint until all ranks have committed a newer one{more}."
+        )
+    if isinstance(options.interval, int):
+        options.replicas.check(options.interval)
+    _refuse_old_fsdp(arguments)
+
+
+def arguments_to_compare(arguments: Arguments) -> dict[str, str]:
+    """Return the arguments of attach that must be the same on all ranks: name -> text."""
+    options = arguments.save_options
+    return {
+        "interval=": repr(options.interval),
+        "slots=": repr(options.slots),
+        "resume=": repr(arguments.resume),
+        "overwrite=": repr(arguments.overwrite),
+        "strategy=": type(options.strategy).__name__,
+        "strict_data=": repr(options.strict_data),
+        "split=": repr(options.split),
+        "replicas=": repr(options.replicas),
+    }
+
+
+def _refuse_old_fsdp(arguments: Arguments) -> None:
+    for module in arguments.model.modules():
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            raise UnsupportedError(
+                "The model contains FullyShardedDataParallel, whose flat parameters do not say which part of a tensor "
+                "a rank holds. Use torch.distributed.fsdp.fully_shard, which takes its place."
+            )

@@ -1,0 +1,155 @@
+"""Peer copies: ``attach(..., replicas=2)`` keeps a copy of each rank's pool on another host.
+
+    topology    The hosts are numbered in the order of their first ranks. The copies of a host's pools lie on the next
+                host, those of the last host on the first one. The ranks of the next host receive them in turn.
+    connect     Each rank listens, and connects to the rank that keeps its copy (``ranks/link.py``).
+    first copy  Each rank copies the checkpoint from which training goes on. ``attach`` returns when all copies have
+                it. So from the first step on, the training survives the loss of any one host.
+    go on       From then on checkpoints are copied in the background (``ranks/copy_sender.py``), at steps that all
+                ranks know, and the commit rule keeps what a recovery may need (``ranks/rule.py``).
+
+Invariant: copies of earlier starts are removed when all ranks have the first copy of this one. Until then a loss of a
+host is made up for as it was before this start.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from typing import Any
+
+import msgpack
+
+from lightck.errors import RankError, UnsupportedError
+from lightck.ranks.copy_cadence import CopyCadence
+from lightck.ranks.copy_file import COPIES, copies_in, uuid_of
+from lightck.ranks.copy_receiver import CopyReceiver
+from lightck.ranks.copy_sender import CopySender
+from lightck.ranks.link import LinkError, LinkListener, connected, own_addresses
+from lightck.ranks.meet import Meeting
+from lightck.ranks.neighbours import GroupRule
+from lightck.ranks.rule import CheckpointId
+from lightck.session.arguments import SaveOptions
+from lightck.session.fetch_pools import Hosts
+from lightck.session.group import Group
+
+_ACCEPT_SECONDS = 0.5
+"""How often a rank that waits for a connection looks whether another rank has failed."""
+
+
+def keeper_of(rank: int, hosts: Hosts) -> int:
+    """Return the rank that keeps the copy of a rank's pool."""
+    numbers = sorted(hosts.ranks_of)
+    place, _ = hosts.place_in_directory(rank)
+    after = numbers[(numbers.index(hosts.of_rank[rank]) + 1) % len(numbers)]
+    return hosts.ranks_of[after][place % len(hosts.ranks_of[after])]
+
+
+class PeerCopies:
+    """The peer copies of one group, on this rank, while it attaches."""
+
+    def __init__(self, directory: str, pool_path: str, group: Group, meeting: Meeting) -> None:
+        self._directory, self._pool_path = directory, pool_path
+        self._group, self._meeting = group, meeting
+        self._sender: CopySender | None = None
+        self._receivers: list[CopyReceiver] = []
+        self._gives_up = threading.Event()
+        """Set if this rank cannot connect."""
+
+    def begin(self, rule: GroupRule, name: CheckpointId, hosts: Hosts, options: SaveOptions) -> None:
+        """Copy the checkpoint ``name``, which all ranks have, and keep copies from now on. All ranks call this. Raises
+        ``UnsupportedError`` for a single host, ``RankError`` and ``PoolError``."""
+        if len(hosts.ranks_of) < 2:
+            raise UnsupportedError(
+                "replicas=2 keeps a copy of each pool on another host, and all ranks of this group are on one host, or "
+                "use one directory that all hosts share. Leave replicas= out; or pass a directory on a medium of each "
+                "host."
+            )
+        try:
+            self._connect(hosts)
+            assert self._sender is not None, "it is connected"
+            began = time.perf_counter()
+            if not self._sender.copy(name):
+                raise RankError(f"The checkpoint of step {name.step} is no longer in the pool {self._pool_path!r}.")
+            own = msgpack.packb([time.perf_counter() - began, uuid_of(self._pool_path)])
+            found = [msgpack.unpackb(one) for one in self._meeting.exchange("first copies", own)]
+            if hosts.place_in_directory(self._group.rank)[0] == 0:
+                self._remove_old_copies({uuid for _, uuid in found})
+            self._meeting.exchange("removal of old copies", b"")
+        except BaseException:
+            self.close()
+            raise
+        rule.receivers = self._receivers
+        if options.replicas.every is None and self._group.rank == 0:
+            assert isinstance(options.interval, int), "a group has a fixed interval"
+            rule.cadence = CopyCadence(max(seconds for seconds, _ in found), options.interval)
+        rule.keep_copies(self._sender, options.replicas.every or 0)
+
+    def _connect(self, hosts: Hosts) -> None:
+        """Connect to the rank that keeps the copy of this rank's pool, and wait for the ranks whose copies this rank
+        keeps."""
+        kept = [rank for rank in range(self._group.world_size) if keeper_of(rank, hosts) == self._group.rank]
+        try:
+            with closing(LinkListener()) as listener:
+                own = [own_addresses(), listener.port, listener.key]
+                addresses = [msgpack.unpackb(one) for one in self._meeting.exchange("addresses", msgpack.packb(own))]
+                keeper = keeper_of(self._group.rank, hosts)
+                # The other ranks wait for this one to accept while this one waits for another to accept.
+                with ThreadPoolExecutor(1) as executor:
+                    accepted = executor.submit(self._accept, listener, kept)
+                    try:
+                        link = connected(*addresses[keeper])
+                        self._sender = CopySender(
+                            link, self._pool_path, self._meeting.name_of(keeper), self._meeting.timeout
+                        )
+                        link.send_message({"rank": self._group.rank})
+                    except BaseException:
+                        self._gives_up.set()
+                        raise
+                    accepted.result()
+        except (LinkError, OSError) as err:
+            raise RankError(
+                f"The ranks of different hosts cannot connect to each other, to copy their pools ({err}). Peer copies "
+                "need TCP connections between the hosts: see whether a firewall forbids them, and whether each host "
+                "knows the names of the others. Or leave replicas= out."
+            ) from err
+
+    def _accept(self, listener: LinkListener, kept: Sequence[int]) -> None:
+        left, end = set(kept), time.monotonic() + self._meeting.timeout
+        while left:
+            try:
+                link = listener.accept(_ACCEPT_SECONDS)
+            except LinkError:
+                self._meeting.raise_error_of_others()
+                if time.monotonic() > end or self._gives_up.is_set():
+                    raise
+                continue
+            rank = link.receive_message().get("rank")
+            if rank not in left:
+                link.close()
+                continue
+            left.remove(rank)
+            self._receivers.append(CopyReceiver(link, self._directory, rank, self._group.world_size))
+
+    def _remove_old_copies(self, uuids: set[Any]) -> None:
+        """Remove the copies in this host's directory that are not of these pools."""
+        for path in copies_in(self._directory):
+            if uuid_of(path) not in uuids:
+                with suppress(OSError):
+                    os.unlink(path)
+
+    def close(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        for receiver in self._receivers:
+            receiver.close()
+
+
+def remove_peer_copies(directory: str) -> None:
+    """Remove all peer copies in a host's directory: the training that goes on there keeps none."""
+    shutil.rmtree(os.path.join(directory, COPIES), ignore_errors=True)

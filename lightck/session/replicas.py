@@ -1,0 +1,54 @@
+"""``replicas=`` of attach: how many hosts hold each rank's state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightck.pool.format.structures import NUMBER_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """How many hosts hold each rank's state, and how often: ``attach(..., replicas=Replicas(2, every=100))``.
+
+    Args:
+        count: 1 or 2. With 2, each rank keeps a copy of its pool on another host, from which a training goes on that
+            has lost a host.
+        every: steps between two copies, a multiple of ``interval``. So many steps (and those that are made while a
+            copy is under way) are lost with a host. None: rank 0 chooses the smallest number with which copies at full
+            speed would take a tenth of the time.
+    """
+
+    count: int = 2
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count not in (1, 2):
+            raise ValueError(f"replicas={self.count!r}: pass 2 for a copy of each pool on another host, or 1 for none.")
+        every = self.every
+        if every is not None and (type(every) is not int or not 1 <= every < NUMBER_MAX):
+            raise ValueError(f"every={every!r}: pass the number of steps between two copies, an int of at least 1.")
+
+    @classmethod
+    def of(cls, replicas: object) -> Replicas:
+        """Return the ``replicas`` argument of attach as an object. Raises ``ValueError`` or ``TypeError``."""
+        if isinstance(replicas, Replicas):
+            return replicas
+        if type(replicas) is not int:
+            raise TypeError(f"replicas is a {type(replicas).__name__}. Pass 1, 2 or lightck.Replicas(2, every=100).")
+        return cls(replicas)
+
+    @property
+    def slots_min(self) -> int:
+        """The least number of slots in a rank's pool. One holds the newest checkpoint, and one is being written. A
+        third one holds the checkpoint before, which may be the newest that all ranks have. With peer copies, a fourth
+        one holds the newest checkpoint that all copies have."""
+        return 3 if self.count == 1 else 4
+
+    def check(self, interval: int) -> None:
+        """Raise ``ValueError`` if copies would be due at steps that have no checkpoint."""
+        if self.every is not None and self.every % interval:
+            raise ValueError(
+                f"every={self.every} of replicas= is no multiple of interval={interval}, so there would be no "
+                f"checkpoint to copy at these steps. Pass a multiple of {interval}."
+            )
