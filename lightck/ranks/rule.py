@@ -97,6 +97,19 @@ def reported(committed: Iterable[CheckpointId], adoption: Adoption | None) -> fr
     return frozenset(checkpoint for checkpoint in committed if not is_dead(checkpoint, adoption))
 
 
+def copies_to_keep(adopted: CheckpointId, in_copies: Iterable[Collection[CheckpointId]]) -> frozenset[CheckpointId]:
+    """Return the checkpoints that no rank drops from its peer copy after a recovery, until the copies of all ranks hold
+    the adopted checkpoint and training goes on. ``in_copies``: for each rank, the checkpoints in its peer copy that it
+    reports in the recovery.
+
+    The newest checkpoint in all copies is in all pools too, so it is enough for the loss of any one host. There is none
+    if a host was lost: the copies on it are empty. The adopted checkpoint is then enough if the same host is lost again
+    (but not if another one is).
+    """
+    newest = newest_common(in_copies)
+    return frozenset({adopted} if newest is None else {adopted, newest})
+
+
 def next_incarnation(seen: Iterable[int]) -> int:
     """Return the incarnation that a recovery begins. ``seen``: the incarnations of all checkpoints and adoptions in all
     pools, dead checkpoints included."""
@@ -186,7 +199,7 @@ class Knowledge:
     """The last adoption of this rank. Training goes on only after all ranks have adopted, so no rank needs dead
     checkpoints any more."""
     never_common: frozenset[CheckpointId] = frozenset()
-    """Checkpoints of this rank that can never become common. All are newer than ``floor``."""
+    """Checkpoints in this rank's pool or peer copy that can never become common. All are newer than ``floor``."""
     copied: CheckpointId | None = None
     """The newest checkpoint that the rank knows to be in the peer copies of all ranks; None if there are no copies."""
     copy_every: int = 0
@@ -203,10 +216,16 @@ class Knowledge:
         return self.common if self.copied is None or self.common is None else min(self.copied, self.common)
 
     def learn(
-        self, own: Collection[CheckpointId], others: Collection[PoolView], copied: Collection[CheckpointId] = ()
+        self,
+        own: Collection[CheckpointId],
+        others: Collection[PoolView],
+        copied: Collection[CheckpointId] = (),
+        in_copy: Collection[CheckpointId] = (),
     ) -> Knowledge:
         """Return what the rank knows after it has seen the pools of all other ranks. ``own``: the checkpoints that are
-        committed in its own pool. ``copied``: those that are in the peer copies of all ranks.
+        committed in its own pool. ``copied``: those that are in the peer copies of all ranks. ``in_copy``: those in
+        the peer copy of its own pool. The pool may have overwritten one of these as one that can never become common.
+        Then the copy must know that as well, or it would never have room for another.
 
         ``never_common`` of the result contains only checkpoints newer than ``floor``. Older ones may be overwritten in
         any case. The adopted checkpoint must stay even if a rank lacks it, because that rank lost its pool and restored
@@ -217,7 +236,8 @@ class Knowledge:
         found = [newest_common([own, *(view.committed for view in others)]), self.common, *copied]
         common = max((one for one in found if one is not None), default=None)
         newest_copy = max((one for one in (self.copied, *copied) if one is not None), default=None)
-        never = never_common(own, others) | (self.never_common & frozenset(own))
+        held = frozenset(own).union(in_copy)
+        never = never_common(held, others) | (self.never_common & held)
         known = replace(self, common=common, copied=newest_copy)
         return replace(known, never_common=frozenset(c for c in never if known.floor is None or c > known.floor))
 
