@@ -46,6 +46,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "ranks-hosts*": "Hosts and new files",
         "split*": "Shares of the ranks of a host",
         "lost-pool*": "A lost pool",
+        "peer-copies*": "Copies on another host",
         "worlds*": "Another number of ranks",
         "layout*": "Tensor parallel without DTensors",
         "read-parts*": "Read a part",

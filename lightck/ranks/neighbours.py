@@ -371,7 +371,8 @@ class GroupRule(CommitListener):
             if together is None:
                 self.knowledge = self.knowledge.learn(own, views)
             else:
-                self.knowledge = self.knowledge.learn(own, [*views, together], together.copied)
+                in_copy = () if self.sender is None else self.sender.in_copy
+                self.knowledge = self.knowledge.learn(own, [*views, together], together.copied, in_copy)
         if self._elsewhere is not None and self._elsewhere.number and not self.knowledge.copy_every:
             self.knowledge = replace(self.knowledge, copy_every=self._elsewhere.number)
 

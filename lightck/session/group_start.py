@@ -78,7 +78,7 @@ from lightck.session.lost_pool import (
     state_of_lost_rank,
 )
 from lightck.session.other_world import OtherWorlds, find_other_worlds, load
-from lightck.session.peer_copies import PeerCopies, remove_peer_copies
+from lightck.session.peer_copies import PeerCopies
 from lightck.session.pool_file import PoolFile
 from lightck.session.shares_of_others import whole_of
 from lightck.session.split import shares_of
@@ -513,22 +513,16 @@ class GroupStart:
             self.rule.follow(
                 Publication(self.group.store, self.meeting.key, self.group.rank, self.group.world_size, own)
             )
-        self._keep_copies(start)
-        if self._other is not None:
-            self._other.remove()
-
-    def _keep_copies(self, name: CheckpointId) -> None:
-        """Begin to keep peer copies. If none are wanted, remove those of earlier starts. ``name``: the checkpoint that
-        all ranks have."""
-        assert self.rule is not None, "join was called"
         assert self._save_options is not None, "the reports were exchanged"
         directory = os.path.dirname(self._pool_path)
+        copies = PeerCopies(directory, self._pool_path, self.group, self.meeting)
         if self._save_options.replicas.count > 1:
             hosts = Hosts.of(self._directory_ids).merged(directory, self.group, self.meeting)
-            copies = PeerCopies(directory, self._pool_path, self.group, self.meeting)
-            copies.begin(self.rule, name, hosts, self._save_options)
-        elif self._directory_ids.index(self._directory_ids[self.group.rank]) == self.group.rank:
-            remove_peer_copies(directory)
+            copies.begin(self.rule, start, hosts, self._save_options)
+        if self._other is not None:
+            self._other.remove()
+            self.meeting.exchange("removal of other pools", b"")
+        copies.remove_old(Hosts.of(self._directory_ids))
 
 
 def _restored(

@@ -281,13 +281,14 @@ def _candidates_of_all(meeting: Meeting, choice: _Choice) -> list[tuple[Checkpoi
 def _others_of(
     directory: str, group: Group, hosts: Hosts, facts: Sequence[WorldFacts], paths: Sequence[str]
 ) -> list[str]:
-    """Return the pools in this directory that this rank removes: all but those of its ranks are shared out. ``paths``:
-    of each rank's pool."""
+    """Return the pools in this directory that this rank removes: all but those of its ranks are shared out, and peer
+    copies, which go later (``peer_copies.py``). ``paths``: of each rank's pool."""
     number = hosts.of_rank[group.rank]
     kept = {paths[rank] for rank in hosts.ranks_of[number]}
-    files = [one for world in facts for of_rank in world.pools.values() for one in of_rank if one.directory == number]
+    files = [one for world in facts for of_rank in world.pools.values() for one in of_rank if not one.is_copy]
     place, n_places = hosts.place_in_directory(group.rank)
-    return sorted({os.path.join(directory, one.name) for one in files} - kept)[place::n_places]
+    here = {os.path.join(directory, one.name) for one in files if one.directory == number}
+    return sorted(here - kept)[place::n_places]
 
 
 def _opened(directory: str, number: int, world: WorldFacts, stack: ExitStack) -> World:

@@ -8,14 +8,16 @@
     go on       From then on checkpoints are copied in the background (``ranks/copy_sender.py``), at steps that all
                 ranks know, and the commit rule keeps what a recovery may need (``ranks/rule.py``).
 
-Invariant: copies of earlier starts are removed when all ranks have the first copy of this one. Until then a loss of a
-host is made up for as it was before this start.
+    clean up    Copies of earlier starts are removed when all ranks have the first copy of this one. Pools of another
+                world, of which some lay on a host that was lost, go before the copies of the others. So those that
+                are left never look as if they had a newer checkpoint in common.
+
+Invariant: before the first copies are made, a loss of a host is made up for as it was before this start.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Sequence
@@ -58,6 +60,8 @@ class PeerCopies:
         self._group, self._meeting = group, meeting
         self._sender: CopySender | None = None
         self._receivers: list[CopyReceiver] = []
+        self._uuids: set[Any] = set()
+        """Of the pools that have copies now."""
         self._gives_up = threading.Event()
         """Set if this rank cannot connect."""
 
@@ -78,9 +82,7 @@ class PeerCopies:
                 raise RankError(f"The checkpoint of step {name.step} is no longer in the pool {self._pool_path!r}.")
             own = msgpack.packb([time.perf_counter() - began, uuid_of(self._pool_path)])
             found = [msgpack.unpackb(one) for one in self._meeting.exchange("first copies", own)]
-            if hosts.place_in_directory(self._group.rank)[0] == 0:
-                self._remove_old_copies({uuid for _, uuid in found})
-            self._meeting.exchange("removal of old copies", b"")
+            self._uuids = {uuid for _, uuid in found}
         except BaseException:
             self.close()
             raise
@@ -136,20 +138,20 @@ class PeerCopies:
             left.remove(rank)
             self._receivers.append(CopyReceiver(link, self._directory, rank, self._group.world_size))
 
-    def _remove_old_copies(self, uuids: set[Any]) -> None:
-        """Remove the copies in this host's directory that are not of these pools."""
-        for path in copies_in(self._directory):
-            if uuid_of(path) not in uuids:
-                with suppress(OSError):
-                    os.unlink(path)
+    def remove_old(self, hosts: Hosts) -> None:
+        """Remove the copies of earlier starts. All ranks call this, when no other pools are left that need them."""
+        if hosts.place_in_directory(self._group.rank)[0] == 0:
+            for path in copies_in(self._directory):
+                if uuid_of(path) not in self._uuids:
+                    with suppress(OSError):
+                        os.unlink(path)
+            with suppress(OSError):
+                os.rmdir(os.path.join(self._directory, COPIES))  # if nothing is in it
+        if self._uuids:
+            self._meeting.exchange("removal of old copies", b"")
 
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
         for receiver in self._receivers:
             receiver.close()
-
-
-def remove_peer_copies(directory: str) -> None:
-    """Remove all peer copies in a host's directory: the training that goes on there keeps none."""
-    shutil.rmtree(os.path.join(directory, COPIES), ignore_errors=True)
