@@ -170,6 +170,7 @@ def test_public_surface_is_sealed():
         "Keep",
         "LightckError",
         "Pin",
+        "Replicas",
         "Session",
         "Stats",
         "StoredPiece",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -33,7 +33,13 @@ class SaveOptions:
     staging: Kind | None
     strict_data: bool
     split: bool = True
-    replicas: Replicas = field(default_factory=lambda: Replicas(1))
+    replicas_given: object = 1
+    """The ``replicas`` argument."""
+
+    @property
+    def replicas(self) -> Replicas:
+        """How many hosts hold each rank's state. Raises ``TypeError`` or ``ValueError`` for a wrong argument."""
+        return Replicas.of(self.replicas_given)
 
     def check(self) -> Cadence:
         """Check the options. Returns the ``Cadence``, which decides from ``interval`` when a checkpoint is due. Raises

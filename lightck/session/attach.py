@@ -121,9 +121,8 @@ def attach(
         RankError, LayoutError: ranks or layouts do not fit; another rank failed or did not come within ``timeout``.
         AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError: see errors.
     """
-    copies = Replicas.of(replicas)
-    save_options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split, copies)
-    arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save_options, layout)
+    options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split, replicas)
+    arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, options, layout)
     with GroupStart.of(group_of(group) or world_of_one(pool_path, group), checked_timeout(timeout)) as group_start:
         return _attach(arguments, group_start, is_rank_known=group_start is not None or group is False)
 
