@@ -90,8 +90,7 @@ def attach(
 
     Args:
         model: the root module. Attach after its optimizer and LR scheduler were built.
-        pool_path: the pool's file, created if it does not exist (its folder must exist); or a device-dax device. In a
-            group of ranks: a directory for the pools of all ranks, from which a single process can go on, too.
+        pool_path: the pool's file, made if it does not exist, or a device-dax device. In a group of ranks: a directory.
         optimizer: an optimizer or a list of them; by default those of this model are found among live objects. With an
             empty list none is followed: the loop updates by hand, and each ``end_step()`` counts as an update.
         state: name -> object with ``state_dict`` and ``load_state_dict``. Schedulers and a GradScaler need not be
@@ -102,8 +101,7 @@ def attach(
         strategy: what a checkpoint holds; by default ``FullState()``.
         backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path and the medium.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
-        slots: how many checkpoints the pool has room for, 2 to 8; by default as many as it has, 2 (of a rank: 3 or 4)
-            if it is new. ``keep=`` adds one.
+        slots: how many checkpoints the pool has room for, 2 to 8; by default as many as it has. ``keep=`` adds one.
         keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``.
         pause_on_nonfinite: commit no checkpoint if the GradScaler's scale, or a value that is checked, is not finite.
         staging: how tensors on a device are sent: ``lightck.Host()``, ``Direct()``, ``Device()``; by default the best.
