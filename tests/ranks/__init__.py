@@ -1,8 +1,10 @@
 """The commit rule of ranks, checked: ``model.py`` is the model, ``topology.py`` how ranks wait for each other,
-``carrying.py`` relayouts as they are built, ``explore.py`` the search, ``mutants.py`` what is wrong.
+``carrying.py`` relayouts as they are built, ``copying.py`` peer copies and lost hosts, ``explore.py`` the search,
+``mutants.py`` what is wrong.
 
-``test_model.py`` has a row for each claim, with what must come out and how many states there are. A row that fails
-prints the events that lead to the failure. ``test_rule.py`` looks at single functions.
+``test_model.py`` has a row for each claim, and ``test_copying.py`` one for each about peer copies, with what must come
+out and how many states there are (``rows.py``). A row that fails prints the events that lead to the failure.
+``test_rule.py`` looks at single functions.
 
 All rows take 75 s on one core (Python 3.11), those marked ``long`` another 115 s. Ranks go on at once where they have
 no choice, and ranks that are alike are one and the same to the search. So a mesh of 2 x 2 has 325 states; an earlier
@@ -10,8 +12,8 @@ model, without that, had 436,656. ``test_going_on_at_once_hides_nothing`` compar
 first.
 
 Not explored to the end: three ranks that read each pool at a moment of its own (more than 200,000 states), and
-relayouts that keep the file of before, with a crash and a give-up (more than 150,000). Lost pools and copies of pools
-are not in the model.
+relayouts that keep the file of before, with a crash and a give-up (more than 150,000). Pools that are lost without a
+peer copy are not in the model.
 
 What came out otherwise than the first design of the groups said, or more exactly:
 
@@ -45,4 +47,15 @@ What came out otherwise than the first design of the groups said, or more exactl
    new names.
 10. *Damage* to the common checkpoint of one rank leaves the one before only as long as no checkpoint was given up: with
    one give-up it may leave none, also with three slots and an early gate.
+11. *Peer copies*: any one host can be lost at any moment, also again before the copies are whole after a recovery. What
+    a crash costs then depends on how often checkpoints are due: with every second step six steps (4 slots), with every
+    third eight. Three slots are safe and do not stop either; they only wait longer. Two stop at once, and so do copies
+    with room for one checkpoint. Each part of the rule is needed: the rows of ``test_copying.py`` that are wrong leave
+    one out each.
+12. *What is in the copy alone.* A pool may overwrite a checkpoint as one that can never become common before its copy
+    drops it. A rank that then no longer knows this keeps it in the copy for ever, and one give-up stops the group
+    (``Knowledge.learn(in_copy=)``).
+13. *Recovery with copies.* Each rank copies the adopted checkpoint before training goes on. Until then the copies keep
+    the newest checkpoint that all of them have. To drop it is unsafe, and to keep everything that is not dead leaves no
+    room (``copies_to_keep``).
 """

@@ -7,7 +7,8 @@ state (``Canonical``). So their number is finite although a training has no end.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ class Canonical:
         self._lowest: dict[Rank, tuple[int, int]] = {}
         self._moved: dict[tuple[Rank, int, int], Rank] = {}
         self._forgotten: dict[Rank, Rank] = {}
+        self._steps: dict[Rank, tuple[int, ...]] = {}
 
     def __call__(self, state: State) -> State:
         ranks = state.ranks
@@ -58,8 +60,36 @@ class Canonical:
                 finished=state.finished - step,
                 given_up=tuple(back(each, incarnation, step) for each in state.given_up),
             )
+        if self.model.closes_gaps and not is_down:
+            ranks, state = self._without_gaps(ranks, state)
         finished = state.finished if is_down else 0
         return state._replace(ranks=self._ordered(ranks), finished=finished)
+
+    def _without_gaps(self, ranks: tuple[Rank, ...], state: State) -> tuple[tuple[Rank, ...], State]:
+        """Of a training: the same with fewer steps between checkpoints that are not newer than the newest common one,
+        because only their order counts, and the place of each in the period. (How many steps a crash costs is counted
+        from the newest common one on.)"""
+        period = self.model.topology.period
+        common = rule.newest_common([committed(rank) for rank in ranks])
+        steps = sorted({step for rank in ranks for step in self._steps_of(rank)})
+        back_by, last = 0, steps[0]
+        moved = []
+        for step in steps:
+            if common is not None and step <= common.step:
+                back_by += (step - last - 1) // period * period if step > last else 0
+            moved.append((step, back_by))
+            last = step
+        if not back_by:
+            return ranks, state
+        by = dict(moved)
+        given_up = tuple(back(each, 0, back_by) for each in state.given_up)
+        return tuple(renamed(rank, 0, by) for rank in ranks), state._replace(given_up=given_up)
+
+    def _steps_of(self, rank: Rank) -> tuple[int, ...]:
+        found = self._steps.get(rank)
+        if found is None:
+            found = self._steps[rank] = tuple({each.step for each in ids_of(rank)} | {rank.step})
+        return found
 
     def _without_old_adoption(self, rank: Rank) -> Rank:
         """The rank without an adoption that decides nothing: all of its checkpoints count, and one is of the adoption's
@@ -69,7 +99,10 @@ class Canonical:
             adoption, held = rank.adoption, stored(rank)
             found = rank
             if adoption is not None and rank.phase in (DOWN, TRAINING):
-                is_seen = any(each.incarnation >= adoption.incarnation for each in held)
+                lasting = held
+                if rank.copy is not None:  # a record may be lost together with the pools of others, which know it
+                    lasting, held = committed(rank), held | rank.copy.held
+                is_seen = any(each.incarnation >= adoption.incarnation for each in lasting)
                 if is_seen and not any(rule.is_dead(each, adoption) for each in held):
                     found = rank._replace(adoption=None)
             self._forgotten[rank] = found
@@ -78,11 +111,7 @@ class Canonical:
     def _lowest_of(self, rank: Rank) -> tuple[int, int]:
         found = self._lowest.get(rank)
         if found is None:
-            ids = [*(s.checkpoint for s in rank.slots if s.status != EMPTY), *committed(rank)]
-            ids += [each for view in rank.views for each in (*view.committed, view.newest) if each is not None]
-            ids += [each for each in (rank.known, rank.begun, rank.newest) if each != NOTHING]
-            if rank.adoption is not None:
-                ids.append(rank.adoption.adopted or CheckpointId(rank.adoption.incarnation, rank.step))
+            ids = ids_of(rank)
             steps = [each.step for each in ids]
             if rank.phase == TRAINING:
                 steps.append(rank.step)
@@ -94,27 +123,7 @@ class Canonical:
         key = rank, incarnation, step
         found = self._moved.get(key)
         if found is None:
-            adoption = rank.adoption
-            if adoption is not None:
-                adopted = adoption.adopted and back(adoption.adopted, incarnation, step)
-                adoption = Adoption(adopted, adoption.incarnation - incarnation)
-            found = rank._replace(
-                step=rank.step - step if rank.phase == TRAINING else rank.step,
-                slots=tuple(sorted(Slot(back(s.checkpoint, incarnation, step), s.status) for s in rank.slots)),
-                known=back(rank.known, incarnation, step),
-                adoption=adoption,
-                begun=back(rank.begun, incarnation, step),
-                files=tuple(frozenset(back(c, incarnation, step) for c in file) for file in rank.files),
-                newest=back(rank.newest, incarnation, step),
-                views=tuple(
-                    PoolView(
-                        frozenset(back(c, incarnation, step) for c in view.committed),
-                        back(view.newest, incarnation, step),
-                    )
-                    for view in rank.views
-                ),
-            )
-            self._moved[key] = found
+            found = self._moved[key] = renamed(rank, incarnation, defaultdict(lambda: step))
         return found
 
     def _ordered(self, ranks: tuple[Rank, ...]) -> tuple[Rank, ...]:
@@ -132,6 +141,50 @@ class Canonical:
 
 def renumbered(ranks: tuple[Rank, ...], order: tuple[int, ...]) -> tuple[Rank, ...]:
     return tuple(ranks[i]._replace(views=tuple(ranks[i].views[j] for j in order)) for i in order)
+
+
+def ids_of(rank: Rank) -> list[CheckpointId]:
+    """The checkpoints that a rank holds or knows of."""
+    ids = [*(s.checkpoint for s in rank.slots if s.status != EMPTY), *committed(rank)]
+    views = rank.views if rank.copy is None else (rank.copy.published,)
+    ids += [each for view in views for each in (*view.committed, *view.copied, view.newest) if each is not None]
+    ids += [rank.known, rank.begun, rank.newest]
+    if rank.copy is not None:
+        ids += [*rank.copy.held, rank.copy.reading, rank.copy.known]
+    if rank.adoption is not None:
+        ids.append(rank.adoption.adopted or CheckpointId(rank.adoption.incarnation, rank.step))
+    return [each for each in ids if each != NOTHING]
+
+
+def renamed(rank: Rank, incarnation: int, by: Mapping[int, int]) -> Rank:
+    """The rank with smaller numbers in all names. ``by``: step -> by how much it is made smaller."""
+
+    def name(checkpoint: Any) -> Any:
+        return checkpoint if checkpoint in (None, NOTHING) else back(checkpoint, incarnation, by[checkpoint.step])
+
+    def names(checkpoints: Iterable[CheckpointId]) -> frozenset[CheckpointId]:
+        return frozenset(map(name, checkpoints))
+
+    def in_view(view: PoolView) -> PoolView:
+        return PoolView(names(view.committed), name(view.newest), names(view.copied))
+
+    adoption, copy = rank.adoption, rank.copy
+    if adoption is not None:
+        adoption = Adoption(name(adoption.adopted), adoption.incarnation - incarnation)
+    if copy is not None:
+        copy = copy._replace(held=names(copy.held), reading=name(copy.reading), known=name(copy.known))
+        copy = copy._replace(published=in_view(copy.published))
+    return rank._replace(
+        step=rank.step - by[rank.step] if rank.phase == TRAINING else rank.step,
+        slots=tuple(sorted(Slot(name(s.checkpoint), s.status) for s in rank.slots)),
+        known=name(rank.known),
+        adoption=adoption,
+        begun=name(rank.begun),
+        files=tuple(names(file) for file in rank.files),
+        newest=name(rank.newest),
+        views=tuple(map(in_view, rank.views)),
+        copy=copy,
+    )
 
 
 def back(checkpoint: Any, incarnation: int, step: int) -> Any:
@@ -177,12 +230,16 @@ def way(came_from: dict[State, State | None], state: State) -> list[State]:
 
 
 def trace(model: Model, canonical: Canonical, states: list[State]) -> tuple[str, ...]:
-    """The way through these canonical states, with the numbers that ranks and steps really have."""
+    """The way through these canonical states, with the numbers that ranks and steps really have. (From a crash on, a
+    model that closes gaps may have smaller ones.)"""
     state = model.first()
     lines = [f"  0. {pools(state)}"]
     for number, wanted in enumerate(states[1:], 1):
         move, state = next(
-            (move, after) for move in model.moves(state) if canonical(after := model.after(move)) == wanted
+            (move, after)
+            for before in (state, states[number - 1])
+            for move in model.moves(before)
+            if canonical(after := model.after(move)) == wanted
         )
         lines.append(f"{number:3}. {event(move):45} {pools(state)}")
     return tuple(lines)
@@ -205,11 +262,15 @@ def shown(what: Any) -> str:
 
 
 def pools(state: State) -> str:
-    """What is in all pools: checkpoints as incarnation.step, "..." in progress, "?" not durable yet."""
+    """What is in all pools: checkpoints as incarnation.step, "..." in progress, "?" not durable yet. What follows
+    "|" is in the peer copy."""
     ends = ("", "...", "?", "")
     found = []
     for rank in state.ranks:
         in_slots = " ".join(shown(s.checkpoint) + ends[s.status] for s in rank.slots if s.status != EMPTY)
         in_files = "".join(f" + {' '.join(map(shown, sorted(file)))}" for file in rank.files)
-        found.append(f"[{in_slots}{in_files}]")
+        in_copy = "" if rank.copy is None else f" | {' '.join(map(shown, sorted(rank.copy.held)))}"
+        if rank.copy is not None and rank.copy.reading != NOTHING:
+            in_copy += f" {shown(rank.copy.reading)}..."
+        found.append(f"[{in_slots}{in_files}{in_copy}]")
     return " ".join(found)

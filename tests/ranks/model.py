@@ -36,6 +36,23 @@ class Slot(NamedTuple):
 FREE = Slot(NOTHING, EMPTY)
 
 
+class Copy(NamedTuple):
+    """The peer copy of a rank's pool on another host (``copying.py``)."""
+
+    held: frozenset[CheckpointId]
+    """The checkpoints that are durable in it."""
+    reading: CheckpointId
+    """The checkpoint that is being copied; NOTHING: none is."""
+    known: CheckpointId
+    """The newest checkpoint that this rank knows to be in the copies of all ranks."""
+    every: int
+    """Of which steps the checkpoints are due for copies, as far as this rank knows; 0: of none."""
+    published: PoolView = PoolView(frozenset(), None)
+    """What this rank has published of its pool and its copy, where that may be late."""
+    is_pool_lost: bool = False
+    """Whether the pool was lost with its host, and training has not gone on since then."""
+
+
 class Rank(NamedTuple):
     phase: int
     step: int
@@ -55,6 +72,8 @@ class Rank(NamedTuple):
     """The newest checkpoint that this rank ever committed."""
     views: tuple[PoolView, ...]
     """What this rank has read last in the pool of each other rank, where ranks read one pool after the other."""
+    copy: Copy | None = None
+    """None: there are no peer copies."""
 
 
 class State(NamedTuple):
@@ -154,6 +173,9 @@ class Model:
     """Whether ranks go on at once where they have no choice (``_settled``)."""
     lost_max: int = -1
     """The most that a crash costs in any state, beyond what was given up."""
+    closes_gaps = False
+    """Whether a training can go on for ever beside an old checkpoint that must stay. Then how much older it is counts
+    only modulo the period."""
 
     def first(self) -> State:
         zero = CheckpointId(1, 0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 
 from lightck.ranks.rule import CheckpointId, Knowledge, PoolView
 from ranks.carrying import Carries, in_slots
-from ranks.model import COMMITTED, DOWN, NOTHING, Choice, Model, Move, Rank, State, committed, stored
+from ranks.copying import Copies, copy_of
+from ranks.model import COMMITTED, DOWN, NOTHING, Choice, Copy, Model, Move, Rank, State, committed, stored
 
 
 class CountsSlots(Model):
@@ -169,3 +171,97 @@ class ForgetsAdoption(Model):
 
 class CountsNeverForces(CountsSlots, NeverForces):
     """Both."""
+
+
+class DropsOlderThanCommon(Copies):
+    """A copy drops what is older than the newest checkpoint in all pools, not in all copies."""
+
+    def may_drop_copy(self, known: Knowledge, content: CheckpointId) -> bool:
+        return super().may_drop_copy(known, content) or (known.common is not None and content < known.common)
+
+
+class KeepsNoCopied(Knowledge):
+    def _is_for_copies(self, content: CheckpointId) -> bool:
+        return self._is_due(content)
+
+
+class KeepsNoDue(Knowledge):
+    def _is_for_copies(self, content: CheckpointId) -> bool:
+        return content == self.copied
+
+
+class OverwritesCopied(Copies):
+    """A pool overwrites the newest checkpoint in all copies when a newer one is common."""
+
+    knowledge_type = KeepsNoCopied
+
+
+class OverwritesDue(Copies):
+    """A pool overwrites a checkpoint that is due for the copies when a newer one is common."""
+
+    knowledge_type = KeepsNoDue
+
+
+class CopiedTooEarly(Copies):
+    """A rank publishes a checkpoint of its copy before it is durable there."""
+
+    def copied(self, rank: Rank) -> frozenset[CheckpointId]:
+        reading = copy_of(rank).reading
+        return super().copied(rank) | ({reading} if reading != NOTHING else frozenset())
+
+
+class CopiesOverTheOlder(Copies):
+    """A copy drops the checkpoint that it has when the next one begins to be copied."""
+
+    def held_beside(self, copy: Copy) -> frozenset[CheckpointId]:
+        return frozenset()
+
+
+class TrimsAtCommon(Copies):
+    """Of a pool on its host, a rank reads only what is not older than the newest common checkpoint."""
+
+    def trimmed_at(self, known: Knowledge) -> CheckpointId | None:
+        return known.common
+
+
+class CopiesOnItsHost(Copies):
+    """The copy of a pool lies on the host of the pool."""
+
+    def host_of_copy(self, i: int) -> int:
+        return self._host[i]
+
+
+class WritesWhileCopied(Copies):
+    """A slot may be overwritten while its checkpoint is copied."""
+
+    def contents(self, rank: Rank) -> dict[int, CheckpointId | None]:
+        return Model.contents(self, rank)
+
+
+class ForgetsInCopy(Copies):
+    """What a pool has overwritten as never common stays in its copy."""
+
+    def known_from(self, rank: Rank, views: tuple[PoolView, ...]) -> list[Knowledge]:
+        held = committed(rank)
+        return [replace(each, never_common=each.never_common & held) for each in super().known_from(rank, views)]
+
+
+class KeepsAdoptedAlone(Copies):
+    """After a recovery, a copy drops everything but the adopted checkpoint."""
+
+    def kept_in_recovery(self, state: State) -> frozenset[CheckpointId]:
+        return frozenset() if state.verdict is None else frozenset({state.verdict})
+
+
+class KeepsAllInRecovery(Copies):
+    """After a recovery, a copy drops only what is dead."""
+
+    def kept_in_recovery(self, state: State) -> frozenset[CheckpointId]:
+        return frozenset().union(*(self.copied(rank) for rank in state.ranks))
+
+
+class GoesOnWithoutCopies(Copies):
+    """After a recovery, training goes on before the copies have the adopted checkpoint, which counts as copied."""
+
+    def are_whole(self, state: State) -> bool:
+        return True

@@ -3,49 +3,17 @@ whose counterexample must be found."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
 
 from ranks import mutants
 from ranks.carrying import Carries
 from ranks.explore import explore
 from ranks.model import Model
-from ranks.topology import Topology, data_parallel, mesh_2x2, no_collective, pipeline
+from ranks.rows import NO_COMMON, STUCK, Row, check, safe, wrong
+from ranks.topology import data_parallel, mesh_2x2, no_collective, pipeline
 
-NO_COMMON = "after a crash the ranks have no checkpoint in common"
-STUCK = "no rank can go on"
 NOT_HELD = "ranks adopt a checkpoint that one of them does not have"
 DAMAGED = "if the newest checkpoint of one rank is damaged, the ranks have none in common"
-
-
-@dataclass(frozen=True)
-class Row:
-    name: str
-    n: int
-    topology: Topology
-    states: int
-    """How many states there are; a row that is not safe may end after fewer."""
-    options: dict[str, Any] = field(default_factory=dict)
-    model: type[Model] = Model
-    expected: str | None = None
-    """What is found; None: the row is safe."""
-    lost: int | None = None
-    """The most that a crash costs, beyond one for each step whose checkpoint was given up."""
-
-
-def safe(
-    name: str, n: int, topology: Topology, states: int, lost: int, *, model: type[Model] = Model, **options: Any
-) -> Row:
-    """A row without an unsafe state and without a deadlock, in which a crash costs ``lost`` steps at the most."""
-    return Row(name, n, topology, states, {"loss": lost, **options}, model, lost=lost)
-
-
-def wrong(name: str, model: type[Model], expected: str, n: int, topology: Topology, states: int, **options: Any) -> Row:
-    return Row(name, n, topology, states, {"loss": None, **options}, model, expected)
-
-
 DP = data_parallel
 SAFE = [
     # several incarnations and crashes, from empty pools on; a record that a crash has kept may be lost in the next one
@@ -166,18 +134,6 @@ WRONG = [
     wrong("damage, last gate alone", Model, DAMAGED, 2, LATE, 12, damages=True),
     wrong("damage, 1 given up", Model, DAMAGED, 2, DP(2), 23, damages=True, give_ups=1),
 ]
-
-
-def check(row: Row) -> None:
-    model = row.model(row.n, row.topology, **row.options)
-    result = explore(model, 2 * row.states + 1000)
-    print(f"{row.name}: {result}")
-    assert result.problem == row.expected, f"{row.name}: {result}"
-    if row.expected is None:
-        assert result.states == row.states, f"{row.name}: {result.states:,} states, where there were {row.states:,}"
-        assert model.lost_max == row.lost, f"{row.name}: a crash costs up to {model.lost_max}"
-    else:
-        assert len(result.trace) > 1, "the events that lead there"
 
 
 @pytest.mark.parametrize("row", SAFE, ids=[row.name for row in SAFE])
