@@ -49,6 +49,8 @@ class CopySender:
         """Of the pool that the receiver has open."""
         self.in_copy: frozenset[CheckpointId] = frozenset()
         """The checkpoints that lie in the copy. Before the first ``copy``: unknown."""
+        self.copying: CheckpointId | None = None
+        """The checkpoint that the thread reads from the pool. Its slot must not be overwritten."""
         self.failure: RankError | None = None
         """Why there are no more copies."""
         self.is_refused = False
@@ -180,10 +182,15 @@ class CopySender:
         name = known.next_to_copy(self._own, self.in_copy)
         if name is None:
             return False
-        if self.copy(name, is_paced=True):
-            self._publish(self.in_copy)
-        else:
-            self._own -= {name}  # it was struck
+        self.copying = name
+        try:
+            # What the rank has learnt before it could see ``copying`` is seen here.
+            if not self._known().may_overwrite(name) and self.copy(name, is_paced=True):
+                self._publish(self.in_copy)
+            else:
+                self._own -= {name}  # it was struck, or can never become common
+        finally:
+            self.copying = None
         return True
 
 

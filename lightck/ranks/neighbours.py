@@ -255,7 +255,12 @@ class GroupRule(CommitListener):
         if self.sender is not None and self.sender.is_refused and self.sender.failure is not None:
             raise self.sender.failure
         self._learn(frozenset(one for one in contents.values() if one is not None))
-        return frozenset(i for i, content in contents.items() if not self.knowledge.may_overwrite(content))
+        copying = None if self.sender is None else self.sender.copying
+        return frozenset(
+            i
+            for i, content in contents.items()
+            if not self.knowledge.may_overwrite(content) or (content is not None and content == copying)
+        )
 
     def wait_until(self, has_room: Callable[[], bool], pause: Callable[[], object]) -> None:
         """Wait until ``has_room()``, which calls ``held``, is true. ``pause``: called at times, to let a signal's

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,6 +33,20 @@ from .worlds import WORLDS, Whole, build, is_equal, update, whole_of
 
 Hosts = Sequence[int]
 """Rank -> number of its host."""
+
+
+class Run(NamedTuple):
+    """What one rank returns."""
+
+    began: Whole
+    """The whole tensors after attach."""
+    end: Whole
+    recovered: Any
+    copied: int | None
+    messages: list[str]
+    """The warnings of lightck."""
+
+
 EVERY_2 = lightck.Replicas(2, every=2)
 
 
@@ -45,12 +60,15 @@ def rank_body(
     on_step: Callable[[int, Any], Any] = lambda rank, session: None,
     **options: Any,
 ) -> Callable[[int], Any]:
-    """Attach, and train up to a step. Returns the whole tensors after attach and at the end, what the session says of
-    the resume, and the newest step that it knew to be in all copies."""
+    """Attach, and train up to a step."""
 
     def body(rank: int) -> Any:
         os.environ[HOST_VARIABLE] = f"host-{hosts[rank]}"
         pools.mkdir(exist_ok=True)
+        messages: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lightck").addHandler(handler)
         before(rank)
         model, optimizer = build(WORLDS[name], seed=0)
         torch.manual_seed(50 + rank)
@@ -62,7 +80,7 @@ def rank_body(
                 update(WORLDS[name], rank, called, optimizer, step)
                 on_step(rank, session)
             end = whole_of(session.step, model, optimizer)
-            return began, end, session.recovered, session.copied
+            return Run(began, end, session.recovered, session.copied, messages)
 
     return body
 
@@ -122,20 +140,18 @@ def pools_of(directory: Path) -> list[str]:
         ("tp x fsdp", (0, 1, 0, 1)),
     ],
 )
-def test_training_goes_on_bit_for_bit_without_any_one_host(
-    tmp_path: Path, ends: Any, capfd: pytest.CaptureFixture[str], name: str, hosts: Hosts
-) -> None:
+def test_training_goes_on_bit_for_bit_without_any_one_host(tmp_path: Path, ends: Any, name: str, hosts: Hosts) -> None:
     train(name, tmp_path / "pools", hosts, 7, on_step=waits_for(6))
     for lost in sorted(set(hosts)):
         pools = tmp_path / f"lost-{lost}"
         shutil.copytree(tmp_path / "pools", pools)
         shutil.rmtree(pools / f"host-{lost}")
         found = train(name, pools, hosts, 9)
-        for began, end, recovered, _ in found:
-            assert recovered.step == 6
-            assert is_equal(began, ends(name, 6))
-            assert is_equal(end, ends(name, 9))
-        warnings = capfd.readouterr().err
+        for run in found:
+            assert run.recovered.step == 6
+            assert is_equal(run.began, ends(name, 6))
+            assert is_equal(run.end, ends(name, 9))
+        warnings = " ".join(found[0].messages)
         ranks = [str(rank) for rank, host in enumerate(hosts) if host == lost]
         assert f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" in warnings
         assert "goes on from step 6, which is the newest one in the peer copies" in warnings
@@ -144,7 +160,7 @@ def test_training_goes_on_bit_for_bit_without_any_one_host(
 def test_host_is_lost_before_any_update(tmp_path: Path, ends: Any) -> None:
     train("fsdp 2", tmp_path / "pools", (0, 1), 0)
     shutil.rmtree(tmp_path / "pools" / "host-1")
-    _, end, recovered, _ = train("fsdp 2", tmp_path / "pools", (0, 1), 3)[0]
+    _, end, recovered, *_ = train("fsdp 2", tmp_path / "pools", (0, 1), 3)[0]
     assert recovered is None or recovered.step == 0
     assert is_equal(end, ends("fsdp 2", 3))
 
@@ -152,7 +168,7 @@ def test_host_is_lost_before_any_update(tmp_path: Path, ends: Any) -> None:
 def test_host_is_lost_while_its_newest_copy_is_that_of_the_beginning(tmp_path: Path, ends: Any) -> None:
     train("fsdp 2", tmp_path / "pools", (0, 1), 3, replicas=lightck.Replicas(2, every=1000))
     shutil.rmtree(tmp_path / "pools" / "host-0")
-    began, end, recovered, _ = train("fsdp 2", tmp_path / "pools", (0, 1), 3)[0]
+    began, end, recovered, *_ = train("fsdp 2", tmp_path / "pools", (0, 1), 3)[0]
     assert recovered.step == 0
     assert is_equal(began, ends("fsdp 2", 0))
     assert is_equal(end, ends("fsdp 2", 3))
@@ -163,7 +179,7 @@ def test_hosts_are_lost_one_after_the_other(tmp_path: Path, ends: Any) -> None:
     train("fsdp 3", pools, (0, 1, 2), 5, on_step=waits_for(4))
     for lost in (1, 2, 0, 0):
         shutil.rmtree(pools / f"host-{lost}")
-        began, _, recovered, _ = train("fsdp 3", pools, (0, 1, 2), step + 3, on_step=waits_for(step + 2))[0]
+        began, _, recovered, *_ = train("fsdp 3", pools, (0, 1, 2), step + 3, on_step=waits_for(step + 2))[0]
         assert recovered.step == step
         assert is_equal(began, ends("fsdp 3", step))
         step += 2
@@ -175,7 +191,7 @@ def test_host_takes_over_the_ranks_of_a_lost_one(tmp_path: Path, ends: Any) -> N
     shutil.rmtree(tmp_path / "pools" / "host-0")
     shutil.copytree(tmp_path / "pools", tmp_path / "again")
     for name, pools in (("fsdp 2", tmp_path / "pools"), ("fsdp 3", tmp_path / "again")):
-        began, _, recovered, _ = train(name, pools, [1] * WORLDS[name].n_ranks, 6, replicas=1)[0]
+        began, _, recovered, *_ = train(name, pools, [1] * WORLDS[name].n_ranks, 6, replicas=1)[0]
         assert recovered.step == 4
         assert is_equal(began, ends("fsdp 2", 4))
         assert not (pools / "host-1" / COPIES).exists()
@@ -185,7 +201,7 @@ def test_host_takes_over_the_ranks_of_a_lost_one(tmp_path: Path, ends: Any) -> N
 def test_one_lost_pool_is_replaced_by_its_copy(tmp_path: Path, ends: Any) -> None:
     train("fsdp 3", tmp_path / "pools", (0, 0, 1), 5, on_step=waits_for(4))
     (tmp_path / "pools" / "host-0" / "rank-00001-of-00003.pool").unlink()
-    began, end, recovered, _ = train("fsdp 3", tmp_path / "pools", (0, 0, 1), 6)[0]
+    began, end, recovered, *_ = train("fsdp 3", tmp_path / "pools", (0, 0, 1), 6)[0]
     assert recovered.step == 4
     assert is_equal(began, ends("fsdp 3", 4))
     assert is_equal(end, ends("fsdp 3", 6))
@@ -271,9 +287,9 @@ def test_copies_of_earlier_starts_go(tmp_path: Path) -> None:
 
 
 def test_session_says_what_is_copied(tmp_path: Path) -> None:
-    for _, _, _, copied in train("fsdp 2", tmp_path / "pools", (0, 1), 9, on_step=waits_for(4)):
+    for _, _, _, copied, _ in train("fsdp 2", tmp_path / "pools", (0, 1), 9, on_step=waits_for(4)):
         assert copied in (4, 6, 8)
-    for _, _, _, copied in train("fsdp 2", tmp_path / "other", (0, 1), 2, replicas=1):
+    for _, _, _, copied, _ in train("fsdp 2", tmp_path / "other", (0, 1), 2, replicas=1):
         assert copied is None
 
 
@@ -293,7 +309,7 @@ def test_rank_0_chooses_how_often(tmp_path: Path) -> None:
 
     def body(rank: int) -> Any:
         inner = rank_body("fsdp 2", tmp_path / "pools", (0, 1), 60, before=before, on_step=on_step, replicas=2)
-        return inner(rank)[-1], list(found)
+        return inner(rank).copied, list(found)
 
     (copied, every), (other_copied, other_every) = values(run_ranks(2, body))
     assert every[0] == other_every[0] == 0
@@ -326,9 +342,9 @@ def test_late_copies_make_ranks_wait_and_lose_nothing(tmp_path: Path, ends: Any)
 
     found = train("fsdp 2", tmp_path / "pools", (0, 1), 12, before=before)
     assert is_equal(found[0][1], ends("fsdp 2", 12))
-    assert all(copied >= 6 for _, _, _, copied in found)
+    assert all(copied >= 6 for _, _, _, copied, _ in found)
     shutil.rmtree(tmp_path / "pools" / "host-1")
-    began, _, recovered, _ = train("fsdp 2", tmp_path / "pools", (0, 1), 12)[0]
+    began, _, recovered, *_ = train("fsdp 2", tmp_path / "pools", (0, 1), 12)[0]
     assert recovered.step >= 6
     assert is_equal(began, ends("fsdp 2", recovered.step))
 
@@ -399,7 +415,7 @@ def test_rank_that_is_killed_while_it_receives_leaves_the_copy_of_before(tmp_pat
 
     run_ranks(2, rank_body("fsdp 2", tmp_path / "pools", (0, 1), 60, before=before))
     shutil.rmtree(tmp_path / "pools" / "host-0")
-    began, _, recovered, _ = train("fsdp 2", tmp_path / "pools", (0, 1), 0)[0]
+    began, _, recovered, *_ = train("fsdp 2", tmp_path / "pools", (0, 1), 0)[0]
     assert is_equal(began, ends("fsdp 2", recovered.step))
 
 
@@ -456,6 +472,6 @@ def test_pool_with_three_slots_gets_a_fourth(tmp_path: Path, ends: Any) -> None:
             assert len(reader.superblock.slots) == 4
         assert len(copies_in(pools / f"host-{host}")) == 1, "the copy of the old file is gone"
     shutil.rmtree(pools / "host-0")
-    began, _, recovered, _ = train("fsdp 2", pools, (0, 1), 7)[0]
+    began, _, recovered, *_ = train("fsdp 2", pools, (0, 1), 7)[0]
     assert recovered.step == 6
     assert is_equal(began, ends("fsdp 2", 6))
