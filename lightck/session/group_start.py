@@ -34,7 +34,6 @@ import msgpack
 from lightck.errors import RankError, UnsupportedError, capitalized, listed
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.format.group import ID_NBYTES, GroupIdentity
-from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.durability import TIER_CACHE
 from lightck.pool.storage.temporary import remove_all_stale
@@ -78,7 +77,7 @@ from lightck.session.lost_pool import (
 )
 from lightck.session.other_world import OtherWorlds, find_other_worlds, load
 from lightck.session.pool_file import PoolFile
-from lightck.session.shares_of_others import whole_of
+from lightck.session.shares_of_others import restore_one_of
 from lightck.session.split import shares_of
 from lightck.state.parts import mesh_of
 from lightck.tiers.pin import Holds
@@ -374,7 +373,7 @@ class GroupStart:
             name = start.adopted
             assert name is not None, "resume=True, so a checkpoint is chosen or an error is raised"
             remark = self._compare_replicas(stored, start) if start.sources else ""
-            chosen, problem, differing = _restored(restore, name, stored.get(name, []), self.group)
+            chosen, problem, differing = restore_one_of(restore, name, stored.get(name, []), self.group)
             contents = None if chosen is None else parse(chosen)
             # A source's own checkpoint may be a copy, too. What counts is from where this rank took it.
             copied_from = start.sources.get(self.group.rank, None if contents is None else contents.copied_from)
@@ -537,22 +536,6 @@ class GroupStart:
             )
         if self._other is not None:
             self._other.remove()
-
-
-def _restored(
-    restore: LiveRestore, name: CheckpointId, candidates: list[StoredCheckpoint], group: Group
-) -> tuple[StoredCheckpoint | None, str, list[str]]:
-    """Restore the first of these checkpoints of one step that verifies. Returns the checkpoint and "", or None and the
-    reason why the first one does not verify; and the names of tensors of which this rank had other rows."""
-    problem = "" if candidates else "it can no longer be read"
-    for stored in candidates:
-        try:
-            with whole_of(stored, name, group) as (source, differing):
-                restore.take(source, parse(source), [])
-            return stored, "", differing
-        except DamagedError as err:
-            problem = problem or str(err)
-    return None, problem, []
 
 
 def _has_parts(file: PoolFile, reader: PoolReader | None, stored: Stored) -> bool:
