@@ -57,7 +57,6 @@ from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
 from lightck.restore.usable import parse, usable_by_id
 from lightck.session.arguments import Arguments
-from lightck.session.fetch_pools import remove_copies
 from lightck.session.group import (
     Group,
     Membership,
@@ -68,14 +67,17 @@ from lightck.session.group import (
     path_of_own_pool,
     refuse_other_pools,
 )
+from lightck.session.load_other_world import load, load_for_copy
 from lightck.session.lost_pool import (
     copy_into_new_pool,
     has_checkpoints_of,
     open_source,
     replicated_lines,
     state_of_lost_rank,
+    tensors_to_copy,
 )
-from lightck.session.other_world import OtherWorlds, find_other_worlds, load
+from lightck.session.other_world import OtherWorlds, find_other_worlds
+from lightck.session.partial_copies import remove_copies
 from lightck.session.pool_file import PoolFile
 from lightck.session.shares_of_others import restore_one_of
 from lightck.session.split import shares_of
@@ -238,12 +240,15 @@ class GroupStart:
         with restore.poisons_on_error():
             loaded = load(other, self.group, self.meeting, restore)
         self._divide(file)
+        source = loaded.checkpoint.with_shares(file.capture.shares.cuts, file.capture.shares.place)
+        tensors = load_for_copy(other, source, self.meeting)
         start = new_world(reports, loaded.name, other.source.run_id, other.incarnation)
         pipeline.pool.group = self._identity(file, start.run_id, start.world_id)
         with other.discards_on_error():
             copy_into_new_pool(
                 pipeline,
-                loaded.checkpoint.with_shares(file.capture.shares.cuts, file.capture.shares.place),
+                source,
+                tensors,
                 loaded.name,
                 list(file.predicted_entries().values()),
                 n_slots=file.arguments.save_options.slots or max(SLOTS_MIN, len(first.superblock.slots)),
@@ -459,6 +464,7 @@ class GroupStart:
             copy_into_new_pool(
                 pipeline,
                 restored.chosen,
+                tensors_to_copy(restored.chosen),
                 restored.name,
                 source.entries,
                 n_slots=len(source.superblock.slots),
