@@ -74,11 +74,13 @@ def _load_on_all(
     fetched, and all restore it again. Returns what this rank has restored, and for each rank why it could not, or
     ""."""
     relocated: Relocated | None = None
+    problem = ""
     while True:
-        loaded, problem, lacks_blocks = None, "", False
+        loaded, lacks_blocks = None, False
         try:
-            relocated = relocated or _relocated(other, group, held)
-            relocated.want_far_blocks()
+            if not problem:
+                relocated = relocated or _relocated(other, group, held)
+                relocated.want_far_blocks()
         except DamagedError as err:
             problem = str(err)
         except BlocksMissingError:
