@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ import lightck
 from lightck.pool import create
 from lightck.pool.partial_copy import metadata_of
 from lightck.pool.reader import StoredCheckpoint, open_pool
+from lightck.pool.storage.file import FileContainer
 from lightck.session import partial_copies
 from lightck.session.group import HOST_VARIABLE
 
@@ -122,12 +124,17 @@ def metadata_nbytes(path: Path) -> int:
         return sum(end - begin for begin, end in metadata_of(reader))
 
 
-def damage(path: Path, name: str = "model/first.weight") -> None:
-    """Change each block of a tensor in the newest checkpoint."""
+def range_of_first(path: Path) -> tuple[int, int]:
+    """Where a matrix of the newest checkpoint lies in a pool."""
     with closing(open_pool(str(path))) as reader:
         stored = next(iter(reader.checkpoints()))
         assert isinstance(stored, StoredCheckpoint)
-        begin, end = stored.range_of(name, 0, stored.entries[name].nbytes)
+        return stored.range_of("model/first.weight", 0, stored.entries["model/first.weight"].nbytes)
+
+
+def damage(path: Path) -> None:
+    """Change each block of that matrix."""
+    begin, end = range_of_first(path)
     with path.open("r+b") as file:
         for at in range(begin, end, BLOCK):
             file.seek(at)
@@ -177,15 +184,28 @@ def test_hosts_with_the_same_pool_send_a_part_of_it_each(pools):
     assert found[1].sent_nbytes > 0.4 * needed
 
 
-def test_a_block_that_one_host_sends_damaged_is_taken_from_another(pools):
-    """As above, but the pool on host 1 is damaged where no rank on host 1 needs it."""
+@pytest.mark.parametrize("kind", ["damaged", "unreadable"])
+def test_a_bad_block_of_one_host_is_taken_from_another_that_has_the_same_pool(pools, monkeypatch, kind):
+    """As above, but the pool on host 1 is bad where no rank on host 1 needs it."""
     expected = train("fsdp", pools, [0, 1])[0].end
     (pools / "host-2").mkdir()
-    shutil.copy(path_of(pools, 1, 1, 2), pools / "host-2")
-    damage(path_of(pools, 1, 1, 2))
+    bad = path_of(pools, 1, 1, 2)
+    shutil.copy(bad, pools / "host-2")
+    if kind == "damaged":
+        damage(bad)
+    (begin, end), real = range_of_first(bad), FileContainer.read
+
+    def read(self: FileContainer, offset: int, nbytes: int) -> bytes:
+        if "host-1/" in self.path and offset < end and begin < offset + nbytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self, offset, nbytes)
+
+    if kind == "unreadable":
+        monkeypatch.setattr(FileContainer, "read", read)
     found = train("fsdp", pools, [1, 2, 0])
     assert all(is_equal(one.began, expected) for one in found)
     assert not any("is damaged" in line or "cannot be used" in line for one in found for line in one.lines)
+    assert any("cannot be read" in line for line in found[0].lines) == (kind == "unreadable")
 
 
 @pytest.mark.parametrize("n_damaged", [1, 2])
@@ -208,6 +228,13 @@ def test_if_all_pools_of_a_piece_are_damaged_an_older_checkpoint_is_fetched(pool
     for one in train("fsdp", pools, [1, 0, 0], 3):
         assert one.began.step == 2
         assert is_equal(one.began, older)
+
+
+@pytest.mark.usefixtures("pmdk")
+def test_blocks_of_a_pmdk_pool_are_fetched_too(pools):
+    expected = train("fsdp", pools, [0, 1], backend="pmdk")[0].end
+    for one in train("fsdp", pools, [1, 0, 0], backend="pmdk"):
+        assert is_equal(one.began, expected)
 
 
 def test_a_message_is_no_longer_than_a_buffer(pools, monkeypatch):
