@@ -343,7 +343,7 @@ class _SourceFile:
     def __exit__(self, *exception: object) -> None:
         if self._reader is not None:
             self._reader.close()
-        if self._failure is not None:
+        if self._failure is not None and exception[0] is None:
             raise self._failure
 
 
@@ -391,7 +391,7 @@ class _CopyFile:
         if self._fd >= 0:
             os.close(self._fd)
         failure = self._failure
-        if failure is None:
+        if failure is None or exception[0] is not None:  # the other rank is gone
             return
         if failure.errno in (errno.ENOSPC, errno.EDQUOT):
             nbytes = sum(end - begin for begin, end in self._ranges)
