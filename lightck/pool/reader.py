@@ -45,6 +45,7 @@ from lightck.pool.format.structures import (
     unpack_slot_header,
     uuid_words,
 )
+from lightck.pool.partial_copy import PartialCopy
 from lightck.pool.storage import emulation
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import as_c_array
@@ -87,6 +88,8 @@ class PoolReader:
         """The first three arguments of the native functions that read: descriptor, extents, number of extents."""
         self._unreadable: OSError | None = None
         """The last medium error of ``read``."""
+        self.partial: PartialCopy | None = None
+        """Which payload the file has, if it is a partial copy of a pool; None if it is the pool."""
         self.superblock = self._read_superblock()
         self.group: GroupIdentity | None = None
         """The identity of a rank's pool, whose entries may have pieces; None if the pool is not that of a rank."""
@@ -414,6 +417,8 @@ class StoredCheckpoint:
         entry, record = self._record_entries[number], self.records[number]
         if not entry.nbytes:
             return
+        if self.reader.partial is not None:
+            self.reader.partial.require(self, [(name, 0, entry.nbytes, address)])
         bad = ffi.new("uint64_t *")
         first_crc = self.crcs.ctypes.data + 4 * int(record["crc"])
         status = lib.lck_read_verified(
@@ -440,9 +445,24 @@ class StoredCheckpoint:
     def read_blocks(self, places: Sequence[tuple[str, int, int, int]]) -> None:
         """Read some blocks of many tensors on several threads. ``places``: name, number of the first block, number of
         bytes from there on (whole blocks, but for the last one of the tensor), and address as for ``read_into``. The
-        memory of two places must not overlap. Raises as ``read_many`` does."""
-        if not places:
-            return
+        memory of two places must not overlap. Raises as ``read_many`` does, and ``BlocksMissingError`` if the file is a
+        partial copy without these blocks."""
+        if places and self.reader.partial is not None:
+            self.reader.partial.require(self, places)
+        if places:
+            self._read_blocks(places)
+
+    def verify_blocks(self, name: str, first: int, nbytes: int) -> None:
+        """Verify some blocks of a tensor, also blocks that a partial copy does not have yet. Raises as ``read_many``
+        does."""
+        self._read_blocks([(name, first, nbytes, 0)])
+
+    def range_of(self, name: str, first: int, nbytes: int) -> tuple[int, int]:
+        """Return where in the pool some bytes of a tensor, from a block on, begin and end."""
+        begin = self._base + self._record_entries[self._index[name]].offset + first * self.block_nbytes
+        return begin, begin + nbytes
+
+    def _read_blocks(self, places: Sequence[tuple[str, int, int, int]]) -> None:
         names, firsts, nbytes, addresses = zip(*places, strict=True)
         numbers, block = [self._index[name] for name in names], self.block_nbytes
         threads = read_threads() if sum(nbytes) >= PARALLEL_READ_NBYTES_MIN else 1

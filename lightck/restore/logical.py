@@ -34,7 +34,7 @@ from lightck.pool.format.shares import Cut, Share, written_part
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint
 from lightck.restore.contents import load_tensor
-from lightck.restore.read_boxes import BoxRead, Destination, read_boxes
+from lightck.restore.read_boxes import BoxRead, Destination, blocks_of, read_boxes
 from lightck.restore.rows_of_others import differing_rows
 from lightck.restore.tensor_writes import same_bits
 from lightck.restore.usable import parse
@@ -61,6 +61,11 @@ class Holder:
     """Whether nothing but this rank's share of the tensor is taken from it."""
 
     @property
+    def is_far(self) -> bool:
+        """Whether the pool lies on another host, so that blocks must be fetched into a partial copy of it."""
+        return self.stored.reader.partial is not None
+
+    @property
     def pieces(self) -> tuple[Piece, ...]:
         if self.entry.pieces is None:
             return _whole_pieces(self.entry.shape)
@@ -82,6 +87,9 @@ class LogicalCheckpoint:
     """Name -> entry of the whole logical tensor."""
     holders: dict[str, list[Holder]] = field(init=False)
     """Name -> who holds it; nobody for a tied name, whose bytes lie under another name."""
+    far_first: dict[str, int] = field(init=False)
+    """Name -> position of the pool on another host from which a replicated tensor is fetched, if it must be. The bytes
+    are dealt evenly to the pools that hold the same."""
 
     def __post_init__(self) -> None:
         """Raises ``DamagedError`` if the ranks do not hold the whole of each tensor, and ``UnsupportedError`` for
@@ -90,6 +98,7 @@ class LogicalCheckpoint:
         for name in dict.fromkeys(name for stored in self.of_ranks for name in stored.entries):
             self._add(name)
         check_ties(self.entries)
+        self.far_first = self._dealt()
 
     @property
     def step(self) -> int:
@@ -126,6 +135,18 @@ class LogicalCheckpoint:
                 f"its tensor {name!r} cannot be put together, because no pool holds the part of size {uncovered.size} "
                 f"at {uncovered.start}"
             )
+
+    def _dealt(self) -> dict[str, int]:
+        """Return ``far_first``. It is the same on all ranks of a host, so nothing is fetched twice for them."""
+        nbytes: dict[int, int] = {}
+        first: dict[str, int] = {}
+        for name, holders in self.holders.items():
+            far = [one for one in holders if one.is_far and self.entries[name].role in REPLICATED]
+            if far:
+                chosen = min(far, key=lambda one: (nbytes.get(one.position, 0), one.position))
+                nbytes[chosen.position] = nbytes.get(chosen.position, 0) + chosen.entry.nbytes
+                first[name] = chosen.position
+        return first
 
     def _positions_that_count(self, name: str) -> list[int]:
         """Return the positions of the checkpoints from whose tensors of this name the logical tensor is made."""
@@ -172,7 +193,7 @@ class Relocated:
     rank: int = 0
     """Ranks begin to read at different holders of the same bytes."""
     entries: dict[str, Entry] = field(init=False)
-    _struck: set[int] = field(default_factory=set)
+    struck: set[int] = field(default_factory=set)
     """Positions, in ``of_ranks``, of pools in which a damaged block was found."""
     falls_back: bool = True
     """Whether a tensor that is damaged in one pool is read from another."""
@@ -228,7 +249,7 @@ class Relocated:
         """Return this checkpoint with one tensor only. It knows of no damage. A tensor that may differ between ranks (a
         buffer) is read from one rank only: from another, it could be of another state than those read before."""
         found = copy(self)
-        found.entries, found._struck = {name: self.logical.entries[name]}, set()
+        found.entries, found.struck = {name: self.logical.entries[name]}, set()
         found.falls_back = found.entries[name].role in REPLICATED
         return found
 
@@ -287,22 +308,49 @@ class Relocated:
             damaged = self._read(wholes, boxes)
             if damaged is None:
                 return
-            position, error = damaged
-            self._struck.add(position)
-            if not self.falls_back or not self._can_do_without(places):
-                raise error
-            log.warning(
-                "lightck: the checkpoint of step %d in the pool %r is damaged: %s. The same tensors are read from the "
-                "pool of another rank",
-                self.step,
-                self.logical.of_ranks[position].path,
-                error,
-            )
+            self._strike(*damaged, [name for name, _ in places])
+
+    def want_far_blocks(self) -> None:
+        """Record, in the partial copies of pools on other hosts, the missing blocks that all tensors need. Raises
+        ``DamagedError`` as ``read_many`` does."""
+        names = [name for name, entry in self.entries.items() if entry.nbytes]
+        while True:
+            wholes, boxes = self._reads([(name, 0) for name in names])
+            damaged = None
+            for position in sorted({*wholes, *boxes}):
+                stored = self.logical.of_ranks[position]
+                if stored.reader.partial is None:
+                    continue
+                blocks = [(name, 0, stored.entries[name].nbytes) for name, _ in wholes.get(position, ())]
+                blocks += blocks_of(stored, boxes.get(position, []))
+                error = stored.reader.partial.damage_in(stored, blocks)
+                if error is not None:
+                    damaged = position, error
+                    break
+                stored.reader.partial.want(stored, blocks)
+            if damaged is None:
+                return
+            self._strike(*damaged, names)
+
+    def _strike(self, position: int, error: DamagedError, names: Sequence[str]) -> None:
+        """Read from now on no tensor from a pool with a damaged block. Raises ``error`` if the other pools do not hold
+        all of these tensors."""
+        self.struck.add(position)
+        if not self.falls_back or not self._can_do_without(names):
+            raise error
+        log.warning(
+            "lightck: the checkpoint of step %d in the pool %r is damaged: %s. The same tensors are read from the "
+            "pool of another rank",
+            self.step,
+            self.logical.of_ranks[position].path,
+            error,
+        )
 
     def _reads(
         self, places: Sequence[tuple[str, int]]
     ) -> tuple[dict[int, list[tuple[str, int]]], dict[int, list[BoxRead]]]:
-        """Return, for each pool, the tensors that are read as they were saved, and the boxes."""
+        """Return, for each pool, the tensors that are read as they were saved, and the boxes. (With the address 0 for
+        each tensor nothing can be read, but the same blocks are named.)"""
         wholes: dict[int, list[tuple[str, int]]] = {}
         boxes: dict[int, list[BoxRead]] = {}
         for name, address in places:
@@ -311,10 +359,13 @@ class Relocated:
                 continue
             holders = self._holders(name)
             same = next((one for one in holders if _is_same_part(holders[one].entry, entry)), None)
+            is_near = not all(one.is_far for one in holders.values())
+            if same is not None and holders[same].is_far and is_near and not _has_padding(entry):
+                same = None  # pools on this host have some of it, so not all of it must be fetched
             if same is not None:
                 wholes.setdefault(same, []).append((holders[same].name, address))
                 continue
-            if _has_padding(entry):
+            if address and _has_padding(entry):
                 ctypes.memset(address, 0, entry.nbytes)
             into = Destination(address, entry.shape, entry.stride)
             wanted = _whole_pieces(entry.shape) if entry.pieces is None else entry.pieces
@@ -327,16 +378,19 @@ class Relocated:
 
     def _holders(self, name: str) -> dict[int, Holder]:
         """Return position in ``of_ranks`` -> holder, of the pools that are not struck. Of tensors that are equal in all
-        pools, the first one is another one for each rank. Of whole buffers, it is the rank whose small state counts. Of
-        buffers of which each rank takes a part, it is the same one on all ranks, so that the parts fit together."""
+        pools, those on this host come first, and the first of them is another one for each rank. Of whole buffers, it
+        is the rank whose small state counts. Of buffers of which each rank takes a part, it is the same one on all
+        ranks, so that the parts fit together."""
         found = {one.position: one for one in self.logical.holders[name]}
-        left = [number for number in found if number not in self._struck]
+        left = [number for number in found if number not in self.struck]
         entry = self.entries[name]
-        wanted = 0 if entry.pieces is not None else self.logical.state_of
-        if entry.role in REPLICATED:
-            wanted = self.rank % max(1, len(found))
-        first = next((place for place, number in enumerate(left) if number >= wanted), 0)
-        return {number: found[number] for number in (*left[first:], *left[:first])}
+        if entry.role not in REPLICATED:
+            order = _from(left, 0 if entry.pieces is not None else self.logical.state_of)
+        else:
+            near = [number for number in left if not found[number].is_far]
+            far = [number for number in left if found[number].is_far]
+            order = _from(near, self.rank % max(1, len(found))) + _from(far, self.logical.far_first.get(name, 0))
+        return {number: found[number] for number in order}
 
     def _read(
         self, wholes: Mapping[int, list[tuple[str, int]]], boxes: Mapping[int, list[BoxRead]]
@@ -351,15 +405,21 @@ class Relocated:
                 return position, err
         return None
 
-    def _can_do_without(self, places: Sequence[tuple[str, int]]) -> bool:
+    def _can_do_without(self, names: Sequence[str]) -> bool:
         """Whether the pools that are not struck hold all of these tensors."""
-        for name, _ in places:
+        for name in names:
             entry = self.entries[name]
             pieces = tuple(one.pieces for one in self._holders(name).values())
             shape = entry.shape if entry.logical_shape is None else entry.logical_shape
             if entry.nbytes and (not pieces or _uncovered(shape, pieces) is not None):
                 return False
         return True
+
+
+def _from(numbers: list[int], first: int) -> list[int]:
+    """Return these numbers, which are sorted, from ``first`` or the next larger one on, and then the smaller ones."""
+    at = next((place for place, number in enumerate(numbers) if number >= first), 0)
+    return numbers[at:] + numbers[:at]
 
 
 def has_shares_in_table(reader: PoolReader) -> bool:

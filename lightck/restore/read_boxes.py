@@ -68,13 +68,7 @@ class BoxRead(NamedTuple):
 def read_boxes(stored: StoredCheckpoint, reads: Sequence[BoxRead]) -> None:
     """Read boxes of the tensors of one checkpoint. Boxes in memory must not overlap. Raises ``DamagedError`` at a bad
     block, and ``PoolIOError``; other boxes may have been written before the error."""
-    plan = _Plan(stored)
-    of_tensor: dict[str, list[BoxRead]] = {}
-    for read in reads:
-        if math.prod(read.source.size):
-            of_tensor.setdefault(read.name, []).append(read)
-    for name, boxes in of_tensor.items():
-        plan.add(stored.entries[name], boxes)
+    plan = _plan_of(stored, reads)
     stored.read_blocks(plan.straight)
     batches = list(plan.batches())
     threads = min(len(batches), read_threads(), BUFFERS_NBYTES // _BATCH_NBYTES)
@@ -84,6 +78,24 @@ def read_boxes(stored: StoredCheckpoint, reads: Sequence[BoxRead]) -> None:
     else:
         for batch in batches:
             plan.copy_batch(batch)
+
+
+def blocks_of(stored: StoredCheckpoint, reads: Sequence[BoxRead]) -> list[tuple[str, int, int]]:
+    """Return the blocks that ``read_boxes`` reads: name, number of the first block, number of bytes."""
+    plan = _plan_of(stored, reads)
+    buffered = [(one.entry.name, one.first_block, one.nbytes) for one in plan.buffered]
+    return [*(place[:3] for place in plan.straight), *buffered]
+
+
+def _plan_of(stored: StoredCheckpoint, reads: Sequence[BoxRead]) -> _Plan:
+    plan = _Plan(stored)
+    of_tensor: dict[str, list[BoxRead]] = {}
+    for read in reads:
+        if math.prod(read.source.size):
+            of_tensor.setdefault(read.name, []).append(read)
+    for name, boxes in of_tensor.items():
+        plan.add(stored.entries[name], boxes)
+    return plan
 
 
 @dataclass(slots=True)

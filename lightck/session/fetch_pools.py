@@ -1,53 +1,32 @@
-"""Pools that lie in the directories of other hosts: who has which, and copies of those that a host needs.
+"""Pools that lie in the directories of other hosts: who has which.
 
-    report      One rank per directory says which pools are in it, and which checkpoints they hold. So all ranks know
-                all pools of all hosts, and choose the same world (``other_world.py``).
-    fetch       Each host gets a copy of each pool of the chosen world that it lacks. A rank of a host that has the pool
-                reads the file, a rank of the host that lacks it writes the copy: over a process group of gloo, a few
-                MiB at a time.
-    remove      The copies lie in a folder of their own, in which nobody looks for a rank's pool. It is removed at the
-                end of attach, and, if the process is killed before, at the beginning of the next one. So a copy that
-                has become old is never taken for the pool of its rank.
-
-The bytes are not verified here. A copy is read as any pool is, so each block is verified by whoever reads it.
-
-Invariants: All ranks go through the same list of copies in the same order, and a rank sends or receives all of a copy
-even if it has failed to read or to write a part of it. So no rank waits for another that gave up; the error is raised
-at the end, on all ranks. No pool is changed.
+One rank per directory says which pools are in it, and which checkpoints they hold. So all ranks know all pools of all
+hosts, and choose the same world (``other_world.py``). What a host needs of the pools that it lacks is fetched then
+(``partial_copies.py``).
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import msgpack
-import numpy as np
-import torch
 
-from lightck.errors import LightckError, NoSpaceError, PoolError, RankError
-from lightck.pool.reader import open_pool
-from lightck.pool.storage import lock, temporary
+from lightck.errors import PoolError, RankError
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.failures import io_error
-from lightck.pool.storage.file import sync_folder
 from lightck.ranks.copy_file import COPIES as PEER_COPIES
 from lightck.ranks.copy_file import copies_in
-from lightck.ranks.directory import existing_pools, pool_name, pools_in
+from lightck.ranks.directory import pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.logical import has_shares_in_table
 from lightck.restore.usable import usable_by_id
 from lightck.session.group import Group
-
-CHUNK_NBYTES = 8 << 20
-COPIES = ".lightck-copies"
-"""Name of the folder for copies, in the directory of a host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +48,9 @@ class PoolFacts:
     """The largest step of a commit record, whether its checkpoint is usable or not."""
     has_shares: bool
     """Whether the rank wrote only its share of some tensors that all ranks of its host held."""
+    digest: bytes
+    """Two pools with the same digest have the same checkpoints at the same offsets, so a block can be fetched from
+    either."""
 
     @property
     def is_copy(self) -> bool:
@@ -180,7 +162,7 @@ def report(directory: str, group: Group, meeting: Meeting, hosts: Hosts) -> list
     """Return the worlds of all pools in all directories. All ranks call this. Raises ``RankError`` if the pools belong
     to several trainings."""
     place, _ = hosts.place_in_directory(group.rank)
-    own = list(_facts_of(directory)) if place == 0 and pools_in(directory) else []
+    own = list(_facts_of(directory)) if place == 0 else []
     found: dict[tuple[bytes, bytes, int], dict[int, list[PoolFacts]]] = {}
     for rank, data in enumerate(meeting.exchange("pools of a host", msgpack.packb(own))):
         for name, run_id, world_id, world_size, of_rank, ids, *others in msgpack.unpackb(data):
@@ -210,7 +192,7 @@ def _without_dead_copies(files: list[PoolFacts]) -> list[PoolFacts]:
 
 
 def _facts_of(directory: str) -> Iterator[list[Any]]:
-    for path in existing_pools(directory):
+    for path in pools_in(directory):
         with closing(open_pool(str(path))) as reader:
             identity = reader.group
             uuid = reader.superblock.uuid
@@ -221,261 +203,28 @@ def _facts_of(directory: str) -> Iterator[list[Any]]:
                 )
             key = (uuid, uuid, 1, 0) if identity is None else _key(identity)
             log = reader.commit_log()
-            ids = [list(one) for one in usable_by_id(reader)]
+            usable = usable_by_id(reader)
+            ids, digest = (
+                [list(one) for one in usable],
+                _digest(reader, [one for many in usable.values() for one in many]),
+            )
             steps = max((record.step for record in log.records.values()), default=0)
-            yield [path.name, *key, ids, log.incarnation, steps, has_shares_in_table(reader)]
+            yield [path.name, *key, ids, log.incarnation, steps, has_shares_in_table(reader), digest]
     for copy in copies_in(directory):
         with suppress(PoolError), closing(open_pool(copy)) as reader:  # a copy that was being made
             if reader.group is not None:
-                ids = [list(one) for one in usable_by_id(reader)]
-                name = os.path.join(PEER_COPIES, os.path.basename(copy))
+                usable = usable_by_id(reader)
+                name, ids = os.path.join(PEER_COPIES, os.path.basename(copy)), [list(one) for one in usable]
+                digest = _digest(reader, [one for many in usable.values() for one in many])
                 incarnation = reader.commit_log().incarnation
-                yield [name, *_key(reader.group), ids, incarnation, 0, has_shares_in_table(reader)]
+                yield [name, *_key(reader.group), ids, incarnation, 0, has_shares_in_table(reader), digest]
+
+
+def _digest(reader: PoolReader, usable: Sequence[StoredCheckpoint]) -> bytes:
+    sb, records = reader.superblock, [one.record for one in usable]
+    places = sorted((one.slot, one.payload_generation, one.manifest_hash) for one in records)
+    return blake2b(repr((sb.uuid, sb.nbytes, sb.slots, sb.table_hash, places)).encode(), digest_size=16).digest()
 
 
 def _key(identity: Any) -> tuple[bytes, bytes, int, int]:
     return identity.run_id, identity.world_id, identity.world_size, identity.rank
-
-
-# -- the copies --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """One pool that one directory gets."""
-
-    source: PoolFacts
-    sender: int
-    """Rank."""
-    receiver: int
-    target_directory: int
-
-
-def remove_copies(directory: str) -> None:
-    """Remove the copies that this or an earlier attach made in a directory."""
-    shutil.rmtree(os.path.join(directory, COPIES), ignore_errors=True)
-
-
-def path_of_copy(directory: str, rank: int, world_size: int) -> str:
-    return os.path.join(directory, COPIES, pool_name(rank, world_size))
-
-
-def fetch(directory: str, group: Group, meeting: Meeting, hosts: Hosts, world: WorldFacts) -> None:
-    """Give each directory a copy of each pool of ``world`` that it lacks. All ranks call this. Raises ``NoSpaceError``,
-    ``PoolIOError`` and ``RankError``."""
-    copies = _copies(hosts, world)
-    if not copies:
-        return
-    failure: Exception | None = None
-    transport = _Transport(group, meeting.timeout * (1 + len(copies)))
-    try:
-        for copy in copies:
-            try:
-                if group.rank == copy.sender:
-                    _send(transport, os.path.join(directory, copy.source.name), copy.receiver)
-                elif group.rank == copy.receiver:
-                    _receive(transport, path_of_copy(directory, copy.source.rank, world.world_size), copy.sender)
-            except (OSError, LightckError) as err:
-                failure = failure or err
-            except RuntimeError as err:  # gloo: the other rank is gone
-                raise RankError(
-                    f"A pool could not be copied between {meeting.name_of(copy.sender)} and "
-                    f"{meeting.name_of(copy.receiver)}: {err}. Nothing was changed. Start all ranks again."
-                ) from err
-    finally:
-        transport.close()
-    if failure is not None:
-        raise failure
-    with _more_time(meeting, len(copies)):
-        meeting.exchange("copies of pools", b"")
-
-
-@contextmanager
-def _more_time(meeting: Meeting, n_copies: int) -> Iterator[None]:
-    """In this block a wait for other ranks may take the timeout for each copy: some of them may have to copy all."""
-    timeout = meeting.timeout
-    meeting.timeout = timeout * (1 + n_copies)
-    try:
-        yield
-    finally:
-        meeting.timeout = timeout
-
-
-def _copies(hosts: Hosts, world: WorldFacts) -> list[_Copy]:
-    """Return all copies, in the order in which they are made. A file that lacks the newest common checkpoint counts as
-    missing: it is an older copy."""
-    newest = max(world.common)
-    copies: list[_Copy] = []
-    for rank, files in world.pools.items():
-        holding = [one for one in files if newest in one.ids]
-        have = {one.directory for one in holding}
-        for number, ranks in hosts.ranks_of.items():
-            if number in have:
-                continue
-            source = holding[len(copies) % len(holding)]
-            senders = hosts.ranks_of[source.directory]
-            copies.append(_Copy(source, senders[rank % len(senders)], ranks[rank % len(ranks)], number))
-    return copies
-
-
-class _Transport:
-    """Bytes between two ranks, over a process group of gloo that is made for this."""
-
-    def __init__(self, group: Group, timeout: float) -> None:
-        dist = torch.distributed
-        if not dist.is_gloo_available():
-            raise RankError(
-                "Pools must be copied between hosts, for which lightck uses gloo, and this torch has none. Copy the "
-                "pools of all hosts into one directory that all ranks see, and pass that."
-            )
-        self._group = dist.new_group(
-            list(group.members), timedelta(seconds=timeout), "gloo", use_local_synchronization=True
-        )
-
-    def send(self, data: torch.Tensor, rank: int) -> None:
-        torch.distributed.send(data, group=self._group, group_dst=rank)
-
-    def receive(self, data: torch.Tensor, rank: int) -> None:
-        torch.distributed.recv(data, group=self._group, group_src=rank)
-
-    def send_message(self, message: object, rank: int) -> None:
-        packed = msgpack.packb(message)
-        self.send(torch.tensor([len(packed)], dtype=torch.int64, device="cpu"), rank)
-        self.send(torch.from_numpy(np.frombuffer(bytearray(packed), np.uint8)), rank)
-
-    def receive_message(self, rank: int) -> Any:
-        length = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self.receive(length, rank)
-        data = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-        self.receive(data, rank)
-        return msgpack.unpackb(data.numpy().tobytes())
-
-    def close(self) -> None:
-        with suppress(Exception):  # another rank may be gone
-            torch.distributed.destroy_process_group(self._group)
-
-
-def _send(transport: _Transport, path: str, receiver: int) -> None:
-    """Send a file. Raises ``PoolIOError`` when all has been sent, if it could not be read."""
-    failure: OSError | None = None
-    runs: list[tuple[int, int]] = []
-    nbytes, fd = 0, -1
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        nbytes = os.fstat(fd).st_size
-        runs = list(_runs(fd, nbytes))
-    except OSError as err:
-        failure = err
-    try:
-        transport.send_message([nbytes, runs], receiver)
-        buffer = torch.empty(CHUNK_NBYTES, dtype=torch.uint8, device="cpu")
-        view = memoryview(buffer.numpy().data)
-        for begin, end in _chunks(runs):
-            try:
-                if os.preadv(fd, [view[: end - begin]], begin) != end - begin:
-                    raise OSError(errno.EIO, "the file became shorter while it was read")
-            except OSError as err:
-                failure = failure or err
-            transport.send(buffer[: end - begin], receiver)
-        transport.send_message(failure is None, receiver)
-    finally:
-        if fd >= 0:
-            os.close(fd)
-    if failure is not None:
-        raise io_error(f"The pool {path!r} cannot be read", failure.errno, failure.strerror) from failure
-
-
-def _receive(transport: _Transport, path: str, sender: int) -> None:
-    """Receive a file, and give it this name. Raises ``NoSpaceError`` or another ``PoolError`` when all has been
-    received, if it could not be written."""
-    nbytes, runs = transport.receive_message(sender)
-    with _NewFile(path, nbytes, runs) as file:
-        buffer = torch.empty(CHUNK_NBYTES, dtype=torch.uint8, device="cpu")
-        view = memoryview(buffer.numpy().data)
-        for begin, end in _chunks(runs):
-            transport.receive(buffer[: end - begin], sender)
-            file.write(view[: end - begin], begin)
-        if transport.receive_message(sender):
-            file.finish()
-
-
-class _NewFile:
-    """A file that gets its name when it is complete. The first failure is kept, what follows is ignored, and the end of
-    the block raises it."""
-
-    def __init__(self, path: str, nbytes: int, runs: Sequence[Sequence[int]]) -> None:
-        self._path, self._nbytes, self._runs = path, nbytes, runs
-        self._failure: Exception | None = None
-        self._fd = self._locked = -1
-
-    def __enter__(self) -> _NewFile:
-        try:
-            os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
-            self._fd, self._locked = temporary.make(self._path)
-            os.ftruncate(self._fd, self._nbytes)
-            for begin, end in self._runs:
-                os.posix_fallocate(self._fd, begin, end - begin)
-        except (OSError, LightckError) as err:
-            self._failure = err
-        return self
-
-    def write(self, data: memoryview, at: int) -> None:
-        if self._failure is not None:
-            return
-        try:
-            if os.pwrite(self._fd, data, at) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as err:
-            self._failure = err
-
-    def finish(self) -> None:
-        if self._failure is not None:
-            return
-        try:
-            os.fsync(self._fd)
-            os.rename(temporary.path_of(self._path), self._path)
-            sync_folder(os.path.dirname(self._path))
-        except OSError as err:
-            self._failure = err
-
-    def __exit__(self, *exception: object) -> None:
-        if self._fd >= 0:
-            with suppress(OSError):
-                os.unlink(temporary.path_of(self._path))  # it is there if the file is not complete
-            lock.unlock_file(self._locked)
-            os.close(self._fd)
-        failure = self._failure
-        if failure is None:
-            return
-        if isinstance(failure, LightckError):
-            raise failure
-        assert isinstance(failure, OSError)
-        if failure.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpaceError(
-                f"There is no space for a copy of the pool of another host, {self._path!r} ({self._nbytes} bytes). "
-                "Nothing was changed. Free that much for each pool that this host lacks; or copy the pools of all "
-                "hosts into one directory on a larger medium that all ranks see, and pass that."
-            ) from failure
-        raise io_error(
-            f"A copy of a pool, {self._path!r}, cannot be written", failure.errno, failure.strerror
-        ) from failure
-
-
-def _runs(fd: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and end of each run of the file that is not a hole."""
-    at = 0
-    while at < nbytes:
-        try:
-            begin = os.lseek(fd, at, os.SEEK_DATA)
-        except OSError as err:
-            if err.errno == errno.ENXIO:
-                return  # the rest is a hole
-            raise
-        at = min(os.lseek(fd, begin, os.SEEK_HOLE), nbytes)
-        yield begin, at
-
-
-def _chunks(runs: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    for begin, end in runs:
-        for start in range(begin, end, CHUNK_NBYTES):
-            yield start, min(start + CHUNK_NBYTES, end)

@@ -34,7 +34,6 @@ import msgpack
 from lightck.errors import RankError, UnsupportedError, capitalized, listed
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.format.group import ID_NBYTES, GroupIdentity
-from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.durability import TIER_CACHE
 from lightck.pool.storage.temporary import remove_all_stale
@@ -58,7 +57,7 @@ from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
 from lightck.restore.usable import parse, usable_by_id
 from lightck.session.arguments import Arguments, SaveOptions
-from lightck.session.fetch_pools import Hosts, remove_copies
+from lightck.session.fetch_pools import Hosts
 from lightck.session.group import (
     Group,
     Membership,
@@ -70,17 +69,20 @@ from lightck.session.group import (
     refuse_other_pools,
 )
 from lightck.session.group_arguments import arguments_to_compare
+from lightck.session.load_other_world import load, load_for_copy
 from lightck.session.lost_pool import (
     copy_into_new_pool,
     has_checkpoints_of,
     open_source,
     replicated_lines,
     state_of_lost_rank,
+    tensors_to_copy,
 )
-from lightck.session.other_world import OtherWorlds, find_other_worlds, load
+from lightck.session.other_world import OtherWorlds, find_other_worlds
+from lightck.session.partial_copies import remove_copies
 from lightck.session.peer_copies import PeerCopies
 from lightck.session.pool_file import PoolFile
-from lightck.session.shares_of_others import whole_of
+from lightck.session.shares_of_others import restore_one_of
 from lightck.session.split import shares_of
 from lightck.state.parts import mesh_of
 from lightck.tiers.pin import Holds
@@ -216,12 +218,15 @@ class GroupStart:
         with restore.poisons_on_error():
             loaded = load(other, self.group, self.meeting, restore)
         self._divide(file)
+        source = loaded.checkpoint.with_shares(file.capture.shares.cuts, file.capture.shares.place)
+        tensors = load_for_copy(other, source, self.meeting)
         start = new_world(reports, loaded.name, other.source.run_id, other.incarnation)
         pipeline.pool.group = self._identity(file, start.run_id, start.world_id)
         with other.discards_on_error():
             copy_into_new_pool(
                 pipeline,
-                loaded.checkpoint.with_shares(file.capture.shares.cuts, file.capture.shares.place),
+                source,
+                tensors,
                 loaded.name,
                 list(file.predicted_entries().values()),
                 n_slots=options.slots or max(options.replicas.slots_min, len(first.superblock.slots)),
@@ -352,7 +357,7 @@ class GroupStart:
             name = start.adopted
             assert name is not None, "resume=True, so a checkpoint is chosen or an error is raised"
             remark = self._compare_replicas(stored, start) if start.sources else ""
-            chosen, problem, differing = _restored(restore, name, stored.get(name, []), self.group)
+            chosen, problem, differing = restore_one_of(restore, name, stored.get(name, []), self.group)
             contents = None if chosen is None else parse(chosen)
             # A source's own checkpoint may be a copy, too. What counts is from where this rank took it.
             copied_from = start.sources.get(self.group.rank, None if contents is None else contents.copied_from)
@@ -438,6 +443,7 @@ class GroupStart:
             copy_into_new_pool(
                 pipeline,
                 restored.chosen,
+                tensors_to_copy(restored.chosen),
                 restored.name,
                 source.entries,
                 n_slots=len(source.superblock.slots),
@@ -523,22 +529,6 @@ class GroupStart:
             self._other.remove()
             self.meeting.exchange("removal of other pools", b"")
         copies.remove_old(Hosts.of(self._directory_ids))
-
-
-def _restored(
-    restore: LiveRestore, name: CheckpointId, candidates: list[StoredCheckpoint], group: Group
-) -> tuple[StoredCheckpoint | None, str, list[str]]:
-    """Restore the first of these checkpoints of one step that verifies. Returns the checkpoint and "", or None and the
-    reason why the first one does not verify; and the names of tensors of which this rank had other rows."""
-    problem = "" if candidates else "it can no longer be read"
-    for stored in candidates:
-        try:
-            with whole_of(stored, name, group) as (source, differing):
-                restore.take(source, parse(source), [])
-            return stored, "", differing
-        except DamagedError as err:
-            problem = problem or str(err)
-    return None, problem, []
 
 
 def _has_parts(file: PoolFile, reader: PoolReader | None, stored: Stored) -> bool:

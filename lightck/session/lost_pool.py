@@ -18,6 +18,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from hashlib import blake2b
 
+import torch
+
 from lightck.errors import CorruptPoolError, RankError
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.format.layout import Entry
@@ -73,9 +75,25 @@ def _digest(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
+def tensors_to_copy(stored: Saved) -> dict[str, torch.Tensor]:
+    """Read the tensors of a checkpoint that was restored, for ``copy_into_new_pool``."""
+    try:
+        return load_to_copy(stored)
+    except DamagedError as err:
+        raise no_longer_intact(stored, err) from err
+
+
+def no_longer_intact(stored: Saved, reason: DamagedError) -> CorruptPoolError:
+    return CorruptPoolError(
+        f"The checkpoint of step {stored.step} in {stored.path!r} was intact when it was restored, and can "
+        f"no longer be read: {reason}. Check the pool's medium, and start again."
+    )
+
+
 def copy_into_new_pool(
     pipeline: Pipeline,
     stored: Saved,
+    tensors: dict[str, torch.Tensor],
     name: CheckpointId,
     entries: Sequence[Entry],
     *,
@@ -84,18 +102,12 @@ def copy_into_new_pool(
     changed_state: Mapping[str, object],
 ) -> None:
     """Create the pool of this rank (``pipeline.pool.group``) with a copy of ``stored``, committed under ``name``. The
-    pool gets its path when the copy is durable, and is closed again. ``entries``: for which the pool has space besides.
+    pool gets its path when the copy is durable, and is closed again. ``tensors``: from
+    ``tensors_to_copy``. ``entries``: for which the pool has space besides.
     ``expected_state_nbytes``: bytes of small state for which the slots must have space at least. ``changed_state``:
     what the copy has in its small state in place of what ``stored`` has."""
     pool = pipeline.pool
     state = values.pack(unpack_dict(stored.state) | dict(changed_state), path="state")
-    try:
-        tensors = load_to_copy(stored)
-    except DamagedError as err:
-        raise CorruptPoolError(
-            f"The checkpoint of step {stored.step} in {stored.path!r} was intact when it was restored, and can "
-            f"no longer be read: {err}. Check the pool's medium, and start again."
-        ) from err
     pool.n_slots = n_slots
     entries = [*entries, *stored.entries.values()]
     try:

@@ -5,7 +5,7 @@
     choose      Each rank opens and locks the pools in the directory. All choose the same world: the one with the newest
                 checkpoint that all its pools have. If that is the world of this group, the pools of the others are left
                 from an earlier change of worlds. Otherwise its checkpoint is loaded.
-    restore     Each rank reads its parts, verified, from the pools of the chosen world (``restore/logical.py``), and
+    restore     Each rank reads its parts, verified, from the pools of the chosen world (``load_other_world.py``), and
                 votes. If a rank cannot, all take the next older checkpoint.
     copy        Each rank makes a pool of its own, with a copy of what it has restored under the name that the
                 checkpoint has. From then on it goes on as ``group_start.py`` says.
@@ -27,24 +27,18 @@ from dataclasses import dataclass
 import msgpack
 
 from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankError, listed
-from lightck.pool.format.structures import DamagedError
-from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import PoolLock
-from lightck.ranks.agreement import describe_from_world, describe_other_parts
 from lightck.ranks.directory import World, open_worlds, pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
-from lightck.restore.directory import Held, common_checkpoints, logical_of
-from lightck.restore.logical import Relocated
-from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_state, refuse_different_ranks
-from lightck.restore.recover import LiveRestore
+from lightck.restore.directory import Held, common_checkpoints
 from lightck.restore.together import refuse_other_layouts
-from lightck.restore.usable import parse
 from lightck.session.arguments import Arguments
-from lightck.session.fetch_pools import Hosts, WorldFacts, fetch, path_of_copy, remove_copies, report
+from lightck.session.fetch_pools import Hosts, WorldFacts, report
 from lightck.session.group import Group, directory_id, path_of_pool
-from lightck.state import rng
+from lightck.session.partial_copies import PartialCopies
 from lightck.state.local_tensors import reshard
 from lightck.state.parts import Part, parts_of
 from lightck.state.rules import tensors_of
@@ -71,6 +65,12 @@ class OtherWorlds:
     incarnation: int
     """The largest incarnation in all pools."""
     _open: ExitStack
+    copies: PartialCopies | None = None
+    """Of the pools of ``source`` that lie on other hosts; None if all lie here."""
+
+    def has_same_ranks(self, group: Group) -> bool:
+        """Whether each rank goes on with the state of the rank with its number in the old world."""
+        return self.source is not None and self.source.world_size == group.world_size and not self.source.missing
 
     @contextmanager
     def discards_on_error(self) -> Iterator[None]:
@@ -81,7 +81,7 @@ class OtherWorlds:
         except BaseException as err:
             backend_for(self.path).discard(self.path)
             if isinstance(err, NoSpaceError) and self.source is not None:
-                nbytes = sum(reader.superblock.nbytes for reader in self.source.readers.values())
+                nbytes = sum(map(_used_nbytes, self.source.readers.values()))
                 fact = str(err.args[0]).rstrip(".")
                 err.args = (
                     f"{fact}. In another number of ranks the medium needs space for the new pools beside the old ones "
@@ -99,6 +99,11 @@ class OtherWorlds:
 
     def close(self) -> None:
         self._open.close()
+
+
+def _used_nbytes(reader: PoolReader) -> int:
+    """Return the bytes on the medium that a pool takes, or a partial copy of one."""
+    return reader.superblock.nbytes if reader.partial is None else os.fstat(reader.container.fd).st_blocks * 512
 
 
 def _remove(path: str) -> None:
@@ -202,9 +207,9 @@ def _over_hosts(
     *,
     has_other: bool,
 ) -> OtherWorlds | None:
-    """``find_other_worlds`` for ranks whose pools lie in several directories. Each directory gets the pools of the
-    chosen world that it lacks (``fetch_pools.py``). From then on each rank does as with one directory. ``lost``: the
-    ranks that find no pool of their own."""
+    """``find_other_worlds`` for ranks whose pools lie in several directories. Each directory gets partial copies of the
+    pools of the chosen world that it lacks (``partial_copies.py``). From then on each rank does as with one directory,
+    and fetches what it needs. ``lost``: the ranks that find no pool of their own."""
     facts = report(directory, group, meeting, hosts)
     if not has_other and not _needs_other_hosts(facts, hosts, lost):
         return None
@@ -227,12 +232,14 @@ def _over_hosts(
             max(chosen.common),
         )
     with ExitStack() as stack:
-        stack.callback(remove_copies, directory)
+        copies = None
         if chosen is not None and not is_own and arguments.resume:
             if group.rank == 0:
                 _report_copies(chosen, hosts, meeting)
-            fetch(directory, group, meeting, hosts, chosen)
-        local = None if chosen is None else _opened(directory, hosts.of_rank[group.rank], chosen, stack)
+            copies = PartialCopies(directory, group, meeting, hosts, chosen)
+            stack.callback(copies.close)
+            copies.begin()
+        local = None if chosen is None else _opened(directory, hosts.of_rank[group.rank], chosen, copies, stack)
         choice = _Choice(local, is_own, received[0][1], common_checkpoints(local) if local and local.readers else {})
         _refuse_unasked(directory, choice, arguments)
         paths = _new_paths(directory, choice, group)
@@ -247,6 +254,7 @@ def _over_hosts(
             to_remove=mine,
             candidates=_candidates_of_all(meeting, choice),
             incarnation=max(incarnations, default=0),
+            copies=copies if copies is not None and copies.is_needed else None,
             _open=stack.pop_all(),
         )
     raise AssertionError("the block returns or raises")
@@ -291,16 +299,16 @@ def _others_of(
     return sorted(here - kept)[place::n_places]
 
 
-def _opened(directory: str, number: int, world: WorldFacts, stack: ExitStack) -> World:
+def _opened(directory: str, number: int, world: WorldFacts, copies: PartialCopies | None, stack: ExitStack) -> World:
     """Open the pools of a world that this directory has, or has copies of. ``number``: of the directory."""
-    newest, readers = max(world.common), {}
+    newest = max(world.common)
+    readers = {} if copies is None else copies.open(stack)
     for rank, files in world.pools.items():
         here = next((one for one in files if one.directory == number and newest in one.ids), None)
-        copy = path_of_copy(directory, rank, world.world_size)
-        if here is not None or os.path.exists(copy):
-            readers[rank] = open_pool(copy if here is None else os.path.join(directory, here.name))
+        if here is not None:
+            readers[rank] = open_pool(os.path.join(directory, here.name))
             stack.callback(readers[rank].close)
-    return World(world.run_id, world.world_id, world.world_size, readers)
+    return World(world.run_id, world.world_id, world.world_size, dict(sorted(readers.items())))
 
 
 def _fits_own(directory: str, group: Group, parts: Mapping[str, Part], world: WorldFacts, number: int) -> bool:
@@ -493,75 +501,3 @@ def _new_paths(directory: str, choice: _Choice, group: Group) -> list[str]:
         held[rank].path if rank in held else os.path.join(directory, pool_name(rank, group.world_size, suffix))
         for rank in range(group.world_size)
     ]
-
-
-# -- the restore -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What all ranks have restored from the pools of another world."""
-
-    name: CheckpointId
-    checkpoint: Relocated
-    is_done: bool
-    reason: str
-    """Why the continuation is not bit-identical."""
-    changed_state: Mapping[str, object]
-    """What the copy has in its small state in place of what ``checkpoint`` has."""
-
-
-def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestore) -> Loaded:
-    """Restore the newest checkpoint of ``other.source`` that all ranks can restore. Raises ``RankError`` if there is
-    none; and what a restore raises if the checkpoint does not fit."""
-    reasons: list[str] = []
-    for name, held in other.candidates:
-        loaded, problem = None, ""
-        try:
-            loaded = _load_one(other, group, name, held, restore)
-        except DamagedError as err:
-            problem = str(err)
-        problems = [one.decode("utf-8", "replace") for one in meeting.exchange("votes", problem.encode())]
-        failed = next((rank for rank, one in enumerate(problems) if one), None)
-        if failed is None:
-            assert loaded is not None, "this rank has voted for it"
-            return loaded
-        reasons.append(f"step {name.step}: {meeting.name_of(failed)} cannot restore it: {problems[failed]}")
-        log.warning("lightck: a checkpoint cannot be used on any rank (%s). An older one is looked for", reasons[-1])
-    raise RankError(
-        f"No checkpoint in {os.path.dirname(other.path)!r} can be restored on all ranks. {'; '.join(reasons)}. Nothing "
-        "was overwritten. Use another copy of these pools; attach(..., overwrite=True) on all ranks discards all pools "
-        "and starts afresh."
-    )
-
-
-def _other_parts(own: StoredCheckpoint, now: Relocated) -> list[str]:
-    """Return the names of the parameters of which this rank held another part, in a pool that names the same mesh."""
-    return [
-        name
-        for name, entry in now.entries.items()
-        if entry.role == "param" and name in own.entries and own.entries[name].pieces not in (None, entry.pieces)
-    ]
-
-
-def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, restore: LiveRestore) -> Loaded:
-    """Restore this rank's parts of one checkpoint. Raises ``DamagedError``."""
-    assert other.source is not None, "a checkpoint is loaded"
-    has_same_ranks = other.source.world_size == group.world_size and not other.source.missing
-    state_of, directory = group.rank if has_same_ranks else 0, os.path.dirname(other.path)
-    logical = logical_of(directory, other.source, held, state_of, warns=group.rank == 0)
-    refuse_different_ranks(logical)
-    relocated = Relocated(logical, other.parts, group.rank)
-    reason = describe_from_world(other.source.world_size, group.world_size)
-    key = None if has_same_ranks else key_of_rank(other.source.run_id, name.step, 0)
-    changed, restarted = moved_state(relocated, other.source.world_size, key, rng.capture())
-    if restarted:
-        reason += f"; {describe_restarted(restarted)}"
-    if has_same_ranks and restore.layout is not None and group.world_size > 1:
-        reason += describe_other_parts(_other_parts(logical.own, relocated))
-    contents = parse(relocated)
-    restore.take(relocated, contents, [])
-    differing = [] if has_same_ranks else logical.differing(("buffer",))
-    if differing:
-        reason += f"; buffers that differed between the ranks are those of the first rank ({listed(differing, 3)})"
-    return Loaded(name, relocated, contents.done, reason, changed)

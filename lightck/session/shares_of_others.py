@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
-from lightck.pool.reader import StoredCheckpoint, open_pool
+from lightck.errors import PoolError
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.ranks.directory import pool_name, pools_in
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Saved
 from lightck.restore.logical import LogicalCheckpoint, Relocated, has_shares
+from lightck.restore.recover import LiveRestore
 from lightck.restore.rows_of_others import differing_rows
 from lightck.restore.usable import parse, usable_by_id
-from lightck.session.group import Group, path_of_pool
+from lightck.session.group import Group
+
+
+def restore_one_of(
+    restore: LiveRestore, name: CheckpointId, candidates: Sequence[StoredCheckpoint], group: Group
+) -> tuple[StoredCheckpoint | None, str, list[str]]:
+    """Restore the first of these checkpoints of one step that verifies. Returns the checkpoint and "", or None and the
+    reason why the first one does not verify; and the names of tensors of which this rank had other rows."""
+    problem = "" if candidates else "it can no longer be read"
+    for stored in candidates:
+        try:
+            with whole_of(stored, name, group) as (source, differing):
+                restore.take(source, parse(source), [])
+            return stored, "", differing
+        except DamagedError as err:
+            problem = problem or str(err)
+    return None, problem, []
 
 
 @contextmanager
@@ -24,24 +44,26 @@ def whole_of(own: StoredCheckpoint, name: CheckpointId, group: Group) -> Iterato
         yield own, []
         return
     with ExitStack() as opened:
-        of_others = {
-            rank: stored
-            for rank in range(group.world_size)
-            if rank != group.rank and (stored := _checkpoint_of(rank, own, name, group, opened)) is not None
-        }
+        pools = _pools_of_others(own, group, opened)
+        found = {rank: next(iter(usable_by_id(pools[rank]).get(name, ())), None) for rank in sorted(pools)}
+        of_others = {rank: stored for rank, stored in found.items() if stored is not None}
         whole = Relocated(LogicalCheckpoint([own, *of_others.values()], is_own=True), {}, falls_back=False)
         yield whole, differing_rows(own, parse(own).rows_of_others, of_others)
 
 
-def _checkpoint_of(
-    rank: int, own: StoredCheckpoint, name: CheckpointId, group: Group, opened: ExitStack
-) -> StoredCheckpoint | None:
-    """Return the checkpoint of another rank; None if the directory of ``own`` does not have it."""
-    path = path_of_pool(os.path.dirname(own.path), rank, group.world_size)
-    if path is None:
-        return None
-    reader = opened.enter_context(closing(open_pool(path)))
-    identity, wanted = reader.group, own.reader.group
-    if identity is None or wanted is None or identity.world_id != wanted.world_id:
-        return None
-    return next(iter(usable_by_id(reader).get(name, ())), None)
+def _pools_of_others(own: StoredCheckpoint, group: Group, opened: ExitStack) -> dict[int, PoolReader]:
+    """Open the pools of the other ranks of the same world that are in the directory of ``own`` and can be read. Each
+    file is opened once."""
+    found: dict[int, PoolReader] = {}
+    directory, wanted = os.path.dirname(own.path), own.reader.group
+    usual = {pool_name(rank, group.world_size) for rank in range(group.world_size)}
+    for path in sorted(pools_in(directory), key=lambda one: one.name not in usual):
+        with suppress(PoolError):
+            reader = open_pool(str(path))
+            opened.callback(reader.close)
+            identity = reader.group
+            if identity is None or wanted is None or identity.rank == group.rank:
+                continue
+            if (identity.world_id, identity.world_size) == (wanted.world_id, group.world_size):
+                found.setdefault(identity.rank, reader)
+    return found

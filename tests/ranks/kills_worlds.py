@@ -35,10 +35,10 @@ from lightck.pool.storage.file import FileBackend, FileContainer
 from lightck.pool.writer import PoolWriter
 from lightck.ranks.meet import Meeting
 from lightck.restore.recover import LiveRestore
-from lightck.session import fetch_pools
-from lightck.session.fetch_pools import _NewFile
+from lightck.session import partial_copies
 from lightck.session.group import HOST_VARIABLE
 from lightck.session.other_world import OtherWorlds
+from lightck.session.partial_copies import PartialCopies, _CopyFile
 
 from .kills import SITES, Kill, around
 from .worlds import WORLDS, Whole, World, build, update, whole_of
@@ -53,9 +53,16 @@ ROUNDS = ("kinds of pools", "worlds", "choices of a world", "reports", "votes", 
 STAGES = ("restore", "adopt", "publish", "remove", "discard")
 POINTS = tuple(f"{when} {what}" for what in (*ROUNDS, *STAGES) for when in ("before", "after"))
 """Named points of an attach in another world."""
+ROUNDS_OF_HOSTS = (
+    "pools of a host",
+    "copies of pools",
+    "blocks that are needed",
+    "copies of blocks",
+    "what a copy lacks",
+)
 POINTS_OF_HOSTS = tuple(
     f"{when} {what}"
-    for what in ("pools of a host", "copies of pools", "chunk", "finish", "rename of a copy")
+    for what in (*ROUNDS_OF_HOSTS, "chunk", "end of a copy", "copy of blocks")
     for when in ("before", "after")
 )
 """Named points while pools are copied between hosts."""
@@ -80,7 +87,7 @@ def arm(kill: Kill) -> None:
         kill.arm()
         return
     when, what = kill.value.split(" ", 1)
-    if what in (*ROUNDS, "pools of a host", "copies of pools"):
+    if what in (*ROUNDS, *ROUNDS_OF_HOSTS):
         around(Meeting, "exchange", when, lambda _, name, value: name == what)
         return
     owner, name = {
@@ -89,11 +96,11 @@ def arm(kill: Kill) -> None:
         "publish": (FileContainer, "publish"),
         "remove": (OtherWorlds, "remove"),
         "discard": (FileBackend, "discard"),
-        "chunk": (_NewFile, "write"),
-        "finish": (_NewFile, "finish"),
-        "rename of a copy": (_NewFile, "__exit__"),
+        "chunk": (_CopyFile, "write"),
+        "end of a copy": (_CopyFile, "__exit__"),
+        "copy of blocks": (PartialCopies, "_copy_blocks"),
     }[what]
-    around(owner, name, when, nth=kill.nth if what in ("discard", "chunk", "finish", "rename of a copy") else 1)
+    around(owner, name, when, nth=kill.nth if what in ("discard", "chunk", "end of a copy", "copy of blocks") else 1)
 
 
 def digest_of(whole: Whole) -> str:
@@ -130,7 +137,7 @@ def body(
         model, optimizer = build(world)
         pools = folder / "pools"
         if hosts:
-            fetch_pools.CHUNK_NBYTES = 1 << 20
+            partial_copies.CHUNK_NBYTES = 1 << 16
             os.environ[HOST_VARIABLE] = f"host-{hosts[rank]}"
             pools.mkdir(exist_ok=True)
             pools /= f"host-{hosts[rank]}"

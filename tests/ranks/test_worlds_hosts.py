@@ -20,7 +20,7 @@ from ranked import Ended, die, run_ranks, values
 import lightck
 from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankError
 from lightck.pool.reader import open_pool
-from lightck.session import fetch_pools, other_world
+from lightck.session import other_world, partial_copies
 from lightck.session.group import HOST_VARIABLE
 
 from .worlds import WORLDS, Whole, build, is_equal, updates, whole_of
@@ -75,7 +75,7 @@ def places(pools: Path) -> list[tuple[int, int]]:
 
 def is_clean(pools: Path) -> bool:
     """Whether nothing is in the directories but pools and their locks."""
-    return not [path for path in pools.rglob("*") if path.name == fetch_pools.COPIES or path.suffix == ".new"]
+    return not [path for path in pools.rglob("*") if path.name == partial_copies.COPIES or path.suffix == ".new"]
 
 
 @pytest.mark.parametrize(
@@ -188,11 +188,13 @@ def test_without_space_for_the_copies_nothing_changes(pools, monkeypatch, where)
         return real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetch_pools, "CHUNK_NBYTES", 1 << 16)
-        patch.setattr(fetch_pools.os, "posix_fallocate" if where == "before" else "pwrite", full)
+        patch.setattr(partial_copies, "CHUNK_NBYTES", 1 << 16)
+        patch.setattr(partial_copies.os, "posix_fallocate" if where == "before" else "pwrite", full)
         found = errors("fsdp 2", pools, [0, 1])
     assert all(isinstance(error, NoSpaceError) or "NoSpaceError" in str(error) for error in found)
-    assert any("There is no space for a copy of the pool of another host" in str(error) for error in found)
+    assert any(
+        "There is no space for what this host needs of the pool of another host" in str(error) for error in found
+    )
     assert files(pools) == before
     assert is_clean(pools)
     assert is_equal(train("fsdp 2", pools, [0, 1])[0][0], expected)
@@ -203,17 +205,17 @@ def test_without_space_for_the_copies_nothing_changes(pools, monkeypatch, where)
 def test_a_rank_that_is_killed_during_the_copies_loses_nothing(pools, monkeypatch, rank, nth):
     """The old world goes on after it, too; and the copies of its pools that lie about are replaced later."""
     train("fsdp 4", pools, [0, 0, 1, 1])
-    real, n = fetch_pools._NewFile.write, [0]
+    real, n = partial_copies._CopyFile.write, [0]
 
-    def killed(self, data, at):
-        real(self, data, at)
+    def killed(self, data, batch):
+        real(self, data, batch)
         n[0] += 1
         if os.environ.get(HOST_VARIABLE) == f"host-{rank}" and n[0] == nth:
             die()
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetch_pools, "CHUNK_NBYTES", 1 << 20)
-        patch.setattr(fetch_pools._NewFile, "write", killed)
+        patch.setattr(partial_copies, "CHUNK_NBYTES", 1 << 12)
+        patch.setattr(partial_copies._CopyFile, "write", killed)
         ended = run_ranks(2, rank_body("fsdp 2", pools, [0, 1], STEPS), ends_others_after=0.2)
     assert any(one.is_killed for one in ended)
     longer = train("fsdp 4", pools, [0, 0, 1, 1], STEPS + 2)
@@ -228,7 +230,7 @@ def test_hosts_that_have_all_pools_copy_none(pools, monkeypatch):
     """The pools of all hosts were put into each directory by hand."""
     expected = train("fsdp 3", pools, [0, 0, 0])[0][1]
     shutil.copytree(pools / "host-0", pools / "host-1")
-    monkeypatch.setattr(fetch_pools, "_send", None)
+    monkeypatch.setattr(partial_copies, "_Transport", None)
     assert all(is_equal(began, expected) for began, _, _ in train("fsdp 2", pools, [0, 1]))
 
 
@@ -251,7 +253,7 @@ def test_a_directory_that_the_hosts_share_is_one(pools, monkeypatch):
     """As on a network file system: each host has another device number for it."""
     expected = train("fsdp 3", pools, [0, 0, 0])[0][1]
     (pools / "host-1").symlink_to(pools / "host-0")
-    monkeypatch.setattr(fetch_pools, "_send", None)
+    monkeypatch.setattr(partial_copies, "_Transport", None)
     for n, hosts in ((STEPS + 1, [0, 1]), (STEPS + 2, [1, 0])):
         found = train("fsdp 2", pools, hosts, n)
         assert all(is_equal(began, expected) for began, _, _ in found)

@@ -1,0 +1,159 @@
+"""Restore the checkpoint of another world: each rank reads its parts, and all vote.
+
+Where pools of that world lie on other hosts, each rank first names the blocks that it needs, and they are fetched
+(``partial_copies.py``). If it then needs others, because it found damage, they are fetched too, and all read again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgpack
+import torch
+
+from lightck.errors import RankError, listed
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.partial_copy import BlocksMissingError
+from lightck.pool.reader import StoredCheckpoint
+from lightck.ranks.agreement import describe_from_world, describe_other_parts
+from lightck.ranks.meet import Meeting
+from lightck.ranks.rule import CheckpointId
+from lightck.restore.directory import Held, logical_of
+from lightck.restore.logical import Relocated
+from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_state, refuse_different_ranks
+from lightck.restore.pool_copies import load_to_copy
+from lightck.restore.recover import LiveRestore
+from lightck.restore.usable import parse
+from lightck.session.group import Group
+from lightck.session.lost_pool import no_longer_intact
+from lightck.session.other_world import OtherWorlds
+from lightck.state import rng
+
+log = logging.getLogger("lightck")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What all ranks have restored from the pools of another world."""
+
+    name: CheckpointId
+    checkpoint: Relocated
+    is_done: bool
+    reason: str
+    """Why the continuation is not bit-identical."""
+    changed_state: Mapping[str, object]
+    """What the copy has in its small state in place of what ``checkpoint`` has."""
+
+
+def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestore) -> Loaded:
+    """Restore the newest checkpoint of ``other.source`` that all ranks can restore. Raises ``RankError`` if there is
+    none; and what a restore raises if the checkpoint does not fit."""
+    reasons: list[str] = []
+    for name, held in other.candidates:
+        loaded, problems = _load_on_all(other, group, meeting, name, held, restore)
+        failed = next((rank for rank, one in enumerate(problems) if one), None)
+        if failed is None:
+            assert loaded is not None, "this rank has voted for it"
+            return loaded
+        reasons.append(f"step {name.step}: {meeting.name_of(failed)} cannot restore it: {problems[failed]}")
+        log.warning("lightck: a checkpoint cannot be used on any rank (%s). An older one is looked for", reasons[-1])
+    raise RankError(
+        f"No checkpoint in {os.path.dirname(other.path)!r} can be restored on all ranks. {'; '.join(reasons)}. Nothing "
+        "was overwritten. Use another copy of these pools; attach(..., overwrite=True) on all ranks discards all pools "
+        "and starts afresh."
+    )
+
+
+def _load_on_all(
+    other: OtherWorlds, group: Group, meeting: Meeting, name: CheckpointId, held: Held, restore: LiveRestore
+) -> tuple[Loaded | None, list[str]]:
+    """Restore one checkpoint. If a rank lacks blocks of it (it must take them from another pool than planned), they are
+    fetched, and all restore it again. Returns what this rank has restored, and for each rank why it could not, or
+    ""."""
+    relocated: Relocated | None = None
+    problem = ""
+    while True:
+        loaded, lacks_blocks = None, False
+        try:
+            if not problem:
+                relocated = relocated or _relocated(other, group, held)
+                relocated.want_far_blocks()
+        except DamagedError as err:
+            problem = str(err)
+        except BlocksMissingError:
+            lacks_blocks = True
+        if other.copies is not None and other.copies.fetch_wanted():
+            continue
+        try:
+            if relocated is not None and not problem:
+                loaded = _load_one(other, group, name, relocated, restore)
+        except DamagedError as err:
+            problem = str(err)
+        except BlocksMissingError:
+            lacks_blocks = True
+        own = msgpack.packb([problem, lacks_blocks])
+        votes = [msgpack.unpackb(one) for one in meeting.exchange("votes", own)]
+        if not any(lacks for _, lacks in votes):
+            return loaded, [text for text, _ in votes]
+
+
+def load_for_copy(other: OtherWorlds, source: Relocated, meeting: Meeting) -> dict[str, torch.Tensor]:
+    """Read the tensors that the copy of what was restored holds. All ranks call this. Raises ``CorruptPoolError``."""
+    while True:
+        tensors: dict[str, torch.Tensor] | None = None
+        try:
+            source.want_far_blocks()
+            if other.copies is not None and other.copies.fetch_wanted():
+                continue
+            tensors = load_to_copy(source)
+        except BlocksMissingError:
+            pass  # they are fetched now
+        except DamagedError as err:
+            raise no_longer_intact(source, err) from err
+        has_all = msgpack.packb(tensors is not None)
+        if other.copies is None or all(map(msgpack.unpackb, meeting.exchange("what a copy lacks", has_all))):
+            assert tensors is not None, "this rank lacks nothing"
+            return tensors
+
+
+def _relocated(other: OtherWorlds, group: Group, held: Held) -> Relocated:
+    """Return this rank's parts of one checkpoint. Raises ``DamagedError``, and ``BlocksMissingError`` if blocks must be
+    read for that."""
+    assert other.source is not None, "a checkpoint is loaded"
+    state_of, directory = group.rank if other.has_same_ranks(group) else 0, os.path.dirname(other.path)
+    logical = logical_of(directory, other.source, held, state_of, warns=group.rank == 0)
+    refuse_different_ranks(logical)
+    return Relocated(logical, other.parts, group.rank)
+
+
+def _other_parts(own: StoredCheckpoint, now: Relocated) -> list[str]:
+    """Return the names of the parameters of which this rank held another part, in a pool that names the same mesh."""
+    return [
+        name
+        for name, entry in now.entries.items()
+        if entry.role == "param" and name in own.entries and own.entries[name].pieces not in (None, entry.pieces)
+    ]
+
+
+def _load_one(
+    other: OtherWorlds, group: Group, name: CheckpointId, relocated: Relocated, restore: LiveRestore
+) -> Loaded:
+    """Restore this rank's parts of one checkpoint. Raises ``DamagedError`` and ``BlocksMissingError``."""
+    assert other.source is not None, "a checkpoint is loaded"
+    has_same_ranks, logical = other.has_same_ranks(group), relocated.logical
+    reason = describe_from_world(other.source.world_size, group.world_size)
+    key = None if has_same_ranks else key_of_rank(other.source.run_id, name.step, 0)
+    changed, restarted = moved_state(relocated, other.source.world_size, key, rng.capture())
+    if restarted:
+        reason += f"; {describe_restarted(restarted)}"
+    if has_same_ranks and restore.layout is not None and group.world_size > 1:
+        reason += describe_other_parts(_other_parts(logical.own, relocated))
+    contents = parse(relocated)
+    restore.take(relocated, contents, [])
+    differing = [] if has_same_ranks else logical.differing(("buffer",))
+    if differing:
+        reason += f"; buffers that differed between the ranks are those of the first rank ({listed(differing, 3)})"
+    return Loaded(name, relocated, contents.done, reason, changed)
