@@ -14,14 +14,15 @@ rule makes pieces from a shape.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightck.errors import LayoutError, listed
-from lightck.pool.format.boxes import Ints
-from lightck.pool.format.pieces import Piece, Runs, pieces_of_runs
+from lightck.pool.format.boxes import Ints, check_shape
+from lightck.pool.format.pieces import FLAT_NDIM_MAX, Piece, Runs, flat_pieces, pieces_of_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,25 +167,22 @@ class Padded(_AlongDim):
 
 @dataclass(frozen=True, slots=True)
 class Flat(Rule):
-    """The rank's tensor has one dimension, and holds the elements ``start`` to ``stop`` (excluded) of a logical tensor
-    of one dimension (ZeRO). Further elements of the rank's tensor are padding. Each rank gives its own range, and all
-    ranges together must cover the tensor."""
+    """The rank's tensor has one dimension, and holds the elements ``start`` to ``stop`` (excluded) of the logical
+    tensor, in C order: last dimension fastest (ZeRO). Further elements of the rank's tensor are padding. Each rank
+    gives its own range, and all ranges together must cover the tensor."""
 
     shape: tuple[int, ...]
-    """Of the logical tensor; the same on all ranks. A pool cannot say which elements of a tensor with more dimensions a
-    flat tensor holds, so such a shape is refused."""
+    """Of the logical tensor, with any number of dimensions; the same on all ranks."""
     start: int
     stop: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", _checked_sizes(self, self.shape))
-        if len(self.shape) != 1:
-            raise ValueError(
-                f"Flat: the shape {self.shape} does not have one dimension. Pass (number of elements,): the logical "
-                "tensor in the pool is then flat, too."
-            )
+        if len(self.shape) > FLAT_NDIM_MAX:
+            raise ValueError(f"Flat: the shape {self.shape} has more than {FLAT_NDIM_MAX} dimensions.")
+        object.__setattr__(self, "shape", _checked_sizes(self, self.shape) if self.shape else ())
+        check_shape(self.shape)
         _checked_sizes(self, (self.start, self.stop))
-        if not self.start <= self.stop <= self.shape[0]:
+        if not self.start <= self.stop <= math.prod(self.shape):
             raise ValueError(f"Flat: a tensor of shape {self.shape} has no elements {self.start} to {self.stop}.")
 
     @property
@@ -197,7 +195,7 @@ class Flat(Rule):
         length = self.stop - self.start
         if len(shape) != 1 or shape[0] < length:
             raise ValueError(f"it has not one dimension with {length} elements or more")
-        return self.shape, tuple(pieces_of_runs([_joined([(self.start, length)])]))
+        return self.shape, flat_pieces(self.shape, self.start, self.stop)
 
 
 def uncovered(ranges: Sequence[Mapping[str, Sequence[int]]]) -> str | None:
@@ -266,7 +264,7 @@ class Layout:
     def ranges(self) -> dict[str, tuple[int, int, int]]:
         """Pattern -> start, stop and number of elements of the logical tensor, of each ``Flat``."""
         flat = {pattern: rule for pattern, rule in self._texts().items() if isinstance(rule, Flat)}
-        return {pattern: (rule.start, rule.stop, rule.shape[0]) for pattern, rule in flat.items()}
+        return {pattern: (rule.start, rule.stop, math.prod(rule.shape)) for pattern, rule in flat.items()}
 
     def rule_of(self, name: str) -> Rule | None:
         """Return the rule for the tensor of this name; None if there is none. Raises ``LayoutError`` if there are

@@ -17,7 +17,7 @@ import ctypes
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -34,7 +34,7 @@ from lightck.pool.format.shares import Cut, Share, written_part
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint
 from lightck.restore.contents import load_tensor
-from lightck.restore.read_boxes import BoxRead, Destination, read_boxes
+from lightck.restore.read_boxes import BoxRead, Destination, Frame, read_boxes
 from lightck.restore.rows_of_others import differing_rows
 from lightck.restore.tensor_writes import same_bits
 from lightck.restore.usable import parse
@@ -65,6 +65,16 @@ class Holder:
         if self.entry.pieces is None:
             return _whole_pieces(self.entry.shape)
         return self.entry.pieces[:1] if self.only_share else self.entry.pieces
+
+    @property
+    def views(self) -> Iterator[tuple[Frame | None, tuple[Piece, ...]]]:
+        """Yield what boxes are read from, with the pieces in it: the local tensor; or, if it is flat, each of its
+        pieces as a tensor of its own."""
+        if not is_flat(self.pieces):
+            yield None, self.pieces
+            return
+        for piece in self.pieces:
+            yield Frame(piece.local_start[0], piece.size), (_whole_piece(piece),)
 
 
 @dataclass(slots=True)
@@ -105,6 +115,11 @@ class LogicalCheckpoint:
         if not positions:
             return
         parts = [self.of_ranks[at].entries[name] for at in positions]
+        if any(
+            is_flat(part.pieces or ()) and self.of_ranks[at].reader.parts_are_shares
+            for at, part in zip(positions, parts, strict=True)
+        ):
+            raise DamagedError(f"its tensor {name!r} is flat, and divided among the ranks of a host")
         entry = _whole_entry(parts[0], keeps_stride=self.of_ranks[positions[0]].reader.parts_are_shares)
         if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
             _refuse_shape_per_rank(name, entry.role)
@@ -199,7 +214,8 @@ class Relocated:
         if part.logical_shape != entry.shape:
             return entry  # the restore compares the shapes, and says which differ
         same = next((one.entry for one in self.logical.holders.get(name, ()) if one.pieces == part.pieces), None)
-        stride = entry.stride if is_dense(part.shape, entry.stride) else contiguous_stride(part.shape)
+        has_order = len(part.shape) == len(entry.stride) and is_dense(part.shape, entry.stride)
+        stride = entry.stride if has_order else contiguous_stride(part.shape)
         if same is not None and same.shape == part.shape:
             stride = same.stride
         nbytes = 0 if entry.alias is not None else math.prod(part.shape) * ITEM_NBYTES[entry.dtype]
@@ -316,13 +332,14 @@ class Relocated:
                 continue
             if _has_padding(entry):
                 ctypes.memset(address, 0, entry.nbytes)
-            into = Destination(address, entry.shape, entry.stride)
-            wanted = _whole_pieces(entry.shape) if entry.pieces is None else entry.pieces
-            positions, pieces = list(holders), tuple(one.pieces for one in holders.values())
+            views = [(at, *view) for at, one in holders.items() for view in one.views]
+            pieces = tuple(held for _, _, held in views)
             shape = entry.shape if entry.logical_shape is None else entry.logical_shape
-            for one in _copies(shape, wanted, pieces):
-                at = positions[one.holder]
-                boxes.setdefault(at, []).append(BoxRead(holders[at].name, one.source, one.destination, into))
+            for into, wanted in _destinations(entry, address):
+                for one in _copies(shape, wanted, pieces):
+                    at, frame, _ = views[one.holder]
+                    name_there = holders[at].name
+                    boxes.setdefault(at, []).append(BoxRead(name_there, one.source, one.destination, into, frame))
         return wholes, boxes
 
     def _holders(self, name: str) -> dict[int, Holder]:
@@ -389,7 +406,8 @@ def _whole_entry(entry: Entry, *, keeps_stride: bool = False) -> Entry:
         return entry
     shape = entry.logical_shape
     nbytes = 0 if entry.alias is not None else math.prod(shape) * ITEM_NBYTES[entry.dtype]
-    stride = entry.stride if keeps_stride and is_dense(shape, entry.stride) else contiguous_stride(shape)
+    has_order = keeps_stride and len(shape) == len(entry.stride) and is_dense(shape, entry.stride)
+    stride = entry.stride if has_order else contiguous_stride(shape)
     return entry._replace(shape=shape, stride=stride, nbytes=nbytes, logical_shape=None, pieces=None)
 
 
@@ -408,6 +426,28 @@ def _whole_pieces(shape: Ints) -> tuple[Piece, ...]:
     """Return the pieces of who holds the whole tensor."""
     start, size = whole_box(shape)
     return () if 0 in shape else (Piece(start, size, start),)
+
+
+def is_flat(pieces: Sequence[Piece]) -> bool:
+    """Whether a local tensor with these pieces holds a tensor of another number of dimensions."""
+    return any(piece.is_flat for piece in pieces)
+
+
+def _whole_piece(piece: Piece) -> Piece:
+    """Return the piece, as it lies in a tensor that is nothing but this piece."""
+    return piece._replace(local_start=(0,) * len(piece.size))
+
+
+def _destinations(entry: Entry, address: int) -> Iterator[tuple[Destination, tuple[Piece, ...]]]:
+    """Yield the tensors in memory into which the local tensor at ``address`` is read, and the pieces in each: itself;
+    or, if it is flat, each of its pieces as a tensor of its own."""
+    wanted = _whole_pieces(entry.shape) if entry.pieces is None else entry.pieces
+    if not is_flat(wanted):
+        yield Destination(address, entry.shape, entry.stride), wanted
+        return
+    for piece in wanted:
+        begin = address + piece.local_start[0] * ITEM_NBYTES[entry.dtype]
+        yield Destination(begin, piece.size, contiguous_stride(piece.size)), (_whole_piece(piece),)
 
 
 @lru_cache(1 << 12)
@@ -471,6 +511,9 @@ def _same_in_common(one: torch.Tensor, piece: Piece, other: torch.Tensor, other_
 
 def _view(tensor: torch.Tensor, piece: Piece, box: Box) -> torch.Tensor:
     """Return the elements of a local tensor that are a box of the logical tensor. The box lies in ``piece``."""
+    if piece.is_flat:
+        tensor = tensor.narrow(0, piece.local_start[0], math.prod(piece.size)).reshape(piece.size)
+        piece = _whole_piece(piece)
     for dim, (at, size) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, at - piece.start[dim] + piece.local_start[dim], size)
     return tensor.contiguous()

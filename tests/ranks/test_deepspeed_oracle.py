@@ -18,6 +18,7 @@ import pytest
 import torch
 from boxes_by_hand import at
 
+from lightck.layout import Flat, Place
 from lightck.pool.format.assembly import Copy, assembly, coverage, local_copies
 from lightck.pool.format.boxes import Box, Ints, flat_boxes, intersection, whole_box
 from lightck.pool.format.pieces import Piece, Shard, local_pieces
@@ -150,6 +151,24 @@ def test_flat_partitions_are_the_tensors_of_the_universal_checkpoint(saved, case
             assert is_equal(whole, saved[case].universal[name][kind].view(shape)), f"{name}, {kind}"
             n_tensors += 1
     assert n_tensors == len(list(zero.Model().parameters())) * len(KINDS)
+
+
+@pytest.mark.parametrize("case", CONVERTED)
+def test_flat_rules_are_the_tensors_of_the_universal_checkpoint(saved, case):
+    """What a rank's tensor would be whose rule is ``Flat``: its range, and after it what else the partition holds."""
+    for group in saved[case].groups:
+        of_ranks = parts(saved[case].stage, group)
+        for name, shape in group.shapes.items():
+            held_by = [(rank, of_rank[name]) for rank, of_rank in enumerate(of_ranks) if name in of_rank]
+            rules = [Flat(shape, part.start, part.stop) for _, part in held_by]
+            for kind in KINDS:
+                whole = torch.full(shape, torch.nan)
+                for (rank, part), rule in zip(held_by, rules, strict=True):
+                    local = group.partitions[rank][kind][part.place :]
+                    for start, size, place in rule.part(local.shape, Place(rank, len(of_ranks)))[1]:
+                        values = local[place[0] : place[0] + math.prod(size)]
+                        whole[at(Box(start, size))] = values.view(size)
+                assert is_equal(whole, saved[case].universal[name][kind].view(shape)), f"{name}, {kind}"
 
 
 @pytest.mark.parametrize("case", [name for name in CONVERTED if zero.CASES[name].stage < 3])
