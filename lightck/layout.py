@@ -198,6 +198,16 @@ class Flat(Rule):
         return self.shape, flat_pieces(self.shape, self.start, self.stop)
 
 
+@dataclass(frozen=True, slots=True)
+class Average(Rule):
+    """Every rank holds the whole tensor, with values of its own (norms under sequence parallelism that drift apart).
+    The same ranks get their own values back. Any other number of ranks gets the mean over those that share tensors, of
+    optimizer state of the parameter's shape too. The tensor must be of a floating-point dtype."""
+
+    def part(self, shape: Ints, place: Place) -> None:
+        """Return None."""
+
+
 def uncovered(ranges: Sequence[Mapping[str, Sequence[int]]]) -> str | None:
     """Return a text about elements of a flat tensor that no rank holds; None if there are none. ``ranges``: for each
     rank, ``Layout.ranges``, with the same patterns on all."""
@@ -229,9 +239,10 @@ class Layout:
     """Which part of each tensor this rank holds: ``layout=`` of :func:`lightck.attach` and :func:`lightck.recover`.
 
     Args:
-        rules: pattern -> ``Shard``, ``Fused``, ``Padded``, ``Flat`` or ``Replicated``. A pattern is a regular
-            expression that matches the whole name of a parameter or buffer, as in the state_dict of the plain model. At
-            most one may match a name, and each must match one. Optimizer state of the parameter's shape follows it.
+        rules: pattern -> ``Shard``, ``Fused``, ``Padded``, ``Flat``, ``Replicated`` or ``Average``. A pattern is a
+            regular expression that matches the whole name of a parameter or buffer, as in the state_dict of the plain
+            model. At most one may match a name, and each must match one. Optimizer state of the parameter's shape
+            follows it.
         rank: the number of this rank among those that share the tensors (the tensor parallel rank).
         size: how many ranks share them.
     """
@@ -278,6 +289,10 @@ class Layout:
                 )
             self._found[name] = matching[0][1] if matching else None
         return self._found[name]
+
+    def averaged(self, names: Iterable[str]) -> set[str]:
+        """Return those of these names for which the rule is ``Average``."""
+        return {name for name in names if isinstance(self.rule_of(name), Average)}
 
     def part(self, name: str, rule: Rule, shape: Ints) -> tuple[Ints, tuple[Piece, ...]] | None:
         """Return the logical shape and the pieces of a local tensor; None if it is the whole tensor. Raises

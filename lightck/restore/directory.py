@@ -31,6 +31,7 @@ from lightck.ranks.directory import World, missing_error, open_worlds
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore import restore as _restore
+from lightck.restore.averages import describe_averaged
 from lightck.restore.checkpoint import Checkpoint, plan_restore, poison
 from lightck.restore.contents import Contents, MemorySource, in_memory
 from lightck.restore.logical import LogicalCheckpoint, Relocated
@@ -352,6 +353,8 @@ def _checkpoint(
 
 def _warn_differences(logical: LogicalCheckpoint, roles: Sequence[str] = ("param", "buffer", "optimizer")) -> None:
     differing = logical.differing(roles)
+    if logical.averaged:
+        log.warning("lightck: step %d: %s", logical.step, describe_averaged(logical.owners_averaged))
     if differing:
         log.warning(
             "lightck: ranks have different bytes in %d tensor%s of step %d, and those of rank 0 are taken: %s. Each "

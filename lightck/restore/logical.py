@@ -33,9 +33,11 @@ from lightck.pool.format.pieces import Piece
 from lightck.pool.format.shares import Cut, Share, written_part
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint
-from lightck.restore.contents import load_tensor
+from lightck.restore.averages import mean_of, owner_of, places_of
+from lightck.restore.contents import empty_for, load_tensor
 from lightck.restore.read_boxes import BoxRead, Destination, Frame, read_boxes
 from lightck.restore.rows_of_others import differing_rows
+from lightck.restore.saved_layout import SavedLayout
 from lightck.restore.tensor_writes import same_bits
 from lightck.restore.usable import parse
 from lightck.state.inventory import contiguous_stride, param_of
@@ -92,6 +94,9 @@ class LogicalCheckpoint:
     """Name -> entry of the whole logical tensor."""
     holders: dict[str, list[Holder]] = field(init=False)
     """Name -> who holds it; nobody for a tied name, whose bytes lie under another name."""
+    averaged: dict[str, list[list[int]]] = field(init=False, default_factory=dict)
+    """Name of a tensor that differs between the places of a layout, and whose mean counts -> for each place, which
+    pools hold it there (``averages.py``)."""
 
     def __post_init__(self) -> None:
         """Raises ``DamagedError`` if the ranks do not hold the whole of each tensor, and ``UnsupportedError`` for
@@ -100,6 +105,12 @@ class LogicalCheckpoint:
         for name in dict.fromkeys(name for stored in self.of_ranks for name in stored.entries):
             self._add(name)
         check_ties(self.entries)
+        layouts = [_layout_of(stored) for stored in self.of_ranks]
+        for name in self.holders if any(one is not None and one.averaged for one in layouts) else ():
+            of_name = {one.position: one for one in self.holders[name]}
+            places = places_of(name, self.entries, layouts, of_name)
+            if places is not None and _differ([of_name[positions[0]] for positions in places]):
+                self.averaged[name] = places
 
     @property
     def step(self) -> int:
@@ -159,11 +170,24 @@ class LogicalCheckpoint:
         bytes. Raises ``DamagedError`` if bytes must be compared and cannot be read. (Usually checksums are enough.)"""
         wanted = set(roles)
         found = {
-            name for name, holders in self.holders.items() if self.entries[name].role in wanted and _differ(holders)
+            name
+            for name, holders in self.holders.items()
+            if self.entries[name].role in wanted and any(map(_differ, self._that_must_agree(name, holders)))
         }
         if wanted & set(REPLICATED):
             found |= self._differing_rows()
         return [name for name in self.holders if name in found]
+
+    def _that_must_agree(self, name: str, holders: list[Holder]) -> list[list[Holder]]:
+        """Return all holders of a tensor; those of each place, if it is averaged."""
+        if name not in self.averaged:
+            return [holders]
+        return [[one for one in holders if one.position in place] for place in self.averaged[name]]
+
+    @property
+    def owners_averaged(self) -> list[str]:
+        """The parameters and buffers whose mean is taken, or that of their state; names in the model."""
+        return list(dict.fromkeys(owner_of(name, self.entries[name].role) for name in self.averaged))
 
     def _differing_rows(self) -> set[str]:
         """Return the names of tensors of which a rank held other rows than the ranks that wrote them, as its checkpoint
@@ -191,6 +215,10 @@ class Relocated:
     """Positions, in ``of_ranks``, of pools in which a damaged block was found."""
     falls_back: bool = True
     """Whether a tensor that is damaged in one pool is read from another."""
+    own_place: int | None = None
+    """The place whose values are taken of tensors that are averaged; None: their mean."""
+    _only: frozenset[int] | None = None
+    """Positions, in ``of_ranks``, of the pools from which is read; None: all."""
 
     def __post_init__(self) -> None:
         """Raises ``UnsupportedError`` for optimizer state that cannot be cut."""
@@ -298,6 +326,11 @@ class Relocated:
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
         """Read many tensors; see ``Source``. If a pool has a damaged block, what is needed of it is read from the pool
         of another rank that holds the same. Raises ``DamagedError`` if there is none, and ``PoolIOError``."""
+        if self.logical.averaged and self._only is None:
+            averaged = [(name, address) for name, address in places if name in self.logical.averaged]
+            places = [(name, address) for name, address in places if name not in self.logical.averaged]
+            for name, address in averaged:
+                self._read_averaged(name, address)
         while True:
             wholes, boxes = self._reads(places)
             damaged = self._read(wholes, boxes)
@@ -314,6 +347,22 @@ class Relocated:
                 self.logical.of_ranks[position].path,
                 error,
             )
+
+    def _read_averaged(self, name: str, address: int) -> None:
+        """Read the mean of a tensor, or the values of ``own_place``."""
+        of_places = self.logical.averaged[name]
+        if self.own_place is not None:
+            of_places = of_places[self.own_place : self.own_place + 1]
+        entry = self.entries[name]
+        if not entry.nbytes:
+            return
+        tensors = []
+        for positions in of_places:
+            there = copy(self)
+            there.entries, there._struck, there._only = {name: entry}, set(), frozenset(positions)
+            tensors.append(load_tensor(there, name))
+        value = tensors[0] if len(tensors) == 1 else empty_for(entry, "cpu").copy_(mean_of(tensors))
+        ctypes.memmove(address, value.data_ptr(), entry.nbytes)
 
     def _reads(
         self, places: Sequence[tuple[str, int]]
@@ -346,7 +395,9 @@ class Relocated:
         """Return position in ``of_ranks`` -> holder, of the pools that are not struck. Of tensors that are equal in all
         pools, the first one is another one for each rank. Of whole buffers, it is the rank whose small state counts. Of
         buffers of which each rank takes a part, it is the same one on all ranks, so that the parts fit together."""
-        found = {one.position: one for one in self.logical.holders[name]}
+        found = {
+            one.position: one for one in self.logical.holders[name] if self._only is None or one.position in self._only
+        }
         left = [number for number in found if number not in self._struck]
         entry = self.entries[name]
         wanted = 0 if entry.pieces is not None else self.logical.state_of
@@ -377,6 +428,12 @@ class Relocated:
             if entry.nbytes and (not pieces or _uncovered(shape, pieces) is not None):
                 return False
         return True
+
+
+def _layout_of(stored: StoredCheckpoint) -> SavedLayout | None:
+    """Return the layout with which a checkpoint was saved. Raises ``DamagedError``."""
+    group = stored.reader.group
+    return parse(stored).layout if group is not None and group.mesh_shape else None
 
 
 def has_shares_in_table(reader: PoolReader) -> bool:

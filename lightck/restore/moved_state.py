@@ -14,6 +14,7 @@ from lightck.errors import CorruptPoolError, RankError, listed
 from lightck.pool.format.structures import DamagedError
 from lightck.restore.contents import Saved
 from lightck.restore.logical import REPLICATED, LogicalCheckpoint, Relocated
+from lightck.restore.saved_layout import SavedLayout
 from lightck.restore.usable import parse
 from lightck.state import values
 from lightck.state.derived_rng import derived
@@ -42,13 +43,18 @@ def have_same_random_states(logical: LogicalCheckpoint) -> bool:
 
 
 def moved_state(
-    relocated: Relocated, n_saved: int, key: bytes | None, script: RngState | None = None
+    relocated: Relocated,
+    n_saved: int,
+    key: bytes | None,
+    script: RngState | None = None,
+    layout: SavedLayout | None = None,
 ) -> tuple[dict[str, object], list[str]]:
     """Return what the checkpoint of a rank of another world has in its small state in place of what ``relocated`` has,
     and the names of the loaders whose pass begins again. ``n_saved``: number of ranks of the old world. ``key``: from
     what the random states of this rank follow; None if the rank keeps those that it had in the old world, and its
-    positions in loaders. ``script``: as in ``derived``. Raises ``DamagedError``."""
+    positions in loaders. ``script``: as in ``derived``. ``layout``: of this rank. Raises ``DamagedError``."""
     changed: dict[str, object] = {"stale_after": None, "copied_from": None, "from_world": n_saved}
+    changed["layout"] = None if layout is None else layout.to_value()
     if key is None:
         return changed | {"loaders": _own_positions(relocated)}, []
     positions, restarted = _positions(relocated.logical, key, script)

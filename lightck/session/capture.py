@@ -24,6 +24,7 @@ from lightck.errors import SessionError, UnsupportedError
 from lightck.events import Event
 from lightck.layout import Layout
 from lightck.restore.contents import RowsOfOther
+from lightck.restore.saved_layout import saved_layout
 from lightck.session.discover import Objects, numbered_name
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
@@ -113,6 +114,8 @@ class Capture:
         """What this rank writes of tensors that the ranks of its host divide."""
         self._tensor_list: TensorList | None = None
         """The tensors of the last boundary; None if a tensor was added or removed since."""
+        self._layout_value: tuple[TensorList | None, dict[str, object]] | None = None
+        """A tensor list, and what the small state holds of the layout for it."""
         self._compared_list: TensorList | None = None
         """The tensor list whose buffers were last compared with ``_built_buffers``."""
         self._built_buffers: dict[str, tuple[torch.Size, torch.dtype] | None] = {}
@@ -182,7 +185,7 @@ class Capture:
     def forget(self) -> None:
         """Drop all references, because a closed session must keep no model, optimizer or worker alive."""
         self.model, self.numbers = ModelView(nn.Module()), ModuleNumbers(nn.Module())
-        self.provisional = self._tensor_list = self._compared_list = None
+        self.provisional = self._tensor_list = self._compared_list = self._layout_value = None
         self._buffer_copies = BufferCopies()
         for held in (self.objects, self.loaders, self.optimizers, self._never_had_grad, self._packed_optimizers):
             held.clear()
@@ -469,9 +472,19 @@ class Capture:
             "frozen": self.built.without_grad_if_changed(self._tensor_list, self.model),
             "fingerprint": fingerprint(),
         }
+        if self.layout is not None:
+            state["layout"] = self._saved_layout(lives)
         if self.shares.cuts:
             state["others"] = [list(one) for one in others]
         return self._state.pack(state)
+
+    def _saved_layout(self, lives: Sequence[Live]) -> dict[str, object]:
+        """Return what the small state holds of the layout."""
+        assert self.layout is not None, "the caller has checked it"
+        if self._layout_value is None or self._layout_value[0] is not self._tensor_list or self._tensor_list is None:
+            names = [live.name.removeprefix("model/") for live in lives if live.name.startswith("model/")]
+            self._layout_value = self._tensor_list, saved_layout(self.layout, names).to_value()
+        return self._layout_value[1]
 
     def _packed_optimizer(self, view: OptimizerView, lives: list[Live]) -> bytes:
         """Return the small state of one optimizer, packed, and append its large tensors to ``lives``."""

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import msgpack
 
 from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankError, listed
+from lightck.layout import Layout
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.backends import backend_for
@@ -35,10 +36,12 @@ from lightck.ranks.agreement import describe_from_world, describe_other_parts
 from lightck.ranks.directory import World, open_worlds, pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
+from lightck.restore.averages import describe_averaged
 from lightck.restore.directory import Held, common_checkpoints, logical_of
-from lightck.restore.logical import Relocated
+from lightck.restore.logical import LogicalCheckpoint, Relocated
 from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_state, refuse_different_ranks
 from lightck.restore.recover import LiveRestore
+from lightck.restore.saved_layout import SavedLayout, saved_layout
 from lightck.restore.together import refuse_other_layouts
 from lightck.restore.usable import parse
 from lightck.session.arguments import Arguments
@@ -523,6 +526,20 @@ def _other_parts(own: StoredCheckpoint, now: Relocated) -> list[str]:
     ]
 
 
+def _layout_now(logical: LogicalCheckpoint, layout: Layout | None) -> SavedLayout | None:
+    """Return what the copy keeps of the layout of this rank."""
+    names = [name.removeprefix("model/") for name in logical.entries if name.startswith("model/")]
+    return None if layout is None else saved_layout(layout, names)
+
+
+def _own_place(logical: LogicalCheckpoint, now: SavedLayout | None) -> int | None:
+    """Return the place of this rank, if it had the same one in the old world, and the same tensors are averaged: then
+    it keeps its own values. Raises ``DamagedError``."""
+    was = parse(logical.own).layout
+    is_same = was is not None and now is not None and was[:3] == now[:3]
+    return was.rank if was is not None and is_same else None
+
+
 def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, restore: LiveRestore) -> Loaded:
     """Restore this rank's parts of one checkpoint. Raises ``DamagedError``."""
     assert other.source is not None, "a checkpoint is loaded"
@@ -530,10 +547,16 @@ def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, 
     state_of, directory = group.rank if has_same_ranks else 0, os.path.dirname(other.path)
     logical = logical_of(directory, other.source, held, state_of, warns=group.rank == 0)
     refuse_different_ranks(logical)
-    relocated = Relocated(logical, other.parts, group.rank)
+    layout = _layout_now(logical, restore.layout)
+    own_place = _own_place(logical, layout) if has_same_ranks else None
+    relocated = Relocated(logical, other.parts, group.rank, own_place=own_place)
     reason = describe_from_world(other.source.world_size, group.world_size)
+    averaged = logical.owners_averaged if own_place is None else []
+    if averaged:
+        reason += f"; {describe_averaged(averaged)}"
     key = None if has_same_ranks else key_of_rank(other.source.run_id, name.step, 0)
-    changed, restarted = moved_state(relocated, other.source.world_size, key, rng.capture())
+    changed, restarted = moved_state(relocated, other.source.world_size, key, rng.capture(), layout)
+    changed["means"] = averaged
     if restarted:
         reason += f"; {describe_restarted(restarted)}"
     if has_same_ranks and restore.layout is not None and group.world_size > 1:

@@ -67,8 +67,10 @@ def shares_of(
 def _warn_of_tensors_without_rule(capture: Capture, meeting: Meeting) -> None:
     """With a layout: warn if a parameter without a rule has different bytes on two ranks. It may be a part whose rule
     is missing. All ranks call this."""
+    assert capture.layout is not None, "the caller has checked it"
     lives = [live for live in capture.tensors() if live.role == "param" and live.alias is None and live.part is None]
-    whole = [live for live in lives if live.dtensor is None]
+    averaged = capture.layout.averaged(live.name.removeprefix("model/") for live in lives)
+    whole = [live for live in lives if live.dtensor is None and live.name.removeprefix("model/") not in averaged]
     _, differing = _compared(_digests(whole), meeting, range(meeting.world_size))
     if differing and meeting.rank == 0:
         log.warning(

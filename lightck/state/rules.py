@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from lightck.errors import LayoutError
-from lightck.layout import Layout, Rule
+from lightck.layout import Average, Layout, Rule
 from lightck.pool.format.layout import Entry
 from lightck.state.inventory import Live, ModelView, param_of
 from lightck.state.parts import Part
@@ -67,6 +67,11 @@ def _part(layout: Layout, rule: Rule | None, live: Live) -> Part | None:
         raise LayoutError(
             f"layout= has the rule {rule!r} for the tensor {live.name!r}, which is a DTensor and says by itself which "
             "part of it a rank holds. Remove the rule."
+        )
+    if isinstance(rule, Average) and not live.tensor.is_floating_point():
+        raise LayoutError(
+            f"layout= has the rule Average() for the tensor {live.name!r}, which is of the dtype {live.tensor.dtype}. "
+            "Nobody can take a mean of such values. Use Replicated(), or no rule."
         )
     shape = tuple(live.tensor.shape)
     found = layout.part(live.name.removeprefix("model/"), rule, shape)

@@ -22,6 +22,7 @@ from lightck.layout import Flat, Place
 from lightck.pool.format.assembly import Copy, assembly, coverage, local_copies
 from lightck.pool.format.boxes import Box, Ints, flat_boxes, intersection, whole_box
 from lightck.pool.format.pieces import Piece, Shard, local_pieces
+from lightck.restore.averages import mean_of
 
 from . import deepspeed_slices, two_by_two, zero
 from .deepspeed_slices import Merged
@@ -262,6 +263,15 @@ def test_slices_are_the_tensor_that_deepspeed_merges(merged, name):
         ours = filled(case.logical_shape, copies, case.slices(whole))
         assert is_equal(ours, merged[name].tensors[kind])
         assert is_equal(ours, whole[: case.logical_shape[0]])
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 7])
+def test_the_mean_is_that_of_deepspeed(folder_of_all, n_ranks):
+    slices = [torch.randn(9, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(n_ranks)]
+    slices[0][0, 0] = slices[-1][0, 0] = -0.0
+    ours = mean_of(slices)
+    assert is_equal(ours, deepspeed_slices.averaged(folder_of_all / f"averaged-{n_ranks}", slices))
+    assert not is_equal(ours, mean_of(slices[::-1])) or n_ranks == 2, "the order counts"
 
 
 @pytest.mark.parametrize("name", [name for name, case in deepspeed_slices.CASES.items() if case.map])
