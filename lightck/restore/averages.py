@@ -64,12 +64,14 @@ def places_of(
     return [found[place] for place in sorted(found)]
 
 
-def mean_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the mean of tensors of one dtype and shape, in this dtype."""
-    dtype = tensors[0].dtype
-    wide = dtype if dtype == torch.float64 else torch.float32
-    total: torch.Tensor = sum(one.to(wide) for one in tensors)  # type: ignore[assignment]
-    return (total / len(tensors)).to(dtype)
+def mean_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of tensors of one dtype and shape, in this dtype. One of them is in memory at a time, if they are
+    loaded one after the other."""
+    total, count, dtype = torch.zeros(()), 0, torch.float32
+    for one in tensors:
+        dtype = one.dtype
+        total, count = total + one.to(dtype if dtype == torch.float64 else torch.float32), count + 1
+    return (total / count).to(dtype)
 
 
 def describe_averaged(names: Sequence[str]) -> str:

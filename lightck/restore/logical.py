@@ -29,7 +29,7 @@ from lightck.errors import UnsupportedError
 from lightck.pool.format.assembly import Copy, coverage, local_copies
 from lightck.pool.format.boxes import Box, Ints, intersection, whole_box
 from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties, is_dense
-from lightck.pool.format.pieces import Piece
+from lightck.pool.format.pieces import Piece, is_flat
 from lightck.pool.format.shares import Cut, Share, written_part
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint
@@ -38,6 +38,7 @@ from lightck.restore.contents import empty_for, load_tensor
 from lightck.restore.read_boxes import BoxRead, Destination, Frame, read_boxes
 from lightck.restore.rows_of_others import differing_rows
 from lightck.restore.saved_layout import SavedLayout
+from lightck.restore.stages import Held, merged_state, refuse_missing_stages, with_ties
 from lightck.restore.tensor_writes import same_bits
 from lightck.restore.usable import parse
 from lightck.state.inventory import contiguous_stride, param_of
@@ -76,7 +77,7 @@ class Holder:
             yield None, self.pieces
             return
         for piece in self.pieces:
-            yield Frame(piece.local_start[0], piece.size), (_whole_piece(piece),)
+            yield Frame(piece.local_start[0], piece.size), (piece.alone,)
 
 
 @dataclass(slots=True)
@@ -94,6 +95,8 @@ class LogicalCheckpoint:
     """Name -> entry of the whole logical tensor."""
     holders: dict[str, list[Holder]] = field(init=False)
     """Name -> who holds it; nobody for a tied name, whose bytes lie under another name."""
+    is_of_stages: bool = field(init=False)
+    """Whether the ranks are stages of a pipeline, and hold different tensors."""
     averaged: dict[str, list[list[int]]] = field(init=False, default_factory=dict)
     """Name of a tensor that differs between the places of a layout, and whose mean counts -> for each place, which
     pools hold it there (``averages.py``)."""
@@ -106,6 +109,9 @@ class LogicalCheckpoint:
             self._add(name)
         check_ties(self.entries)
         layouts = [_layout_of(stored) for stored in self.of_ranks]
+        self.is_of_stages = any(one is not None and one.stages > 1 for one in layouts)
+        if self.is_of_stages:
+            refuse_missing_stages(layouts)
         for name in self.holders if any(one is not None and one.averaged for one in layouts) else ():
             of_name = {one.position: one for one in self.holders[name]}
             places = places_of(name, self.entries, layouts, of_name)
@@ -162,7 +168,8 @@ class LogicalCheckpoint:
         elif self.is_own:
             found = [at for at in found if self.of_ranks[at].entries[name].pieces is not None]
         elif self.of_ranks[found[0]].entries[name].role == "state":
-            found = [] if own is None else [self.state_of]
+            of_module = found[:1] if name.startswith("extra_state/") else []
+            found = of_module if own is None else [self.state_of]
         return found
 
     def differing(self, roles: Iterable[str]) -> list[str]:
@@ -215,14 +222,29 @@ class Relocated:
     """Positions, in ``of_ranks``, of pools in which a damaged block was found."""
     falls_back: bool = True
     """Whether a tensor that is damaged in one pool is read from another."""
+    held: Held | None = None
+    """What this rank holds, if it is a stage of a pipeline; None: all tensors."""
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Name of a tied tensor of the live model -> the name under which its bytes are saved. For a checkpoint of stages,
+    which may know only one of the two."""
     own_place: int | None = None
     """The place whose values are taken of tensors that are averaged; None: their mean."""
+    _state: bytes | None = None
+    """The small state, if it is not that of one rank."""
     _only: frozenset[int] | None = None
     """Positions, in ``of_ranks``, of the pools from which is read; None: all."""
 
     def __post_init__(self) -> None:
         """Raises ``UnsupportedError`` for optimizer state that cannot be cut."""
-        self.entries = {name: self._entry(name, entry) for name, entry in self.logical.entries.items()}
+        entries = {name: self._entry(name, entry) for name, entry in self.logical.entries.items()}
+        if self.logical.is_of_stages:
+            entries = with_ties(entries, self.ties)
+        if self.held is not None:
+            entries = with_ties(entries, self.held.ties)
+            kept = {name for name, entry in entries.items() if self.held.holds(entry)}
+            kept |= {alias for name in kept if (alias := entries[name].alias) is not None}
+            entries = {name: entry for name, entry in entries.items() if name in kept}
+        self.entries = entries
 
     def _entry(self, name: str, entry: Entry) -> Entry:
         param = name if entry.role != "optimizer" else "model/" + param_of(entry.alias or name)
@@ -301,7 +323,9 @@ class Relocated:
 
     @property
     def state(self) -> bytes:
-        return self.logical.own.state
+        if self._state is None and (self.logical.is_of_stages or self.held is not None):
+            self._state = merged_state(self.logical.of_ranks, self.logical.own, self.held)
+        return self.logical.own.state if self._state is None else self._state
 
     @property
     def record(self) -> CommitRecord:
@@ -356,13 +380,15 @@ class Relocated:
         entry = self.entries[name]
         if not entry.nbytes:
             return
-        tensors = []
-        for positions in of_places:
-            there = copy(self)
-            there.entries, there._struck, there._only = {name: entry}, set(), frozenset(positions)
-            tensors.append(load_tensor(there, name))
-        value = tensors[0] if len(tensors) == 1 else empty_for(entry, "cpu").copy_(mean_of(tensors))
+        tensors = (load_tensor(self._at(positions, name), name) for positions in of_places)
+        value = next(tensors) if len(of_places) == 1 else empty_for(entry, "cpu").copy_(mean_of(tensors))
         ctypes.memmove(address, value.data_ptr(), entry.nbytes)
+
+    def _at(self, positions: Iterable[int], name: str) -> Relocated:
+        """Return this checkpoint with one tensor only, which is read from these pools."""
+        found = copy(self)
+        found.entries, found._struck, found._only = {name: self.entries[name]}, set(), frozenset(positions)
+        return found
 
     def _reads(
         self, places: Sequence[tuple[str, int]]
@@ -485,16 +511,6 @@ def _whole_pieces(shape: Ints) -> tuple[Piece, ...]:
     return () if 0 in shape else (Piece(start, size, start),)
 
 
-def is_flat(pieces: Sequence[Piece]) -> bool:
-    """Whether a local tensor with these pieces holds a tensor of another number of dimensions."""
-    return any(piece.is_flat for piece in pieces)
-
-
-def _whole_piece(piece: Piece) -> Piece:
-    """Return the piece, as it lies in a tensor that is nothing but this piece."""
-    return piece._replace(local_start=(0,) * len(piece.size))
-
-
 def _destinations(entry: Entry, address: int) -> Iterator[tuple[Destination, tuple[Piece, ...]]]:
     """Yield the tensors in memory into which the local tensor at ``address`` is read, and the pieces in each: itself;
     or, if it is flat, each of its pieces as a tensor of its own."""
@@ -504,7 +520,7 @@ def _destinations(entry: Entry, address: int) -> Iterator[tuple[Destination, tup
         return
     for piece in wanted:
         begin = address + piece.local_start[0] * ITEM_NBYTES[entry.dtype]
-        yield Destination(begin, piece.size, contiguous_stride(piece.size)), (_whole_piece(piece),)
+        yield Destination(begin, piece.size, contiguous_stride(piece.size)), (piece.alone,)
 
 
 @lru_cache(1 << 12)
@@ -570,7 +586,7 @@ def _view(tensor: torch.Tensor, piece: Piece, box: Box) -> torch.Tensor:
     """Return the elements of a local tensor that are a box of the logical tensor. The box lies in ``piece``."""
     if piece.is_flat:
         tensor = tensor.narrow(0, piece.local_start[0], math.prod(piece.size)).reshape(piece.size)
-        piece = _whole_piece(piece)
+        piece = piece.alone
     for dim, (at, size) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, at - piece.start[dim] + piece.local_start[dim], size)
     return tensor.contiguous()

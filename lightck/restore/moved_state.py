@@ -15,6 +15,7 @@ from lightck.pool.format.structures import DamagedError
 from lightck.restore.contents import Saved
 from lightck.restore.logical import REPLICATED, LogicalCheckpoint, Relocated
 from lightck.restore.saved_layout import SavedLayout
+from lightck.restore.stages import differing_options
 from lightck.restore.usable import parse
 from lightck.state import values
 from lightck.state.derived_rng import derived
@@ -106,7 +107,9 @@ def refuse_different_ranks(logical: LogicalCheckpoint) -> None:
     """Raise ``RankError`` if ranks that should hold the same have different bytes, so that nobody knows which of them
     are right."""
     differing = logical.differing(REPLICATED)
-    optimizers = [parse(stored).optimizers for stored in logical.of_ranks]
+    optimizers = [] if logical.is_of_stages else [parse(stored).optimizers for stored in logical.of_ranks]
+    if logical.is_of_stages:
+        differing += differing_options(logical.of_ranks)
     for of_rank in optimizers[1:]:
         differing += [
             f"the options of {one.class_name}"

@@ -22,6 +22,10 @@ class SavedLayout(NamedTuple):
     """Among the ranks that share tensors."""
     size: int
     """How many ranks share them."""
+    stage: int
+    """The pipeline stage of the rank."""
+    stages: int
+    """How many stages there are."""
     averaged: tuple[str, ...]
     """Names, in the model, of the parameters and buffers that are averaged."""
     rules: str
@@ -32,6 +36,8 @@ class SavedLayout(NamedTuple):
         return {
             "rank": self.rank,
             "size": self.size,
+            "stage": self.stage,
+            "stages": self.stages,
             "averaged": list(self.averaged),
             "rules": self.rules,
         }
@@ -43,13 +49,20 @@ class SavedLayout(NamedTuple):
         if value is None:
             return None
         raw = typed(value, dict)
-        rank, size = (typed(raw[key], int) for key in ("rank", "size"))
-        if not 0 <= rank < size <= RANKS_MAX:
+        rank, size, stage, stages = (typed(raw[key], int) for key in ("rank", "size", "stage", "stages"))
+        if not (0 <= rank < size <= RANKS_MAX and 0 <= stage < stages <= RANKS_MAX):
             raise CorruptPoolError("its layout names a place that does not exist")
         averaged = tuple(typed(name, str) for name in typed(raw["averaged"], list))
-        return cls(rank, size, averaged, typed(raw["rules"], str))
+        return cls(rank, size, stage, stages, averaged, typed(raw["rules"], str))
 
 
 def saved_layout(layout: Layout, names: Iterable[str]) -> SavedLayout:
     """Return what a checkpoint keeps of a layout. ``names``: of the model's parameters and buffers, without prefix."""
-    return SavedLayout(layout.place.rank, layout.place.size, tuple(sorted(layout.averaged(names))), layout.description)
+    return SavedLayout(
+        layout.place.rank,
+        layout.place.size,
+        layout.stage,
+        layout.stages,
+        tuple(sorted(layout.averaged(names))),
+        layout.description,
+    )

@@ -91,11 +91,19 @@ class _PackedOptimizer:
 class Capture:
     """Refers, by name, to everything that a session saves, and reads it."""
 
-    layout: Layout | None = None
-    """Which parts of tensors the model holds, apart from DTensors. To be set before the tensors are asked for."""
+    layout: Layout | None
+    """Which parts of tensors the model holds, apart from DTensors, and their names in the whole model."""
+    _layout_value: tuple[TensorList | None, dict[str, object]] | None = None
+    """A tensor list, and what the small state holds of the layout for it."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], objects: Objects) -> None:
-        self.model = ModelView(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        objects: Objects,
+        layout: Layout | None = None,
+    ) -> None:
+        self.layout, self.model = layout, ModelView(model, layout)
         self.devices = Devices()
         self.objects = dict(objects)
         self.loaders: list[SessionLoader] = []
@@ -114,8 +122,6 @@ class Capture:
         """What this rank writes of tensors that the ranks of its host divide."""
         self._tensor_list: TensorList | None = None
         """The tensors of the last boundary; None if a tensor was added or removed since."""
-        self._layout_value: tuple[TensorList | None, dict[str, object]] | None = None
-        """A tensor list, and what the small state holds of the layout for it."""
         self._compared_list: TensorList | None = None
         """The tensor list whose buffers were last compared with ``_built_buffers``."""
         self._built_buffers: dict[str, tuple[torch.Size, torch.dtype] | None] = {}

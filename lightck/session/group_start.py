@@ -293,6 +293,7 @@ class GroupStart:
             checkpoints=tuple((one.incarnation, one.step) for one in stored),
             incarnation=0 if reader is None else reader.commit_log().incarnation,
             is_damaged=reader is not None and not stored and bool(reader.commit_log().records),
+            stage=0 if file.arguments.layout is None else file.arguments.layout.stage,
             has_parts=has_parts(file, reader, stored),
         )
         reports = [Report.unpack(data) for data in self.meeting.exchange("reports", report.pack())]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TypeAlias
+
+import msgpack
 
 from lightck.errors import RankError, listed
 from lightck.pool.reader import PoolReader, StoredCheckpoint
@@ -20,18 +23,46 @@ Stored: TypeAlias = dict[CheckpointId, list[StoredCheckpoint]]
 
 
 def refuse_other_tensors(file: PoolFile, reports: Sequence[Report], meeting: Meeting) -> None:
-    """Raise ``RankError`` if the tensors of a rank differ from those of rank 0. The ranks exchange the names of their
-    tensors only in this case, for the message. All ranks call this."""
-    other = next((rank for rank, one in enumerate(reports) if one.tensors != reports[0].tensors), None)
-    if other is None:
+    """Raise ``RankError`` if the tensors of a rank differ from those of the first rank (of the same pipeline stage); or
+    if a tensor has another dtype or shape on another stage. The ranks of one stage exchange the names of their tensors
+    only if they differ, for the message. All ranks call this."""
+    first_of = {one.stage: rank for rank, one in reversed(list(enumerate(reports)))}
+    pairs = ((first_of[one.stage], rank) for rank, one in enumerate(reports))
+    pair = next(((one, other) for one, other in pairs if reports[one].tensors != reports[other].tensors), None)
+    if pair is None:
+        if len(first_of) > 1:
+            _refuse_other_kinds(file, sorted(first_of.values()), meeting)
         return
-    first, second = lines_of(meeting, 0, other, "names of tensors", _tensor_lines(file))
+    one, other = pair
+    first, second = lines_of(meeting, one, other, "names of tensors", _tensor_lines(file))
     raise RankError(
-        f"The tensors of model and optimizer on {meeting.name_of(other)} differ from those on {meeting.name_of(0)}. "
-        f"Only on rank 0: {listed(sorted(first - second)) or 'none'}. Only on rank {other}: "
-        f"{listed(sorted(second - first)) or 'none'}. All ranks of a group must build the same model and optimizer; "
-        "stages of a pipeline are not supported yet."
+        f"The tensors of model and optimizer on {meeting.name_of(other)} differ from those on {meeting.name_of(one)}. "
+        f"Only on rank {one}: {listed(sorted(first - second)) or 'none'}. Only on rank {other}: "
+        f"{listed(sorted(second - first)) or 'none'}. All ranks of a group must build the same model and optimizer. "
+        "If they are stages of a pipeline, pass layout=Layout(..., stage=..., stages=...)."
     )
+
+
+def _refuse_other_kinds(file: PoolFile, ranks: Sequence[int], meeting: Meeting) -> None:
+    """Raise ``RankError`` if two pipeline stages have a tensor of one name with different dtypes or shapes. ``ranks``:
+    the first one of each stage."""
+    kinds = {
+        entry.name: [entry.dtype, list(entry.logical_shape or entry.shape)]
+        for entry in file.entries.values()
+        if entry.role != "state"
+    }
+    own = zlib.compress(msgpack.packb(kinds), 1) if meeting.rank in ranks else b""
+    texts = meeting.exchange("tensors of the stages", own)
+    known: dict[str, tuple[int, list[object]]] = {}
+    for rank in ranks:
+        for name, kind in msgpack.unpackb(zlib.decompress(texts[rank])).items():
+            other, other_kind = known.setdefault(name, (rank, kind))
+            if other_kind != kind:
+                raise RankError(
+                    f"The tensor {name!r} is {other_kind[0]} {other_kind[1]} on {meeting.name_of(other)} and {kind[0]} "
+                    f"{kind[1]} on {meeting.name_of(rank)}, which are other stages. One name stands for one tensor of "
+                    "the whole model. Give them different names, with rename in layout=."
+                )
 
 
 def lines_of(meeting: Meeting, one: int, other: int, what: str, lines: Sequence[str]) -> tuple[set[str], set[str]]:

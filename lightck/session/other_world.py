@@ -27,9 +27,8 @@ from dataclasses import dataclass
 import msgpack
 
 from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankError, listed
-from lightck.layout import Layout
 from lightck.pool.format.structures import DamagedError
-from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import PoolLock
 from lightck.ranks.agreement import describe_from_world, describe_other_parts
@@ -41,16 +40,16 @@ from lightck.restore.directory import Held, common_checkpoints, logical_of
 from lightck.restore.logical import LogicalCheckpoint, Relocated
 from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_state, refuse_different_ranks
 from lightck.restore.recover import LiveRestore
-from lightck.restore.saved_layout import SavedLayout, saved_layout
-from lightck.restore.together import refuse_other_layouts
+from lightck.restore.stages import bits_of, held_by, names_of_model, refuse_held_by_nobody
+from lightck.restore.together import refuse_other_layouts, refuse_unused_rules
 from lightck.restore.usable import parse
 from lightck.session.arguments import Arguments
 from lightck.session.fetch_pools import Hosts, WorldFacts, fetch, path_of_copy, remove_copies, report
 from lightck.session.group import Group, directory_id, path_of_pool
+from lightck.session.world_fit import fits, layout_now, own_place_of
 from lightck.state import rng
 from lightck.state.local_tensors import reshard
-from lightck.state.parts import Part, parts_of
-from lightck.state.rules import tensors_of
+from lightck.state.rules import ModelTensors, tensors_of
 
 log = logging.getLogger("lightck")
 
@@ -65,8 +64,8 @@ class OtherWorlds:
     or it is not wanted."""
     path: str
     """Of this rank's pool."""
-    parts: Mapping[str, Part]
-    """Name -> part, of the tensors of the model of which this rank holds a part."""
+    tensors: ModelTensors
+    """Of the model on this rank."""
     to_remove: list[str]
     """The pools that this rank removes when all ranks have a checkpoint in their own."""
     candidates: list[tuple[CheckpointId, Held]]
@@ -74,6 +73,10 @@ class OtherWorlds:
     incarnation: int
     """The largest incarnation in all pools."""
     _open: ExitStack
+
+    def has_same_ranks(self, group: Group) -> bool:
+        """Whether as many ranks as in ``group`` saved the checkpoint that is loaded, and all their pools are there."""
+        return self.source is not None and self.source.world_size == group.world_size and not self.source.missing
 
     @contextmanager
     def discards_on_error(self) -> Iterator[None]:
@@ -118,9 +121,10 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
     ``PoolLockedError`` if a pool is in use."""
     reshard(arguments.model)
     refuse_other_layouts(arguments.layout, meeting)
-    parts = parts_of(tensors_of(arguments.model, arguments.layout))
+    tensors = tensors_of(arguments.model, arguments.layout)
+    refuse_unused_rules(arguments.layout, tensors.names, meeting)
     is_lost = arguments.resume and path_of_pool(directory, group.rank, group.world_size) is None
-    own = [_has_other_world(directory, group, parts), directory_id(directory), is_lost, _is_empty(directory)]
+    own = [_has_other_world(directory, group, tensors), directory_id(directory), is_lost, _is_empty(directory)]
     found = [msgpack.unpackb(one) for one in meeting.exchange("kinds of pools", msgpack.packb(own))]
     hosts = Hosts.of([where for _, where, _, _ in found])
     has_other = any(is_other for is_other, _, _, _ in found)
@@ -128,14 +132,14 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
     if len(hosts.ranks_of) > 1 and (has_other or lost):
         hosts = hosts.merged(directory, group, meeting)
     if len(hosts.ranks_of) > 1 and has_other and arguments.overwrite:
-        return _discard_all(directory, group, parts, hosts)
+        return _discard_all(directory, group, tensors, hosts)
     if len(hosts.ranks_of) > 1 and (has_other or lost):
-        return _over_hosts(directory, group, meeting, arguments, parts, hosts, lost, has_other=has_other)
+        return _over_hosts(directory, group, meeting, arguments, tensors, hosts, lost, has_other=has_other)
     if not has_other:
         return None
     with ExitStack() as stack:
         worlds = stack.enter_context(open_worlds(directory))
-        choice = _choose(meeting, directory, worlds, group, parts, overwrite=arguments.overwrite)
+        choice = _choose(meeting, directory, worlds, group, tensors, overwrite=arguments.overwrite)
         _refuse_unasked(directory, choice, arguments)
         paths = _new_paths(directory, choice, group)
         kept = {*paths, *(choice.paths if choice.is_own else ())}
@@ -151,7 +155,7 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
         return OtherWorlds(
             source=None if choice.is_own else choice.world,
             path=paths[group.rank],
-            parts=parts,
+            tensors=tensors,
             to_remove=[path for path in mine if path not in left],
             candidates=sorted(choice.common.items(), reverse=True, key=lambda one: one[0]),
             incarnation=max(world.incarnation for world in worlds),
@@ -181,7 +185,7 @@ def _needs_other_hosts(facts: Sequence[WorldFacts], hosts: Hosts, lost: Sequence
     return moved or any(holds_shares or hosts.of_rank[rank] not in at_home for rank in lost)
 
 
-def _discard_all(directory: str, group: Group, parts: Mapping[str, Part], hosts: Hosts) -> OtherWorlds:
+def _discard_all(directory: str, group: Group, tensors: ModelTensors, hosts: Hosts) -> OtherWorlds:
     """``find_other_worlds`` with ``overwrite=True``: nothing is loaded, and no pool is opened."""
     paths = [os.path.join(directory, pool_name(rank, group.world_size)) for rank in range(group.world_size)]
     kept = {paths[rank] for rank in hosts.ranks_of[hosts.of_rank[group.rank]]}
@@ -190,7 +194,7 @@ def _discard_all(directory: str, group: Group, parts: Mapping[str, Part], hosts:
     with ExitStack() as stack:
         for path in mine:
             stack.callback(PoolLock(path).release)
-        return OtherWorlds(None, paths[group.rank], parts, mine, [], 0, stack.pop_all())
+        return OtherWorlds(None, paths[group.rank], tensors, mine, [], 0, stack.pop_all())
     raise AssertionError("the block returns or raises")
 
 
@@ -199,7 +203,7 @@ def _over_hosts(
     group: Group,
     meeting: Meeting,
     arguments: Arguments,
-    parts: Mapping[str, Part],
+    tensors: ModelTensors,
     hosts: Hosts,
     lost: Sequence[int],
     *,
@@ -212,7 +216,7 @@ def _over_hosts(
     if not has_other and not _needs_other_hosts(facts, hosts, lost):
         return None
     unfit = [
-        world.world_id for world in facts if not _fits_own(directory, group, parts, world, hosts.of_rank[group.rank])
+        world.world_id for world in facts if not _fits_own(directory, group, tensors, world, hosts.of_rank[group.rank])
     ]
     own = msgpack.packb([unfit, os.urandom(4).hex()])
     received = [msgpack.unpackb(one) for one in meeting.exchange("worlds", own)]
@@ -244,7 +248,7 @@ def _over_hosts(
         return OtherWorlds(
             source=None if is_own else choice.world,
             path=paths[group.rank],
-            parts=parts,
+            tensors=tensors,
             to_remove=mine,
             candidates=_candidates_of_all(meeting, choice),
             incarnation=max(incarnations, default=0),
@@ -286,13 +290,13 @@ def _opened(directory: str, number: int, world: WorldFacts, stack: ExitStack) ->
     return World(world.run_id, world.world_id, world.world_size, readers)
 
 
-def _fits_own(directory: str, group: Group, parts: Mapping[str, Part], world: WorldFacts, number: int) -> bool:
+def _fits_own(directory: str, group: Group, tensors: ModelTensors, world: WorldFacts, number: int) -> bool:
     """Whether this rank's own pool of a world fits its parts. True if it has none in its directory."""
     own = next((one for one in world.pools.get(group.rank, ()) if one.directory == number), None)
     if own is None:
         return True
     with closing(open_pool(os.path.join(directory, own.name))) as reader:
-        return reader.group is not None and _fits(reader, parts)
+        return reader.group is not None and fits(reader, tensors)
 
 
 def _newest_of(facts: Sequence[WorldFacts], hosts: Hosts, not_own: set[bytes]) -> WorldFacts | None:
@@ -322,7 +326,7 @@ def _refuse_unasked(directory: str, choice: _Choice, arguments: Arguments) -> No
         )
 
 
-def _has_other_world(directory: str, group: Group, parts: Mapping[str, Part]) -> bool:
+def _has_other_world(directory: str, group: Group, tensors: ModelTensors) -> bool:
     """Whether this rank sees that there are pools of another world. Only this rank's own pool is opened."""
     standard = {pool_name(rank, group.world_size) for rank in range(group.world_size)}
     if any(path.name not in standard for path in pools_in(directory)):
@@ -333,25 +337,12 @@ def _has_other_world(directory: str, group: Group, parts: Mapping[str, Part]) ->
         if identity is None:  # the pool of a single process
             return group.world_size == 1
         if (identity.rank, identity.world_size) == (group.rank, group.world_size):
-            return not _fits(reader, parts)
+            return not fits(reader, tensors)
     found = path_of_pool(directory, group.rank, group.world_size)
     if found is None:
         return False
     with closing(open_pool(found)) as reader:
-        return not _fits(reader, parts)
-
-
-def _fits(reader: PoolReader, parts: Mapping[str, Part]) -> bool:
-    """Whether the tensors of the model that this pool holds are the parts that this rank holds. (Other differences
-    between pool and model are found by the restore.) Shares that a rank wrote of whole tensors are no parts."""
-    for entry in reader.entries:
-        if entry.role in ("param", "buffer"):
-            part = parts.get(entry.name)
-            held = (None, None) if part is None else (part.logical_shape, part.pieces)
-            saved = (None, None) if reader.parts_are_shares else (entry.logical_shape, entry.pieces)
-            if saved != held:
-                return False
-    return True
+        return not fits(reader, tensors)
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -392,7 +383,7 @@ def _choose(
     directory: str,
     worlds: Sequence[World],
     group: Group,
-    parts: Mapping[str, Part],
+    tensors: ModelTensors,
     *,
     overwrite: bool,
 ) -> _Choice:
@@ -401,7 +392,7 @@ def _choose(
     unfit = [
         world.world_id
         for world in worlds
-        if (reader := world.readers.get(group.rank)) is not None and (reader.group is None or not _fits(reader, parts))
+        if (reader := world.readers.get(group.rank)) is not None and (reader.group is None or not fits(reader, tensors))
     ]
     received = [msgpack.unpackb(one) for one in meeting.exchange("worlds", msgpack.packb([unfit, os.urandom(4).hex()]))]
     not_own = {world_id for ids, _ in received for world_id in ids}
@@ -500,7 +491,13 @@ def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestor
     for name, held in other.candidates:
         loaded, problem = None, ""
         try:
-            loaded = _load_one(other, group, name, held, restore)
+            logical = _logical_of(other, group, held)
+        except DamagedError as err:
+            logical, problem = None, str(err)
+        if other.tensors.is_stage:
+            _refuse_held_by_nobody(other, meeting, logical)
+        try:
+            loaded = None if logical is None else _load_one(other, group, name, logical, restore)
         except DamagedError as err:
             problem = str(err)
         problems = [one.decode("utf-8", "replace") for one in meeting.exchange("votes", problem.encode())]
@@ -526,30 +523,35 @@ def _other_parts(own: StoredCheckpoint, now: Relocated) -> list[str]:
     ]
 
 
-def _layout_now(logical: LogicalCheckpoint, layout: Layout | None) -> SavedLayout | None:
-    """Return what the copy keeps of the layout of this rank."""
-    names = [name.removeprefix("model/") for name in logical.entries if name.startswith("model/")]
-    return None if layout is None else saved_layout(layout, names)
+def _logical_of(other: OtherWorlds, group: Group, held: Held) -> LogicalCheckpoint:
+    """Return one checkpoint as logical tensors. Raises ``DamagedError``."""
+    assert other.source is not None, "a checkpoint is loaded"
+    state_of = group.rank if other.has_same_ranks(group) else 0
+    return logical_of(os.path.dirname(other.path), other.source, held, state_of, warns=group.rank == 0)
 
 
-def _own_place(logical: LogicalCheckpoint, now: SavedLayout | None) -> int | None:
-    """Return the place of this rank, if it had the same one in the old world, and the same tensors are averaged: then
-    it keeps its own values. Raises ``DamagedError``."""
-    was = parse(logical.own).layout
-    is_same = was is not None and now is not None and was[:3] == now[:3]
-    return was.rank if was is not None and is_same else None
+def _refuse_held_by_nobody(other: OtherWorlds, meeting: Meeting, logical: LogicalCheckpoint | None) -> None:
+    """Raise ``RankError`` if the checkpoint has a tensor that no rank holds. All ranks call this. ``logical``: None if
+    this rank cannot read it."""
+    names = [] if logical is None else names_of_model(logical.entries)
+    bits = meeting.exchange("tensors that are held", bits_of(names, other.tensors.names))
+    if logical is not None and all(len(one) == len(names) for one in bits):
+        refuse_held_by_nobody(names, logical.entries, bits, f"The checkpoint of step {logical.step}")
 
 
-def _load_one(other: OtherWorlds, group: Group, name: CheckpointId, held: Held, restore: LiveRestore) -> Loaded:
+def _load_one(
+    other: OtherWorlds, group: Group, name: CheckpointId, logical: LogicalCheckpoint, restore: LiveRestore
+) -> Loaded:
     """Restore this rank's parts of one checkpoint. Raises ``DamagedError``."""
     assert other.source is not None, "a checkpoint is loaded"
-    has_same_ranks = other.source.world_size == group.world_size and not other.source.missing
-    state_of, directory = group.rank if has_same_ranks else 0, os.path.dirname(other.path)
-    logical = logical_of(directory, other.source, held, state_of, warns=group.rank == 0)
+    has_same_ranks = other.has_same_ranks(group)
     refuse_different_ranks(logical)
-    layout = _layout_now(logical, restore.layout)
-    own_place = _own_place(logical, layout) if has_same_ranks else None
-    relocated = Relocated(logical, other.parts, group.rank, own_place=own_place)
+    layout = layout_now(logical, restore.layout)
+    own_place = own_place_of(logical, layout) if has_same_ranks else None
+    tensors = other.tensors
+    relocated = Relocated(
+        logical, tensors.parts, group.rank, held=held_by(tensors), ties=tensors.ties, own_place=own_place
+    )
     reason = describe_from_world(other.source.world_size, group.world_size)
     averaged = logical.owners_averaged if own_place is None else []
     if averaged:

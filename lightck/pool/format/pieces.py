@@ -63,6 +63,16 @@ class Piece(NamedTuple):
         """Number of elements in each dimension of the local tensor."""
         return (math.prod(self.size),) if self.is_flat else self.size
 
+    @property
+    def alone(self) -> Piece:
+        """The piece as it lies in a tensor that is nothing but this piece."""
+        return self._replace(local_start=(0,) * len(self.size))
+
+
+def is_flat(pieces: Sequence[Piece]) -> bool:
+    """Whether a local tensor with these pieces holds a tensor of another number of dimensions."""
+    return any(piece.is_flat for piece in pieces)
+
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
