@@ -499,6 +499,30 @@ def test_flat_ranges_of_several_dimensions_are_killed_resumed_and_moved(pools, n
     assert same(flat_wholes([one[1] for one in moved], shapes), expected)
 
 
+@pytest.mark.parametrize("difference", [0.0, 1.0])
+def test_flat_ranges_that_overlap_must_hold_the_same_there(pools, difference):
+    """The elements 6 and 7 of 12; in the middle of a row."""
+
+    def run(rank: int) -> None:
+        model = nn.ParameterDict({"flat": torch.arange(12.0)[[slice(0, 8), slice(6, 12)][rank]]})
+        with torch.no_grad():
+            model["flat"][0] += difference * rank
+        layout = Layout({"flat": Flat((4, 3), *[(0, 8), (6, 12)][rank])}, rank, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        lightck.attach(model, pools, optimizer=optimizer, layout=layout, timeout=60).close()
+
+    values(run_ranks(2, run))
+    whole = nn.ParameterDict({"flat": torch.zeros(4, 3)})
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    if difference:
+        with pytest.raises(RankError, match="model/flat"):
+            lightck.attach(whole, pools, optimizer=optimizer, resume=True)
+        assert not whole["flat"].any()
+    else:
+        lightck.attach(whole, pools, optimizer=optimizer, resume=True).close()
+        assert torch.equal(whole["flat"], torch.arange(12.0).view(4, 3))
+
+
 def test_flat_ranges_with_many_blocks_go_to_columns_and_back(pools):
     """A box of a range begins and ends in the middle of a block. As ranks with columns hold them, and flat again."""
     saved = values(train_flat(pools, 3, 1, 0, large=True))
