@@ -17,7 +17,7 @@ from torch import nn
 import lightck
 from lightck.cli import main
 from lightck.errors import LayoutError, RankError
-from lightck.layout import Average, Layout, Replicated, Rule, Shard
+from lightck.layout import Average, Fused, Layout, Replicated, Rule, Shard
 
 from .tensor_parallel import local_tensors
 
@@ -121,6 +121,19 @@ def test_another_world_gets_the_mean(pools, old, tp, dp):
     again = values(train(pools, tp, dp, 4, seed=2))  # the pools of the new world, which hold what was loaded
     assert all(one[0] == 3 and not one[3][0] and "of norm.weight, norm.bias" in one[3][1] for one in again)
     assert all(one[3] == (True, "") for one in values(train(pools, tp, dp, 4, seed=2)))
+
+
+def test_as_many_ranks_at_the_same_places_keep_their_own_values(pools):
+    """Another tensor moves between them, so the checkpoint is loaded as that of other ranks (so it is on other
+    hosts)."""
+    saved = values(train(pools, 2, 1, 3))
+    moved = values(train(pools, 2, 1, 3, seed=1, rules={"norm.*": Average(), "up": Fused(0, (6, 6))}))
+    for one, other in zip(saved, moved, strict=True):
+        assert not other[3][0]
+        assert "up" in other[3][1]
+        assert "mean" not in other[3][1]
+        for name in AVERAGED:
+            assert all(torch.equal(one[2][name, key], other[1][name, key]) for key in STATE)
 
 
 def test_half_precision_is_averaged_in_float32(pools):
