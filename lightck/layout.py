@@ -14,14 +14,15 @@ rule makes pieces from a shape.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightck.errors import LayoutError, listed
-from lightck.pool.format.boxes import Ints
-from lightck.pool.format.pieces import Piece, Runs, pieces_of_runs
+from lightck.pool.format.boxes import Ints, check_shape
+from lightck.pool.format.pieces import FLAT_NDIM_MAX, Piece, Runs, flat_pieces, pieces_of_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,25 +167,22 @@ class Padded(_AlongDim):
 
 @dataclass(frozen=True, slots=True)
 class Flat(Rule):
-    """The rank's tensor has one dimension, and holds the elements ``start`` to ``stop`` (excluded) of a logical tensor
-    of one dimension (ZeRO). Further elements of the rank's tensor are padding. Each rank gives its own range, and all
-    ranges together must cover the tensor."""
+    """The rank's tensor has one dimension, and holds the elements ``start`` to ``stop`` (excluded) of the logical
+    tensor, in C order: last dimension fastest (ZeRO). Further elements of the rank's tensor are padding. Each rank
+    gives its own range, and all ranges together must cover the tensor."""
 
     shape: tuple[int, ...]
-    """Of the logical tensor; the same on all ranks. A pool cannot say which elements of a tensor with more dimensions a
-    flat tensor holds, so such a shape is refused."""
+    """Of the logical tensor, with any number of dimensions; the same on all ranks."""
     start: int
     stop: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", _checked_sizes(self, self.shape))
-        if len(self.shape) != 1:
-            raise ValueError(
-                f"Flat: the shape {self.shape} does not have one dimension. Pass (number of elements,): the logical "
-                "tensor in the pool is then flat, too."
-            )
+        if len(self.shape) > FLAT_NDIM_MAX:
+            raise ValueError(f"Flat: the shape {self.shape} has more than {FLAT_NDIM_MAX} dimensions.")
+        object.__setattr__(self, "shape", _checked_sizes(self, self.shape) if self.shape else ())
+        check_shape(self.shape)
         _checked_sizes(self, (self.start, self.stop))
-        if not self.start <= self.stop <= self.shape[0]:
+        if not self.start <= self.stop <= math.prod(self.shape):
             raise ValueError(f"Flat: a tensor of shape {self.shape} has no elements {self.start} to {self.stop}.")
 
     @property
@@ -197,7 +195,17 @@ class Flat(Rule):
         length = self.stop - self.start
         if len(shape) != 1 or shape[0] < length:
             raise ValueError(f"it has not one dimension with {length} elements or more")
-        return self.shape, tuple(pieces_of_runs([_joined([(self.start, length)])]))
+        return self.shape, flat_pieces(self.shape, self.start, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Average(Rule):
+    """Every rank holds the whole tensor, with values of its own (norms under sequence parallelism that drift apart).
+    The same ranks get their own values back. Any other number of ranks gets the mean over those that share tensors, of
+    optimizer state of the parameter's shape too. The tensor must be of a floating-point dtype."""
+
+    def part(self, shape: Ints, place: Place) -> None:
+        """Return None."""
 
 
 def uncovered(ranges: Sequence[Mapping[str, Sequence[int]]]) -> str | None:
@@ -227,31 +235,133 @@ def _checked_sizes(rule: Rule, sizes: Sequence[object]) -> tuple[int, ...]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """Gives tensors of this rank the names that they have in the whole model; see :func:`rename`."""
+
+    pattern: re.Pattern[str]
+    to: str | Callable[[re.Match[str]], str]
+
+    def __call__(self, name: str) -> str | None:
+        """Return the new name; None if the pattern matches no part of ``name``. Raises ``LayoutError`` if the
+        replacement is none."""
+        if self.pattern.search(name) is None:
+            return None
+        try:
+            found = self.pattern.sub(self.to, name, count=1)
+        except (re.error, IndexError, TypeError, ValueError) as err:
+            raise LayoutError(
+                f"The replacement of rename({self.pattern.pattern!r}, ...) of layout= cannot be used for the tensor "
+                f"{name!r}: {err}. Pass a text in which \\1 is the first group, or a function that returns a text."
+            ) from err
+        if not found:
+            raise LayoutError(
+                f"rename({self.pattern.pattern!r}, ...) of layout= leaves no name of the tensor {name!r}."
+            )
+        return found
+
+
+def rename(
+    pattern: str, to: str | Callable[[re.Match[str]], str] | None = None, *, offset: int | None = None
+) -> Rename:
+    """Return a rule for names that differ between this rank and the whole model (pipeline stages), for
+    ``Layout(..., rename=[...])``. What the pool keeps are the resulting names.
+
+    Args:
+        pattern: a regular expression. The first part of a tensor's name that it matches is replaced. The name is that
+            of a parameter, a buffer or a module's extra state on this rank, as in its state_dict (without wrappers).
+        to: the replacement, as of ``re.sub``: a text in which ``\\1`` is the first group, or a function of the match.
+        offset: in place of ``to``: is added to the number that the first group of the pattern matches. The index of a
+            layer in its stage becomes its index in the model: ``rename(r"layers\\.(\\d+)\\.", offset=8)``.
+
+    Raises ``LayoutError`` for a pattern that is no regular expression, or has no group where ``offset`` needs one."""
+    compiled = _compiled(pattern)
+    if (to is None) == (offset is None):
+        raise TypeError(f"rename({pattern!r}): pass either the replacement or offset=.")
+    if to is not None:
+        return Rename(compiled, to)
+    if type(offset) is not int or not compiled.groups:
+        raise LayoutError(
+            f"rename({pattern!r}, offset={offset!r}) of layout=: the offset is an int, and is added to the number that "
+            r"the first group of the pattern matches: rename(r'layers\.(\d+)\.', offset=8)."
+        )
+    return Rename(compiled, _Offset(offset))
+
+
+@dataclass(frozen=True, slots=True)
+class _Offset:
+    """Adds a number to the first group of a match."""
+
+    number: int
+
+    def __call__(self, match: re.Match[str]) -> str:
+        (start, stop), whole = match.span(1), match.group()
+        at = match.start()
+        moved = int(match.group(1)) + self.number
+        if moved < 0:
+            raise ValueError(f"the number {match.group(1)} with the offset {self.number} is below 0")
+        return f"{whole[: start - at]}{moved}{whole[stop - at :]}"
+
+
 class Layout:
     """Which part of each tensor this rank holds: ``layout=`` of :func:`lightck.attach` and :func:`lightck.recover`.
 
     Args:
-        rules: pattern -> ``Shard``, ``Fused``, ``Padded``, ``Flat`` or ``Replicated``. A pattern is a regular
-            expression that matches the whole name of a parameter or buffer, as in the state_dict of the plain model. At
-            most one may match a name, and each must match one. Optimizer state of the parameter's shape follows it.
+        rules: pattern -> ``Shard``, ``Fused``, ``Padded``, ``Flat``, ``Replicated`` or ``Average``. A pattern is a
+            regular expression that matches the whole name of a parameter or buffer, as in the state_dict of the plain
+            model. At most one may match a name, and each must match one. Optimizer state of the parameter's shape
+            follows it.
         rank: the number of this rank among those that share the tensors (the tensor parallel rank).
         size: how many ranks share them.
+        stage: the number of the pipeline stage of this rank.
+        stages: how many stages there are. With more than one, the ranks of different stages build different tensors,
+            and all stages together the model. A tensor that several stages have under one name is the same on all.
+        rename: what :func:`rename` returned, if names differ on this rank from those in the whole model. At most one
+            may match a name, and each must match one. Patterns of ``rules`` match the resulting names.
     """
 
-    def __init__(self, rules: Mapping[str, Rule], rank: int, size: int) -> None:
-        if type(rank) is not int or type(size) is not int or not 0 <= rank < size:
-            raise ValueError(f"rank={rank!r}, size={size!r}: pass the number of ranks, and a number below it, from 0.")
+    def __init__(
+        self,
+        rules: Mapping[str, Rule],
+        rank: int,
+        size: int,
+        *,
+        stage: int = 0,
+        stages: int = 1,
+        rename: Iterable[Rename] = (),
+    ) -> None:
+        for number, count, what in ((rank, size, "rank={!r}, size={!r}"), (stage, stages, "stage={!r}, stages={!r}")):
+            if type(number) is not int or type(count) is not int or not 0 <= number < count:
+                of = "ranks" if count is size else "stages"
+                said = what.format(number, count)
+                raise ValueError(f"{said}: pass the number of {of}, and a number below it, from 0.")
+        self._renames = list(rename)
+        for one in self._renames:
+            if not isinstance(one, Rename):
+                raise TypeError(f"rename= has a {type(one).__name__}. Pass what lightck.layout.rename returns.")
         for pattern, rule in rules.items():
             if not isinstance(rule, Rule):
                 raise TypeError(
                     f"the rule of {pattern!r} is a {type(rule).__name__}. Pass Shard, Fused or another rule."
                 )
         self.place = Place(rank, size)
+        self.stage, self.stages = stage, stages
         self._rules = [(_compiled(pattern), rule) for pattern, rule in rules.items()]
         self._found: dict[str, Rule | None] = {}
 
     def __repr__(self) -> str:
-        return f"Layout({self._texts()}, rank={self.place.rank}, size={self.place.size})"
+        of_stages = f", stage={self.stage}, stages={self.stages}" if self.stages > 1 else ""
+        return f"Layout({self._texts()}, rank={self.place.rank}, size={self.place.size}{of_stages})"
+
+    @property
+    def coordinate(self) -> Ints:
+        """The place of this rank: stage and rank; without stages, the rank."""
+        return (self.stage, self.place.rank) if self.stages > 1 else (self.place.rank,)
+
+    @property
+    def mesh_shape(self) -> Ints:
+        """How many places there are along each dimension of ``coordinate``."""
+        return (self.stages, self.place.size) if self.stages > 1 else (self.place.size,)
 
     def _texts(self) -> dict[str, Rule]:
         return {pattern.pattern: rule for pattern, rule in self._rules}
@@ -260,13 +370,24 @@ class Layout:
     def description(self) -> str:
         """What must be the same on all ranks, as a text."""
         rules = sorted(f"{pattern!r}: {rule.common}" for pattern, rule in self._texts().items())
-        return f"{{{', '.join(rules)}}}, size={self.place.size}"
+        of_stages = f", stages={self.stages}" if self.stages > 1 else ""
+        return f"{{{', '.join(rules)}}}, size={self.place.size}{of_stages}"
 
     @property
     def ranges(self) -> dict[str, tuple[int, int, int]]:
         """Pattern -> start, stop and number of elements of the logical tensor, of each ``Flat``."""
         flat = {pattern: rule for pattern, rule in self._texts().items() if isinstance(rule, Flat)}
-        return {pattern: (rule.start, rule.stop, rule.shape[0]) for pattern, rule in flat.items()}
+        return {pattern: (rule.start, rule.stop, math.prod(rule.shape)) for pattern, rule in flat.items()}
+
+    def name_of(self, local_name: str) -> str:
+        """Return the name of a tensor in the whole model. Raises ``LayoutError`` if two renames match."""
+        found = [(one, new) for one in self._renames if (new := one(local_name)) is not None]
+        if len(found) > 1:
+            raise LayoutError(
+                f"Two renames of layout= match the tensor {local_name!r}: {found[0][0].pattern.pattern!r} and "
+                f"{found[1][0].pattern.pattern!r}. Write the patterns so that one of them matches."
+            )
+        return found[0][1] if found else local_name
 
     def rule_of(self, name: str) -> Rule | None:
         """Return the rule for the tensor of this name; None if there is none. Raises ``LayoutError`` if there are
@@ -281,6 +402,10 @@ class Layout:
             self._found[name] = matching[0][1] if matching else None
         return self._found[name]
 
+    def averaged(self, names: Iterable[str]) -> set[str]:
+        """Return those of these names for which the rule is ``Average``."""
+        return {name for name in names if isinstance(self.rule_of(name), Average)}
+
     def part(self, name: str, rule: Rule, shape: Ints) -> tuple[Ints, tuple[Piece, ...]] | None:
         """Return the logical shape and the pieces of a local tensor; None if it is the whole tensor. Raises
         ``LayoutError``. ``name``: for the error."""
@@ -294,14 +419,30 @@ class Layout:
             ) from err
 
     def refuse_unused(self, names: Iterable[str]) -> None:
-        """Raise ``LayoutError`` if a rule matches none of these names, which are those of all tensors."""
+        """Raise ``LayoutError`` if a rule matches none of these names, which are those of all tensors. With stages a
+        rule may match on another stage."""
         known = list(names)
-        for pattern, _ in self._rules:
-            if not any(pattern.fullmatch(name) for name in known):
+        unused = self.unused(known) if self.stages == 1 else []
+        if unused:
+            raise LayoutError(
+                f"The rule {unused[0]!r} of layout= matches no parameter and no buffer of the model, whose tensors "
+                f"are {listed(known) or 'none'}. A pattern matches the whole name: write r'.*\\.weight' for all "
+                "weights. Correct the pattern, or remove the rule."
+            )
+
+    def unused(self, names: Sequence[str]) -> list[str]:
+        """Return the patterns of the rules that match none of these names."""
+        return [one.pattern for one, _ in self._rules if not any(one.fullmatch(name) for name in names)]
+
+    def refuse_unused_renames(self, local_names: Iterable[str]) -> None:
+        """Raise ``LayoutError`` if a rename matches none of these names, which are those of all tensors on this
+        rank."""
+        known = list(local_names)
+        for one in self._renames:
+            if not any(one.pattern.search(name) for name in known):
                 raise LayoutError(
-                    f"The rule {pattern.pattern!r} of layout= matches no parameter and no buffer of the model, whose "
-                    f"tensors are {listed(known) or 'none'}. A pattern matches the whole name: write r'.*\\.weight' "
-                    "for all weights. Correct the pattern, or remove the rule."
+                    f"rename({one.pattern.pattern!r}, ...) of layout= matches no tensor of this rank, whose tensors "
+                    f"are {listed(known) or 'none'}. Correct the pattern, or leave it out on this rank."
                 )
 
 

@@ -74,7 +74,10 @@ def _facts(directory: str) -> Facts:
 
 
 def _hold_whole_tensors(world: World) -> bool:
-    return all(entry.pieces is None for reader in world.readers.values() for entry in reader.entries)
+    """Whether no pool holds parts of tensors, or was saved with a layout (which may have stages, or averages)."""
+    readers = world.readers.values()
+    is_plain = all(reader.group is None or not reader.group.mesh_shape for reader in readers)
+    return is_plain and all(entry.pieces is None for reader in readers for entry in reader.entries)
 
 
 def _pool(path: str) -> Facts:

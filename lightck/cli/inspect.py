@@ -146,6 +146,7 @@ def _contents(checkpoint: stored_checkpoints.FoundCheckpoint, tensors: bool) -> 
         "state": {name: len(packed) for name, packed in contents.state.items()},
         "extra_state": list(contents.extra),
         "loaders": sorted(map(str, contents.loaders)),
+        "layout": None if contents.layout is None else contents.layout.to_value(),
         "rng": ["python", "numpy", "torch", *(f"cuda:{index}" for index, _ in contents.rng.cuda)],
         "closed_by": contents.event,
         "made_with": {str(key): str(value) for key, value in contents.fingerprint.items()},
@@ -284,6 +285,10 @@ def _parts(shown: Facts) -> Iterator[tuple[str, str]]:
     if shown["parts"]:
         said = "is a part of a logical tensor" if shown["parts"] == 1 else "are parts of logical tensors"
         yield "parts", f"{count(shown['parts'], 'tensor')} {said}: --tensors shows which"
+    if shown["layout"] is not None:
+        layout = shown["layout"]
+        of_stages = f", stage {layout['stage']} of {layout['stages']}" if layout["stages"] > 1 else ""
+        yield "layout", f"rank {layout['rank']} of {layout['size']}{of_stages}: {layout['rules']}"
     for each in shown["optimizers"]:
         params = f"{count(each['params'], 'parameter')} in {count(each['groups'], 'group')}"
         yield "optimizer", f"{each['class']}: {params}, {count(each['tensors'], 'tensor')}, {size(each['nbytes'])}"

@@ -18,6 +18,7 @@ def inspect(path: str, step: int | None, as_json: bool) -> int:
     """Show the pieces of the newest checkpoint (of ``step``, if given) of a pool or of a directory of ranks. No payload
     is read. Raises as ``lightck.recover`` does."""
     import lightck
+    from lightck.restore.averages import is_averaged
 
     with lightck.recover(path, step=step, lazy=True) as checkpoint:
         tensors = [
@@ -26,6 +27,7 @@ def inspect(path: str, step: int | None, as_json: bool) -> int:
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
                 "alias": entry.alias,
+                "averaged": is_averaged(name, checkpoint.contents.entries, checkpoint.contents.layout),
                 "pieces": [] if entry.alias is not None else [_facts(one) for one in checkpoint.pieces(name)],
             }
             for name, entry in checkpoint.contents.entries.items()
@@ -57,6 +59,7 @@ def _rows(tensors: Sequence[Facts]) -> Iterator[tuple[str, ...]]:
             holders.setdefault(where, []).append("" if piece["rank"] is None else str(piece["rank"]))
         for where, ranks in holders.items():
             held = "the pool" if ranks == [""] else f"rank{'s' * (len(ranks) > 1)} {listed(ranks, 8)}"
+            held += ": their mean" if tensor["averaged"] and len(ranks) > 1 else ""
             yield name, shape, held, *where
         if not holders:
             yield name, shape, "nobody: it is empty", "", ""

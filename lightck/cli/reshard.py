@@ -33,11 +33,14 @@ def command(directory: str, to: str, n_ranks: int, replicated: bool, step: int |
     done = reshard(directory, os.path.abspath(to), n_ranks, is_replicated=replicated, step=step)
     if as_json:
         facts = {"step": done.step, "paths": done.paths, "nbytes": done.nbytes, "restarted": done.restarted}
+        facts["averaged"] = done.averaged
         print_json({**facts, "rejected": [str(each) for each in done.rejected]})
         return OK
     for each in done.rejected:
         print_line(f"passed over: {each}")
     if done.restarted:
         print_line(f"note: {describe_restarted(done.restarted)}")
+    if done.averaged:
+        print_line(f"note: {done.averaged}")
     print_line(f"step {done.step}: {count(n_ranks, 'pool')}, {size(done.nbytes)} in {to}")
     return OK

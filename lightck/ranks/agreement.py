@@ -48,6 +48,8 @@ class Report:
     """The largest incarnation in the pool."""
     is_damaged: bool = False
     """Whether the pool has commit records, and none of its checkpoints is usable."""
+    stage: int = 0
+    """The pipeline stage of the rank."""
     has_parts: bool = False
     """Whether the rank holds parts of tensors, in its model or in a checkpoint."""
 

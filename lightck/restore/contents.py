@@ -19,6 +19,7 @@ from lightck.errors import CorruptPoolError, NoTensorError
 from lightck.pool.format.group import RANKS_MAX
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import CommitRecord
+from lightck.restore.saved_layout import SavedLayout
 from lightck.state import values
 from lightck.state.build_record import BuildRecord
 from lightck.state.rng import RngState
@@ -177,6 +178,12 @@ class Contents:
     """What the rank held of rows that other ranks write for it."""
     from_world: int | None = None
     """If this checkpoint was loaded from the pools of another world: how many ranks had saved it."""
+    from_stages: bool = False
+    """Whether pipeline stages have saved it, which keep one name of a tensor that the whole model has under several."""
+    means: tuple[str, ...] = ()
+    """The parameters and buffers of which it then took the mean."""
+    layout: SavedLayout | None = None
+    """The layout with which the rank saved it; None: it had none."""
 
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
@@ -215,6 +222,9 @@ class Contents:
                 copied_from=_rank_number(raw.get("copied_from"), RANKS_MAX - 1),
                 rows_of_others=tuple(map(_rows_of_other, typed(raw.get("others", []), list))),
                 from_world=_rank_number(raw.get("from_world"), RANKS_MAX),
+                from_stages=typed(raw.get("from_stages", False), bool),
+                means=tuple(typed(name, str) for name in typed(raw.get("means", []), list)),
+                layout=SavedLayout.parse(raw.get("layout")),
             )
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as err:
             raise CorruptPoolError(

@@ -25,22 +25,23 @@ from torch import nn
 
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError, listed
 from lightck.layout import Layout
+from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import RejectedCheckpoint, StoredCheckpoint
 from lightck.ranks.directory import World, missing_error, open_worlds
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore import restore as _restore
+from lightck.restore.averages import describe_averaged
 from lightck.restore.checkpoint import Checkpoint, plan_restore, poison
 from lightck.restore.contents import Contents, MemorySource, in_memory
 from lightck.restore.logical import LogicalCheckpoint, Relocated
 from lightck.restore.ranges import RangeReader, pieces_of_ranks
-from lightck.restore.together import meeting_of, refuse_other_layouts
+from lightck.restore.stages import bits_of, held_by, names_of_model, refuse_held_by_nobody
+from lightck.restore.together import meeting_of, refuse_other_layouts, refuse_unused_rules
 from lightck.restore.usable import parse, usable_by_id
-from lightck.state.inventory import Live
 from lightck.state.local_tensors import reshard
-from lightck.state.parts import Part, parts_of
-from lightck.state.rules import tensors_of
+from lightck.state.rules import ModelTensors, tensors_of
 
 log = logging.getLogger("lightck")
 T = TypeVar("T")
@@ -66,24 +67,26 @@ def recover_directory(
     if lazy:
         opened = ExitStack()
         return recovered(path, step, partial(_lazily, opened=opened), opened)
-    lives = [] if model is None else _lives_of(model, layout)
-    parts = parts_of(lives)
-    if model is None or not parts:
+    tensors = None if model is None else _tensors_of(model, layout)
+    if model is None or tensors is None or not (tensors.parts or tensors.is_stage):
         checkpoint = recovered(path, step, partial(_whole, device=device if model is None else "cpu"))
         if model is not None:
             checkpoint.restore(model, optimizer, state, strict=strict)
         return checkpoint
-    meeting, take = meeting_of(lives, layout), partial(_parts, parts=parts)
+    meeting, take = meeting_of(tensors.lives, layout), partial(_parts, tensors=tensors)
     if meeting is None:
         return recovered(path, step, take).into(model, optimizer, state, strict=strict, layout=layout)
     meeting.meet(socket.gethostname())
     with meeting.shares_errors():
         refuse_other_layouts(layout, meeting)
+        refuse_unused_rules(layout, tensors.names, meeting)
         loaded = _recovered_together(path, step, take, meeting)
+        if tensors.is_stage:
+            loaded.refuse_held_by_nobody(tensors, meeting)
     return loaded.into(model, optimizer, state, strict=strict, layout=layout)
 
 
-def _lives_of(model: nn.Module, layout: Layout | None) -> list[Live]:
+def _tensors_of(model: nn.Module, layout: Layout | None) -> ModelTensors:
     reshard(model)
     return tensors_of(model, layout)
 
@@ -282,8 +285,17 @@ def _lazily(
 class _LoadedParts:
     """The parts of this process, in memory, and the checkpoint from which they were read."""
 
-    def __init__(self, contents: Contents, source: MemorySource, checkpoint: Checkpoint) -> None:
-        self._contents, self._source, self._checkpoint = contents, source, checkpoint
+    def __init__(
+        self, contents: Contents, source: MemorySource, checkpoint: Checkpoint, entries: Mapping[str, Entry]
+    ) -> None:
+        """``entries``: of all logical tensors."""
+        self._contents, self._source, self._checkpoint, self._entries = contents, source, checkpoint, entries
+
+    def refuse_held_by_nobody(self, tensors: ModelTensors, meeting: Meeting) -> None:
+        """Raise ``RankError`` if the checkpoint has a tensor that no rank holds. All ranks call this."""
+        names = names_of_model(self._entries)
+        bits = meeting.exchange("tensors that are held", bits_of(names, tensors.names))
+        refuse_held_by_nobody(names, self._entries, bits, f"The checkpoint of step {self._contents.step}")
 
     def into(
         self,
@@ -311,16 +323,16 @@ def _parts(
     logical: LogicalCheckpoint,
     rejected: Sequence[RejectedCheckpoint],
     *,
-    parts: Mapping[str, Part],
+    tensors: ModelTensors,
 ) -> _LoadedParts:
     """Load the parts of this process."""
-    relocated = Relocated(logical, parts)
+    relocated = Relocated(logical, tensors.parts, held=held_by(tensors), ties=tensors.ties)
     source, contents = in_memory(relocated), parse(relocated)
     _warn_differences(logical)
     step, id_ = logical.step, logical.of_ranks[0].header
     wanted = CheckpointId(id_.incarnation, step)
     checkpoint = _checkpoint(directory, logical, rejected, lambda: _read_again(directory, wanted))
-    return _LoadedParts(contents, source, checkpoint)
+    return _LoadedParts(contents, source, checkpoint, logical.entries)
 
 
 def _read_again(directory: str, wanted: CheckpointId) -> MemorySource:
@@ -352,6 +364,8 @@ def _checkpoint(
 
 def _warn_differences(logical: LogicalCheckpoint, roles: Sequence[str] = ("param", "buffer", "optimizer")) -> None:
     differing = logical.differing(roles)
+    if logical.averaged:
+        log.warning("lightck: step %d: %s", logical.step, describe_averaged(logical.owners_averaged))
     if differing:
         log.warning(
             "lightck: ranks have different bytes in %d tensor%s of step %d, and those of rank 0 are taken: %s. Each "

@@ -17,7 +17,7 @@ import ctypes
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -29,13 +29,16 @@ from lightck.errors import UnsupportedError
 from lightck.pool.format.assembly import Copy, coverage, local_copies
 from lightck.pool.format.boxes import Box, Ints, intersection, whole_box
 from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties, is_dense
-from lightck.pool.format.pieces import Piece
+from lightck.pool.format.pieces import Piece, is_flat
 from lightck.pool.format.shares import Cut, Share, written_part
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint
-from lightck.restore.contents import load_tensor
-from lightck.restore.read_boxes import BoxRead, Destination, blocks_of, read_boxes
+from lightck.restore.averages import mean_of, owner_of, places_of
+from lightck.restore.contents import empty_for, load_tensor
+from lightck.restore.read_boxes import BoxRead, Destination, Frame, blocks_of, read_boxes
 from lightck.restore.rows_of_others import differing_rows
+from lightck.restore.saved_layout import SavedLayout
+from lightck.restore.stages import Held, merged_state, refuse_missing_stages, with_ties
 from lightck.restore.tensor_writes import same_bits
 from lightck.restore.usable import parse
 from lightck.state.inventory import contiguous_stride, param_of
@@ -71,6 +74,16 @@ class Holder:
             return _whole_pieces(self.entry.shape)
         return self.entry.pieces[:1] if self.only_share else self.entry.pieces
 
+    @property
+    def views(self) -> Iterator[tuple[Frame | None, tuple[Piece, ...]]]:
+        """Yield what boxes are read from, with the pieces in it: the local tensor; or, if it is flat, each of its
+        pieces as a tensor of its own."""
+        if not is_flat(self.pieces):
+            yield None, self.pieces
+            return
+        for piece in self.pieces:
+            yield Frame(piece.local_start[0], piece.size), (piece.alone,)
+
 
 @dataclass(slots=True)
 class LogicalCheckpoint:
@@ -90,6 +103,11 @@ class LogicalCheckpoint:
     far_first: dict[str, int] = field(init=False)
     """Name -> position of the pool on another host from which a replicated tensor is fetched, if it must be. The bytes
     are dealt evenly to the pools that hold the same."""
+    is_of_stages: bool = field(init=False)
+    """Whether the ranks are stages of a pipeline, and hold different tensors."""
+    averaged: dict[str, list[list[int]]] = field(init=False, default_factory=dict)
+    """Name of a tensor that differs between the places of a layout, and whose mean counts -> for each place, which
+    pools hold it there (``averages.py``)."""
 
     def __post_init__(self) -> None:
         """Raises ``DamagedError`` if the ranks do not hold the whole of each tensor, and ``UnsupportedError`` for
@@ -99,6 +117,15 @@ class LogicalCheckpoint:
             self._add(name)
         check_ties(self.entries)
         self.far_first = self._dealt()
+        layouts = [_layout_of(stored) for stored in self.of_ranks]
+        self.is_of_stages = any(one is not None and one.stages > 1 for one in layouts)
+        if self.is_of_stages:
+            refuse_missing_stages(layouts)
+        for name in self.holders if any(one is not None and one.averaged for one in layouts) else ():
+            of_name = {one.position: one for one in self.holders[name]}
+            places = places_of(name, self.entries, layouts, of_name)
+            if places is not None and _differ([of_name[positions[0]] for positions in places]):
+                self.averaged[name] = places
 
     @property
     def step(self) -> int:
@@ -114,6 +141,11 @@ class LogicalCheckpoint:
         if not positions:
             return
         parts = [self.of_ranks[at].entries[name] for at in positions]
+        if any(
+            is_flat(part.pieces or ()) and self.of_ranks[at].reader.parts_are_shares
+            for at, part in zip(positions, parts, strict=True)
+        ):
+            raise DamagedError(f"its tensor {name!r} is flat, and divided among the ranks of a host")
         entry = _whole_entry(parts[0], keeps_stride=self.of_ranks[positions[0]].reader.parts_are_shares)
         if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
             _refuse_shape_per_rank(name, entry.role)
@@ -157,7 +189,8 @@ class LogicalCheckpoint:
         elif self.is_own:
             found = [at for at in found if self.of_ranks[at].entries[name].pieces is not None]
         elif self.of_ranks[found[0]].entries[name].role == "state":
-            found = [] if own is None else [self.state_of]
+            of_module = found[:1] if name.startswith("extra_state/") else []
+            found = of_module if own is None else [self.state_of]
         return found
 
     def differing(self, roles: Iterable[str]) -> list[str]:
@@ -165,11 +198,24 @@ class LogicalCheckpoint:
         bytes. Raises ``DamagedError`` if bytes must be compared and cannot be read. (Usually checksums are enough.)"""
         wanted = set(roles)
         found = {
-            name for name, holders in self.holders.items() if self.entries[name].role in wanted and _differ(holders)
+            name
+            for name, holders in self.holders.items()
+            if self.entries[name].role in wanted and any(map(_differ, self._that_must_agree(name, holders)))
         }
         if wanted & set(REPLICATED):
             found |= self._differing_rows()
         return [name for name in self.holders if name in found]
+
+    def _that_must_agree(self, name: str, holders: list[Holder]) -> list[list[Holder]]:
+        """Return all holders of a tensor; those of each place, if it is averaged."""
+        if name not in self.averaged:
+            return [holders]
+        return [[one for one in holders if one.position in place] for place in self.averaged[name]]
+
+    @property
+    def owners_averaged(self) -> list[str]:
+        """The parameters and buffers whose mean is taken, or that of their state; names in the model."""
+        return list(dict.fromkeys(owner_of(name, self.entries[name].role) for name in self.averaged))
 
     def _differing_rows(self) -> set[str]:
         """Return the names of tensors of which a rank held other rows than the ranks that wrote them, as its checkpoint
@@ -197,10 +243,29 @@ class Relocated:
     """Positions, in ``of_ranks``, of pools in which a damaged block was found."""
     falls_back: bool = True
     """Whether a tensor that is damaged in one pool is read from another."""
+    held: Held | None = None
+    """What this rank holds, if it is a stage of a pipeline; None: all tensors."""
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Name of a tied tensor of the live model -> the name under which its bytes are saved. For a checkpoint of stages,
+    which may know only one of the two."""
+    own_place: int | None = None
+    """The place whose values are taken of tensors that are averaged; None: their mean."""
+    _state: bytes | None = None
+    """The small state, if it is not that of one rank."""
+    _only: frozenset[int] | None = None
+    """Positions, in ``of_ranks``, of the pools from which is read; None: all."""
 
     def __post_init__(self) -> None:
         """Raises ``UnsupportedError`` for optimizer state that cannot be cut."""
-        self.entries = {name: self._entry(name, entry) for name, entry in self.logical.entries.items()}
+        entries = {name: self._entry(name, entry) for name, entry in self.logical.entries.items()}
+        if self.logical.is_of_stages:
+            entries = with_ties(entries, self.ties)
+        if self.held is not None:
+            entries = with_ties(entries, self.held.ties)
+            kept = {name for name, entry in entries.items() if self.held.holds(entry)}
+            kept |= {alias for name in kept if (alias := entries[name].alias) is not None}
+            entries = {name: entry for name, entry in entries.items() if name in kept}
+        self.entries = entries
 
     def _entry(self, name: str, entry: Entry) -> Entry:
         param = name if entry.role != "optimizer" else "model/" + param_of(entry.alias or name)
@@ -220,7 +285,8 @@ class Relocated:
         if part.logical_shape != entry.shape:
             return entry  # the restore compares the shapes, and says which differ
         same = next((one.entry for one in self.logical.holders.get(name, ()) if one.pieces == part.pieces), None)
-        stride = entry.stride if is_dense(part.shape, entry.stride) else contiguous_stride(part.shape)
+        has_order = len(part.shape) == len(entry.stride) and is_dense(part.shape, entry.stride)
+        stride = entry.stride if has_order else contiguous_stride(part.shape)
         if same is not None and same.shape == part.shape:
             stride = same.stride
         nbytes = 0 if entry.alias is not None else math.prod(part.shape) * ITEM_NBYTES[entry.dtype]
@@ -278,7 +344,9 @@ class Relocated:
 
     @property
     def state(self) -> bytes:
-        return self.logical.own.state
+        if self._state is None and (self.logical.is_of_stages or self.held is not None):
+            self._state = merged_state(self.logical.of_ranks, self.logical.own, self.held)
+        return self.logical.own.state if self._state is None else self._state
 
     @property
     def record(self) -> CommitRecord:
@@ -303,6 +371,11 @@ class Relocated:
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
         """Read many tensors; see ``Source``. If a pool has a damaged block, what is needed of it is read from the pool
         of another rank that holds the same. Raises ``DamagedError`` if there is none, and ``PoolIOError``."""
+        if self.logical.averaged and self._only is None:
+            averaged = [(name, address) for name, address in places if name in self.logical.averaged]
+            places = [(name, address) for name, address in places if name not in self.logical.averaged]
+            for name, address in averaged:
+                self._read_averaged(name, address)
         while True:
             wholes, boxes = self._reads(places)
             damaged = self._read(wholes, boxes)
@@ -314,6 +387,12 @@ class Relocated:
         """Record, in the partial copies of pools on other hosts, the missing blocks that all tensors need. Raises
         ``DamagedError`` as ``read_many`` does."""
         names = [name for name, entry in self.entries.items() if entry.nbytes]
+        if self.logical.averaged and self._only is None:
+            averaged = [name for name in names if name in self.logical.averaged]
+            names = [name for name in names if name not in self.logical.averaged]
+            for name in averaged:
+                for positions in self._places_that_count(name):
+                    self._at(positions, name).want_far_blocks()
         while True:
             wholes, boxes = self._reads([(name, 0) for name in names])
             damaged = None
@@ -346,6 +425,26 @@ class Relocated:
             error,
         )
 
+    def _places_that_count(self, name: str) -> list[list[int]]:
+        """Return, for each place of which an averaged tensor is read, the pools that hold it there."""
+        of_places = self.logical.averaged[name]
+        return of_places if self.own_place is None else of_places[self.own_place : self.own_place + 1]
+
+    def _read_averaged(self, name: str, address: int) -> None:
+        """Read the mean of a tensor, or the values of ``own_place``."""
+        of_places, entry = self._places_that_count(name), self.entries[name]
+        if not entry.nbytes:
+            return
+        tensors = (load_tensor(self._at(positions, name), name) for positions in of_places)
+        value = next(tensors) if len(of_places) == 1 else empty_for(entry, "cpu").copy_(mean_of(tensors))
+        ctypes.memmove(address, value.data_ptr(), entry.nbytes)
+
+    def _at(self, positions: Iterable[int], name: str) -> Relocated:
+        """Return this checkpoint with one tensor only, which is read from these pools."""
+        found = copy(self)
+        found.entries, found.struck, found._only = {name: self.entries[name]}, set(), frozenset(positions)
+        return found
+
     def _reads(
         self, places: Sequence[tuple[str, int]]
     ) -> tuple[dict[int, list[tuple[str, int]]], dict[int, list[BoxRead]]]:
@@ -367,13 +466,14 @@ class Relocated:
                 continue
             if address and _has_padding(entry):
                 ctypes.memset(address, 0, entry.nbytes)
-            into = Destination(address, entry.shape, entry.stride)
-            wanted = _whole_pieces(entry.shape) if entry.pieces is None else entry.pieces
-            positions, pieces = list(holders), tuple(one.pieces for one in holders.values())
+            views = [(at, *view) for at, one in holders.items() for view in one.views]
+            pieces = tuple(held for _, _, held in views)
             shape = entry.shape if entry.logical_shape is None else entry.logical_shape
-            for one in _copies(shape, wanted, pieces):
-                at = positions[one.holder]
-                boxes.setdefault(at, []).append(BoxRead(holders[at].name, one.source, one.destination, into))
+            for into, wanted in _destinations(entry, address):
+                for one in _copies(shape, wanted, pieces):
+                    at, frame, _ = views[one.holder]
+                    name_there = holders[at].name
+                    boxes.setdefault(at, []).append(BoxRead(name_there, one.source, one.destination, into, frame))
         return wholes, boxes
 
     def _holders(self, name: str) -> dict[int, Holder]:
@@ -381,7 +481,9 @@ class Relocated:
         pools, those on this host come first, and the first of them is another one for each rank. Of whole buffers, it
         is the rank whose small state counts. Of buffers of which each rank takes a part, it is the same one on all
         ranks, so that the parts fit together."""
-        found = {one.position: one for one in self.logical.holders[name]}
+        found = {
+            one.position: one for one in self.logical.holders[name] if self._only is None or one.position in self._only
+        }
         left = [number for number in found if number not in self.struck]
         entry = self.entries[name]
         if entry.role not in REPLICATED:
@@ -422,6 +524,12 @@ def _from(numbers: list[int], first: int) -> list[int]:
     return numbers[at:] + numbers[:at]
 
 
+def _layout_of(stored: StoredCheckpoint) -> SavedLayout | None:
+    """Return the layout with which a checkpoint was saved. Raises ``DamagedError``."""
+    group = stored.reader.group
+    return parse(stored).layout if group is not None and group.mesh_shape else None
+
+
 def has_shares_in_table(reader: PoolReader) -> bool:
     """Whether the layout table of a pool has shares."""
     return reader.parts_are_shares and any(entry.pieces is not None for entry in reader.entries)
@@ -449,7 +557,8 @@ def _whole_entry(entry: Entry, *, keeps_stride: bool = False) -> Entry:
         return entry
     shape = entry.logical_shape
     nbytes = 0 if entry.alias is not None else math.prod(shape) * ITEM_NBYTES[entry.dtype]
-    stride = entry.stride if keeps_stride and is_dense(shape, entry.stride) else contiguous_stride(shape)
+    has_order = keeps_stride and len(shape) == len(entry.stride) and is_dense(shape, entry.stride)
+    stride = entry.stride if has_order else contiguous_stride(shape)
     return entry._replace(shape=shape, stride=stride, nbytes=nbytes, logical_shape=None, pieces=None)
 
 
@@ -468,6 +577,18 @@ def _whole_pieces(shape: Ints) -> tuple[Piece, ...]:
     """Return the pieces of who holds the whole tensor."""
     start, size = whole_box(shape)
     return () if 0 in shape else (Piece(start, size, start),)
+
+
+def _destinations(entry: Entry, address: int) -> Iterator[tuple[Destination, tuple[Piece, ...]]]:
+    """Yield the tensors in memory into which the local tensor at ``address`` is read, and the pieces in each: itself;
+    or, if it is flat, each of its pieces as a tensor of its own."""
+    wanted = _whole_pieces(entry.shape) if entry.pieces is None else entry.pieces
+    if not is_flat(wanted):
+        yield Destination(address, entry.shape, entry.stride), wanted
+        return
+    for piece in wanted:
+        begin = address + piece.local_start[0] * ITEM_NBYTES[entry.dtype]
+        yield Destination(begin, piece.size, contiguous_stride(piece.size)), (piece.alone,)
 
 
 @lru_cache(1 << 12)
@@ -531,6 +652,9 @@ def _same_in_common(one: torch.Tensor, piece: Piece, other: torch.Tensor, other_
 
 def _view(tensor: torch.Tensor, piece: Piece, box: Box) -> torch.Tensor:
     """Return the elements of a local tensor that are a box of the logical tensor. The box lies in ``piece``."""
+    if piece.is_flat:
+        tensor = tensor.narrow(0, piece.local_start[0], math.prod(piece.size)).reshape(piece.size)
+        piece = piece.alone
     for dim, (at, size) in enumerate(zip(*box, strict=True)):
         tensor = tensor.narrow(dim, at - piece.start[dim] + piece.local_start[dim], size)
     return tensor.contiguous()

@@ -14,6 +14,8 @@ from lightck.errors import CorruptPoolError, RankError, listed
 from lightck.pool.format.structures import DamagedError
 from lightck.restore.contents import Saved
 from lightck.restore.logical import REPLICATED, LogicalCheckpoint, Relocated
+from lightck.restore.saved_layout import SavedLayout
+from lightck.restore.stages import differing_options
 from lightck.restore.usable import parse
 from lightck.state import values
 from lightck.state.derived_rng import derived
@@ -42,13 +44,18 @@ def have_same_random_states(logical: LogicalCheckpoint) -> bool:
 
 
 def moved_state(
-    relocated: Relocated, n_saved: int, key: bytes | None, script: RngState | None = None
+    relocated: Relocated,
+    n_saved: int,
+    key: bytes | None,
+    script: RngState | None = None,
+    layout: SavedLayout | None = None,
 ) -> tuple[dict[str, object], list[str]]:
     """Return what the checkpoint of a rank of another world has in its small state in place of what ``relocated`` has,
     and the names of the loaders whose pass begins again. ``n_saved``: number of ranks of the old world. ``key``: from
     what the random states of this rank follow; None if the rank keeps those that it had in the old world, and its
-    positions in loaders. ``script``: as in ``derived``. Raises ``DamagedError``."""
+    positions in loaders. ``script``: as in ``derived``. ``layout``: of this rank. Raises ``DamagedError``."""
     changed: dict[str, object] = {"stale_after": None, "copied_from": None, "from_world": n_saved}
+    changed["layout"] = None if layout is None else layout.to_value()
     if key is None:
         return changed | {"loaders": _own_positions(relocated)}, []
     positions, restarted = _positions(relocated.logical, key, script)
@@ -100,7 +107,9 @@ def refuse_different_ranks(logical: LogicalCheckpoint) -> None:
     """Raise ``RankError`` if ranks that should hold the same have different bytes, so that nobody knows which of them
     are right."""
     differing = logical.differing(REPLICATED)
-    optimizers = [parse(stored).optimizers for stored in logical.of_ranks]
+    optimizers = [] if logical.is_of_stages else [parse(stored).optimizers for stored in logical.of_ranks]
+    if logical.is_of_stages:
+        differing += differing_options(logical.of_ranks)
     for of_rank in optimizers[1:]:
         differing += [
             f"the options of {one.class_name}"

@@ -53,16 +53,48 @@ class Destination:
     """In elements."""
 
 
+class Frame(NamedTuple):
+    """A run of elements of a stored tensor of one dimension that are a tensor of their own, in C order: a piece of a
+    tensor that is held flat."""
+
+    first: int
+    """Its first element in the stored tensor."""
+    shape: Ints
+
+
 class BoxRead(NamedTuple):
     """One box to read."""
 
     name: str
     """Entry of the stored tensor."""
     source: Box
-    """Of the stored tensor."""
+    """Of the stored tensor; of the frame, if there is one."""
     destination: Box
     """Of the tensor in memory; of the size of ``source``."""
     into: Destination
+    frame: Frame | None = None
+
+
+class _Stored(NamedTuple):
+    """A stored tensor, or a frame of it."""
+
+    name: str
+    shape: Ints
+    stride: Ints
+    item: int
+    """Bytes of an element."""
+    nbytes: int
+    """Of the whole stored tensor."""
+    first: int
+    """Its first element in the stored tensor."""
+
+    @classmethod
+    def of(cls, entry: Entry, frame: Frame | None) -> _Stored:
+        item = ITEM_NBYTES[entry.dtype]
+        if frame is None:
+            return cls(entry.name, entry.shape, entry.stride, item, entry.nbytes, 0)
+        stride = tuple(math.prod(frame.shape[dim + 1 :]) for dim in range(len(frame.shape)))
+        return cls(entry.name, frame.shape, stride, item, entry.nbytes, frame.first)
 
 
 def read_boxes(stored: StoredCheckpoint, reads: Sequence[BoxRead]) -> None:
@@ -89,12 +121,12 @@ def blocks_of(stored: StoredCheckpoint, reads: Sequence[BoxRead]) -> list[tuple[
 
 def _plan_of(stored: StoredCheckpoint, reads: Sequence[BoxRead]) -> _Plan:
     plan = _Plan(stored)
-    of_tensor: dict[str, list[BoxRead]] = {}
+    of_tensor: dict[tuple[str, Frame | None], list[BoxRead]] = {}
     for read in reads:
         if math.prod(read.source.size):
-            of_tensor.setdefault(read.name, []).append(read)
-    for name, boxes in of_tensor.items():
-        plan.add(stored.entries[name], boxes)
+            of_tensor.setdefault((read.name, read.frame), []).append(read)
+    for (name, frame), boxes in of_tensor.items():
+        plan.add(_Stored.of(stored.entries[name], frame), boxes)
     return plan
 
 
@@ -102,7 +134,7 @@ def _plan_of(stored: StoredCheckpoint, reads: Sequence[BoxRead]) -> _Plan:
 class _Buffered:
     """A run of whole blocks of a stored tensor that is read into a buffer, and what is copied from there."""
 
-    entry: Entry
+    entry: _Stored
     first_block: int
     nbytes: int
     reads: list[BoxRead]
@@ -121,7 +153,7 @@ class _Plan:
     """Arguments of ``StoredCheckpoint.read_blocks``."""
     buffered: list[_Buffered] = field(default_factory=list)
 
-    def add(self, entry: Entry, reads: Sequence[BoxRead]) -> None:
+    def add(self, entry: _Stored, reads: Sequence[BoxRead]) -> None:
         """Add the boxes of one stored tensor."""
         scattered: list[BoxRead] = []
         for read in reads:
@@ -133,11 +165,11 @@ class _Plan:
         if scattered:
             self._add_scattered(entry, scattered)
 
-    def _add_run(self, entry: Entry, read: BoxRead, start: int, n: int, address: int) -> None:
-        """Add a box that is a run of ``n`` elements, from element ``start`` of the stored tensor on. ``address``: where
-        it begins in memory."""
-        item, block = ITEM_NBYTES[entry.dtype], self.stored.block_nbytes
-        low, high = start * item, (start + n) * item
+    def _add_run(self, entry: _Stored, read: BoxRead, start: int, n: int, address: int) -> None:
+        """Add a box that is a run of ``n`` elements, from element ``start`` of the tensor on. ``address``: where it
+        begins in memory."""
+        item, block = entry.item, self.stored.block_nbytes
+        low, high = (entry.first + start) * item, (entry.first + start + n) * item
         first = -(-low // block)
         last = entry.nbytes if high == entry.nbytes else high // block * block
         if last <= first * block:  # no whole block
@@ -145,25 +177,25 @@ class _Plan:
             return
         self.straight.append((entry.name, first, last - first * block, address + first * block - low))
         if low < first * block:
-            self._add_buffered(entry, [read], start, first * block // item)
+            self._add_buffered(entry, [read], start, first * block // item - entry.first)
         if last < high:
-            self._add_buffered(entry, [read], last // item, start + n)
+            self._add_buffered(entry, [read], last // item - entry.first, start + n)
 
-    def _add_scattered(self, entry: Entry, reads: list[BoxRead]) -> None:
+    def _add_scattered(self, entry: _Stored, reads: list[BoxRead]) -> None:
         """Add boxes that are no runs. Blocks that no box needs are not read."""
-        item, block = ITEM_NBYTES[entry.dtype], self.stored.block_nbytes
+        item, block = entry.item, self.stored.block_nbytes
         step = max(block, _BATCH_NBYTES // 4 // block * block) // item
         spans = [_span(entry, read.source) for read in reads]
         low, high = min(a for a, _ in spans), max(b for _, b in spans)
-        for start in range(low // step * step, high, step):
+        for start in range((entry.first + low) // step * step - entry.first, high, step):
             inside = [read for read, (a, b) in zip(reads, spans, strict=True) if a < start + step and start < b]
             if inside:
                 self._add_buffered(entry, inside, max(start, low), min(start + step, high))
 
-    def _add_buffered(self, entry: Entry, reads: list[BoxRead], start: int, stop: int) -> None:
-        item, block = ITEM_NBYTES[entry.dtype], self.stored.block_nbytes
-        first = start * item // block
-        end = min(-(-stop * item // block) * block, entry.nbytes)
+    def _add_buffered(self, entry: _Stored, reads: list[BoxRead], start: int, stop: int) -> None:
+        item, block = entry.item, self.stored.block_nbytes
+        first = (entry.first + start) * item // block
+        end = min(-(-(entry.first + stop) * item // block) * block, entry.nbytes)
         self.buffered.append(_Buffered(entry, first, end - first * block, reads, start, stop))
 
     def batches(self) -> Iterator[list[_Buffered]]:
@@ -198,11 +230,11 @@ class _Plan:
 
 def _copy(one: _Buffered, bytes_: npt.NDArray[np.uint8], block: int) -> None:
     """Copy what is needed of the verified bytes of some blocks."""
-    item = ITEM_NBYTES[one.entry.dtype]
+    item = one.entry.item
     elements = bytes_.view(_DTYPES[item])
     order = _order(one.entry.shape, one.entry.stride)
     shape = _ordered(one.entry.shape, order)
-    at = one.first_block * block // item  # the element with which the buffer begins
+    at = one.first_block * block // item - one.entry.first  # the element with which the buffer begins
     for box in flat_boxes(shape, one.start, one.stop):
         begin = _flat(shape, box.start)
         run = elements[begin - at : begin - at + math.prod(box.size)].reshape(box.size)
@@ -222,7 +254,7 @@ def _copy(one: _Buffered, bytes_: npt.NDArray[np.uint8], block: int) -> None:
             _array_of(read.into, item).transpose(order)[_slices(moved)] = run[_slices(inside)]
 
 
-def _as_run(entry: Entry, read: BoxRead) -> tuple[int, int, int] | None:
+def _as_run(entry: _Stored, read: BoxRead) -> tuple[int, int, int] | None:
     """Return first element, number of elements and address of a box whose bytes are one run in the stored tensor and
     one run, in the same order, in memory. None for any other box."""
     into, size = read.into, read.source.size
@@ -233,7 +265,7 @@ def _as_run(entry: Entry, read: BoxRead) -> tuple[int, int, int] | None:
         return None
     start = _flat(_ordered(entry.shape, order), _ordered(read.source.start, order))
     to = _flat(_ordered(into.shape, order), _ordered(read.destination.start, order))
-    return start, math.prod(size), into.address + to * ITEM_NBYTES[entry.dtype]
+    return start, math.prod(size), into.address + to * entry.item
 
 
 @lru_cache(1 << 12)
@@ -267,7 +299,7 @@ def _flat(shape: Sequence[int], start: Sequence[int]) -> int:
     return number
 
 
-def _span(entry: Entry, box: Box) -> tuple[int, int]:
+def _span(entry: _Stored, box: Box) -> tuple[int, int]:
     """Return the range of elements, in the order of the bytes, from the first to the last element of a box."""
     order = _order(entry.shape, entry.stride)
     shape = _ordered(entry.shape, order)

@@ -24,6 +24,7 @@ from lightck.pool.storage.failures import undo_on_error
 from lightck.pool.writer import PoolWriter
 from lightck.ranks.directory import pool_name
 from lightck.ranks.rule import CheckpointId
+from lightck.restore.averages import describe_averaged
 from lightck.restore.contents import unpack_dict
 from lightck.restore.directory import recovered
 from lightck.restore.logical import LogicalCheckpoint, Relocated
@@ -47,6 +48,8 @@ class Resharded:
     """Of all pools."""
     restarted: list[str]
     """The loaders whose pass begins again."""
+    averaged: str
+    """What to say about tensors whose mean was taken; "" if there is none."""
     rejected: tuple[RejectedCheckpoint, ...]
     """Newer checkpoints that were skipped."""
 
@@ -91,7 +94,10 @@ def _write_all(
             with suppress(OSError):
                 os.unlink(path)
         raise
-    return Resharded(logical.step, paths, sum(map(os.path.getsize, paths)), restarted, tuple(rejected))
+    nbytes = sum(map(os.path.getsize, paths))
+    return Resharded(
+        logical.step, paths, nbytes, restarted, describe_averaged(logical.owners_averaged), tuple(rejected)
+    )
 
 
 def _rows(logical: LogicalCheckpoint, n_ranks: int, rank: int) -> dict[str, Part]:

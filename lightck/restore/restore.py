@@ -8,7 +8,7 @@ writes the tensors first, then the objects in ``state``, then the state and the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightck.restore import changed_options, tensor_writes
 from lightck.restore.contents import Contents, OptimizerContents, Source, load_tensor, tensor_reader, unpack_dict
 from lightck.restore.optimizer import read_state, set_state
 from lightck.restore.readback import ObjectCheck, check_optimizer, has_same_keys
+from lightck.restore.stages import with_ties
 from lightck.restore.tensor_devices import like_live
 from lightck.restore.tensor_writes import TensorWrites
 from lightck.state import values
@@ -117,7 +118,7 @@ def check(
     ``layout``: which parts they are, apart from DTensors.
     """
     reshard(model)
-    view = ModelView(model)
+    view = ModelView(model, layout)
     names = view.names_by_id()
     opt_views = optimizer_views(optimizers, names)
     plan = RestorePlan(contents, Drift(), declined=frozenset(n for n, o in objects.items() if o is None))
@@ -128,6 +129,9 @@ def check(
         refuse_unstorable(live.name, live.tensor, "restored")
     if not of_rank:
         refuse_parts(tensors, "restored")
+    if contents.from_stages:
+        ties = {live.name: live.alias for live in tensors if live.alias is not None}
+        contents = plan.contents = replace(contents, entries=with_ties(contents.entries, ties))
     refuse_optimizer_before_dtensors(view.parameters(), [(one.class_name, one.params) for one in opt_views])
     left = _match_resizable(contents, view, tensors, plan)
     missing, extra, reshaped, retyped = _match_tensors(contents, left, plan, notes)

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import torch
 
-from lightck.errors import RankError, capitalized
+from lightck.errors import LayoutError, RankError, capitalized
 from lightck.layout import Layout, uncovered
 from lightck.ranks.meet import Meeting, Store
 from lightck.state.inventory import Live
@@ -44,7 +44,7 @@ def meeting_of(lives: Iterable[Live], layout: Layout | None = None) -> Meeting |
     process group."""
     dist: Any = torch.distributed
     meshes = [live.dtensor.device_mesh for live in lives if is_dtensor(live.dtensor)]
-    if layout is not None and layout.place.size > 1 and dist.is_available() and dist.is_initialized():
+    if layout is not None and max(layout.mesh_shape) > 1 and dist.is_available() and dist.is_initialized():
         ranks = list(range(dist.get_world_size()))
     elif meshes:
         ranks = sorted(max(meshes, key=lambda mesh: mesh.size()).mesh.flatten().tolist())
@@ -57,7 +57,7 @@ def meeting_of(lives: Iterable[Live], layout: Layout | None = None) -> Meeting |
 
 def refuse_other_layouts(layout: Layout | None, meeting: Meeting) -> None:
     """Raise ``RankError`` unless all ranks have the same layout, and each place in it is held. All ranks call this."""
-    own = None if layout is None else [layout.description, layout.place.rank, layout.ranges]
+    own = None if layout is None else [layout.description, layout.place.rank, layout.ranges, layout.stage]
     found = [msgpack.unpackb(one) for one in meeting.exchange("layouts", msgpack.packb(own))]
     texts = ["no layout" if one is None else one[0] for one in found]
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
@@ -68,7 +68,7 @@ def refuse_other_layouts(layout: Layout | None, meeting: Meeting) -> None:
         )
     if layout is None:
         return
-    hole = uncovered([one[2] for one in found])
+    hole = uncovered([one[2] for one in found]) if layout.stages == 1 else None
     if hole is not None:
         raise RankError(
             f"No rank holds {hole}: the ranges of Flat in layout= do not cover the tensor. Nothing was changed. Pass "
@@ -80,3 +80,35 @@ def refuse_other_layouts(layout: Layout | None, meeting: Meeting) -> None:
             f"No process has the place {min(missing)} in the layout of {layout.place.size} ranks, so parts of "
             "tensors are missing. Nothing was changed. Pass Layout(..., rank=...) the tensor parallel rank of each."
         )
+    held = {(one[3], one[1]) for one in found}
+    places = ((stage, rank) for stage in range(layout.stages) for rank in range(layout.place.size))
+    hole_at = next((place for place in places if place not in held), None)
+    if hole_at is not None:
+        raise RankError(
+            f"No process is stage {hole_at[0]} of {layout.stages} at the place {hole_at[1]} of {layout.place.size} in "
+            "the layout, so tensors are missing. Nothing was changed. Pass Layout(..., stage=..., stages=...) the "
+            "pipeline stage of each rank."
+        )
+
+
+def refuse_unused_rules(layout: Layout | None, names: Iterable[str], meeting: Meeting) -> None:
+    """Raise ``LayoutError`` if a rule of a layout with stages matches no tensor of any rank, and ``RankError`` if the
+    ranges of ``Flat`` do not cover a tensor. All ranks call this. ``names``: of this rank's tensors, in the pool."""
+    if layout is None or layout.stages == 1:
+        return
+    unused = layout.unused([name.removeprefix("model/") for name in names])
+    ranges = {pattern: one for pattern, one in layout.ranges.items() if pattern not in unused}
+    found = [msgpack.unpackb(one) for one in meeting.exchange("rules", msgpack.packb([unused, ranges]))]
+    nowhere = next((pattern for pattern in unused if all(pattern in one for one, _ in found)), None)
+    if nowhere is not None:
+        raise LayoutError(
+            f"The rule {nowhere!r} of layout= matches no parameter and no buffer on any stage. A pattern matches the "
+            "whole name, as rename has made it. Correct the pattern, or remove the rule."
+        )
+    for pattern in layout.ranges:
+        hole = uncovered([{pattern: one[pattern]} for _, one in found if pattern in one])
+        if hole is not None:
+            raise RankError(
+                f"No rank holds {hole}: the ranges of Flat in layout= do not cover the tensor. Nothing was changed. "
+                "Pass the range that each rank holds."
+            )

@@ -137,8 +137,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     medium_durability = backend.probe(path)
     durability.require(medium_durability, arguments.require)
     found = _discover(arguments)
-    capture = Capture(arguments.model, found.optimizers, found.state)
-    capture.layout = arguments.layout
+    capture = Capture(arguments.model, found.optimizers, found.state, arguments.layout)
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
     meter = Meter(slowdown())
     lock = file.lock()

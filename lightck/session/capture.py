@@ -24,6 +24,7 @@ from lightck.errors import SessionError, UnsupportedError
 from lightck.events import Event
 from lightck.layout import Layout
 from lightck.restore.contents import RowsOfOther
+from lightck.restore.saved_layout import saved_layout
 from lightck.session.discover import Objects, numbered_name
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
@@ -90,11 +91,19 @@ class _PackedOptimizer:
 class Capture:
     """Refers, by name, to everything that a session saves, and reads it."""
 
-    layout: Layout | None = None
-    """Which parts of tensors the model holds, apart from DTensors. To be set before the tensors are asked for."""
+    layout: Layout | None
+    """Which parts of tensors the model holds, apart from DTensors, and their names in the whole model."""
+    _layout_value: tuple[TensorList | None, dict[str, object]] | None = None
+    """A tensor list, and what the small state holds of the layout for it."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], objects: Objects) -> None:
-        self.model = ModelView(model)
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        objects: Objects,
+        layout: Layout | None = None,
+    ) -> None:
+        self.layout, self.model = layout, ModelView(model, layout)
         self.devices = Devices()
         self.objects = dict(objects)
         self.loaders: list[SessionLoader] = []
@@ -182,7 +191,7 @@ class Capture:
     def forget(self) -> None:
         """Drop all references, because a closed session must keep no model, optimizer or worker alive."""
         self.model, self.numbers = ModelView(nn.Module()), ModuleNumbers(nn.Module())
-        self.provisional = self._tensor_list = self._compared_list = None
+        self.provisional = self._tensor_list = self._compared_list = self._layout_value = None
         self._buffer_copies = BufferCopies()
         for held in (self.objects, self.loaders, self.optimizers, self._never_had_grad, self._packed_optimizers):
             held.clear()
@@ -469,9 +478,19 @@ class Capture:
             "frozen": self.built.without_grad_if_changed(self._tensor_list, self.model),
             "fingerprint": fingerprint(),
         }
+        if self.layout is not None:
+            state["layout"] = self._saved_layout(lives)
         if self.shares.cuts:
             state["others"] = [list(one) for one in others]
         return self._state.pack(state)
+
+    def _saved_layout(self, lives: Sequence[Live]) -> dict[str, object]:
+        """Return what the small state holds of the layout."""
+        assert self.layout is not None, "the caller has checked it"
+        if self._layout_value is None or self._layout_value[0] is not self._tensor_list or self._tensor_list is None:
+            names = [live.name.removeprefix("model/") for live in lives if live.name.startswith("model/")]
+            self._layout_value = self._tensor_list, saved_layout(self.layout, names).to_value()
+        return self._layout_value[1]
 
     def _packed_optimizer(self, view: OptimizerView, lives: list[Live]) -> bytes:
         """Return the small state of one optimizer, packed, and append its large tensors to ``lives``."""

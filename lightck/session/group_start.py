@@ -26,8 +26,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
-from typing import TypeAlias
 
 import msgpack
 
@@ -52,6 +50,7 @@ from lightck.ranks.meet import Meeting
 from lightck.ranks.neighbours import GroupRule, Neighbour
 from lightck.ranks.publication import Publication
 from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
+from lightck.restore.averages import describe_averaged
 from lightck.restore.moved_state import key_of_rank
 from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
@@ -69,6 +68,14 @@ from lightck.session.group import (
     refuse_other_pools,
 )
 from lightck.session.group_arguments import arguments_to_compare
+from lightck.session.group_tensors import (
+    Stored,
+    digest_of_lines,
+    digest_of_tensors,
+    has_parts,
+    lines_of,
+    refuse_other_tensors,
+)
 from lightck.session.load_other_world import load, load_for_copy
 from lightck.session.lost_pool import (
     copy_into_new_pool,
@@ -88,10 +95,6 @@ from lightck.state.parts import mesh_of
 from lightck.tiers.pin import Holds
 
 log = logging.getLogger("lightck")
-_NAMES_NBYTES_MAX = 1 << 20
-"""The largest number of bytes that a rank sends of its tensors' names, for the error that lists differences."""
-Stored: TypeAlias = dict[CheckpointId, list[StoredCheckpoint]]
-"""The usable checkpoints in one pool, by id. If a step was saved twice, its list has two items, the newer one first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +181,7 @@ class GroupStart:
             stored = {} if reader is None else self._stored(reader, file)
             reports = self._exchange_reports(file, reader, stored)
             refuse_differences(reports)
-            self._refuse_other_tensors(file, reports)
+            refuse_other_tensors(file, reports, self.meeting)
             if not file.arguments.overwrite:
                 self._refuse_moved(file, reports)
             start = decide(reports, resume=file.arguments.resume, overwrite=file.arguments.overwrite)
@@ -211,7 +214,7 @@ class GroupStart:
         """Continue from the newest checkpoint of another world, in a new pool."""
         reports = self._exchange_reports(file, None, {})
         refuse_differences(reports)
-        self._refuse_other_tensors(file, reports)
+        refuse_other_tensors(file, reports, self.meeting)
         assert other.source is not None, "the caller has checked it"
         first, options = next(iter(other.source.readers.values())), file.arguments.save_options
         restore = file.live_restore(first)
@@ -257,28 +260,6 @@ class GroupStart:
         file.refuse_erased_log(reader)
         return usable_by_id(reader)
 
-    def _refuse_other_tensors(self, file: PoolFile, reports: list[Report]) -> None:
-        """Raise ``RankError`` if the tensors of a rank differ from those of rank 0. The ranks exchange the names of
-        their tensors only in this case, for the message."""
-        other = next((rank for rank, one in enumerate(reports) if one.tensors != reports[0].tensors), None)
-        if other is None:
-            return
-        first, second = self._lines_of(0, other, "names of tensors", _tensor_lines(file))
-        raise RankError(
-            f"The tensors of model and optimizer on {self.meeting.name_of(other)} differ from those on "
-            f"{self.meeting.name_of(0)}. Only on rank 0: {listed(sorted(first - second)) or 'none'}. Only on "
-            f"rank {other}: {listed(sorted(second - first)) or 'none'}. All ranks of a group must build the same model "
-            "and optimizer; stages of a pipeline are not supported yet."
-        )
-
-    def _lines_of(self, one: int, other: int, what: str, lines: list[str]) -> tuple[set[str], set[str]]:
-        """Return the lines of two ranks. All ranks call this, for a message about a difference that all have found.
-        ``lines``: those of this rank. ``what``: says what is exchanged."""
-        own = "\n".join(lines).encode("utf-8", "replace")[:_NAMES_NBYTES_MAX]
-        texts = self.meeting.exchange(what, own if self.group.rank in (one, other) else b"")
-        first, second = (set(texts[rank].decode("utf-8", "replace").splitlines()) for rank in (one, other))
-        return first, second
-
     def _exchange_reports(self, file: PoolFile, reader: PoolReader | None, stored: Stored) -> list[Report]:
         identity = None if reader is None else reader.group
         report = Report(
@@ -287,14 +268,15 @@ class GroupStart:
             boot_id=boot_id(),
             directory_id=directory_id(os.path.dirname(file.path)),
             arguments=arguments_to_compare(file.arguments),
-            tensors=_digest(_tensor_lines(file)),
+            tensors=digest_of_tensors(file),
             new_ids=os.urandom(2 * ID_NBYTES),
             run_id=b"" if identity is None else identity.run_id,
             world_id=b"" if identity is None else identity.world_id,
             checkpoints=tuple((one.incarnation, one.step) for one in stored),
             incarnation=0 if reader is None else reader.commit_log().incarnation,
             is_damaged=reader is not None and not stored and bool(reader.commit_log().records),
-            has_parts=_has_parts(file, reader, stored),
+            stage=0 if file.arguments.layout is None else file.arguments.layout.stage,
+            has_parts=has_parts(file, reader, stored),
         )
         reports = [Report.unpack(data) for data in self.meeting.exchange("reports", report.pack())]
         self._directory_ids = [one.directory_id for one in reports]
@@ -369,8 +351,9 @@ class GroupStart:
                 assert chosen is not None, "this rank has voted for it"
                 replaced = {rank: at for rank, (_, _, at, _, _) in enumerate(votes) if at is not None}
                 reasons = [describe_replaced(replaced), describe_other_rows([one[-1] for one in votes])]
-                if from_world is not None:
+                if from_world is not None and contents is not None:
                     reasons.append(describe_from_world(from_world, self.group.world_size))
+                    reasons.append(describe_averaged(contents.means))
                 is_done = all(done for _, done, *_ in votes)
                 return Restored(name, start, chosen, is_done, "; ".join(filter(None, reasons)), (0, *replaced), remark)
             why = f"{self.meeting.name_of(failed[0])} cannot restore it: {votes[failed[0]][0]}"
@@ -413,7 +396,7 @@ class GroupStart:
         assert start.adopted is not None, "a checkpoint is chosen"
         holders = [rank for rank in range(self.group.world_size) if rank not in start.sources]
         lines = replicated_lines(stored[start.adopted][0]) if self.group.rank in holders else []
-        digests = self.meeting.exchange("digests", _digest(lines).encode())
+        digests = self.meeting.exchange("digests", digest_of_lines(lines).encode())
         first = holders[0]
         other = next((rank for rank in holders if digests[rank] != digests[first]), None)
         if other is None:
@@ -422,7 +405,7 @@ class GroupStart:
                 "parameters and optimizer state"
             )
             return alone if len(holders) == 1 else ""
-        one, two = self._lines_of(first, other, "tensors", lines)
+        one, two = lines_of(self.meeting, first, other, "tensors", lines)
         names = sorted({line.rpartition(" ")[0] for line in one ^ two})
         lost = min(start.sources)
         raise RankError(
@@ -529,25 +512,3 @@ class GroupStart:
             self._other.remove()
             self.meeting.exchange("removal of other pools", b"")
         copies.remove_old(Hosts.of(self._directory_ids))
-
-
-def _has_parts(file: PoolFile, reader: PoolReader | None, stored: Stored) -> bool:
-    """Whether this rank holds parts of tensors, now or in a checkpoint."""
-    entries = [*file.entries.values(), *(() if reader is None else reader.entries)]
-    entries += [entry for many in stored.values() for one in many for entry in one.entries.values()]
-    return any(entry.pieces is not None for entry in entries)
-
-
-def _digest(lines: list[str]) -> str:
-    return blake2b("\n".join(lines).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-
-
-def _tensor_lines(file: PoolFile) -> list[str]:
-    """Return a line with name, dtype and logical shape of each tensor of model and optimizers, and one with the class
-    of each optimizer. Ranks that hold different parts of the same tensors have the same lines."""
-    lines = [
-        f"{entry.name} ({entry.dtype}, {list(entry.logical_shape or entry.shape)})"
-        for entry in file.entries.values()
-        if entry.role != "state"
-    ]
-    return sorted([*lines, *(view.class_name for view in file.capture.optimizers)])

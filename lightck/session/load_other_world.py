@@ -21,15 +21,18 @@ from lightck.pool.reader import StoredCheckpoint
 from lightck.ranks.agreement import describe_from_world, describe_other_parts
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
+from lightck.restore.averages import describe_averaged
 from lightck.restore.directory import Held, logical_of
-from lightck.restore.logical import Relocated
+from lightck.restore.logical import LogicalCheckpoint, Relocated
 from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_state, refuse_different_ranks
 from lightck.restore.pool_copies import load_to_copy
 from lightck.restore.recover import LiveRestore
+from lightck.restore.stages import bits_of, held_by, names_of_model, refuse_held_by_nobody
 from lightck.restore.usable import parse
 from lightck.session.group import Group
 from lightck.session.lost_pool import no_longer_intact
 from lightck.session.other_world import OtherWorlds
+from lightck.session.world_fit import layout_now, own_place_of
 from lightck.state import rng
 
 log = logging.getLogger("lightck")
@@ -73,13 +76,15 @@ def _load_on_all(
     """Restore one checkpoint. If a rank lacks blocks of it (it must take them from another pool than planned), they are
     fetched, and all restore it again. Returns what this rank has restored, and for each rank why it could not, or
     ""."""
+    logical: LogicalCheckpoint | None = None
     relocated: Relocated | None = None
-    problem = ""
+    problem, has_compared_names = "", not other.tensors.is_stage
     while True:
         loaded, lacks_blocks = None, False
         try:
             if not problem:
-                relocated = relocated or _relocated(other, group, held)
+                logical = logical or _logical_of(other, group, held)
+                relocated = relocated or _relocated(other, group, logical, restore)
                 relocated.want_far_blocks()
         except DamagedError as err:
             problem = str(err)
@@ -87,6 +92,9 @@ def _load_on_all(
             lacks_blocks = True
         if other.copies is not None and other.copies.fetch_wanted():
             continue
+        if not has_compared_names:
+            _refuse_held_by_nobody(other, meeting, logical)
+            has_compared_names = True
         try:
             if relocated is not None and not problem:
                 loaded = _load_one(other, group, name, relocated, restore)
@@ -119,14 +127,31 @@ def load_for_copy(other: OtherWorlds, source: Relocated, meeting: Meeting) -> di
             return tensors
 
 
-def _relocated(other: OtherWorlds, group: Group, held: Held) -> Relocated:
-    """Return this rank's parts of one checkpoint. Raises ``DamagedError``, and ``BlocksMissingError`` if blocks must be
+def _logical_of(other: OtherWorlds, group: Group, held: Held) -> LogicalCheckpoint:
+    """Return one checkpoint as logical tensors. Raises ``DamagedError``, and ``BlocksMissingError`` if blocks must be
     read for that."""
     assert other.source is not None, "a checkpoint is loaded"
-    state_of, directory = group.rank if other.has_same_ranks(group) else 0, os.path.dirname(other.path)
-    logical = logical_of(directory, other.source, held, state_of, warns=group.rank == 0)
+    state_of = group.rank if other.has_same_ranks(group) else 0
+    return logical_of(os.path.dirname(other.path), other.source, held, state_of, warns=group.rank == 0)
+
+
+def _relocated(other: OtherWorlds, group: Group, logical: LogicalCheckpoint, restore: LiveRestore) -> Relocated:
+    """Return this rank's parts of one checkpoint. Raises ``DamagedError``, and ``BlocksMissingError`` if blocks must be
+    read for that."""
     refuse_different_ranks(logical)
-    return Relocated(logical, other.parts, group.rank)
+    layout = layout_now(logical, restore.layout)
+    own_place = own_place_of(logical, layout) if other.has_same_ranks(group) else None
+    tensors = other.tensors
+    return Relocated(logical, tensors.parts, group.rank, held=held_by(tensors), ties=tensors.ties, own_place=own_place)
+
+
+def _refuse_held_by_nobody(other: OtherWorlds, meeting: Meeting, logical: LogicalCheckpoint | None) -> None:
+    """Raise ``RankError`` if the checkpoint has a tensor that no rank holds. All ranks call this. ``logical``: None if
+    this rank cannot read it."""
+    names = [] if logical is None else names_of_model(logical.entries)
+    bits = meeting.exchange("tensors that are held", bits_of(names, other.tensors.names))
+    if logical is not None and all(len(one) == len(names) for one in bits):
+        refuse_held_by_nobody(names, logical.entries, bits, f"The checkpoint of step {logical.step}")
 
 
 def _other_parts(own: StoredCheckpoint, now: Relocated) -> list[str]:
@@ -144,9 +169,14 @@ def _load_one(
     """Restore this rank's parts of one checkpoint. Raises ``DamagedError`` and ``BlocksMissingError``."""
     assert other.source is not None, "a checkpoint is loaded"
     has_same_ranks, logical = other.has_same_ranks(group), relocated.logical
+    layout = layout_now(logical, restore.layout)
     reason = describe_from_world(other.source.world_size, group.world_size)
+    averaged = logical.owners_averaged if relocated.own_place is None else []
+    if averaged:
+        reason += f"; {describe_averaged(averaged)}"
     key = None if has_same_ranks else key_of_rank(other.source.run_id, name.step, 0)
-    changed, restarted = moved_state(relocated, other.source.world_size, key, rng.capture())
+    changed, restarted = moved_state(relocated, other.source.world_size, key, rng.capture(), layout)
+    changed["means"] = averaged
     if restarted:
         reason += f"; {describe_restarted(restarted)}"
     if has_same_ranks and restore.layout is not None and group.world_size > 1:

@@ -34,14 +34,14 @@ from lightck.ranks.directory import World, open_worlds, pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.directory import Held, common_checkpoints
-from lightck.restore.together import refuse_other_layouts
+from lightck.restore.together import refuse_other_layouts, refuse_unused_rules
 from lightck.session.arguments import Arguments
 from lightck.session.fetch_pools import Hosts, WorldFacts, report
 from lightck.session.group import Group, directory_id, path_of_pool
 from lightck.session.partial_copies import PartialCopies
+from lightck.session.world_fit import fits
 from lightck.state.local_tensors import reshard
-from lightck.state.parts import Part, parts_of
-from lightck.state.rules import tensors_of
+from lightck.state.rules import ModelTensors, tensors_of
 
 log = logging.getLogger("lightck")
 
@@ -56,8 +56,8 @@ class OtherWorlds:
     or it is not wanted."""
     path: str
     """Of this rank's pool."""
-    parts: Mapping[str, Part]
-    """Name -> part, of the tensors of the model of which this rank holds a part."""
+    tensors: ModelTensors
+    """Of the model on this rank."""
     to_remove: list[str]
     """The pools that this rank removes when all ranks have a checkpoint in their own."""
     candidates: list[tuple[CheckpointId, Held]]
@@ -120,9 +120,10 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
     ``PoolLockedError`` if a pool is in use."""
     reshard(arguments.model)
     refuse_other_layouts(arguments.layout, meeting)
-    parts = parts_of(tensors_of(arguments.model, arguments.layout))
+    tensors = tensors_of(arguments.model, arguments.layout)
+    refuse_unused_rules(arguments.layout, tensors.names, meeting)
     is_lost = arguments.resume and path_of_pool(directory, group.rank, group.world_size) is None
-    own = [_has_other_world(directory, group, parts), directory_id(directory), is_lost, _is_empty(directory)]
+    own = [_has_other_world(directory, group, tensors), directory_id(directory), is_lost, _is_empty(directory)]
     found = [msgpack.unpackb(one) for one in meeting.exchange("kinds of pools", msgpack.packb(own))]
     hosts = Hosts.of([where for _, where, _, _ in found])
     has_other = any(is_other for is_other, _, _, _ in found)
@@ -130,14 +131,14 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
     if len(hosts.ranks_of) > 1 and (has_other or lost):
         hosts = hosts.merged(directory, group, meeting)
     if len(hosts.ranks_of) > 1 and has_other and arguments.overwrite:
-        return _discard_all(directory, group, parts, hosts)
+        return _discard_all(directory, group, tensors, hosts)
     if len(hosts.ranks_of) > 1 and (has_other or lost):
-        return _over_hosts(directory, group, meeting, arguments, parts, hosts, lost, has_other=has_other)
+        return _over_hosts(directory, group, meeting, arguments, tensors, hosts, lost, has_other=has_other)
     if not has_other:
         return None
     with ExitStack() as stack:
         worlds = stack.enter_context(open_worlds(directory))
-        choice = _choose(meeting, directory, worlds, group, parts, overwrite=arguments.overwrite)
+        choice = _choose(meeting, directory, worlds, group, tensors, overwrite=arguments.overwrite)
         _refuse_unasked(directory, choice, arguments)
         paths = _new_paths(directory, choice, group)
         kept = {*paths, *(choice.paths if choice.is_own else ())}
@@ -153,7 +154,7 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
         return OtherWorlds(
             source=None if choice.is_own else choice.world,
             path=paths[group.rank],
-            parts=parts,
+            tensors=tensors,
             to_remove=[path for path in mine if path not in left],
             candidates=sorted(choice.common.items(), reverse=True, key=lambda one: one[0]),
             incarnation=max(world.incarnation for world in worlds),
@@ -183,7 +184,7 @@ def _needs_other_hosts(facts: Sequence[WorldFacts], hosts: Hosts, lost: Sequence
     return moved or any(holds_shares or hosts.of_rank[rank] not in at_home for rank in lost)
 
 
-def _discard_all(directory: str, group: Group, parts: Mapping[str, Part], hosts: Hosts) -> OtherWorlds:
+def _discard_all(directory: str, group: Group, tensors: ModelTensors, hosts: Hosts) -> OtherWorlds:
     """``find_other_worlds`` with ``overwrite=True``: nothing is loaded, and no pool is opened."""
     paths = [os.path.join(directory, pool_name(rank, group.world_size)) for rank in range(group.world_size)]
     kept = {paths[rank] for rank in hosts.ranks_of[hosts.of_rank[group.rank]]}
@@ -192,7 +193,7 @@ def _discard_all(directory: str, group: Group, parts: Mapping[str, Part], hosts:
     with ExitStack() as stack:
         for path in mine:
             stack.callback(PoolLock(path).release)
-        return OtherWorlds(None, paths[group.rank], parts, mine, [], 0, stack.pop_all())
+        return OtherWorlds(None, paths[group.rank], tensors, mine, [], 0, stack.pop_all())
     raise AssertionError("the block returns or raises")
 
 
@@ -201,7 +202,7 @@ def _over_hosts(
     group: Group,
     meeting: Meeting,
     arguments: Arguments,
-    parts: Mapping[str, Part],
+    tensors: ModelTensors,
     hosts: Hosts,
     lost: Sequence[int],
     *,
@@ -214,7 +215,7 @@ def _over_hosts(
     if not has_other and not _needs_other_hosts(facts, hosts, lost):
         return None
     unfit = [
-        world.world_id for world in facts if not _fits_own(directory, group, parts, world, hosts.of_rank[group.rank])
+        world.world_id for world in facts if not _fits_own(directory, group, tensors, world, hosts.of_rank[group.rank])
     ]
     own = msgpack.packb([unfit, os.urandom(4).hex()])
     received = [msgpack.unpackb(one) for one in meeting.exchange("worlds", own)]
@@ -250,7 +251,7 @@ def _over_hosts(
         return OtherWorlds(
             source=None if is_own else choice.world,
             path=paths[group.rank],
-            parts=parts,
+            tensors=tensors,
             to_remove=mine,
             candidates=_candidates_of_all(meeting, choice),
             incarnation=max(incarnations, default=0),
@@ -311,14 +312,14 @@ def _opened(directory: str, number: int, world: WorldFacts, copies: PartialCopie
     return World(world.run_id, world.world_id, world.world_size, dict(sorted(readers.items())))
 
 
-def _fits_own(directory: str, group: Group, parts: Mapping[str, Part], world: WorldFacts, number: int) -> bool:
+def _fits_own(directory: str, group: Group, tensors: ModelTensors, world: WorldFacts, number: int) -> bool:
     """Whether this rank's own pool of a world fits its parts. True if it has none in its directory."""
     files = world.pools.get(group.rank, ())
     own = next((one for one in files if one.directory == number and not one.is_copy), None)
     if own is None:
         return True
     with closing(open_pool(os.path.join(directory, own.name))) as reader:
-        return reader.group is not None and _fits(reader, parts)
+        return reader.group is not None and fits(reader, tensors)
 
 
 def _newest_of(facts: Sequence[WorldFacts], hosts: Hosts, not_own: set[bytes]) -> WorldFacts | None:
@@ -348,7 +349,7 @@ def _refuse_unasked(directory: str, choice: _Choice, arguments: Arguments) -> No
         )
 
 
-def _has_other_world(directory: str, group: Group, parts: Mapping[str, Part]) -> bool:
+def _has_other_world(directory: str, group: Group, tensors: ModelTensors) -> bool:
     """Whether this rank sees that there are pools of another world. Only this rank's own pool is opened."""
     standard = {pool_name(rank, group.world_size) for rank in range(group.world_size)}
     if any(path.name not in standard for path in pools_in(directory)):
@@ -359,25 +360,12 @@ def _has_other_world(directory: str, group: Group, parts: Mapping[str, Part]) ->
         if identity is None:  # the pool of a single process
             return group.world_size == 1
         if (identity.rank, identity.world_size) == (group.rank, group.world_size):
-            return not _fits(reader, parts)
+            return not fits(reader, tensors)
     found = path_of_pool(directory, group.rank, group.world_size)
     if found is None:
         return False
     with closing(open_pool(found)) as reader:
-        return not _fits(reader, parts)
-
-
-def _fits(reader: PoolReader, parts: Mapping[str, Part]) -> bool:
-    """Whether the tensors of the model that this pool holds are the parts that this rank holds. (Other differences
-    between pool and model are found by the restore.) Shares that a rank wrote of whole tensors are no parts."""
-    for entry in reader.entries:
-        if entry.role in ("param", "buffer"):
-            part = parts.get(entry.name)
-            held = (None, None) if part is None else (part.logical_shape, part.pieces)
-            saved = (None, None) if reader.parts_are_shares else (entry.logical_shape, entry.pieces)
-            if saved != held:
-                return False
-    return True
+        return not fits(reader, tensors)
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -418,7 +406,7 @@ def _choose(
     directory: str,
     worlds: Sequence[World],
     group: Group,
-    parts: Mapping[str, Part],
+    tensors: ModelTensors,
     *,
     overwrite: bool,
 ) -> _Choice:
@@ -427,7 +415,7 @@ def _choose(
     unfit = [
         world.world_id
         for world in worlds
-        if (reader := world.readers.get(group.rank)) is not None and (reader.group is None or not _fits(reader, parts))
+        if (reader := world.readers.get(group.rank)) is not None and (reader.group is None or not fits(reader, tensors))
     ]
     received = [msgpack.unpackb(one) for one in meeting.exchange("worlds", msgpack.packb([unfit, os.urandom(4).hex()]))]
     not_own = {world_id for ids, _ in received for world_id in ids}

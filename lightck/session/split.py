@@ -67,16 +67,43 @@ def shares_of(
 def _warn_of_tensors_without_rule(capture: Capture, meeting: Meeting) -> None:
     """With a layout: warn if a parameter without a rule has different bytes on two ranks. It may be a part whose rule
     is missing. All ranks call this."""
+    assert capture.layout is not None, "the caller has checked it"
     lives = [live for live in capture.tensors() if live.role == "param" and live.alias is None and live.part is None]
-    whole = [live for live in lives if live.dtensor is None]
-    _, differing = _compared(_digests(whole), meeting, range(meeting.world_size))
-    if differing and meeting.rank == 0:
+    averaged = capture.layout.averaged(live.name.removeprefix("model/") for live in lives)
+    whole = [live for live in lives if live.dtensor is None and live.name.removeprefix("model/") not in averaged]
+    if capture.layout.stages > 1:
+        differing = _differing_between_stages(_digests(whole), capture.layout.stage, meeting)
+    else:
+        _, differing = _compared(_digests(whole), meeting, range(meeting.world_size))
+    if differing and meeting.rank == 0 and capture.layout.stages > 1:
+        log.warning(
+            "lightck: several ranks hold %s, and have different bytes there. Each rank gets its own back, but no other "
+            "number of ranks or stages can load them. If they are other tensors, correct the names that rename of "
+            "layout= makes; if they are parts, give them a rule",
+            listed(differing, 3),
+        )
+    elif differing and meeting.rank == 0:
         log.warning(
             "lightck: layout= has no rule for %s, and the ranks have different bytes there. Each rank gets its own "
             "back, but no other number of ranks can load them, and recover and export take those of rank 0. If they "
             "are parts, give them a rule",
             listed(differing, 3),
         )
+
+
+def _differing_between_stages(own: Mapping[str, bytes], stage: int, meeting: Meeting) -> list[str]:
+    """Return the names of the tensors of which two of the ranks that hold them have different bytes. If the ranks of
+    each stage have the same, only the first one of each stage sends the digests of its tensors."""
+    together = [stage, blake2b(msgpack.packb(dict(own)), digest_size=16).digest()]
+    found = [msgpack.unpackb(one) for one in meeting.exchange("digests of stages", msgpack.packb(together))]
+    first_of = {of: rank for rank, (of, _) in reversed(list(enumerate(found)))}
+    are_same = all(digest == found[first_of[of]][1] for of, digest in found)
+    sends = not are_same or first_of[stage] == meeting.rank
+    digests: dict[str, set[bytes]] = {}
+    for data in meeting.exchange("digests of tensors", msgpack.packb(dict(own) if sends else {})):
+        for name, digest in msgpack.unpackb(data).items():
+            digests.setdefault(name, set()).add(digest)
+    return sorted(name for name, of_name in digests.items() if len(of_name) > 1)
 
 
 def _candidates(lives: Sequence[Live], replicated: set[int]) -> dict[str, Live]:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightck.errors import StateValueError, UnsupportedError
+from lightck.errors import LayoutError, StateValueError, UnsupportedError
+from lightck.layout import Layout
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.shares import Share, entry_of_share
 from lightck.state.device_transfers import is_dense_tensor
@@ -141,8 +142,11 @@ def _own_names(module: nn.Module) -> Iterator[str]:
 class ModelView:
     """Parameters, persistent buffers and extra state of a module tree."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layout: Layout | None = None) -> None:
+        """``layout``: says which names tensors have in the whole model, if the model is a stage of it. Raises
+        ``LayoutError`` if it gives two tensors one name."""
         self.model = model
+        self._layout = layout
         self._dtensors: dict[tuple[int, str], tuple[dict[str, Any], torch.Tensor]] = {}
         """(id of a dict in ``_sharded``, key) -> the dict, and the DTensor that was last found there."""
         self._is_sharded_late = False
@@ -161,6 +165,9 @@ class ModelView:
         self._sharded: set[int] = set()
         """Ids of the parameter dicts of the modules for which ``fully_shard`` was called, and of those below them."""
         layers: dict[int, int] = {}
+        self.local_names: dict[str, str] = {}
+        """Name of each tensor and extra state -> its name in this model; without the prefix ``model/``. (A layout may
+        rename.)"""
         for prefix, module in clean_prefixes(self.model):
             refuse_script(prefix, module)
             if is_fully_sharded(module):
@@ -168,14 +175,25 @@ class ModelView:
             layer = layers.setdefault(id(module), len(layers))
             self._structures_seen.append((module, _structure_of(module)))
             for key in module._parameters:
-                self._homes.append((module._parameters, key, f"model/{prefix}{key}", "param", layer))
+                self._homes.append((module._parameters, key, self._name_of(f"{prefix}{key}"), "param", layer))
             for key in module._buffers:
                 if key not in module._non_persistent_buffers_set:
-                    self._homes.append((module._buffers, key, f"model/{prefix}{key}", "buffer", layer))
+                    self._homes.append((module._buffers, key, self._name_of(f"{prefix}{key}"), "buffer", layer))
                     self._buffer_homes.append(self._homes[-1])
             if type(module).get_extra_state is not nn.Module.get_extra_state:
-                self.extra.append((f"{prefix}_extra_state", module))
+                self.extra.append((self._name_of(f"{prefix}_extra_state").removeprefix("model/"), module))
         self._dtensors = {place: found for place, found in self._dtensors.items() if place[0] in self._sharded}
+
+    def _name_of(self, local_name: str) -> str:
+        """Return the name of a tensor in the pool."""
+        name = local_name if self._layout is None else self._layout.name_of(local_name)
+        other = self.local_names.setdefault(name, local_name)
+        if other != local_name:
+            raise LayoutError(
+                f"rename of layout= gives the tensors {other!r} and {local_name!r} of this rank one name, {name!r}. "
+                "Correct the patterns: each tensor has a name of its own in the whole model."
+            )
+        return f"model/{name}"
 
     def refresh(self) -> bool:
         """If a module, parameter name or buffer name was added, removed or replaced since the last search, find all
@@ -258,8 +276,7 @@ class ModelView:
 
     def refuse_hidden_state(self) -> None:
         """Raise ``StateValueError`` for a module with state that is no parameter, buffer or extra state."""
-        known = {name.removeprefix("model/") for _, _, name, _, _ in self._homes} | {name for name, _ in self.extra}
-        refuse_hidden_state(clean_prefixes(self.model), known)
+        refuse_hidden_state(clean_prefixes(self.model), set(self.local_names.values()))
 
     def vacant_buffers(self) -> Iterator[tuple[str, dict[str, object], str]]:
         """Yield (name, dict, key) of each persistent buffer that is None now."""

@@ -86,7 +86,7 @@ def mesh_of(lives: Iterable[Live], layout: Layout | None = None) -> tuple[Ints, 
     meshes = [live.dtensor.device_mesh for live in lives if is_dtensor(live.dtensor)]
     mesh = max(meshes, key=lambda one: (one.size(), one.ndim), default=None)
     if mesh is None or mesh.size() < 2 or mesh.get_coordinate() is None:
-        return ((), ()) if layout is None else ((layout.place.size,), (layout.place.rank,))
+        return ((), ()) if layout is None else (layout.mesh_shape, layout.coordinate)
     return tuple(mesh.shape), tuple(mesh.get_coordinate())
 
 

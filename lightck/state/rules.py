@@ -7,23 +7,52 @@ of its logical tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
 from lightck.errors import LayoutError
-from lightck.layout import Layout, Rule
+from lightck.layout import Average, Layout, Rule
 from lightck.pool.format.layout import Entry
 from lightck.state.inventory import Live, ModelView, param_of
-from lightck.state.parts import Part
+from lightck.state.parts import Part, parts_of
 
 
-def tensors_of(model: nn.Module, layout: Layout | None) -> list[Live]:
+class ModelTensors(NamedTuple):
+    """The tensors that a model has on this rank, without those of optimizers."""
+
+    lives: list[Live]
+    parts: dict[str, Part]
+    """Name -> part, of those that are parts."""
+    names: frozenset[str]
+    """Of all of them."""
+    params: frozenset[str]
+    """Names of the parameters."""
+    ties: dict[str, str]
+    """Name of a tied tensor -> the name under which its bytes are saved."""
+    extra: frozenset[str]
+    """Names of the modules' extra states, without prefix."""
+    is_stage: bool
+    """Whether the ranks of other pipeline stages have other tensors."""
+
+
+def tensors_of(model: nn.Module, layout: Layout | None) -> ModelTensors:
     """Return the tensors of a model, with their parts. Raises ``LayoutError`` unless each rule fits them."""
-    lives = ModelView(model).tensors(None)
+    view = ModelView(model, layout)
+    lives = view.tensors(None)
     if layout is not None:
+        layout.refuse_unused_renames(view.local_names.values())
         layout.refuse_unused([live.name.removeprefix("model/") for live in lives])
         assign_parts(layout, lives)
-    return lives
+    return ModelTensors(
+        lives,
+        parts_of(lives),
+        frozenset(live.name for live in lives),
+        frozenset(live.name for live in lives if live.role == "param"),
+        {live.name: live.alias for live in lives if live.alias is not None},
+        frozenset(name for name, _ in view.extra),
+        layout is not None and layout.stages > 1,
+    )
 
 
 def assign_parts(layout: Layout | None, lives: Sequence[Live]) -> None:
@@ -67,6 +96,11 @@ def _part(layout: Layout, rule: Rule | None, live: Live) -> Part | None:
         raise LayoutError(
             f"layout= has the rule {rule!r} for the tensor {live.name!r}, which is a DTensor and says by itself which "
             "part of it a rank holds. Remove the rule."
+        )
+    if isinstance(rule, Average) and not live.tensor.is_floating_point():
+        raise LayoutError(
+            f"layout= has the rule Average() for the tensor {live.name!r}, which is of the dtype {live.tensor.dtype}. "
+            "Nobody can take a mean of such values. Use Replicated(), or no rule."
         )
     shape = tuple(live.tensor.shape)
     found = layout.part(live.name.removeprefix("model/"), rule, shape)

@@ -16,7 +16,7 @@ from crash.messages import Node, parse
 from lightck.errors import LightckError
 from lightck.pool.format import layout
 from lightck.pool.format.group import GroupIdentity
-from lightck.pool.format.pieces import Placement, Shard, StridedShard, local_pieces
+from lightck.pool.format.pieces import Placement, Shard, StridedShard, flat_pieces, local_pieces
 from lightck.pool.format.structures import (
     NEXT_ENTRIES_MAX,
     NEXT_NBYTES,
@@ -166,6 +166,8 @@ def _parts() -> list[layout.Entry]:
                 pieces=pieces,
             )
         )
+    flat = layout.Entry("model/flat", "param", "float32", (14,), (1,), 56)
+    found.append(flat._replace(logical_shape=(3, 4, 2), pieces=flat_pieces((3, 4, 2), 5, 17)))
     return layout.place(found, 0)[0]
 
 

@@ -169,10 +169,31 @@ def test_flat_ranges(lengths, padding):
             assert (uncovered(others) is None) == (lengths[left_out] == 0)
 
 
+@given(st.lists(st.integers(0, 4), max_size=4), st.data())
+def test_flat_ranges_of_tensors_with_any_number_of_dimensions(shape, data):
+    """Cut anywhere, also in the middle of a row; put together by numpy, which knows of no boxes."""
+    n, n_ranks = int(np.prod(shape, dtype=int)), data.draw(st.integers(1, 4))
+    ends = [*sorted(data.draw(st.lists(st.integers(0, n), min_size=n_ranks - 1, max_size=n_ranks - 1))), n]
+    whole, found, padding = numbered(tuple(shape)), np.full(shape, -2), data.draw(st.integers(0, 3))
+    for rank, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)):
+        local = np.concatenate([whole.reshape(-1)[start:stop], np.full(padding, PADDING)])
+        logical, pieces = pieces_of(Flat(tuple(shape), start, stop), local, rank, n_ranks)
+        assert logical == tuple(shape)
+        assert len(pieces) <= max(1, 2 * len(shape) - 1)
+        if start < stop:
+            assert parse_pieces([list(map(list, one)) for one in pieces], list(shape), local.shape) == pieces
+        for begin, size, (at, *_) in pieces:
+            box = tuple(slice(a, a + length) for a, length in zip(begin, size, strict=True))
+            found[box] = local[at : at + int(np.prod(size, dtype=int))].reshape(size)
+    assert (found == whole).all()
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Flat((4, 4), 0, 8), "does not have one dimension"),
+        (lambda: Flat((4, 4), 0, 17), "no elements 0 to 17"),
+        (lambda: Flat((1,) * 65, 0, 1), "more than 64 dimensions"),
+        (lambda: Flat((2**40, 2**40), 0, 1), "cannot have the shape"),
         (lambda: Flat((4,), 3, 2), "no elements 3 to 2"),
         (lambda: Flat((4,), 0, 5), "no elements 0 to 5"),
     ],

@@ -242,6 +242,26 @@ def merged(folder: Path) -> dict[str, Merged]:
     return values(run_ranks(1, body, has_group=False))[0]
 
 
+AVERAGE = "parameter_to_average_patterns"
+
+
+def averaged(folder: Path, slices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What DeepSpeed makes of a parameter that each rank holds whole, with values of its own."""
+
+    def body(rank: int) -> torch.Tensor:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        merge = importlib.import_module("deepspeed.checkpoint.ds_to_universal").merge_tp_slices
+        for at, one in enumerate(slices):
+            for kind in KINDS:
+                (folder / "slices" / "tensor" / str(at)).mkdir(parents=True, exist_ok=True)
+                torch.save(one.flatten(), folder / "slices" / "tensor" / str(at) / f"{kind}.00")
+        where = str(folder / "universal"), str(folder / "slices")
+        merge({AVERAGE: [ALL]}, *where, len(slices), ("tensor", [one.shape for one in slices]))
+        return torch.load(folder / "universal" / "tensor" / "exp_avg_sq.pt", weights_only=False)["param"]
+
+    return values(run_ranks(1, body, has_group=False))[0]
+
+
 def _merged(case: Case, folder: Path) -> Merged:
     """Save the slices as DeepSpeed's tool has them between its two steps, and run the second step."""
     affine = importlib.import_module("deepspeed.checkpoint.affine")

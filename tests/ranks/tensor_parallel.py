@@ -63,7 +63,7 @@ def n_rows(tp: int) -> int:
     return -(-VOCABULARY // (4 * tp)) * 4 * tp
 
 
-class _Copied(torch.autograd.Function):
+class Copied(torch.autograd.Function):
     """The same on all ranks; their gradients are added."""
 
     @staticmethod
@@ -78,7 +78,7 @@ class _Copied(torch.autograd.Function):
         return grad, None
 
 
-class _Added(torch.autograd.Function):
+class Added(torch.autograd.Function):
     """The sum over all ranks; each gets the gradient of the sum."""
 
     @staticmethod
@@ -111,15 +111,15 @@ class Net(nn.Module):
         n = self.embed.num_embeddings
         own = (tokens >= self.rank * n) & (tokens < (self.rank + 1) * n)
         found = self.embed((tokens - self.rank * n).clamp(0, n - 1)) * own[..., None]
-        hidden = _Added.apply(found, self.group)
-        q, k, v = self.qkv(_Copied.apply(self.norm(hidden), self.group)).split([one // self.tp for one in QKV], -1)
+        hidden = Added.apply(found, self.group)
+        q, k, v = self.qkv(Copied.apply(self.norm(hidden), self.group)).split([one // self.tp for one in QKV], -1)
         mixed = (torch.tanh(q.unflatten(-1, (-1, 2)) * k[..., None]) + v[..., None]).flatten(-2)
         with torch.no_grad():
             self.seen += mixed.sum((0, 1))
-        hidden = hidden + _Added.apply(nn.functional.linear(mixed, self.proj.weight), self.group) + self.proj.bias
-        logits = self.head(_Copied.apply(hidden, self.group))
+        hidden = hidden + Added.apply(nn.functional.linear(mixed, self.proj.weight), self.group) + self.proj.bias
+        logits = self.head(Copied.apply(hidden, self.group))
         real = torch.arange(n) + self.rank * n < VOCABULARY
-        return _Added.apply((logits * real).pow(2).sum(), self.group)
+        return Added.apply((logits * real).pow(2).sum(), self.group)
 
 
 def build(world: World, rank: int, seed: int = 0, group: Any = None) -> tuple[Net, torch.optim.Optimizer]:

@@ -18,9 +18,11 @@ import pytest
 import torch
 from boxes_by_hand import at
 
+from lightck.layout import Flat, Place
 from lightck.pool.format.assembly import Copy, assembly, coverage, local_copies
 from lightck.pool.format.boxes import Box, Ints, flat_boxes, intersection, whole_box
 from lightck.pool.format.pieces import Piece, Shard, local_pieces
+from lightck.restore.averages import mean_of
 
 from . import deepspeed_slices, two_by_two, zero
 from .deepspeed_slices import Merged
@@ -152,6 +154,24 @@ def test_flat_partitions_are_the_tensors_of_the_universal_checkpoint(saved, case
     assert n_tensors == len(list(zero.Model().parameters())) * len(KINDS)
 
 
+@pytest.mark.parametrize("case", CONVERTED)
+def test_flat_rules_are_the_tensors_of_the_universal_checkpoint(saved, case):
+    """What a rank's tensor would be whose rule is ``Flat``: its range, and after it what else the partition holds."""
+    for group in saved[case].groups:
+        of_ranks = parts(saved[case].stage, group)
+        for name, shape in group.shapes.items():
+            held_by = [(rank, of_rank[name]) for rank, of_rank in enumerate(of_ranks) if name in of_rank]
+            rules = [Flat(shape, part.start, part.stop) for _, part in held_by]
+            for kind in KINDS:
+                whole = torch.full(shape, torch.nan)
+                for (rank, part), rule in zip(held_by, rules, strict=True):
+                    local = group.partitions[rank][kind][part.place :]
+                    for start, size, place in rule.part(local.shape, Place(rank, len(of_ranks)))[1]:
+                        values = local[place[0] : place[0] + math.prod(size)]
+                        whole[at(Box(start, size))] = values.view(size)
+                assert is_equal(whole, saved[case].universal[name][kind].view(shape)), f"{name}, {kind}"
+
+
 @pytest.mark.parametrize("case", [name for name in CONVERTED if zero.CASES[name].stage < 3])
 def test_who_holds_which_range_is_what_deepspeed_says(saved, case):
     for group in saved[case].groups:
@@ -243,6 +263,15 @@ def test_slices_are_the_tensor_that_deepspeed_merges(merged, name):
         ours = filled(case.logical_shape, copies, case.slices(whole))
         assert is_equal(ours, merged[name].tensors[kind])
         assert is_equal(ours, whole[: case.logical_shape[0]])
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 7])
+def test_the_mean_is_that_of_deepspeed(folder_of_all, n_ranks):
+    slices = [torch.randn(9, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(n_ranks)]
+    slices[0][0, 0] = slices[-1][0, 0] = -0.0
+    ours = mean_of(slices)
+    assert is_equal(ours, deepspeed_slices.averaged(folder_of_all / f"averaged-{n_ranks}", slices))
+    assert not is_equal(ours, mean_of(slices[::-1])) or n_ranks == 2, "the order counts"
 
 
 @pytest.mark.parametrize("name", [name for name, case in deepspeed_slices.CASES.items() if case.map])

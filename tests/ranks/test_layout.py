@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import everything, log_lines, run_ranks, values
+from ranked import die, everything, log_lines, run_ranks, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -416,6 +416,133 @@ def test_flat_ranges_with_a_hole_are_refused(pools):
 
     assert all("No rank holds the elements from 12 on of the tensors that match 'flat'" in text
                for text in values(run_ranks(2, run)))  # fmt: skip
+
+
+WIDE = (5, 3, 4)
+"""Neither the number of ranks nor a row divides its elements."""
+
+
+class FlatWideNet(nn.Module):
+    """Holds a range of each of three parameters of several dimensions, as a flat tensor with padding: what ZeRO-3
+    keeps. ``large``: also of one with several blocks."""
+
+    def __init__(self, ranks: int, rank: int, seed: int, *, large: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.shapes = {"wide": WIDE, "matrix": (7, 2), "scalar": ()} | ({"large": (1100, 700)} if large else {})
+        self.ranges = {}
+        for name, shape in self.shapes.items():
+            n = torch.Size(shape).numel()
+            each = -(-n // ranks)
+            self.ranges[name] = min(rank * each, n), min((rank + 1) * each, n)
+            held = torch.randn(shape).reshape(-1)[slice(*self.ranges[name])]
+            padding = torch.full((each + 2 - len(held),), 99.0)  # also in the middle, if all tensors are joined
+            self.register_parameter(name, nn.Parameter(torch.cat([held, padding])))
+
+    def layout(self, ranks: int, rank: int) -> Layout:
+        return Layout({name: Flat(shape, *self.ranges[name]) for name, shape in self.shapes.items()}, rank, ranks)
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        sum(p.pow(3).sum() for p in self.parameters()).backward()
+        optimizer.step()
+
+
+def train_flat(pools: Path, ranks: int, steps: int, seed: int, *, kill: int | None = None, large: bool = False) -> Any:
+    def run(rank: int) -> Any:
+        model = FlatWideNet(ranks, rank, seed, large=large)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        given = {"optimizer": optimizer, "layout": model.layout(ranks, rank), "resume": True, "timeout": 60}
+        with lightck.attach(model, pools, **given) as session:
+            began, first = session.step, local_tensors(model, optimizer)
+            for step in range(began, steps):
+                if kill == step and rank == 0:
+                    die()
+                model.update(optimizer)
+                session.end_step()
+            exact = session.recovered.exact if session.recovered is not None else None
+        return began, first, local_tensors(model, optimizer), exact
+
+    return run_ranks(ranks, run)
+
+
+def flat_wholes(locals_: Sequence[dict[Any, torch.Tensor]], shapes: dict[str, Any]) -> dict[Any, torch.Tensor]:
+    """By hand, with nothing of lightck."""
+    found = {}
+    for (name, key), first in locals_[0].items():
+        n = torch.Size(shapes[name]).numel()
+        each = -(-n // len(locals_))
+        joined = torch.cat([one[name, key][:each] for one in locals_]) if first.ndim else first
+        found[name, key] = joined[:n].reshape(shapes[name]) if first.ndim else joined
+    return found
+
+
+@pytest.mark.parametrize("new", [1, 2, 3, 4])
+def test_flat_ranges_of_several_dimensions_are_killed_resumed_and_moved(pools, new):
+    assert train_flat(pools, 3, 8, 0, kill=4)[0].is_killed
+    resumed = values(train_flat(pools, 3, 8, 1))
+    assert {one[0] for one in resumed} <= {3, 4}
+    alone = values(train_flat(pools.with_name("never-killed"), 3, 8, 0))
+    shutil.rmtree(pools.with_name("never-killed"))
+    assert all(same(one[2], other[2]) for one, other in zip(resumed, alone, strict=True)), "padding too"
+    shapes = FlatWideNet(1, 0, 0).shapes
+    expected = flat_wholes([one[2] for one in resumed], shapes)
+    whole = lightck.recover(pools)
+    for (name, key), value in expected.items():
+        assert torch.equal(whole.tensor(f"optimizer/{name}/{key}" if key else f"model/{name}"), value), (name, key)
+    with lightck.recover(pools, lazy=True) as lazy:
+        box = lazy.read("model/wide", (1, 1, 1), (4, 2, 3))
+    assert torch.equal(box, expected["wide", ""][1:5, 1:3, 1:4])
+    moved = values(train_flat(pools, new, 8, 2))
+    assert {one[0] for one in moved} == {8}
+    assert {one[3] for one in moved} == {new == 3}
+    assert same(flat_wholes([one[1] for one in moved], shapes), expected)
+
+
+@pytest.mark.parametrize("difference", [0.0, 1.0])
+def test_flat_ranges_that_overlap_must_hold_the_same_there(pools, difference):
+    """The elements 6 and 7 of 12; in the middle of a row."""
+
+    def run(rank: int) -> None:
+        model = nn.ParameterDict({"flat": torch.arange(12.0)[[slice(0, 8), slice(6, 12)][rank]]})
+        with torch.no_grad():
+            model["flat"][0] += difference * rank
+        layout = Layout({"flat": Flat((4, 3), *[(0, 8), (6, 12)][rank])}, rank, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        lightck.attach(model, pools, optimizer=optimizer, layout=layout, timeout=60).close()
+
+    values(run_ranks(2, run))
+    whole = nn.ParameterDict({"flat": torch.zeros(4, 3)})
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    if difference:
+        with pytest.raises(RankError, match="model/flat"):
+            lightck.attach(whole, pools, optimizer=optimizer, resume=True)
+        assert not whole["flat"].any()
+    else:
+        lightck.attach(whole, pools, optimizer=optimizer, resume=True).close()
+        assert torch.equal(whole["flat"], torch.arange(12.0).view(4, 3))
+
+
+def test_flat_ranges_with_many_blocks_go_to_columns_and_back(pools):
+    """A box of a range begins and ends in the middle of a block. As ranks with columns hold them, and flat again."""
+    saved = values(train_flat(pools, 3, 1, 0, large=True))
+    shapes = FlatWideNet(1, 0, 0, large=True).shapes
+    expected = flat_wholes([one[2] for one in saved], shapes)
+
+    def with_columns(rank: int) -> Any:
+        model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items() if name != "large"})
+        model["large"] = nn.Parameter(torch.zeros(1100, 350))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        layout = Layout({"large": Shard(1)}, rank, 2)
+        with lightck.attach(model, pools, optimizer=optimizer, layout=layout, resume=True, timeout=60):
+            return local_tensors(model, optimizer)
+
+    columns = values(run_ranks(2, with_columns))
+    for key in ("", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(torch.cat([one["large", key] for one in columns], 1), expected["large", key])
+        assert all(torch.equal(one["wide", key], expected["wide", key]) for one in columns)
+    back = values(train_flat(pools, 2, 1, 3, large=True))
+    assert same(flat_wholes([one[1] for one in back], shapes), expected)
 
 
 # -- with DTensors -----------------------------------------------------------------------------------------------------

@@ -5,8 +5,11 @@ in a single process. A ``Piece`` is a box that lies in both tensors. The functio
 rank from its placements, and check pieces that were read from a pool. (``assembly.py`` puts the pieces of several ranks
 together.) Some elements of a local tensor may belong to no piece (padding).
 
-Everything is counted in elements, from 0; every tuple has one integer for each dimension. Nothing here knows of torch,
-and nothing loops over elements: the cost depends on the number of boxes.
+A local tensor of one dimension may hold a tensor of any other number of dimensions *flat* (ZeRO): the elements of each
+piece then lie one after the other in it, in C order, and the piece's start in it is one number.
+
+Everything is counted in elements, from 0; every other tuple has one integer for each dimension. Nothing here knows of
+torch, and nothing loops over elements: the cost depends on the number of boxes.
 """
 
 from __future__ import annotations
@@ -18,11 +21,23 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from lightck.errors import UnsupportedError
-from lightck.pool.format.boxes import Box, Ints, are_ints, are_sizes, check_shape, corners, is_in, overlapping_pairs
+from lightck.pool.format.boxes import (
+    Box,
+    Ints,
+    are_ints,
+    are_sizes,
+    check_shape,
+    corners,
+    flat_boxes,
+    is_in,
+    overlapping_pairs,
+)
 from lightck.pool.format.structures import DamagedError
 
 PIECES_MAX = 1 << 12
 """Maximum number of pieces of one local tensor that a pool may have. Each is compared with many others."""
+FLAT_NDIM_MAX = 64
+"""Maximum number of dimensions of a tensor that is held flat."""
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -36,6 +51,27 @@ class Piece(NamedTuple):
     size: Ints
     local_start: Ints
     """First element in the local tensor."""
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether the elements lie one after the other in a local tensor of one dimension, and the logical tensor has
+        another number of dimensions."""
+        return len(self.local_start) != len(self.size)
+
+    @property
+    def local_size(self) -> Ints:
+        """Number of elements in each dimension of the local tensor."""
+        return (math.prod(self.size),) if self.is_flat else self.size
+
+    @property
+    def alone(self) -> Piece:
+        """The piece as it lies in a tensor that is nothing but this piece."""
+        return self._replace(local_start=(0,) * len(self.size))
+
+
+def is_flat(pieces: Sequence[Piece]) -> bool:
+    """Whether a local tensor with these pieces holds a tensor of another number of dimensions."""
+    return any(piece.is_flat for piece in pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +209,17 @@ def pieces_of_runs(dims: list[Runs]) -> Iterator[Piece]:
         yield Piece(start, size, local_start)
 
 
+def flat_pieces(shape: Sequence[int], start: int, stop: int) -> tuple[Piece, ...]:
+    """Return the pieces of a local tensor of one dimension that begins with the elements ``start`` to ``stop``
+    (excluded) of a logical tensor of this shape, in C order. There are at most ``2 * ndim - 1``. Raises ``ValueError``
+    as ``flat_boxes`` does."""
+    found, at = [], 0
+    for box in flat_boxes(shape, start, stop):
+        found.append(Piece(box.start, box.size, (at,)))
+        at += math.prod(box.size)
+    return tuple(found)
+
+
 # -- from a pool ------------------------------------------------------------------------------------------------------
 
 
@@ -186,30 +233,39 @@ def parse_pieces(items: object, shape: object, local_shape: Sequence[int]) -> tu
     Raises ``DamagedError`` unless all of these conditions hold:
 
     - Each value has its type.
-    - The logical tensor has as many dimensions as the local tensor, and less than 2**63 elements.
+    - The logical tensor has as many dimensions as the local tensor, or the local tensor has one (it is flat, and the
+      logical one has at most ``FLAT_NDIM_MAX``). The logical tensor has less than 2**63 elements.
     - Each piece has one number for each dimension, has at least one element, and lies in both tensors.
     - There are no more pieces than ``PIECES_MAX``, nor than elements in the local tensor.
     - No two pieces have an element of the local tensor in common."""
-    if not are_sizes(shape, len(local_shape)):
+    ndim = len(shape) if isinstance(shape, (list, tuple)) and _may_be_flat(shape, local_shape) else len(local_shape)
+    if not are_sizes(shape, ndim):
         raise DamagedError("pieces: the logical shape does not fit the tensor, or is too large")
     if not isinstance(items, (list, tuple)) or len(items) > min(PIECES_MAX, math.prod(local_shape)):
         raise DamagedError("pieces: they are no list, or more than the tensor can have")
     pieces = tuple(_parsed(item, shape, local_shape) for item in items)
-    in_local = corners([Box(piece.local_start, piece.size) for piece in pieces], len(local_shape))
+    in_local = corners([Box(piece.local_start, piece.local_size) for piece in pieces], len(local_shape))
     for first, second in overlapping_pairs(*in_local):
         one, other = pieces[first[0]].local_start, pieces[second[0]].local_start
         raise DamagedError(f"pieces: those at {one} and {other} of the local tensor overlap")
     return pieces
 
 
+def _may_be_flat(shape: Sequence[object], local_shape: Sequence[int]) -> bool:
+    return len(local_shape) == 1 and len(shape) <= FLAT_NDIM_MAX
+
+
 def _parsed(item: object, shape: Sequence[int], local_shape: Sequence[int]) -> Piece:
     """Parse one piece. Raises ``DamagedError``."""
-    ndim = len(local_shape)
-    if not isinstance(item, (list, tuple)) or len(item) != 3 or not all(are_ints(part, ndim) for part in item):
-        raise DamagedError(f"pieces: one does not have {ndim} numbers for each of start, size and local start")
+    lengths = (len(shape), len(shape), len(local_shape))
+    if not isinstance(item, (list, tuple)) or len(item) != 3 or not all(map(are_ints, item, lengths)):
+        raise DamagedError(
+            f"pieces: one does not have {lengths[0]} numbers for each of start and size, and {lengths[2]} for its "
+            "local start"
+        )
     piece = Piece(*map(tuple, item))
     if not is_in(piece.start, piece.size, shape):
         raise DamagedError("pieces: one is empty, or lies outside of the logical tensor")
-    if not is_in(piece.local_start, piece.size, local_shape):
+    if not is_in(piece.local_start, piece.local_size, local_shape):
         raise DamagedError("pieces: one lies outside of the local tensor")
     return piece

@@ -1,0 +1,47 @@
+"""Whether what a rank holds now is what the pools of the old world say: its parts, its stage, its place in a layout."""
+
+from __future__ import annotations
+
+from lightck.layout import Layout
+from lightck.pool.reader import PoolReader
+from lightck.restore.logical import LogicalCheckpoint
+from lightck.restore.saved_layout import SavedLayout, saved_layout
+from lightck.restore.usable import parse
+from lightck.state.rules import ModelTensors
+
+
+def fits(reader: PoolReader, tensors: ModelTensors) -> bool:
+    """Whether the tensors of the model that this pool holds are the parts that this rank holds; and the same
+    parameters, if the model is a pipeline stage, or may have been one. (Other differences between pool and model are
+    found by the restore.) Shares that a rank wrote of whole tensors are no parts."""
+    may_be_of_stage = reader.group is not None and len(reader.group.mesh_shape) > 1
+    saved_params = {entry.name for entry in reader.entries if entry.role == "param"}
+    if (tensors.is_stage or may_be_of_stage) and _of_model(saved_params) != tensors.params:
+        return False
+    for entry in reader.entries:
+        if entry.role in ("param", "buffer"):
+            part = tensors.parts.get(entry.name)
+            held = (None, None) if part is None else (part.logical_shape, part.pieces)
+            saved = (None, None) if reader.parts_are_shares else (entry.logical_shape, entry.pieces)
+            if saved != held:
+                return False
+    return True
+
+
+def _of_model(names: set[str]) -> set[str]:
+    """Leave out parameters that only an optimizer has."""
+    return {name for name in names if name.startswith("model/")}
+
+
+def layout_now(logical: LogicalCheckpoint, layout: Layout | None) -> SavedLayout | None:
+    """Return what the copy keeps of the layout of this rank."""
+    names = [name.removeprefix("model/") for name in logical.entries if name.startswith("model/")]
+    return None if layout is None else saved_layout(layout, names)
+
+
+def own_place_of(logical: LogicalCheckpoint, now: SavedLayout | None) -> int | None:
+    """Return the place of this rank, if it had the same one in the old world, and the same tensors are averaged: then
+    it keeps its own values. Raises ``DamagedError``."""
+    was = parse(logical.own).layout
+    is_same = was is not None and now is not None and was._replace(rules="") == now._replace(rules="")
+    return was.rank if was is not None and is_same else None
