@@ -244,7 +244,7 @@ class GroupStart:
         with other.discards_on_error():
             copy_into_new_pool(
                 pipeline,
-                loaded.checkpoint.with_shares(file.capture.shares.cuts, file.capture.shares.place),
+                loaded.checkpoint.with_shares(file.capture.shares),
                 loaded.name,
                 list(file.predicted_entries().values()),
                 n_slots=file.arguments.save_options.slots or max(SLOTS_MIN, len(first.superblock.slots)),

@@ -340,13 +340,14 @@ def _has_other_world(directory: str, group: Group, parts: Mapping[str, Part]) ->
 
 def _fits(reader: PoolReader, parts: Mapping[str, Part]) -> bool:
     """Whether the tensors of the model that this pool holds are the parts that this rank holds. (Other differences
-    between pool and model are found by the restore.) Shares that a rank wrote of whole tensors are no parts."""
+    between pool and model are found by the restore.) What counts is what the rank held, and not which rows of it were
+    its share."""
     for entry in reader.entries:
         if entry.role in ("param", "buffer"):
             part = parts.get(entry.name)
             held = (None, None) if part is None else (part.logical_shape, part.pieces)
-            saved = (None, None) if reader.parts_are_shares else (entry.logical_shape, entry.pieces)
-            if saved != held:
+            saved = None if entry.held_pieces is None else entry.logical_shape
+            if (saved, entry.held_pieces) != held:
                 return False
     return True
 
@@ -519,7 +520,7 @@ def _other_parts(own: StoredCheckpoint, now: Relocated) -> list[str]:
     return [
         name
         for name, entry in now.entries.items()
-        if entry.role == "param" and name in own.entries and own.entries[name].pieces not in (None, entry.pieces)
+        if entry.role == "param" and name in own.entries and own.entries[name].held_pieces not in (None, entry.pieces)
     ]
 
 

@@ -9,7 +9,8 @@ from contextlib import ExitStack, closing, contextmanager
 from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Saved
-from lightck.restore.logical import LogicalCheckpoint, Relocated, has_shares
+from lightck.restore.held_tensors import HeldTensors
+from lightck.restore.logical import has_shares
 from lightck.restore.rows_of_others import differing_rows
 from lightck.restore.usable import parse, usable_by_id
 from lightck.session.group import Group, path_of_pool
@@ -29,8 +30,8 @@ def whole_of(own: StoredCheckpoint, name: CheckpointId, group: Group) -> Iterato
             for rank in range(group.world_size)
             if rank != group.rank and (stored := _checkpoint_of(rank, own, name, group, opened)) is not None
         }
-        whole = Relocated(LogicalCheckpoint([own, *of_others.values()], is_own=True), {}, falls_back=False)
-        yield whole, differing_rows(own, parse(own).rows_of_others, of_others)
+        held = HeldTensors(own, of_others)
+        yield held, differing_rows(own, parse(own).rows_of_others, of_others)
 
 
 def _checkpoint_of(
