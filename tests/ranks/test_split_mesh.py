@@ -386,6 +386,29 @@ def test_ranks_that_drift_apart_right_before_a_kill_are_exact_or_named(pools, ki
         assert all(one.recovered.exact for one in resumed)
 
 
+def test_a_rank_takes_no_rows_of_one_that_holds_the_same_shard_by_chance(pools):
+    """The norm is plain in tensor parallelism. So data parallelism replicates it for each tensor parallel rank, and
+    nothing keeps the norms of two tensor parallel ranks equal."""
+
+    def shard(model: nn.Module) -> None:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+        parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "last": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["replicate", "shard"])
+
+    def before(model: Any, rank: int) -> None:
+        model.norm.weight._local_tensor.detach()[:] += rank % 2
+
+    case = Case(shard, model=Normed, inputs=wide_batch, n_same_data=2)
+    expected = values(run_ranks(4, life(case, None, 7, before=before)))
+    run_ranks(4, life(case, pools, 7, before=before, kill=(2, 4)))
+    resumed = values(run_ranks(4, life(case, pools, 7, before=before)))
+    assert all(one.recovered.exact for one in resumed)
+    assert is_equal(resumed, expected)
+    found = [entries(pools, rank, 4)["model/norm.weight"] for rank in range(4)]
+    assert len({one.share.pieces for one in found}) == 1
+    assert [one.share.cut.ranks for one in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+
+
 # -- other readers -----------------------------------------------------------------------------------------------------
 
 

@@ -171,6 +171,8 @@ class Superblock:
                 f"(features {INCOMPAT_KNOWN:#x}). The pool was written by a newer lightck. Install that version to "
                 "read the pool."
             )
+        if incompat & INCOMPAT_SHARES and not incompat & INCOMPAT_GROUP:
+            raise DamagedError("it has shares, and is not the pool of a rank")
         if n_regions > (len(body) - _SUPER.size) // _REGION.size:
             raise DamagedError("it lists more regions than fit into it")
         slots: list[tuple[int, int]] = []
