@@ -469,7 +469,7 @@ def test_an_impossible_geometry_is_refused(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("at", "form", "value"),
-    [(8, "<I", 0x04030201), (12, "<H", 2), (32, "<Q", 2)],
+    [(8, "<I", 0x04030201), (12, "<H", 2), (32, "<Q", 4)],
     ids=["byte order", "major", "incompat"],
 )
 def test_a_format_of_another_kind_is_refused(at: int, form: str, value: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -492,3 +492,31 @@ def test_a_lost_pool_is_an_error_that_names_the_rank(pools):
         assert "rank 2" in str(found)
     with pytest.raises(RankError, match="rank 2"):
         lightck.recover(pools)
+
+
+def test_a_lost_pool_is_replaced_from_another_host(pools):
+    """Two hosts with two ranks each, and four replicas of one shard. Each host holds the whole in its shares."""
+
+    def four_replicas(model: nn.Module) -> None:
+        fsdp(model, init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard")))
+
+    topology = replace(TOPOLOGIES["hsdp, 2 hosts"], shard=four_replicas)
+    expected = values(run_ranks(4, body(topology, None, 8)))
+    values(run_ranks(4, body(topology, pools, 5)))
+    for rank in range(4):
+        share = entries(pools / f"host-{rank // 2}", rank, 4)["model/first.weight"].share
+        assert share.cut.ranks == ((0, 1), (2, 3))[rank // 2]
+    (pools / "host-0" / "rank-00001-of-00004.pool").unlink()
+    resumed = values(run_ranks(4, body(topology, pools, 8)))
+    assert [one.began for one in resumed] == [5] * 4
+    assert all_equal(resumed, expected)
+    again = values(run_ranks(4, body(topology, pools, 8)))
+    assert [one.began for one in again] == [8] * 4
+    assert all_equal(again, expected)
+
+
+def test_with_split_false_the_replica_of_a_lost_pool_is_enough_to_recover(pools):
+    values(run_ranks(4, life(CASES["hsdp"], pools, 4, split=False)))
+    pool_of(pools, 2, 4).unlink()
+    found = lightck.recover(pools)
+    assert all(torch.equal(found.tensor(f"model/{n}"), value) for n, value in whole_after(CASES["hsdp"], 4).items())
