@@ -459,6 +459,7 @@ def test_every_flipped_bit_of_a_slot_header_is_noticed() -> None:
         {"ring_lines": 2},
         {"ring_lines": 2**31},
         {"ring_offset": 2**62},
+        {"incompat": 2},
     ],
     ids=str,
 )

@@ -386,6 +386,22 @@ def test_ranks_that_drift_apart_right_before_a_kill_are_exact_or_named(pools, ki
         assert all(one.recovered.exact for one in resumed)
 
 
+@pytest.mark.long
+def test_a_difference_in_one_block_is_named_within_one_round(pools):
+    """The rows that the other rank of a shard writes are 6 blocks of 1 MiB, and every fourth checkpoint reads four."""
+    case, written = Case(hsdp, model=partial(Net, 400_000)), (1, 6, 3)
+    first = values(run_ranks(4, life(case, pools, 24, written=written)))
+    named = [line for one in first for line in one.lines if "have different bytes" in line]
+    assert named, "the difference was not named"
+    assert "ranks 1 and 3 have" in named[0]
+    step = int(named[0].partition("at step ")[2].partition(",")[0])
+    assert 7 <= step <= 7 + 8 + 5
+    expected = values(run_ranks(4, life(case, None, 26, written=written)))
+    resumed = values(run_ranks(4, life(case, pools, 26, written=written)))
+    assert [one.began for one in resumed] == [24] * 4
+    assert is_equal(resumed, expected)
+
+
 def test_a_rank_takes_no_rows_of_one_that_holds_the_same_shard_by_chance(pools):
     """The norm is plain in tensor parallelism. So data parallelism replicates it for each tensor parallel rank, and
     nothing keeps the norms of two tensor parallel ranks equal."""
