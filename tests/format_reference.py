@@ -253,7 +253,7 @@ class Pool:
             raise AssertionError("no superblock")
         sb = fields(SUPERBLOCK, SUPERBLOCK_FIELDS, raw)
         assert (sb["endian"], sb["major"], sb["zero"]) == (0x01020304, 1, 0)
-        assert sb["incompat"] in (0, 1)
+        assert sb["incompat"] in (0, 1, 3)
         assert sb["nbytes"] == len(self.data)
         slots = []
         for i in range(sb["regions"]):

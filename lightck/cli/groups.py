@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lightck.cli.text import Facts, count
 from lightck.pool.format.group import GroupIdentity
 from lightck.pool.format.layout import Entry
+from lightck.pool.format.shares import Share
 
 
 def group_facts(group: GroupIdentity | None) -> Facts | None:
@@ -39,14 +40,21 @@ def shape_words(shape: Sequence[int]) -> str:
 
 
 def part_facts(entry: Entry) -> Facts:
-    """Return what a tensor is a part of, for ``--json``."""
+    """Return what a tensor is a part of, and which rows of what the rank held, for ``--json``."""
     names = ("start", "size", "local_start")
     return {
         "logical_shape": logical_shape_of(entry),
         "pieces": None
         if entry.pieces is None
         else [{name: list(getattr(piece, name)) for name in names} for piece in entry.pieces],
+        "share": None if entry.share is None else _share_facts(entry.share),
     }
+
+
+def _share_facts(share: Share) -> Facts:
+    cut, (first, n_rows) = share.cut, share.rows
+    facts = {"held_shape": list(cut.shape), "dim": cut.dim, "first_row": first, "rows": n_rows}
+    return facts | {"ranks": list(cut.ranks), "whole": share.is_whole}
 
 
 def logical_shape_of(entry: Entry) -> list[int] | None:

@@ -314,6 +314,8 @@ def _show_tensors(tensors: list[Facts]) -> None:
         shape = groups.shape_words(t["shape"])
         if t["pieces"] is not None:
             shape += f" of {groups.shape_words(t['logical_shape'])}, {count(len(t['pieces']), 'piece')}"
+        if t["share"] is not None:
+            shape += f", its share of {groups.shape_words(t['share']['held_shape'])}"
         nbytes = f"= {_short(t['alias'])}" if t["alias"] is not None else f"{t['nbytes']:,}"
         rows.append((t["name"], t["role"], t["dtype"], shape, nbytes))
     for line in columns(rows, right=(4,)):

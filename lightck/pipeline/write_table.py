@@ -20,7 +20,7 @@ import torch
 
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.shares import Share
-from lightck.pool.writer import PoolWriter
+from lightck.pool.writer import PoolWriter, RelayoutNeededError
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.device_transfers import DeviceTransfer, transfer_of
 from lightck.state.inventory import Live, address_of, entry_of, is_plain, storage_of
@@ -273,6 +273,8 @@ class WriteTableCache:
     def add(self, entries: Sequence[Entry], lives: Sequence[Live]) -> None:
         """Add extents for these entries. Extents of tensors that are not in ``lives`` may be reused. Call only while no
         checkpoint is in flight. Raises ``RelayoutNeededError``."""
+        if not self.writer.superblock.has_shares and any(entry.share is not None for entry in entries):
+            raise RelayoutNeededError("the ranks divide tensors now, and the entries of the pool cannot say so")
         try:
             self.writer.add(entries, {live.name for live in lives})
         finally:

@@ -18,6 +18,7 @@ from lightck.pool.format.structures import (
     BLOCK_MAX,
     COMPAT_NEXT,
     INCOMPAT_GROUP,
+    INCOMPAT_SHARES,
     KIB,
     LARGE_EXTENT_ALIGN,
     MANIFEST_HEADER_NBYTES,
@@ -96,20 +97,22 @@ def _geometry(
     extras: Sequence[Entry],
     group: GroupIdentity | None,
 ) -> tuple[Superblock, bytes]:
+    has_shares = any(e.share is not None for e in (*entries, *extras))
     blocks = sum(blocks_of(e.nbytes, BLOCK_MAX) for e in entries)
     payload = sum(e.nbytes for e in entries)
     reserve = max(RESERVE_MIN, payload // RESERVE_SHARE) + spare_nbytes
     # The factor 2: a tensor whose size changed gets an extent of double its size (PoolWriter._append).
     reserve += 2 * sum(align_up(e.nbytes, LARGE_EXTENT_ALIGN) + LARGE_EXTENT_ALIGN for e in extras)
     fixed = MANIFEST_HEADER_NBYTES + len(entries) * TENSOR_RECORD_NBYTES + 4 * blocks
+    encoded = layout.encode_extras(extras, has_group=group is not None, has_shares=has_shares)
     # Room in the manifest for the entries, records and checksums of tensors that are added later.
-    variable = 64 * KIB + fixed // 4 + 2 * len(layout.encode_extras(extras, has_group=group is not None))
+    variable = 64 * KIB + fixed // 4 + 2 * len(encoded)
     variable += sum(TENSOR_RECORD_NBYTES + 8 * blocks_of(e.nbytes, BLOCK_MAX) for e in extras)
     manifest = align_up(fixed + variable + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)
     payload_offset = PAGE + 2 * manifest
     placed, reserve_offset = layout.place(entries, payload_offset)
     slot_nbytes = align_up(reserve_offset + reserve, SLOT_ALIGN)
-    table = layout.encode(placed, group)
+    table = layout.encode(placed, group, has_shares=has_shares)
     table_space = align_up(len(table), PAGE)
     first_slot = align_up(TABLE_OFFSET + 2 * table_space, SLOT_ALIGN)
     sb = Superblock(
@@ -125,6 +128,6 @@ def _geometry(
         reserve_offset=reserve_offset,
         slots=tuple((first_slot + i * slot_nbytes, slot_nbytes) for i in range(slots)),
         compat=COMPAT_NEXT,
-        incompat=0 if group is None else INCOMPAT_GROUP,
+        incompat=0 if group is None else INCOMPAT_GROUP | (INCOMPAT_SHARES if has_shares else 0),
     )
     return sb, table

@@ -100,12 +100,6 @@ class PoolReader:
         """Whether this lightck knows all features that a writer of the pool must know."""
         return not self.superblock.ro_compat & ~RO_COMPAT_KNOWN
 
-    @property
-    def parts_are_shares(self) -> bool:
-        """Whether parts of tensors in this pool are shares of tensors that the rank held whole. (Parts of DTensors, and
-        those of a layout, lie in a pool that names a mesh.)"""
-        return self.group is not None and not self.group.mesh_shape
-
     def read(self, offset: int, nbytes: int) -> bytes:
         """Read bytes of the pool. At the end of the file the result is shorter than ``nbytes``. If the medium fails,
         the result is empty and a warning is logged; the structure in these bytes then fails its check.
@@ -216,7 +210,9 @@ class PoolReader:
         sb = self.superblock
         if not sb.has_group:
             return layout.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
-        self.group, entries = layout.decode_of_rank(table, low=sb.payload_offset, high=sb.reserve_offset)
+        self.group, entries = layout.decode_of_rank(
+            table, low=sb.payload_offset, high=sb.reserve_offset, has_shares=sb.has_shares
+        )
         return entries
 
     def commit_log(self) -> CommitLog:
@@ -357,6 +353,7 @@ class StoredCheckpoint:
             low=sb.reserve_offset,
             high=sb.slot_nbytes,
             has_group=sb.has_group,
+            has_shares=sb.has_shares,
         )
         if header.n_records != header.n_table_entries + len(extras):
             raise DamagedError("its manifest has a wrong number of records")

@@ -175,15 +175,15 @@ class PoolWriter:
     def _compute_template(self) -> None:
         """Compute what stays the same until the entries change: the copy array without sources (``_template``), the
         number of checksums, and the encoded extra entries."""
-        # Each entry has room for the checksums of its whole extent. So, if an extra entry uses more or less of its
-        # extent, the checksums of all other entries keep their places.
+        # Each entry has room for the checksums of its whole extent, so that no other moves if it uses more or less.
         starts, self._n_crcs = crc_starts(np.array(self._capacities, np.uint64), self.superblock.block)
         self._template = np.zeros(len(self.entries), COPY_DTYPE)
         self._template["dst"] = [e.offset for e in self.entries]
         self._template["nbytes"] = [e.nbytes for e in self.entries]
         self._template["tensor"] = np.arange(len(self.entries))
         self._template["crc_index"] = starts
-        self._extras = layout.encode_extras(self.entries[self._n_table_entries :], has_group=self.superblock.has_group)
+        extras, sb = self.entries[self._n_table_entries :], self.superblock
+        self._extras = layout.encode_extras(extras, has_group=sb.has_group, has_shares=sb.has_shares)
 
     # -- layout ------------------------------------------------------------------------------------------
 

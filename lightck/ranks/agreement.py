@@ -185,7 +185,7 @@ def _sources(reports: Sequence[Report], lost: Sequence[int]) -> dict[int, int]:
         if any(report.has_parts for report in reports):
             raise RankError(
                 f"{fact}. No other pool has what this rank wrote: the model is sharded, or the ranks divided what they "
-                f"write (attach(..., split=False) keeps the whole in each pool). {cure}"
+                f"write (with attach(..., split=False) each pool keeps all that its rank holds). {cure}"
             )
         there = [
             at

@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
 
@@ -28,9 +28,8 @@ import torch
 from lightck.errors import UnsupportedError
 from lightck.pool.format.assembly import Copy, coverage, local_copies
 from lightck.pool.format.boxes import Box, Ints, intersection, whole_box
-from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties, is_dense
+from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties, contiguous_stride, held_entry, is_dense
 from lightck.pool.format.pieces import Piece, is_flat
-from lightck.pool.format.shares import Cut, Share, written_part
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint
 from lightck.restore.averages import mean_of, owner_of, places_of
@@ -41,8 +40,9 @@ from lightck.restore.saved_layout import SavedLayout
 from lightck.restore.stages import Held, merged_state, refuse_missing_stages, with_ties
 from lightck.restore.tensor_writes import same_bits
 from lightck.restore.usable import parse
-from lightck.state.inventory import contiguous_stride, param_of
+from lightck.state.inventory import param_of
 from lightck.state.parts import Part
+from lightck.state.shares import Shares
 
 log = logging.getLogger("lightck")
 REPLICATED = ("param", "optimizer")
@@ -60,8 +60,6 @@ class Holder:
     entry: Entry
     name: str
     """Name under which the bytes lie. (The tensor may be tied on some ranks only.)"""
-    only_share: bool = False
-    """Whether nothing but this rank's share of the tensor is taken from it."""
 
     @property
     def is_far(self) -> bool:
@@ -70,9 +68,7 @@ class Holder:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        if self.entry.pieces is None:
-            return _whole_pieces(self.entry.shape)
-        return self.entry.pieces[:1] if self.only_share else self.entry.pieces
+        return _whole_pieces(self.entry.shape) if self.entry.pieces is None else self.entry.pieces
 
     @property
     def views(self) -> Iterator[tuple[Frame | None, tuple[Piece, ...]]]:
@@ -93,9 +89,6 @@ class LogicalCheckpoint:
     state_of: int = 0
     """Position in ``of_ranks`` of the rank whose small state and whose objects in ``state=`` count. (They belong to
     each rank, and are not the same on all.)"""
-    is_own: bool = False
-    """Whether this is the checkpoint of the rank at ``state_of``, which goes on with its own state. Of a tensor that it
-    wrote whole, no other rank's bytes are taken; of one that it shared, the share of each rank."""
     entries: dict[str, Entry] = field(init=False)
     """Name -> entry of the whole logical tensor."""
     holders: dict[str, list[Holder]] = field(init=False)
@@ -141,27 +134,23 @@ class LogicalCheckpoint:
         if not positions:
             return
         parts = [self.of_ranks[at].entries[name] for at in positions]
-        if any(
-            is_flat(part.pieces or ()) and self.of_ranks[at].reader.parts_are_shares
-            for at, part in zip(positions, parts, strict=True)
-        ):
+        if any(part.share is not None and is_flat(part.held_pieces or ()) for part in parts):
             raise DamagedError(f"its tensor {name!r} is flat, and divided among the ranks of a host")
-        entry = _whole_entry(parts[0], keeps_stride=self.of_ranks[positions[0]].reader.parts_are_shares)
+        entry = _whole_entry(parts[0])
         if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
             _refuse_shape_per_rank(name, entry.role)
             raise DamagedError(f"its tensor {name!r} has another shape or dtype on another rank")
-        kinds = {part.pieces is None for part in parts}
-        if len(kinds) > 1 and not all(self.of_ranks[at].reader.parts_are_shares for at in positions):
+        if len({part.held_pieces is None for part in parts}) > 1:
             raise DamagedError(f"its tensor {name!r} is a part on some ranks only")
         self.entries[name] = entry
         if entry.alias is not None:
             return
         self.holders[name] = [
-            Holder(at, self.of_ranks[at], part, part.alias or name, only_share=self.is_own and len(positions) > 1)
-            for at, part in zip(positions, parts, strict=True)
+            Holder(at, self.of_ranks[at], part, part.alias or name) for at, part in zip(positions, parts, strict=True)
         ]
         held = tuple(one.pieces for one in self.holders[name])
-        uncovered = None if kinds == {True} else _uncovered(entry.shape, held)
+        is_whole_everywhere = all(part.pieces is None for part in parts)
+        uncovered = None if is_whole_everywhere else _uncovered(entry.shape, held)
         if uncovered is not None:
             raise DamagedError(
                 f"its tensor {name!r} cannot be put together, because no pool holds the part of size {uncovered.size} "
@@ -184,13 +173,9 @@ class LogicalCheckpoint:
         """Return the positions of the checkpoints from whose tensors of this name the logical tensor is made."""
         found = [at for at, stored in enumerate(self.of_ranks) if name in stored.entries]
         own = self.own.entries.get(name)
-        if self.is_own and (own is None or not _is_share(self.own, own)):
-            found = [] if own is None else [self.state_of]
-        elif self.is_own:
-            found = [at for at in found if self.of_ranks[at].entries[name].pieces is not None]
-        elif self.of_ranks[found[0]].entries[name].role == "state":
+        if self.of_ranks[found[0]].entries[name].role == "state":
             of_module = found[:1] if name.startswith("extra_state/") else []
-            found = of_module if own is None else [self.state_of]
+            return of_module if own is None else [self.state_of]
         return found
 
     def differing(self, roles: Iterable[str]) -> list[str]:
@@ -299,17 +284,13 @@ class Relocated:
         return None if entry is None else entry.shape
 
     def _was_part(self, param: str) -> bool:
-        return any(
-            one.entry.pieces is not None and not one.stored.reader.parts_are_shares
-            for one in self.logical.holders.get(param, ())
-        )
+        return any(one.entry.held_pieces is not None for one in self.logical.holders.get(param, ()))
 
-    def with_shares(self, cuts: Mapping[str, Cut], place: int) -> Relocated:
-        """Return the checkpoint that this rank would have saved, if the ranks of its host divided these parameters.
-        ``place``: see ``Share``."""
-        found = {name: cuts.get(entry.alias or name) for name, entry in self.logical.entries.items()}
-        parts = {name: _part_of(Share(cut, place)) for name, cut in found.items() if cut is not None}
-        return replace(self, parts={**self.parts, **parts}) if parts else self
+    def with_shares(self, shares: Shares) -> Relocated:
+        """Return the checkpoint that a rank with these shares would have saved."""
+        found = copy(self)
+        found.entries = shares.applied_to_copies(self.entries)
+        return found
 
     def alone(self, name: str) -> Relocated:
         """Return this checkpoint with one tensor only. It knows of no damage. A tensor that may differ between ranks (a
@@ -532,34 +513,24 @@ def _layout_of(stored: StoredCheckpoint) -> SavedLayout | None:
 
 def has_shares_in_table(reader: PoolReader) -> bool:
     """Whether the layout table of a pool has shares."""
-    return reader.parts_are_shares and any(entry.pieces is not None for entry in reader.entries)
-
-
-def _is_share(stored: StoredCheckpoint, entry: Entry) -> bool:
-    """Whether a rank wrote its share of this tensor, and not the whole of it."""
-    return entry.pieces is not None and entry.shape != entry.logical_shape and stored.reader.parts_are_shares
+    return any(entry.share is not None for entry in reader.entries)
 
 
 def has_shares(stored: StoredCheckpoint) -> bool:
-    """Whether a rank that held whole tensors wrote some of them as shares."""
-    return stored.reader.parts_are_shares and any(entry.pieces is not None for entry in stored.entries.values())
+    """Whether the rank wrote its share of a tensor."""
+    return any(entry.share is not None for entry in stored.entries.values())
 
 
-def _part_of(share: Share) -> Part:
-    shape, pieces = written_part(share)
-    return Part(shape, share.cut.shape, pieces)
-
-
-def _whole_entry(entry: Entry, *, keeps_stride: bool = False) -> Entry:
-    """Return the entry of the logical tensor. ``keeps_stride``: whether the part is a share, which has the strides of
-    the whole tensor."""
-    if entry.logical_shape is None:
-        return entry
-    shape = entry.logical_shape
+def _whole_entry(entry: Entry) -> Entry:
+    """Return the entry of the logical tensor. If the rank holds all of it, it has the strides of that tensor."""
+    held = held_entry(entry)
+    if held.logical_shape is None:
+        return held
+    shape = held.logical_shape
     nbytes = 0 if entry.alias is not None else math.prod(shape) * ITEM_NBYTES[entry.dtype]
-    has_order = keeps_stride and len(shape) == len(entry.stride) and is_dense(shape, entry.stride)
-    stride = entry.stride if has_order else contiguous_stride(shape)
-    return entry._replace(shape=shape, stride=stride, nbytes=nbytes, logical_shape=None, pieces=None)
+    return entry._replace(
+        shape=shape, stride=contiguous_stride(shape), nbytes=nbytes, logical_shape=None, pieces=None, share=None
+    )
 
 
 def _refuse_shape_per_rank(name: str, role: str) -> None:

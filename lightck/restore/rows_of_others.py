@@ -1,11 +1,11 @@
 """Whether a rank held the rows that other ranks wrote for it: what its checkpoint records, against their pools.
 
-The ranks of a host divide tensors that all of them hold. With each checkpoint a rank records checksums of some blocks
+Ranks of a host divide tensors that all of them hold. With each checkpoint a rank records checksums of some blocks
 of its own rows that other ranks write. (A small model records all of them.) If these differ from what the other ranks
 wrote, the ranks did not hold the same, and nobody can give the rank its own rows back.
 
-*The order of blocks.* For each of the other ranks, the tensors of which that rank wrote rows, sorted by name, and the
-blocks of these rows. A record has the checksums of a run of blocks in this order.
+*The order of blocks.* For each of the other ranks, the tensors of which that rank wrote rows for this one, sorted by
+name, and the blocks of these rows. A record has the checksums of a run of blocks in this order.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def differing_rows(
 
     ``own``: the rank's checkpoint. ``records``: those in its small state. ``of_ranks``: rank -> its checkpoint of the
     same step. Raises ``DamagedError``."""
-    shared = sorted(name for name, entry in own.entries.items() if _is_share(entry))
+    shared = {name: one for name, one in sorted(own.entries.items()) if _is_share(one)}
     found: set[str] = set()
     for rank, stored in of_ranks.items():
-        written = _Written(stored, shared)
+        written = _Written(stored, rank, shared)
         for record in records:
             if record.rank == rank:
                 found.update(written.differing(record))
@@ -42,16 +42,17 @@ def differing_rows(
 
 
 def _is_share(entry: Entry) -> bool:
-    return entry.pieces is not None and len(entry.pieces) <= 1 and entry.alias is None
+    return entry.share is not None and not entry.share.is_whole and entry.alias is None
 
 
 class _Written:
-    """The rows that another rank wrote of the tensors that the ranks divide."""
+    """The rows that another rank wrote of the tensors that it divides with the rank of ``shared``."""
 
-    def __init__(self, stored: StoredCheckpoint, shared: Iterable[str]) -> None:
+    def __init__(self, stored: StoredCheckpoint, rank: int, shared: Mapping[str, Entry]) -> None:
+        """``shared``: name -> entry of each tensor that a rank has divided with others."""
         self._stored = stored
         entries = [stored.entries[name] for name in shared if name in stored.entries]
-        rows = [(entry, _nbytes_of_share(entry)) for entry in entries]
+        rows = [(one, _nbytes_of_share(one)) for one in entries if _is_written_by(one, rank, shared[one.name])]
         self._tensors = [(entry, blocks_of(nbytes, stored.block_nbytes)) for entry, nbytes in rows if nbytes]
         self._n_compared: Counter[str] = Counter()
         """Name -> how many of its blocks were compared."""
@@ -72,7 +73,7 @@ class _Written:
         return [
             entry.name
             for entry, n_blocks in self._tensors
-            if entry.pieces is not None and len(entry.pieces) > 1 and self._n_compared[entry.name] < n_blocks
+            if entry.share is not None and entry.share.is_whole and self._n_compared[entry.name] < n_blocks
         ]
 
     def _named_by(self, start: int, count: int) -> Iterable[tuple[Entry, int, int]]:
@@ -87,18 +88,25 @@ class _Written:
 
     def _checksums(self, entry: Entry) -> list[int]:
         """Return the checksums of the blocks of the rows. Raises ``DamagedError``."""
-        assert entry.pieces, "the rank wrote rows"
-        if len(entry.pieces) == 1:
+        assert entry.share is not None, "the rank wrote rows"
+        if not entry.share.is_whole:
             return self._stored.raw_checksums(entry.name)
-        rows = load_tensor(self._stored, entry.name)
-        for dim, (start, size) in enumerate(zip(entry.pieces[0].start, entry.pieces[0].size, strict=True)):
-            rows = rows.narrow(dim, start, size)
+        rows = load_tensor(self._stored, entry.name).narrow(entry.share.cut.dim, *entry.share.rows)
         numbers: list[int] = checksums(rows, self._stored.block_nbytes).tolist()
         return numbers
 
 
+def _is_written_by(entry: Entry, rank: int, own: Entry) -> bool:
+    """Whether ``entry`` is what ``rank`` wrote of the tensor of which ``own`` is another rank's share."""
+    one, other = entry.share, own.share
+    if one is None or other is None or entry.alias is not None:
+        return False
+    return (one.cut, one.pieces) == (other.cut, other.pieces) and one.cut.ranks[one.place] == rank
+
+
 def _nbytes_of_share(entry: Entry) -> int:
     """Return the bytes of the rows that are the share of the rank; 0 if it has none."""
-    if not entry.pieces or entry.alias is not None:
+    if entry.share is None:
         return 0
-    return math.prod(entry.pieces[0].size) * ITEM_NBYTES[entry.dtype]
+    (shape, dim, *_), (_, n_rows) = entry.share.cut, entry.share.rows
+    return math.prod(shape[:dim]) * n_rows * math.prod(shape[dim + 1 :]) * ITEM_NBYTES[entry.dtype]

@@ -1,4 +1,4 @@
-"""The cross-check: whether the ranks of a host that divide their tensors still hold the same.
+"""The cross-check: whether the ranks of a host that divide a tensor still hold the same.
 
 A rank writes its share of a tensor, and takes the other rows from the other ranks when it is restored. That is exact
 only as long as the rank holds the same bytes in these rows as the ranks that write them. So at each checkpoint it reads
@@ -66,8 +66,8 @@ class _Region(NamedTuple):
     """The rows of a tensor that another rank of the host writes."""
 
     name: str
-    place: int
-    """Which rank of the host writes them (``Share.place``)."""
+    rank: int
+    """Which rank writes them."""
     tensor: torch.Tensor
     """The rows of this rank's own tensor, as a view."""
 
@@ -76,7 +76,8 @@ class _Read(NamedTuple):
     """A block of this rank's tensor that was read."""
 
     name: str
-    place: int
+    rank: int
+    """Which rank writes it."""
     block: int
     """Number of the block among those of the region."""
     checksum: int
@@ -95,7 +96,7 @@ class _Sent(NamedTuple):
         """Wait for the blocks, and yield what was read. ``block``: bytes of a block."""
         self.arrival.synchronize()
         for (region, number), place in zip(self.blocks, self.places, strict=True):
-            yield _Read(region.name, region.place, number, int(checksums(place, block)[0]))
+            yield _Read(region.name, region.rank, number, int(checksums(place, block)[0]))
 
 
 @dataclass(slots=True)
@@ -108,9 +109,9 @@ class _Regions:
     """Those in plain host memory, sorted by the rank that writes them and by name."""
     blocks: Blocks
     """The blocks of ``regions``; ``checksum_positions`` are numbers of blocks in a region."""
-    places: Positions
-    """For each of ``blocks``: the place of the rank that writes it."""
-    in_place: Positions
+    ranks: Positions
+    """For each of ``blocks``: the rank that writes it."""
+    of_rank: Positions
     """For each of ``blocks``: its number among all blocks that the rank writes (``restore/rows_of_others.py``)."""
     others: list[tuple[_Region, int]]
     """Each block of the other regions in host memory, with its number in the region."""
@@ -119,15 +120,13 @@ class _Regions:
 
 
 def cross_check_of(group: Membership, capture: Capture, pipeline: Pipeline) -> CrossCheck | None:
-    """Return the cross-check of the ranks on this host; None if they divide nothing."""
+    """Return the cross-check of this rank; None if it divides nothing with others."""
     writer = pipeline.pool.writer
     if writer is None or not capture.shares.cuts:
         return None
-    mates = group.rule.neighbours
-    of_host = sorted([group.rank, *(one.rank for one in mates)])
-    by_place = {of_host.index(one.rank): one for one in mates}
+    by_rank = {one.rank: one for one in group.rule.neighbours}
     found = CrossCheck(
-        capture, group.rank, writer.incarnation, writer.superblock.block, by_place, pipeline.guard.reads_all
+        capture, group.rank, writer.incarnation, writer.superblock.block, by_rank, pipeline.guard.reads_all
     )
     pipeline.events.add(found)
     return found
@@ -144,7 +143,7 @@ class CrossCheck(CommitListener):
     block: int
     """Bytes of a block in the pools of these ranks."""
     neighbours: Mapping[int, Neighbour]
-    """``Share.place`` -> the pool of that rank."""
+    """Another rank of this host -> its pool."""
     reads_all: bool = False
     """Whether each checkpoint reads all blocks (``LIGHTCK_CHECK=1``)."""
     _known: _Regions | None = None
@@ -185,20 +184,16 @@ class CrossCheck(CommitListener):
     def _regions_of(self, lives: Sequence[Live], tensor_list: TensorList | None) -> _Regions:
         if self._known is None or tensor_list is None or self._known.token is not tensor_list.token:
             token = object() if tensor_list is None else tensor_list.token
-            self._known = _regions(token, lives, self.capture.shares.place, self.block)
+            self._known = _regions(token, lives, self.block)
         return self._known
 
     def _records(self, regions: _Regions, positions: Positions, crcs: Checksums) -> list[RowsOfOther]:
         """Return a record for each run of blocks that one rank writes."""
-        places, in_place = regions.places[positions], regions.in_place[positions]
-        ends = np.flatnonzero((np.diff(in_place) != 1) | (np.diff(places) != 0)) + 1
+        ranks, of_rank = regions.ranks[positions], regions.of_rank[positions]
+        ends = np.flatnonzero((np.diff(of_rank) != 1) | (np.diff(ranks) != 0)) + 1
         bounds = [0, *ends.tolist(), len(positions)] if len(positions) else []
         return [
-            RowsOfOther(
-                self.neighbours[int(places[low])].rank,
-                int(in_place[low]),
-                crcs[low:high].astype("<u4").tobytes(),
-            )
+            RowsOfOther(int(ranks[low]), int(of_rank[low]), crcs[low:high].astype("<u4").tobytes())
             for low, high in pairwise(bounds)
         ]
 
@@ -210,7 +205,7 @@ class CrossCheck(CommitListener):
         self._next_other = at + 1
         chosen = regions.others if reads_all else regions.others[at : at + 1]
         return [
-            _Read(one.name, one.place, number, int(checksums(in_plain_memory(one.tensor), self.block)[number]))
+            _Read(one.name, one.rank, number, int(checksums(in_plain_memory(one.tensor), self.block)[number]))
             for one, number in chosen
         ]
 
@@ -251,15 +246,15 @@ class CrossCheck(CommitListener):
         name, left = self._pending_id, []
         differing: dict[str, int] = {}
         whole: set[str] = set()
-        for place in {one.place for one in self._pending}:
-            of_place, neighbour = [one for one in self._pending if one.place == place], self.neighbours[place]
+        for rank in {one.rank for one in self._pending}:
+            of_rank, neighbour = [one for one in self._pending if one.rank == rank], self.neighbours[rank]
             stored = neighbour.stored(name)
             if stored is not None:
-                found, whole_there = _compared(of_place, stored)
-                differing |= dict.fromkeys(found, neighbour.rank)
+                found, whole_there = _compared(of_rank, stored)
+                differing |= dict.fromkeys(found, rank)
                 whole |= whole_there
             elif neighbour.may_still_have(name):
-                left += of_place
+                left += of_rank
         self._pending = left
         if differing or whole:
             self._write_whole(differing, whole, name.step)
@@ -275,9 +270,10 @@ class CrossCheck(CommitListener):
         if names:
             log.warning(
                 "lightck: ranks %d and %d have different bytes in %s at step %d, although DistributedDataParallel "
-                "should keep them equal (no all-reduce, a write or another memory layout on one rank, or a fault of "
-                "the hardware?). From the next checkpoint on rank %d writes them whole. A resume from an earlier "
-                "checkpoint would give it rows of other ranks. If the ranks are meant to differ, pass split=False",
+                "or the placement of a DTensor should keep them equal (no all-reduce, a write or another memory layout "
+                "on one rank, or a fault of the hardware?). From the next checkpoint on rank %d writes them whole. A "
+                "resume from an earlier checkpoint would give it rows of other ranks. If the ranks are meant to "
+                "differ, pass split=False",
                 *sorted((self.rank, differing[names[0]])),
                 listed([repr(name) for name in names], 3),
                 step,
@@ -285,8 +281,8 @@ class CrossCheck(CommitListener):
             )
 
 
-def _regions(token: object, lives: Sequence[Live], own_place: int, block: int) -> _Regions:
-    found = sorted(_regions_in(lives, own_place), key=lambda one: (one.place, one.name))
+def _regions(token: object, lives: Sequence[Live], block: int) -> _Regions:
+    found = sorted(_regions_in(lives), key=lambda one: (one.rank, one.name))
     counts = [-(-one.tensor.nbytes // block) for one in found]
     on_devices = [transfer_of(one.tensor) is not None for one in found]
     plain = [not on_device and is_plain(one.tensor) for one, on_device in zip(found, on_devices, strict=True)]
@@ -295,35 +291,36 @@ def _regions(token: object, lives: Sequence[Live], own_place: int, block: int) -
     if own:
         addresses, nbytes = [address_of(one.tensor) for one in own], [one.tensor.nbytes for one in own]
         blocks = Blocks.of(addresses, nbytes, [0] * len(own), block)
-    begins = _begins_in_place(found, counts)
+    begins = _begins_of_rank(found, counts)
     begins_of_own = np.array([begins[i] for i, is_own in enumerate(plain) if is_own] or [0], np.int64)
-    places = np.array([one.place for one in own] or [0], np.int64)
+    ranks = np.array([one.rank for one in own] or [0], np.int64)
     others: list[tuple[_Region, int]] = []
     of_devices: list[tuple[_Region, int]] = []
     for one, is_own, on_device, count in zip(found, plain, on_devices, counts, strict=True):
         if not is_own:
             (of_devices if on_device else others).extend((one, number) for number in range(count))
-    in_place = begins_of_own[blocks.owners] + blocks.checksum_positions
-    return _Regions(token, own, blocks, places[blocks.owners], in_place, others, of_devices)
+    of_rank = begins_of_own[blocks.owners] + blocks.checksum_positions
+    return _Regions(token, own, blocks, ranks[blocks.owners], of_rank, others, of_devices)
 
 
-def _regions_in(lives: Sequence[Live], own_place: int) -> Iterator[_Region]:
+def _regions_in(lives: Sequence[Live]) -> Iterator[_Region]:
     for live in lives:
         if live.share is None or live.share.is_whole or live.alias is not None:
             continue
-        dim, bounds = live.share.cut.dim, live.share.cut.bounds
-        for place, (start, end) in enumerate(pairwise(bounds)):
-            if place != own_place and end > start:
-                yield _Region(live.name, place, live.tensor.detach().narrow(dim, start, end - start))
+        cut = live.share.cut
+        for rank, (start, end) in zip(cut.ranks, pairwise(cut.bounds), strict=True):
+            if rank != cut.ranks[live.share.place] and end > start:
+                yield _Region(live.name, rank, live.tensor.detach().narrow(cut.dim, start, end - start))
 
 
-def _begins_in_place(regions: Sequence[_Region], counts: Sequence[int]) -> list[int]:
-    """Return the number of each region's first block among those of its place. The regions are sorted by place."""
+def _begins_of_rank(regions: Sequence[_Region], counts: Sequence[int]) -> list[int]:
+    """Return the number of each region's first block among those that its rank writes. The regions are sorted by
+    rank."""
     found: list[int] = []
     n_before: Counter[int] = Counter()
     for one, count in zip(regions, counts, strict=True):
-        found.append(n_before[one.place])
-        n_before[one.place] += count
+        found.append(n_before[one.rank])
+        n_before[one.rank] += count
     return found
 
 
@@ -340,7 +337,7 @@ def _reads(regions: _Regions, positions: Positions, crcs: Checksums) -> Iterator
     """Yield what was read, block by block."""
     owners, numbers = regions.blocks.owners[positions], regions.blocks.checksum_positions[positions]
     for owner, number, crc in zip(owners.tolist(), numbers.tolist(), crcs.tolist(), strict=True):
-        yield _Read(regions.regions[owner].name, regions.regions[owner].place, number, crc)
+        yield _Read(regions.regions[owner].name, regions.regions[owner].rank, number, crc)
 
 
 def _compared(reads: Sequence[_Read], stored: StoredCheckpoint) -> tuple[set[str], set[str]]:
@@ -353,7 +350,7 @@ def _compared(reads: Sequence[_Read], stored: StoredCheckpoint) -> tuple[set[str
         of_name.setdefault(one.name, []).append(one)
     for name, of_tensor in of_name.items():
         entry = stored.entries.get(name)
-        if entry is None or entry.pieces is None or len(entry.pieces) != 1 or entry.alias is not None:
+        if entry is None or entry.share is None or entry.share.is_whole or entry.alias is not None:
             whole.add(name)
             continue
         there = stored.raw_checksums(name)

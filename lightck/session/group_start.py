@@ -221,7 +221,7 @@ class GroupStart:
         with restore.poisons_on_error():
             loaded = load(other, self.group, self.meeting, restore)
         self._divide(file)
-        source = loaded.checkpoint.with_shares(file.capture.shares.cuts, file.capture.shares.place)
+        source = loaded.checkpoint.with_shares(file.capture.shares)
         tensors = load_for_copy(other, source, self.meeting)
         start = new_world(reports, loaded.name, other.source.run_id, other.incarnation)
         pipeline.pool.group = self._identity(file, start.run_id, start.world_id)

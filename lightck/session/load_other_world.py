@@ -159,7 +159,7 @@ def _other_parts(own: StoredCheckpoint, now: Relocated) -> list[str]:
     return [
         name
         for name, entry in now.entries.items()
-        if entry.role == "param" and name in own.entries and own.entries[name].pieces not in (None, entry.pieces)
+        if entry.role == "param" and name in own.entries and own.entries[name].held_pieces not in (None, entry.pieces)
     ]
 
 

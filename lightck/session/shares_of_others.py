@@ -12,7 +12,8 @@ from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.ranks.directory import pool_name, pools_in
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Saved
-from lightck.restore.logical import LogicalCheckpoint, Relocated, has_shares
+from lightck.restore.held_tensors import HeldTensors
+from lightck.restore.logical import has_shares
 from lightck.restore.recover import LiveRestore
 from lightck.restore.rows_of_others import differing_rows
 from lightck.restore.usable import parse, usable_by_id
@@ -47,8 +48,8 @@ def whole_of(own: StoredCheckpoint, name: CheckpointId, group: Group) -> Iterato
         pools = _pools_of_others(own, group, opened)
         found = {rank: next(iter(usable_by_id(pools[rank]).get(name, ())), None) for rank in sorted(pools)}
         of_others = {rank: stored for rank, stored in found.items() if stored is not None}
-        whole = Relocated(LogicalCheckpoint([own, *of_others.values()], is_own=True), {}, falls_back=False)
-        yield whole, differing_rows(own, parse(own).rows_of_others, of_others)
+        held = HeldTensors(own, of_others)
+        yield held, differing_rows(own, parse(own).rows_of_others, of_others)
 
 
 def _pools_of_others(own: StoredCheckpoint, group: Group, opened: ExitStack) -> dict[int, PoolReader]:

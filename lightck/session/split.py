@@ -1,18 +1,21 @@
-"""The ranks of a host divide what they write: how they agree, in attach, on the share of each.
+"""Ranks of a host divide what they write: how they agree, in attach, on the share of each.
 
 Without this, ranks that train with DistributedDataParallel would write the same parameters and the same optimizer state
-once for each rank. A parameter is divided if DistributedDataParallel keeps it equal on all ranks of the group, and if
-its bytes are equal now on all ranks of this host. The ranks compare digests. Optimizer state that exists already is
-compared too; what differs is written whole by each rank. From then on ``CrossCheck`` compares what the ranks hold.
+once for each rank; and so would ranks that hold the same shard of a DTensor (a mesh dimension with ``Replicate``). A
+parameter is divided among those ranks of this host of which its training says that they hold the same (``_replicas``),
+if its bytes are equal on them now. The ranks compare digests. Optimizer state that exists already is compared too; what
+differs is written whole by each rank. From then on ``CrossCheck`` compares what the ranks hold.
 
-If one of the tensors of the model is a part (a DTensor), or if there is a layout, nothing is divided.
+If there is a layout, nothing is divided.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any, TypeAlias
 
 import msgpack
 import numpy as np
@@ -20,15 +23,16 @@ import torch
 
 from lightck.errors import listed
 from lightck.following.ddp import replicated_parameters
-from lightck.pool.format.layout import Entry
-from lightck.pool.format.shares import Divisible, dim_to_divide, divided
+from lightck.pool.format.boxes import Ints
+from lightck.pool.format.layout import Entry, held_entry
+from lightck.pool.format.shares import Cut, Divisible, dim_to_divide, divided
 from lightck.ranks.meet import Meeting
 from lightck.session.capture import Capture
 from lightck.session.group import Group
 from lightck.state.blocks import BUDGET_NBYTES, Blocks, checksums
 from lightck.state.device_transfers import is_dense_tensor, on_host, transfer_of
 from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain, param_of
-from lightck.state.parts import is_part
+from lightck.state.parts import replicas_of
 from lightck.state.shares import Shares
 
 log = logging.getLogger("lightck")
@@ -42,26 +46,37 @@ def shares_of(
     ``entries``: of all tensors of a checkpoint, those that are only predicted included. ``directory_ids``: for each
     rank, what identifies its host and its directory."""
     own = directory_ids[group.rank]
-    of_host = [rank for rank, one in enumerate(directory_ids) if one == own]
+    of_host = tuple(rank for rank, one in enumerate(directory_ids) if one == own)
     if capture.layout is not None:
         _warn_of_tensors_without_rule(capture, meeting)
         return Shares()
     if len(set(directory_ids)) == len(directory_ids):
         return Shares()  # no two ranks are on one host
     lives = [live for live in capture.tensors() if live.alias is None]
-    candidates = _candidates(lives, replicated_parameters(capture.model.model, group.members))
+    candidates = _candidates(lives, capture, group, of_host)
+    replicas = {name: ranks for name, (_, ranks) in candidates.items()}
     state = [live for live in lives if live.role == "optimizer" and f"model/{param_of(live.name)}" in candidates]
-    agreed, differing = _compared(_digests([*candidates.values(), *state]), meeting, of_host)
-    by_param = _row_weights(entries, candidates)
-    tensors = [
-        Divisible(name, tuple(live.tensor.shape), dim, by_param[name])
-        for name, live in candidates.items()
-        if name in agreed and (dim := _dim(live)) is not None
-    ]
-    shares = Shares(divided(tensors, len(of_host)), of_host.index(group.rank))
-    shares.written_whole.update(differing)
-    _report(shares, differing, is_first=group.rank == of_host[0])
+    replicas |= {live.name: replicas[f"model/{param_of(live.name)}"] for live in state}
+    digests = _digests([*(live for live, _ in candidates.values()), *state])
+    found = _compared({name: (replicas[name], digest) for name, digest in digests.items()}, meeting)
+    shares = Shares(_cuts(candidates, found.agreed, _row_weights(entries, candidates)), group.rank)
+    shares.written_whole.update(found.differing[group.rank])
+    of_this_host = sorted(set().union(*(found.differing[rank] for rank in of_host)))
+    _report(shares, of_this_host, is_first=group.rank == of_host[0])
     return shares
+
+
+def _cuts(
+    candidates: Mapping[str, tuple[Live, Ints]], agreed: Collection[str], weights: Mapping[str, int]
+) -> dict[str, Cut]:
+    """Return name -> cut of the candidates that agree. The ranks that hold the same tensors divide these among
+    themselves."""
+    of_ranks: dict[Ints, list[Divisible]] = {}
+    for name, (live, ranks) in candidates.items():
+        dim = _dim(live)
+        if name in agreed and dim is not None:
+            of_ranks.setdefault(ranks, []).append(Divisible(name, tuple(live.tensor.shape), dim, weights[name]))
+    return {name: cut for ranks, tensors in of_ranks.items() for name, cut in divided(tensors, ranks).items()}
 
 
 def _warn_of_tensors_without_rule(capture: Capture, meeting: Meeting) -> None:
@@ -74,7 +89,9 @@ def _warn_of_tensors_without_rule(capture: Capture, meeting: Meeting) -> None:
     if capture.layout.stages > 1:
         differing = _differing_between_stages(_digests(whole), capture.layout.stage, meeting)
     else:
-        _, differing = _compared(_digests(whole), meeting, range(meeting.world_size))
+        everyone = tuple(range(meeting.world_size))
+        found = _compared({name: (everyone, digest) for name, digest in _digests(whole).items()}, meeting)
+        differing = sorted(found.differing[meeting.rank])
     if differing and meeting.rank == 0 and capture.layout.stages > 1:
         log.warning(
             "lightck: several ranks hold %s, and have different bytes there. Each rank gets its own back, but no other "
@@ -106,15 +123,25 @@ def _differing_between_stages(own: Mapping[str, bytes], stage: int, meeting: Mee
     return sorted(name for name, of_name in digests.items() if len(of_name) > 1)
 
 
-def _candidates(lives: Sequence[Live], replicated: set[int]) -> dict[str, Live]:
-    """Return name -> parameter, of those that the ranks hold together and that can be divided."""
-    if any(live.dtensor is not None and is_part(live.dtensor) for live in lives):
-        return {}
-    return {
-        live.name: live
-        for live in lives
-        if live.role == "param" and live.dtensor is None and id(live.tensor) in replicated and _dim(live) is not None
-    }
+def _candidates(lives: Sequence[Live], capture: Capture, group: Group, of_host: Ints) -> dict[str, tuple[Live, Ints]]:
+    """Return name -> parameter that can be divided, and the ranks of this host that divide it."""
+    of_ddp = replicated_parameters(capture.model.model, group.members)
+    found: dict[str, tuple[Live, Ints]] = {}
+    for live in lives:
+        if live.role == "param" and _dim(live) is not None:
+            ranks = tuple(rank for rank in of_host if rank in _replicas(live, of_ddp, group))
+            if len(ranks) > 1:
+                found[live.name] = live, ranks
+    return found
+
+
+def _replicas(live: Live, of_ddp: Collection[int], group: Group) -> Collection[int]:
+    """Return the ranks that hold the same as this rank in a parameter, this rank included: all, if
+    DistributedDataParallel keeps it equal (``of_ddp``); for a DTensor, those along the dimensions of its mesh on which
+    its placement is ``Replicate``. If nothing says so, return no ranks."""
+    if live.dtensor is None:
+        return range(group.world_size) if id(live.tensor) in of_ddp else ()
+    return [group.members.index(one) for one in replicas_of(live.dtensor) if one in group.members]
 
 
 def _dim(live: Live) -> int | None:
@@ -125,16 +152,16 @@ def _dim(live: Live) -> int | None:
     return dim_to_divide(tuple(live.tensor.shape), live.tensor.stride())
 
 
-def _row_weights(entries: Iterable[Entry], candidates: Mapping[str, Live]) -> dict[str, int]:
+def _row_weights(entries: Iterable[Entry], candidates: Mapping[str, tuple[Live, Ints]]) -> dict[str, int]:
     """Return, for each candidate, how many bytes a row of it and of its optimizer state have together."""
     found = dict.fromkeys(candidates, 0)
     for entry in entries:
         param = entry.name if entry.role == "param" else f"model/{param_of(entry.name)}"
-        live = candidates.get(param)
-        if live is not None and entry.alias is None and entry.shape == tuple(live.tensor.shape):
+        live, _ = candidates.get(param, (None, ()))
+        if live is not None and entry.alias is None and entry.held_shape == tuple(live.tensor.shape):
             dim = _dim(live)
             assert dim is not None, "a candidate can be divided"
-            found[param] += entry.nbytes // entry.shape[dim]
+            found[param] += held_entry(entry).nbytes // entry.held_shape[dim]
     return found
 
 
@@ -167,23 +194,55 @@ def _digest(tensor: torch.Tensor, crcs: np.ndarray[tuple[int], np.dtype[np.uint3
     return blake2b(kind + crcs.tobytes(), digest_size=8).digest()
 
 
-def _compared(own: Mapping[str, bytes], meeting: Meeting, of_host: Sequence[int]) -> tuple[set[str], list[str]]:
-    """Return the names of the tensors that are equal on all ranks of this host, and the names of the others. The ranks
-    exchange one digest of all tensors; if the digests of two ranks differ, one of each tensor."""
-    together = blake2b(msgpack.packb(dict(own)), digest_size=16).digest()
-    if len(set(meeting.exchange("digests of all tensors", together))) == 1:
-        return set(own), []
-    found = [msgpack.unpackb(one) for one in meeting.exchange("digests of tensors", msgpack.packb(dict(own)))]
-    of_mates = [found[rank] for rank in of_host]
-    agreed = {name for name, digest in own.items() if all(one.get(name) == digest for one in of_mates)}
-    return agreed, sorted({name for one in of_mates for name in one} - agreed)
+@dataclass(slots=True)
+class _Comparison:
+    agreed: set[str]
+    """Names of this rank's tensors that are equal on all ranks that should hold the same."""
+    differing: list[set[str]]
+    """For each rank, the names of its tensors that are not."""
+
+
+def _compared(own: Mapping[str, tuple[Ints, bytes]], meeting: Meeting) -> _Comparison:
+    """Compare tensors. All ranks call this. ``own``: name -> the ranks that should hold the same, and the digest. The
+    ranks exchange one digest for all tensors of the same ranks; if two ranks differ there, one for each tensor."""
+    of_ranks: dict[Ints, dict[str, bytes]] = {}
+    for name, (ranks, digest) in own.items():
+        of_ranks.setdefault(ranks, {})[name] = digest
+    together = [[ranks, blake2b(msgpack.packb(one), digest_size=16).digest()] for ranks, one in of_ranks.items()]
+    if not any(_differing(_exchanged("digests of all tensors", together, meeting))):
+        return _Comparison(set(own), [set() for _ in range(meeting.world_size)])
+    each = [[[*ranks], digest, name] for name, (ranks, digest) in own.items()]
+    differing = _differing(_exchanged("digests of tensors", each, meeting))
+    return _Comparison(own.keys() - differing[meeting.rank], differing)
+
+
+_Digests: TypeAlias = dict[tuple[Ints, str], bytes]
+"""Ranks that should hold the same, and name of a tensor ("": all of these ranks) -> digest."""
+
+
+def _exchanged(what: str, own: list[list[Any]], meeting: Meeting) -> list[_Digests]:
+    """Return what each rank has sent. ``own``: what this rank sends: ranks, digest, and name."""
+    sent = [msgpack.unpackb(one) for one in meeting.exchange(what, msgpack.packb(own))]
+    return [{(tuple(ranks), "".join(name)): digest for ranks, digest, *name in one} for one in sent]
+
+
+def _differing(of_ranks: Sequence[_Digests]) -> list[set[str]]:
+    """Return for each rank the names of tensors that another rank has with another digest, or does not have."""
+    found: list[set[str]] = [set() for _ in of_ranks]
+    for one in of_ranks:
+        for key, digest in one.items():
+            ranks, name = key
+            if any(of_ranks[rank].get(key) != digest for rank in ranks):
+                for rank in ranks:
+                    found[rank].add(name)
+    return found
 
 
 def _report(shares: Shares, differing: Sequence[str], *, is_first: bool) -> None:
     if differing and is_first:
         log.warning(
-            "lightck: the ranks of this host have different bytes in %s, although DistributedDataParallel should keep "
-            "them equal. Each rank writes its own, as a whole",
+            "lightck: the ranks of this host have different bytes in %s, although DistributedDataParallel or the "
+            "placement of a DTensor should keep them equal. Each rank writes its own, as a whole",
             listed(list(differing), 3),
         )
     if shares.cuts:

@@ -13,7 +13,7 @@ from lightck.state.rules import ModelTensors
 def fits(reader: PoolReader, tensors: ModelTensors) -> bool:
     """Whether the tensors of the model that this pool holds are the parts that this rank holds; and the same
     parameters, if the model is a pipeline stage, or may have been one. (Other differences between pool and model are
-    found by the restore.) Shares that a rank wrote of whole tensors are no parts."""
+    found by the restore.) What counts is what the rank held, and not which rows of it were its share."""
     may_be_of_stage = reader.group is not None and len(reader.group.mesh_shape) > 1
     saved_params = {entry.name for entry in reader.entries if entry.role == "param"}
     if (tensors.is_stage or may_be_of_stage) and _of_model(saved_params) != tensors.params:
@@ -22,8 +22,8 @@ def fits(reader: PoolReader, tensors: ModelTensors) -> bool:
         if entry.role in ("param", "buffer"):
             part = tensors.parts.get(entry.name)
             held = (None, None) if part is None else (part.logical_shape, part.pieces)
-            saved = (None, None) if reader.parts_are_shares else (entry.logical_shape, entry.pieces)
-            if saved != held:
+            saved = None if entry.held_pieces is None else entry.logical_shape
+            if (saved, entry.held_pieces) != held:
                 return False
     return True
 

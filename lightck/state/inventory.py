@@ -15,8 +15,8 @@ from torch import nn
 
 from lightck.errors import LayoutError, StateValueError, UnsupportedError
 from lightck.layout import Layout
-from lightck.pool.format.layout import Entry
-from lightck.pool.format.shares import Share, entry_of_share
+from lightck.pool.format.layout import Entry, contiguous_stride, entry_of_share
+from lightck.pool.format.shares import Share
 from lightck.state.device_transfers import is_dense_tensor
 from lightck.state.local_tensors import is_dtensor, is_fully_sharded, local_of, refuse_unrestorable_state, stands_in
 from lightck.state.optimizer_wrappers import WrapperRole, has_own_state, inner_of, wrapper_roles
@@ -549,14 +549,6 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is one dense run of its bytes on the CPU, which can be copied directly."""
     return tensor.is_cpu and is_dense_tensor(tensor)
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, n = [], 1
-    for size in reversed(shape):
-        strides.append(n)
-        n *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 def in_plain_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -79,6 +79,22 @@ def parts_of(lives: Iterable[Live]) -> dict[str, Part]:
     return found
 
 
+def replicas_of(held: torch.Tensor) -> list[int]:
+    """Return the ranks, as numbers in the default process group, that hold the same local tensor of a DTensor as this
+    process, which is one of them: those along the mesh dimensions on which its placement is ``Replicate``. Empty if
+    there are no such dimensions of several ranks, or if the tensor is no part."""
+    if not is_part(held):
+        return []
+    assert is_dtensor(held)
+    mesh, at = held.device_mesh, held.device_mesh.get_coordinate()
+    is_replicated = [one.is_replicate() for one in held.placements]
+    if not any(one and mesh.size(dim) > 1 for dim, one in enumerate(is_replicated)):
+        return []
+    index = tuple(slice(None) if one else place for one, place in zip(is_replicated, at, strict=True))
+    ranks: list[int] = mesh.mesh[index].flatten().tolist()
+    return ranks
+
+
 def mesh_of(lives: Iterable[Live], layout: Layout | None = None) -> tuple[Ints, Ints]:
     """Return the shape of the device mesh of these tensors, and the coordinate of this process in it. If the tensors
     have several meshes, the one with the most ranks is taken. Without a mesh of several ranks, the ranks of the layout

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from lightck.pool.format.layout import Entry
+from lightck.pool.format.layout import Entry, contiguous_stride
 from lightck.state import rng
-from lightck.state.inventory import OptimizerView, contiguous_stride, state_name
+from lightck.state.inventory import OptimizerView, state_name
 from lightck.state.local_tensors import has_placements_of, local_of
 from lightck.state.parts import part_of
 from lightck.state.storable import dtype_name

@@ -1,7 +1,8 @@
-"""Which rows of its tensors this rank writes, if the ranks of a host divide tensors that all of them hold.
+"""Which rows of its tensors this rank writes, if ranks of a host divide tensors that all of them hold.
 
-A parameter that is divided has a ``Cut``. Optimizer state of the parameter's shape is divided in the same way. Buffers,
-other state and tensors of objects in ``state=`` may differ between ranks, and each rank writes its own.
+A parameter that is divided has a ``Cut``. If it is a DTensor, its local tensor is divided. Optimizer state of the
+parameter's local shape is divided in the same way. Buffers, other state and tensors of objects in ``state=`` may differ
+between ranks, and each rank writes its own.
 """
 
 from __future__ import annotations
@@ -9,45 +10,60 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from lightck.pool.format.boxes import Ints
-from lightck.pool.format.layout import Entry, is_dense
-from lightck.pool.format.shares import Cut, Share, dim_to_divide, entry_of_share
+from lightck.pool.format.layout import Entry, contiguous_stride, entry_of_share, is_dense
+from lightck.pool.format.shares import Cut, Share, dim_to_divide
 from lightck.state.inventory import Live, param_of
 
 
 class Shares:
     """The shares of one rank."""
 
-    def __init__(self, cuts: Mapping[str, Cut] | None = None, place: int = 0) -> None:
-        """``cuts``: name of each parameter that is divided -> its cut. ``place``: see ``Share``."""
+    def __init__(self, cuts: Mapping[str, Cut] | None = None, rank: int = 0) -> None:
+        """``cuts``: name of each parameter that this rank divides with others -> its cut."""
         self.cuts = dict(cuts or {})
-        self.place = place
+        self.rank = rank
         self.written_whole: set[str] = set()
         """Names of tensors of which this rank writes all rows, because its tensor differs from that of another rank."""
 
     def assign(self, lives: Iterable[Live]) -> None:
         """Set ``Live.share`` of each of these tensors that is divided."""
         for live in lives if self.cuts else ():
-            if live.dtensor is None:
-                shape, stride = tuple(live.tensor.shape), tuple(live.tensor.stride())
-                live.share = self._share(live.alias or live.name, live.role, shape, stride)
+            shape, stride = tuple(live.tensor.shape), tuple(live.tensor.stride())
+            live.share = self._share(live.alias or live.name, live.role, shape, stride)
 
     def applied_to(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Return these entries, by name, with the share in place of each whole tensor that is divided."""
+        """Return these entries of held tensors, by name, with the share in place of each that is divided."""
         found = dict(entries)
         for name, entry in entries.items() if self.cuts else ():
-            if entry.pieces is None:
+            if entry.share is None:
                 share = self._share(entry.alias or name, entry.role, entry.shape, entry.stride)
                 found[name] = entry if share is None else entry_of_share(entry, share)
         return found
 
-    def _share(self, name: str, role: str, shape: Ints, stride: Ints) -> Share | None:
-        """Return what this rank writes of a tensor; None: all of it. ``name``: of the tensor that has the bytes. If the
-        rows are not one run of memory, because the strides have changed, the rank writes the whole tensor."""
+    def applied_to_copies(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+        """Return what ``applied_to`` does, for copies that are read for this rank and not taken from live tensors:
+        their rows can have any strides."""
+        found = dict(entries)
+        for name, entry in entries.items():
+            cut = self._cut(entry.alias or name, entry.role, entry.shape)
+            if cut is not None:
+                share = entry_of_share(entry, Share(cut, cut.ranks.index(self.rank)))
+                has_strides = is_dense(share.shape, share.stride)
+                found[name] = share if has_strides else share._replace(stride=contiguous_stride(share.shape))
+        return found
+
+    def _cut(self, name: str, role: str, shape: Ints) -> Cut | None:
         if role not in ("param", "optimizer"):
             return None
         cut = self.cuts.get(name if role == "param" else f"model/{param_of(name)}")
-        if cut is None or cut.shape != shape:
+        return None if cut is None or cut.shape != shape else cut
+
+    def _share(self, name: str, role: str, shape: Ints, stride: Ints) -> Share | None:
+        """Return what this rank writes of a tensor; None: all of it. ``name``: of the tensor that has the bytes. If the
+        rows are not one run of memory, because the strides have changed, the rank writes the whole tensor."""
+        cut = self._cut(name, role, shape)
+        if cut is None:
             return None
         has_runs = is_dense(shape, stride) and dim_to_divide(shape, stride) == cut.dim
-        share = Share(cut, self.place, name in self.written_whole or not has_runs)
+        share = Share(cut, cut.ranks.index(self.rank), name in self.written_whole or not has_runs)
         return None if share.is_whole and not share.rows[1] else share

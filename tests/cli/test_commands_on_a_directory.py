@@ -66,6 +66,35 @@ def test_inspect_shows_which_ranks_hold_which_parts(pools, tmp_path):
     assert call("inspect", "--pieces", pools / "rank-00000-of-00002.pool").exit_code == FAILED
 
 
+def test_the_commands_read_ranks_that_divide_shards(pool, tmp_path):
+    pools, topology = pool.parent / "hsdp", TOPOLOGIES["hsdp"]
+    values(run_ranks(4, body(topology, pools, 3)))
+    values(run_ranks(4, body(topology, pool.parent / "whole", 3, split=False)))
+    assert call("verify", pools).exit_code == OK
+    _, facts = call_json("inspect", "--pieces", pools)
+    pieces = {one["name"]: one["pieces"] for one in facts["tensors"]}
+    assert {one["rank"] for many in pieces.values() for one in many} == {0, 1, 2, 3}
+    assert sum(one["size"][0] for one in pieces["model/first.weight"]) == 600, "each row is written once"
+    assert call("diff", pools, pools).exit_code == OK
+    _, found = call_json("diff", pools, pool.parent / "whole")
+    assert (found["tensors"], found["compared_tensors"] > 0) == ([], True)
+    out = tmp_path / "model.safetensors"
+    assert call("export", pools, out).exit_code == OK
+    expected = lightck.recover(pool.parent / "whole")
+    for name, value in safetensors.torch.load_file(out).items():
+        assert torch.equal(value, expected.tensor(f"model/{name}"))
+    assert call("reshard", pools, tmp_path / "out", "--world", 3).exit_code == OK
+    assert torch.equal(
+        lightck.recover(tmp_path / "out").tensor("model/first.weight"), expected.tensor("model/first.weight")
+    )
+    for name in ("rank-00003-of-00004.pool", "rank-00001-of-00004.pool"):
+        _, facts = call_json("inspect", "--tensors", pools / name)
+        share = {one["name"]: one["share"] for one in facts["shown"]["all_tensors"]}["model/first.weight"]
+        assert (share["held_shape"], share["ranks"], share["whole"]) == ([300, 3], [1, 3], False)
+    (pools / "rank-00003-of-00004.pool").unlink()
+    assert call("verify", pools).exit_code != OK
+
+
 def test_inspect_shows_the_parts_in_the_pool_of_a_single_process(pool):
     pool_with(pool)
     status, facts = call_json("inspect", "--pieces", pool)

@@ -17,6 +17,7 @@ from lightck.errors import LightckError
 from lightck.pool.format import layout
 from lightck.pool.format.group import GroupIdentity
 from lightck.pool.format.pieces import Placement, Shard, StridedShard, flat_pieces, local_pieces
+from lightck.pool.format.shares import Cut, Share, dim_to_divide
 from lightck.pool.format.structures import (
     NEXT_ENTRIES_MAX,
     NEXT_NBYTES,
@@ -49,6 +50,7 @@ class Inputs:
         self._base = base
         self._rng_tree = _part(base, b"\xa3rng")
         self._rank_tree = parse(layout.encode(_parts(), _GROUP))
+        self._shares_tree = parse(layout.encode(_shares(), _GROUP, has_shares=True))
         is_pmdk = good.startswith(pmdk_file.SIGNATURE)
         self._container = container.Base.of(good) if is_pmdk else None
         if is_pmdk:
@@ -66,6 +68,7 @@ class Inputs:
             self._table,
             self._extras,
             self._table_of_rank,
+            self._table_with_shares,
             self._state,
             self._values,
             self._random_state,
@@ -122,6 +125,11 @@ class Inputs:
         data = data if rng.random() < 0.8 else mutations.damaged(rng, data)
         layout.decode_of_rank(data, low=0, high=1 << 40)
 
+    def _table_with_shares(self, rng: random.Random) -> None:
+        data = mutations.changed_tree(rng, self._shares_tree)
+        data = data if rng.random() < 0.8 else mutations.damaged(rng, data)
+        layout.decode_of_rank(data, low=0, high=1 << 40, has_shares=True)
+
     def _state(self, rng: random.Random) -> None:
         checkpoint = self._base.checkpoints[0]
         Contents.parse(mutations.changed_tree(rng, checkpoint.state_tree), 1, 1, {})
@@ -168,6 +176,19 @@ def _parts() -> list[layout.Entry]:
         )
     flat = layout.Entry("model/flat", "param", "float32", (14,), (1,), 56)
     found.append(flat._replace(logical_shape=(3, 4, 2), pieces=flat_pieces((3, 4, 2), 5, 17)))
+    return layout.place(found, 0)[0]
+
+
+def _shares() -> list[layout.Entry]:
+    """Entries of a rank that are shares: of a whole tensor, and of parts; and one that the rank writes whole."""
+    found = []
+    for number, entry in enumerate(_parts()):
+        dim = dim_to_divide(entry.shape, entry.stride)
+        if dim is None:
+            continue
+        rows = entry.shape[dim]
+        cut = Cut(entry.shape, dim, (0, rows // 2, rows), (1, 3))
+        found.append(layout.entry_of_share(entry, Share(cut, 1, is_whole=number == 2)))
     return layout.place(found, 0)[0]
 
 

@@ -459,6 +459,7 @@ def test_every_flipped_bit_of_a_slot_header_is_noticed() -> None:
         {"ring_lines": 2},
         {"ring_lines": 2**31},
         {"ring_offset": 2**62},
+        {"incompat": 2},
     ],
     ids=str,
 )
@@ -469,7 +470,7 @@ def test_an_impossible_geometry_is_refused(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("at", "form", "value"),
-    [(8, "<I", 0x04030201), (12, "<H", 2), (32, "<Q", 2)],
+    [(8, "<I", 0x04030201), (12, "<H", 2), (32, "<Q", 4)],
     ids=["byte order", "major", "incompat"],
 )
 def test_a_format_of_another_kind_is_refused(at: int, form: str, value: int) -> None:

@@ -406,7 +406,7 @@ def test_a_lightck_that_does_not_know_the_flag_refuses_the_pool(pool: Path, monk
 def test_a_pool_whose_table_lacks_the_group_is_corrupt(pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as during:
         plain = layout.encode
-        during.setattr(layout, "encode", lambda entries, group=None: plain(entries))
+        during.setattr(layout, "encode", lambda entries, group=None, **_: plain(entries))
         by_hand.make(pool, [by_hand.entry("model/w", (3,))], group=GROUP)
     with pytest.raises(CorruptPoolError, match="impossible layout"):
         open_pool(str(pool))

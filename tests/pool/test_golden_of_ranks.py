@@ -104,6 +104,25 @@ def test_the_pieces_of_a_golden_pool_say_where_its_bytes_belong(kept: Path, expe
     assert not whole[[0, 1, 4, 5, 8, 9]].any()
 
 
+@pytest.mark.parametrize("name", ["v1-group-shares"], indirect=True)
+def test_the_golden_pool_with_shares_has_each_kind_of_share(kept: Path) -> None:
+    with closing(open_pool(str(kept))) as reader:
+        assert reader.superblock.incompat == structures.INCOMPAT_GROUP | structures.INCOMPAT_SHARES
+        newest = next(v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint))
+    entries = {name.rpartition("/")[2]: entry for name, entry in newest.entries.items()}
+    assert entries["plain"].share is None
+    assert (entries["whole"].logical_shape, entries["whole"].pieces) == ((5, 2), (Piece((2, 0), (3, 2), (0, 0)),))
+    assert entries["shard"].pieces == (Piece((11, 0), (2, 3), (0, 0)),)
+    assert [(piece.start[0], piece.local_start[0]) for piece in entries["strided"].pieces or ()] == [
+        (3, 0),
+        (6, 1),
+        (10, 3),
+    ]
+    assert (entries["empty"].shape, entries["empty"].pieces) == ((0, 3), ())
+    assert entries["differs"].pieces == entries["differs"].share.pieces == (Piece((4, 0), (4, 3), (0, 0)),)
+    assert newest.extras[0].share == entries["shard"].share
+
+
 def test_a_golden_pool_is_still_what_this_version_writes(
     kept: Path, name: str, expected: dict[str, Any], folder: Path
 ) -> None:
@@ -123,7 +142,7 @@ def test_a_golden_pool_goes_on(kept: Path, expected: dict[str, Any]) -> None:
         newest = next(v for v in reader.checkpoints() if isinstance(v, StoredCheckpoint))
         newest.verify()
     assert newest.step == 9
-    assert [one.to_map(has_group=True) for one in reader.entries] == expected["entries"]
+    assert golden.maps(reader, reader.entries) == expected["entries"]
 
 
 def test_an_older_lightck_refuses_a_golden_pool(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

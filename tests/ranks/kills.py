@@ -51,7 +51,11 @@ GROWING = {
     "ddp grows": replace(
         TOPOLOGIES["ddp"],
         grows_at={0: {3: 700_000, 9: 3_000_000}, 1: {3: 700_000, 12: 3_000_000}},
-    )
+    ),
+    "hsdp grows": replace(
+        TOPOLOGIES["hsdp"],
+        grows_at={0: {3: 700_000, 9: 3_000_000}, 1: {}, 2: {12: 3_000_000}, 3: {3: 700_000}},
+    ),
 }
 """Trainings in which pools get new files, on both ranks in one step and in different ones."""
 ALL = TOPOLOGIES | GROWING

@@ -18,6 +18,7 @@ import msgpack
 
 from lightck.pool.format.group import ID_NBYTES, GroupIdentity
 from lightck.pool.format.pieces import PIECES_MAX, Piece, parse_pieces
+from lightck.pool.format.shares import Share, parse_share, share_to_map, written_part
 from lightck.pool.format.structures import EXTENT_ALIGN, LARGE_EXTENT, LARGE_EXTENT_ALIGN, DamagedError, align_up
 
 ENTRIES_MAX = 1 << 20
@@ -61,33 +62,47 @@ class Entry(NamedTuple):
     tensor that is not stored as a part."""
     pieces: tuple[Piece, ...] | None = None
     """The pieces of the logical tensor that this tensor holds. Only the pool of a rank stores pieces."""
+    share: Share | None = None
+    """Which rows of the tensor that the rank holds these are, if several ranks divide it; None: they do not. A share
+    has pieces, also if the rank holds the whole logical tensor. Only a pool with shares stores it."""
+
+    @property
+    def held_pieces(self) -> tuple[Piece, ...] | None:
+        """What the rank holds of the logical tensor, if that is a part (``pieces``, without regard to ``share``)."""
+        return self.pieces if self.share is None else self.share.pieces
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that the rank holds."""
+        return self.shape if self.share is None else self.share.cut.shape
 
     def can_hold(self, other: Entry) -> bool:
-        """Whether this extent can hold the tensor that ``other`` describes: same dtype, shape, strides, alias, device
-        and pieces."""
+        """Whether this extent can hold the tensor that ``other`` describes: same dtype, shape, strides, alias, device,
+        pieces and share."""
         return (self.dtype, self.shape, self.stride, self.alias, self.device) == (
             other.dtype,
             other.shape,
             other.stride,
             other.alias,
             other.device,
-        ) and (self.logical_shape, self.pieces) == (other.logical_shape, other.pieces)
+        ) and (self.logical_shape, self.pieces, self.share) == (other.logical_shape, other.pieces, other.share)
 
     def is_same_tensor(self, other: Entry) -> bool:
         """Whether the logical tensors have the same name, dtype and shape. (They may be other parts of it.)"""
         one, two = (entry.logical_shape or entry.shape for entry in (self, other))
         return (self.name, self.dtype, one) == (other.name, other.dtype, two)
 
-    def to_map(self, *, has_group: bool = False) -> dict[str, object]:
+    def to_map(self, *, has_group: bool = False, has_shares: bool = False) -> dict[str, object]:
         """Return the entry as the map that the table contains. ``has_group``: whether the pool is that of a rank. If
         it is not, the last four keys of the map carry no information: they are None, or follow from the shape.
+        ``has_shares``: whether it is a pool with shares.
 
-        Raises ``ValueError`` if the pieces are invalid, or if the entry has pieces and the pool is not that of a
-        rank."""
+        Raises ``ValueError`` if pieces or share are invalid, if the entry has pieces and the pool is not that of a
+        rank, or if it has a share and the pool is not one with shares."""
         plain: dict[str, object] = dict(zip(_PLAIN_FIELDS, self, strict=False))
         plain |= {"shape": list(self.shape), "stride": list(self.stride)}
         if has_group:
-            return plain | self._rank_fields()
+            return plain | self._rank_fields() | self._share_field(has_shares)
         if self.logical_shape is not None or self.pieces is not None:
             raise ValueError(f"{self.name!r} is a part of a tensor, and only the pool of a rank can hold parts")
         return plain | {
@@ -107,8 +122,46 @@ class Entry(NamedTuple):
         pieces = [[list(numbers) for numbers in piece] for piece in self.pieces or ()]
         return {"logical_shape": list(self.logical_shape or ()), "pieces": pieces}
 
+    def _share_field(self, has_shares: bool) -> dict[str, object]:
+        if self.share is None:
+            return {"share": None} if has_shares else {}
+        if not has_shares:
+            raise ValueError(f"{self.name!r} is a share, and only a pool with shares can hold it")
+        item = share_to_map(self.share)
+        try:
+            parse_share(item, self.shape, list(self.logical_shape or ()), self.pieces)
+        except DamagedError as err:
+            raise ValueError(f"{self.name!r} cannot be stored: {err}") from err
+        return {"share": item}
 
-_PLAIN_FIELDS, _RANK_FIELDS = Entry._fields[:-2], Entry._fields[-2:]
+
+_PLAIN_FIELDS, _RANK_FIELDS = Entry._fields[:-3], Entry._fields[-3:-1]
+
+
+def entry_of_share(entry: Entry, share: Share) -> Entry:
+    """Return the entry of a share. ``entry``: that of the held tensor, of shape ``share.cut.shape``."""
+    share = share._replace(pieces=entry.pieces)
+    shape, pieces = written_part(share)
+    nbytes = 0 if entry.alias is not None else math.prod(shape) * ITEM_NBYTES[entry.dtype]
+    logical_shape = entry.shape if entry.pieces is None else entry.logical_shape
+    return entry._replace(shape=shape, nbytes=nbytes, logical_shape=logical_shape, pieces=pieces, share=share)
+
+
+def held_entry(entry: Entry) -> Entry:
+    """Return the entry of the tensor that the rank holds. ``entry``: in a pool, perhaps that of a share. If the strides
+    of a share are not those of a dense tensor, the held tensor is contiguous."""
+    share = entry.share
+    if share is None:
+        return entry
+    shape = share.cut.shape
+    return entry._replace(
+        shape=shape,
+        stride=entry.stride if is_dense(shape, entry.stride) else contiguous_stride(shape),
+        nbytes=0 if entry.alias is not None else math.prod(shape) * ITEM_NBYTES[entry.dtype],
+        logical_shape=None if share.pieces is None else entry.logical_shape,
+        pieces=share.pieces,
+        share=None,
+    )
 
 
 def place(entries: Iterable[Entry], start: int) -> tuple[list[Entry], int]:
@@ -127,24 +180,30 @@ def blocks_of(nbytes: int, block: int) -> int:
     return -(-nbytes // block)
 
 
-def encode(entries: Sequence[Entry], group: GroupIdentity | None = None) -> bytes:
+def encode(entries: Sequence[Entry], group: GroupIdentity | None = None, *, has_shares: bool = False) -> bytes:
     """Return the layout table of these entries. ``group``: the identity of a rank's pool; None if the pool is not
-    that of a rank. Raises ``ValueError`` as ``Entry.to_map`` does."""
+    that of a rank. ``has_shares``: whether it is a pool with shares. Raises ``ValueError`` as ``Entry.to_map`` does."""
     head = {} if group is None else {"group": group.to_map()}
-    return bytes(msgpack.packb(head | {"entries": _maps(entries, group is not None)}, use_bin_type=True))
+    maps = _maps(entries, group is not None, has_shares)
+    return bytes(msgpack.packb(head | {"entries": maps}, use_bin_type=True))
 
 
-def encode_extras(entries: Sequence[Entry], *, has_group: bool = False) -> bytes:
+def encode_extras(entries: Sequence[Entry], *, has_group: bool = False, has_shares: bool = False) -> bytes:
     """Return the extra entries as a manifest contains them; empty if there are none. ``has_group``: whether the pool is
-    that of a rank. Raises ``ValueError`` as ``Entry.to_map`` does."""
-    return bytes(msgpack.packb(_maps(entries, has_group), use_bin_type=True)) if entries else b""
+    that of a rank. ``has_shares``: whether it is one with shares. Raises ``ValueError`` as ``Entry.to_map`` does."""
+    return bytes(msgpack.packb(_maps(entries, has_group, has_shares), use_bin_type=True)) if entries else b""
 
 
-def _maps(entries: Sequence[Entry], has_group: bool) -> list[dict[str, object]]:
-    counts = [len(entry.pieces) for entry in entries if entry.pieces]
+def _maps(entries: Sequence[Entry], has_group: bool, has_shares: bool) -> list[dict[str, object]]:
+    counts = [n for entry in entries for n in _piece_counts(entry)]
     if sum(counts) > LIST_PIECES_MAX or sum(count**2 for count in counts) > LIST_PAIRS_MAX:
         raise ValueError(f"the tensors have {sum(counts)} pieces together, which are too many for a pool")
-    return [entry.to_map(has_group=has_group) for entry in entries]
+    return [entry.to_map(has_group=has_group, has_shares=has_shares) for entry in entries]
+
+
+def _piece_counts(entry: Entry) -> tuple[int, int]:
+    """Return the numbers of pieces in the two lists of an entry: of what is written, and of what the rank holds."""
+    return len(entry.pieces or ()), 0 if entry.share is None else len(entry.share.pieces or ())
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -171,6 +230,15 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor whose elements lie in C order."""
+    strides, n = [], 1
+    for size in reversed(shape):
+        strides.append(n)
+        n *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def is_name(text: str) -> bool:
     """Whether this is a valid name of an entry: at most ``NAME_NBYTES_MAX`` bytes, and no NUL."""
     fits = len(text) <= NAME_NBYTES_MAX // 4 or len(text.encode("utf-8", "replace")) <= NAME_NBYTES_MAX
@@ -189,15 +257,20 @@ def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
     return _table_entries(_items(table, ("entries",)), low, high, has_group=False)
 
 
-def decode_of_rank(table: bytes, *, low: int, high: int) -> tuple[GroupIdentity, tuple[Entry, ...]]:
-    """``decode`` for the pool of a rank: parse its group and its entries. Raises ``DamagedError``."""
+def decode_of_rank(
+    table: bytes, *, low: int, high: int, has_shares: bool = False
+) -> tuple[GroupIdentity, tuple[Entry, ...]]:
+    """``decode`` for the pool of a rank: parse its group and its entries. ``has_shares``: whether it is a pool with
+    shares. Raises ``DamagedError``."""
     items = _items(table, ("group", "entries"), has_group=True)
     group = GroupIdentity.parse(next(items))
-    return group, _table_entries(items, low, high, has_group=True)
+    return group, _table_entries(items, low, high, has_group=True, has_shares=has_shares)
 
 
-def _table_entries(items: Iterator[object], low: int, high: int, *, has_group: bool) -> tuple[Entry, ...]:
-    entries = _checked(items, low, high, has_group)
+def _table_entries(
+    items: Iterator[object], low: int, high: int, *, has_group: bool, has_shares: bool = False
+) -> tuple[Entry, ...]:
+    entries = _checked(items, low, high, has_group, has_shares)
     names = {e.name: e for e in entries}
     if len(names) != len(entries):
         raise DamagedError("layout table: a name occurs twice")
@@ -205,14 +278,16 @@ def _table_entries(items: Iterator[object], low: int, high: int, *, has_group: b
     return entries
 
 
-def decode_extras(data: bytes, *, low: int, high: int, has_group: bool = False) -> tuple[Entry, ...]:
+def decode_extras(
+    data: bytes, *, low: int, high: int, has_group: bool = False, has_shares: bool = False
+) -> tuple[Entry, ...]:
     """Parse the extra entries, which were added after the pool was created. ``has_group``: whether the pool is that of
-    a rank. Raises ``DamagedError``.
+    a rank. ``has_shares``: whether it is one with shares. Raises ``DamagedError``.
 
     A name can occur more than once, because a tensor whose dtype or size changed can have an old entry beside its
     present one. An alias can name an entry of the table. So aliases are checked later, among the entries that are
     present in one checkpoint (``check_ties``)."""
-    return _checked(_items(data, (), has_group), low, high, has_group) if data else ()
+    return _checked(_items(data, (), has_group), low, high, has_group, has_shares) if data else ()
 
 
 def check_aliases(present: Mapping[str, Entry]) -> None:
@@ -237,7 +312,7 @@ def check_ties(present: Mapping[str, Entry]) -> None:
 
 
 def _kind(entry: Entry) -> tuple[object, ...]:
-    return entry.dtype, entry.shape, entry.logical_shape, entry.pieces
+    return entry.dtype, entry.shape, entry.logical_shape, entry.pieces, entry.share
 
 
 def _items(data: bytes, keys: Sequence[str], has_group: bool = False) -> Iterator[object]:
@@ -278,9 +353,9 @@ def _items(data: bytes, keys: Sequence[str], has_group: bool = False) -> Iterato
         raise DamagedError(f"list of tensors: {err or type(err).__name__}") from err
 
 
-def _checked(items: Iterator[object], low: int, high: int, has_group: bool) -> tuple[Entry, ...]:
+def _checked(items: Iterator[object], low: int, high: int, has_group: bool, has_shares: bool) -> tuple[Entry, ...]:
     """Parse the items, and check that the extents lie in [low, high) and do not overlap. Raises ``DamagedError``."""
-    entries = tuple(_rank_entries(items) if has_group else map(_entry, items))
+    entries = tuple(_rank_entries(items, has_shares) if has_group else map(_entry, items))
     at = low
     for entry in sorted((e for e in entries if e.nbytes), key=attrgetter("offset")):
         if entry.offset % EXTENT_ALIGN or entry.offset < at or entry.offset + entry.nbytes > high:
@@ -289,17 +364,21 @@ def _checked(items: Iterator[object], low: int, high: int, has_group: bool) -> t
     return entries
 
 
-def _rank_entries(items: Iterator[object]) -> Iterator[Entry]:
+def _rank_entries(items: Iterator[object], has_shares: bool) -> Iterator[Entry]:
     """Parse the entries of a rank's pool. Raises ``DamagedError``."""
     n_pieces = n_pairs = 0
+    keys = {*_RANK_KEYS, "share"} if has_shares else _RANK_KEYS
     for item in items:
-        entry = _entry(item, _RANK_KEYS)
+        entry = _entry(item, keys)
         assert isinstance(item, dict), "it was parsed as one"
         shape, pieces = item["logical_shape"], item["pieces"]
         if shape is not None or pieces is not None:
             parsed = parse_pieces(pieces, shape, entry.shape)
             entry = entry._replace(logical_shape=tuple(shape), pieces=parsed)
-            n_pieces, n_pairs = n_pieces + len(parsed), n_pairs + len(parsed) ** 2
+        if has_shares and item["share"] is not None:
+            entry = entry._replace(share=parse_share(item["share"], entry.shape, shape, entry.pieces))
+        counts = _piece_counts(entry)
+        n_pieces, n_pairs = n_pieces + sum(counts), n_pairs + sum(count**2 for count in counts)
         if n_pieces > LIST_PIECES_MAX or n_pairs > LIST_PAIRS_MAX:
             raise DamagedError("list of tensors: it has too many pieces")
         yield entry

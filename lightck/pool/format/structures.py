@@ -25,7 +25,9 @@ COMPAT_NEXT = 1
 """Feature flag of ``Superblock.compat``: slots may have a next-batch record."""
 INCOMPAT_GROUP = 1
 """Feature flag of ``Superblock.incompat``: the pool is that of a rank (docs/format.md, "Pools of a rank")."""
-RO_COMPAT_KNOWN, INCOMPAT_KNOWN = 0, INCOMPAT_GROUP
+INCOMPAT_SHARES = 2
+"""Feature flag of ``Superblock.incompat``: of some tensors the pool holds only the rows that its rank writes."""
+RO_COMPAT_KNOWN, INCOMPAT_KNOWN = 0, INCOMPAT_GROUP | INCOMPAT_SHARES
 """The feature flags that this lightck knows. ``RO_COMPAT``: flags that only a writer must know. ``INCOMPAT``: flags
 that readers and writers must know."""
 
@@ -169,6 +171,8 @@ class Superblock:
                 f"(features {INCOMPAT_KNOWN:#x}). The pool was written by a newer lightck. Install that version to "
                 "read the pool."
             )
+        if incompat & INCOMPAT_SHARES and not incompat & INCOMPAT_GROUP:
+            raise DamagedError("it has shares, and is not the pool of a rank")
         if n_regions > (len(body) - _SUPER.size) // _REGION.size:
             raise DamagedError("it lists more regions than fit into it")
         slots: list[tuple[int, int]] = []
@@ -236,6 +240,11 @@ class Superblock:
     def has_group(self) -> bool:
         """Whether the pool is that of a rank: its layout table has a group, and its entries may have pieces."""
         return bool(self.incompat & INCOMPAT_GROUP)
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether entries can have a share."""
+        return bool(self.incompat & INCOMPAT_SHARES)
 
     @property
     def slot_nbytes(self) -> int:

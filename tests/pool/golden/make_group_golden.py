@@ -8,6 +8,9 @@ adoption lies between them.
 
 ``v1-group-replica.pool.xz`` is the pool of rank 1 of 2 without a mesh, with plain tensors alone.
 
+``v1-group-shares.pool.xz`` is that of rank 3 of 4 again. Ranks 1 and 3 divide a whole tensor, a shard, a strided shard
+of several pieces and one of which rank 3 writes no row; one they hold with different bytes. The extra entry is a share.
+
 The tensors' bytes are those of ``pools_by_hand.content``. ``v1-group.json`` holds what is in both pools.
 """
 
@@ -18,6 +21,7 @@ import lzma
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,9 +32,10 @@ import pools_by_hand as by_hand
 import torch
 
 from lightck.pool.format.group import GroupIdentity
-from lightck.pool.format.layout import Entry
+from lightck.pool.format.layout import Entry, entry_of_share
 from lightck.pool.format.pieces import Piece, Replicate, Shard, StridedShard, local_pieces
-from lightck.pool.reader import StoredCheckpoint, open_pool
+from lightck.pool.format.shares import Cut, Share
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 
 HERE = Path(__file__).parent
 EXPECTED = HERE / "v1-group.json"
@@ -80,7 +85,32 @@ def make_replica(path: Path) -> None:
         by_hand.commit(writer, 1, state=_state())
 
 
-MAKERS = {"v1-group": make, "v1-group-replica": make_replica}
+def share(held: Entry, bound: int, *, is_whole: bool = False) -> Entry:
+    """What rank 3 writes of a tensor. ``bound``: the first of its rows."""
+    cut = Cut(held.shape, 0, (0, bound, held.shape[0]), (1, 3))
+    return entry_of_share(held, Share(cut, 1, is_whole))
+
+
+def make_shares(path: Path) -> None:
+    """``v1-group-shares``."""
+    state = _state()
+    shares = [
+        by_hand.entry("model/plain", (3,), layer=0),
+        share(by_hand.entry("model/whole", (5, 2), layer=0), 2),
+        share(part("model/shard", (13, 3), Replicate(), Shard(0), dtype="bfloat16", layer=1), 4),
+        share(part("model/strided", (12, 2), Replicate(), StridedShard(0, 3), layer=2), 1),
+        share(part("model/empty", (4, 3), Replicate(), Shard(0), layer=3), 2),
+        share(part("model/differs", (8, 3), Replicate(), Shard(0), layer=4), 1, is_whole=True),
+    ]
+    with patch("os.urandom", lambda n: bytes(range(n))):
+        by_hand.make(path, shares, group=SHARDED)
+    with by_hand.writer_of(path) as writer:
+        by_hand.commit(writer, 1, state=state)
+        extra = share(part("optimizer/shard/late", (13, 3), Replicate(), Shard(0), role="optimizer"), 4)
+        by_hand.commit(writer, 2, [extra], state=state)
+
+
+MAKERS = {"v1-group": make, "v1-group-replica": make_replica, "v1-group-shares": make_shares}
 
 
 def _state() -> bytes:
@@ -98,10 +128,14 @@ def expected(path: Path) -> dict[str, Any]:
         group = {name: getattr(reader.group, name) for name in GroupIdentity.__slots__}
         found = {
             "group": {name: value.hex() if isinstance(value, bytes) else value for name, value in group.items()},
-            "entries": [one.to_map(has_group=True) for one in reader.entries],
+            "entries": maps(reader, reader.entries),
             "checkpoints": [_checkpoint(v) for v in checkpoints],
         }
     return dict(json.loads(json.dumps(found)))
+
+
+def maps(reader: PoolReader, entries: Sequence[Entry]) -> list[dict[str, object]]:
+    return [one.to_map(has_group=True, has_shares=reader.superblock.has_shares) for one in entries]
 
 
 def _checkpoint(stored: StoredCheckpoint) -> dict[str, Any]:
@@ -109,7 +143,7 @@ def _checkpoint(stored: StoredCheckpoint) -> dict[str, Any]:
         "step": stored.step,
         "generation": stored.record.generation,
         "incarnation": stored.record.incarnation,
-        "extras": [one.to_map(has_group=True) for one in stored.extras],
+        "extras": maps(stored.reader, stored.extras),
         "tensors": {name: bytes_of(stored, name).hex() for name, one in stored.entries.items() if one.alias is None},
     }
 
