@@ -27,7 +27,8 @@ from lightck.pool.reader import StoredCheckpoint
 from lightck.ranks.directory import open_worlds
 from lightck.restore.contents import empty_for
 from lightck.restore.directory import common_checkpoints, logical_of
-from lightck.restore.logical import LogicalCheckpoint, Relocated
+from lightck.restore.logical import LogicalCheckpoint
+from lightck.restore.relocated import Relocated
 from lightck.state.parts import Part
 
 if __name__ == "__main__":  # the processes of the ranks are made by a module of the tests

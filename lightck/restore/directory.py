@@ -35,8 +35,9 @@ from lightck.restore import restore as _restore
 from lightck.restore.averages import describe_averaged
 from lightck.restore.checkpoint import Checkpoint, plan_restore, poison
 from lightck.restore.contents import Contents, MemorySource, in_memory
-from lightck.restore.logical import LogicalCheckpoint, Relocated
+from lightck.restore.logical import LogicalCheckpoint
 from lightck.restore.ranges import RangeReader, pieces_of_ranks
+from lightck.restore.relocated import Relocated
 from lightck.restore.stages import bits_of, held_by, names_of_model, refuse_held_by_nobody
 from lightck.restore.together import meeting_of, refuse_other_layouts, refuse_unused_rules
 from lightck.restore.usable import parse, usable_by_id

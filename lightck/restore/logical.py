@@ -1,24 +1,15 @@
-"""A checkpoint of several ranks as logical tensors, and as the checkpoint that another rank would have saved.
+"""A checkpoint of several ranks as logical tensors.
 
-Each rank of the *old world* has saved its parts of the tensors. A rank of any other world, or a single process, needs
-other parts of them. ``LogicalCheckpoint`` says which logical tensors there are, who holds what of them, and which
-tensors differ between ranks that should hold the same. ``Relocated`` is a ``Source``: it has the entries that a rank
-with given parts would have saved, and reads their bytes from the pools of the old world, verified block by block.
-
-A tensor that several ranks hold whole is taken from the first of them. If a block is damaged there, it is taken from
-another one. Padding (elements of a local tensor that belong to no piece) is zero, unless a rank of the old world held
-the same part: then the padding is taken with it. Optimizer state with the shape of its parameter is cut as its
-parameter is. Other state must be the same for the whole parameter as for a part of it: a number, or the like.
+Each rank of the *old world* has saved its parts of the tensors. ``LogicalCheckpoint`` says which logical tensors there
+are, who holds what of them, and which tensors differ between ranks that should hold the same. ``relocated.py`` reads
+them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
@@ -26,23 +17,20 @@ from itertools import combinations
 import torch
 
 from lightck.errors import UnsupportedError
-from lightck.pool.format.assembly import Copy, coverage, local_copies
+from lightck.pool.format.assembly import coverage
 from lightck.pool.format.boxes import Box, Ints, intersection, whole_box
-from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties, contiguous_stride, held_entry, is_dense
+from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties, contiguous_stride, held_entry
 from lightck.pool.format.pieces import Piece, is_flat
-from lightck.pool.format.structures import CommitRecord, DamagedError
+from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint
-from lightck.restore.averages import mean_of, owner_of, places_of
-from lightck.restore.contents import empty_for, load_tensor
-from lightck.restore.read_boxes import BoxRead, Destination, Frame, blocks_of, read_boxes
+from lightck.restore.averages import owner_of, places_of
+from lightck.restore.contents import load_tensor
+from lightck.restore.read_boxes import Frame
 from lightck.restore.rows_of_others import differing_rows
 from lightck.restore.saved_layout import SavedLayout
-from lightck.restore.stages import Held, merged_state, refuse_missing_stages, with_ties
+from lightck.restore.stages import refuse_missing_stages
 from lightck.restore.tensor_writes import same_bits
 from lightck.restore.usable import parse
-from lightck.state.inventory import param_of
-from lightck.state.parts import Part
-from lightck.state.shares import Shares
 
 log = logging.getLogger("lightck")
 REPLICATED = ("param", "optimizer")
@@ -68,7 +56,7 @@ class Holder:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        return _whole_pieces(self.entry.shape) if self.entry.pieces is None else self.entry.pieces
+        return whole_pieces(self.entry.shape) if self.entry.pieces is None else self.entry.pieces
 
     @property
     def views(self) -> Iterator[tuple[Frame | None, tuple[Piece, ...]]]:
@@ -138,7 +126,7 @@ class LogicalCheckpoint:
             raise DamagedError(f"its tensor {name!r} is flat, and divided among the ranks of a host")
         entry = _whole_entry(parts[0])
         if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
-            _refuse_shape_per_rank(name, entry.role)
+            refuse_shape_per_rank(name, entry.role)
             raise DamagedError(f"its tensor {name!r} has another shape or dtype on another rank")
         if len({part.held_pieces is None for part in parts}) > 1:
             raise DamagedError(f"its tensor {name!r} is a part on some ranks only")
@@ -150,7 +138,7 @@ class LogicalCheckpoint:
         ]
         held = tuple(one.pieces for one in self.holders[name])
         is_whole_everywhere = all(part.pieces is None for part in parts)
-        uncovered = None if is_whole_everywhere else _uncovered(entry.shape, held)
+        uncovered = None if is_whole_everywhere else uncovered_box(entry.shape, held)
         if uncovered is not None:
             raise DamagedError(
                 f"its tensor {name!r} cannot be put together, because no pool holds the part of size {uncovered.size} "
@@ -214,297 +202,6 @@ class LogicalCheckpoint:
         return found
 
 
-@dataclass(slots=True)
-class Relocated:
-    """The checkpoint that a rank with these parts would have saved. It is read as a ``StoredCheckpoint`` is."""
-
-    logical: LogicalCheckpoint
-    parts: Mapping[str, Part]
-    """Name of a parameter or buffer -> the part of it that the rank holds. All others are whole."""
-    rank: int = 0
-    """Ranks begin to read at different holders of the same bytes."""
-    entries: dict[str, Entry] = field(init=False)
-    struck: set[int] = field(default_factory=set)
-    """Positions, in ``of_ranks``, of pools in which a damaged block was found."""
-    falls_back: bool = True
-    """Whether a tensor that is damaged in one pool is read from another."""
-    held: Held | None = None
-    """What this rank holds, if it is a stage of a pipeline; None: all tensors."""
-    ties: Mapping[str, str] = field(default_factory=dict)
-    """Name of a tied tensor of the live model -> the name under which its bytes are saved. For a checkpoint of stages,
-    which may know only one of the two."""
-    own_place: int | None = None
-    """The place whose values are taken of tensors that are averaged; None: their mean."""
-    _state: bytes | None = None
-    """The small state, if it is not that of one rank."""
-    _only: frozenset[int] | None = None
-    """Positions, in ``of_ranks``, of the pools from which is read; None: all."""
-
-    def __post_init__(self) -> None:
-        """Raises ``UnsupportedError`` for optimizer state that cannot be cut."""
-        entries = {name: self._entry(name, entry) for name, entry in self.logical.entries.items()}
-        if self.logical.is_of_stages:
-            entries = with_ties(entries, self.ties)
-        if self.held is not None:
-            entries = with_ties(entries, self.held.ties)
-            kept = {name for name, entry in entries.items() if self.held.holds(entry)}
-            kept |= {alias for name in kept if (alias := entries[name].alias) is not None}
-            entries = {name: entry for name, entry in entries.items() if name in kept}
-        self.entries = entries
-
-    def _entry(self, name: str, entry: Entry) -> Entry:
-        param = name if entry.role != "optimizer" else "model/" + param_of(entry.alias or name)
-        part = self.parts.get(param)
-        saved = next((one.entry for one in self.logical.holders.get(name, ()) if one.entry.pieces is not None), None)
-        if entry.role == "optimizer" and entry.shape and entry.shape != self._shape_of(param):
-            if part is not None or saved is not None or self._was_part(param):
-                _refuse_shape_per_rank(name, entry.role)
-            return entry
-        if entry.role == "state" and saved is not None:
-            raise UnsupportedError(
-                f"The tensor {name!r} of an object in state= was saved as a part of a tensor, and only the same ranks "
-                "can take it again. Leave the object out of state=, or start as many ranks as saved it."
-            )
-        if part is None or (entry.role == "optimizer" and not entry.shape):
-            return entry
-        if part.logical_shape != entry.shape:
-            return entry  # the restore compares the shapes, and says which differ
-        same = next((one.entry for one in self.logical.holders.get(name, ()) if one.pieces == part.pieces), None)
-        has_order = len(part.shape) == len(entry.stride) and is_dense(part.shape, entry.stride)
-        stride = entry.stride if has_order else contiguous_stride(part.shape)
-        if same is not None and same.shape == part.shape:
-            stride = same.stride
-        nbytes = 0 if entry.alias is not None else math.prod(part.shape) * ITEM_NBYTES[entry.dtype]
-        return entry._replace(
-            shape=part.shape, stride=stride, nbytes=nbytes, logical_shape=part.logical_shape, pieces=part.pieces
-        )
-
-    def _shape_of(self, param: str) -> Ints | None:
-        entry = self.logical.entries.get(param)
-        return None if entry is None else entry.shape
-
-    def _was_part(self, param: str) -> bool:
-        return any(one.entry.held_pieces is not None for one in self.logical.holders.get(param, ()))
-
-    def with_shares(self, shares: Shares) -> Relocated:
-        """Return the checkpoint that a rank with these shares would have saved."""
-        found = copy(self)
-        found.entries = shares.applied_to_copies(self.entries)
-        return found
-
-    def alone(self, name: str) -> Relocated:
-        """Return this checkpoint with one tensor only. It knows of no damage. A tensor that may differ between ranks (a
-        buffer) is read from one rank only: from another, it could be of another state than those read before."""
-        found = copy(self)
-        found.entries, found.struck = {name: self.logical.entries[name]}, set()
-        found.falls_back = found.entries[name].role in REPLICATED
-        return found
-
-    def cut(self, name: str, box: Box) -> Relocated:
-        """Return what ``alone`` does, with nothing but a box of the tensor, as a contiguous tensor."""
-        found, size = self.alone(name), box.size
-        entry = found.entries[name]
-        found.entries[name] = entry._replace(
-            shape=size,
-            stride=contiguous_stride(size),
-            nbytes=math.prod(size) * ITEM_NBYTES[entry.dtype],
-            logical_shape=entry.shape,
-            pieces=() if 0 in size else (Piece(box.start, size, (0,) * len(size)),),
-        )
-        return found
-
-    # -- as a checkpoint ---------------------------------------------------------------------------------
-
-    @property
-    def step(self) -> int:
-        return self.logical.step
-
-    @property
-    def iteration(self) -> int:
-        return self.logical.own.iteration
-
-    @property
-    def state(self) -> bytes:
-        if self._state is None and (self.logical.is_of_stages or self.held is not None):
-            self._state = merged_state(self.logical.of_ranks, self.logical.own, self.held)
-        return self.logical.own.state if self._state is None else self._state
-
-    @property
-    def record(self) -> CommitRecord:
-        return self.logical.own.record
-
-    @property
-    def path(self) -> str:
-        """The directory of the pools."""
-        return os.path.dirname(self.logical.of_ranks[0].path)
-
-    @property
-    def uuid(self) -> bytes:
-        return self.logical.of_ranks[0].uuid
-
-    def owns_slot(self) -> bool:
-        return all(stored.owns_slot() for stored in self.logical.of_ranks)
-
-    def read_into(self, name: str, address: int) -> None:
-        """``read_many`` for one tensor."""
-        self.read_many([(name, address)])
-
-    def read_many(self, places: Sequence[tuple[str, int]]) -> None:
-        """Read many tensors; see ``Source``. If a pool has a damaged block, what is needed of it is read from the pool
-        of another rank that holds the same. Raises ``DamagedError`` if there is none, and ``PoolIOError``."""
-        if self.logical.averaged and self._only is None:
-            averaged = [(name, address) for name, address in places if name in self.logical.averaged]
-            places = [(name, address) for name, address in places if name not in self.logical.averaged]
-            for name, address in averaged:
-                self._read_averaged(name, address)
-        while True:
-            wholes, boxes = self._reads(places)
-            damaged = self._read(wholes, boxes)
-            if damaged is None:
-                return
-            self._strike(*damaged, [name for name, _ in places])
-
-    def want_far_blocks(self) -> None:
-        """Record, in the partial copies of pools on other hosts, the missing blocks that all tensors need. Raises
-        ``DamagedError`` as ``read_many`` does."""
-        names = [name for name, entry in self.entries.items() if entry.nbytes]
-        if self.logical.averaged and self._only is None:
-            averaged = [name for name in names if name in self.logical.averaged]
-            names = [name for name in names if name not in self.logical.averaged]
-            for name in averaged:
-                for positions in self._places_that_count(name):
-                    self._at(positions, name).want_far_blocks()
-        while True:
-            wholes, boxes = self._reads([(name, 0) for name in names])
-            damaged = None
-            for position in sorted({*wholes, *boxes}):
-                stored = self.logical.of_ranks[position]
-                if stored.reader.partial is None:
-                    continue
-                blocks = [(name, 0, stored.entries[name].nbytes) for name, _ in wholes.get(position, ())]
-                blocks += blocks_of(stored, boxes.get(position, []))
-                error = stored.reader.partial.damage_in(stored, blocks)
-                if error is not None:
-                    damaged = position, error
-                    break
-                stored.reader.partial.want(stored, blocks)
-            if damaged is None:
-                return
-            self._strike(*damaged, names)
-
-    def _strike(self, position: int, error: DamagedError, names: Sequence[str]) -> None:
-        """Read from now on no tensor from a pool with a damaged block. Raises ``error`` if the other pools do not hold
-        all of these tensors."""
-        self.struck.add(position)
-        if not self.falls_back or not self._can_do_without(names):
-            raise error
-        log.warning(
-            "lightck: the checkpoint of step %d in the pool %r is damaged: %s. The same tensors are read from the "
-            "pool of another rank",
-            self.step,
-            self.logical.of_ranks[position].path,
-            error,
-        )
-
-    def _places_that_count(self, name: str) -> list[list[int]]:
-        """Return, for each place of which an averaged tensor is read, the pools that hold it there."""
-        of_places = self.logical.averaged[name]
-        return of_places if self.own_place is None else of_places[self.own_place : self.own_place + 1]
-
-    def _read_averaged(self, name: str, address: int) -> None:
-        """Read the mean of a tensor, or the values of ``own_place``."""
-        of_places, entry = self._places_that_count(name), self.entries[name]
-        if not entry.nbytes:
-            return
-        tensors = (load_tensor(self._at(positions, name), name) for positions in of_places)
-        value = next(tensors) if len(of_places) == 1 else empty_for(entry, "cpu").copy_(mean_of(tensors))
-        ctypes.memmove(address, value.data_ptr(), entry.nbytes)
-
-    def _at(self, positions: Iterable[int], name: str) -> Relocated:
-        """Return this checkpoint with one tensor only, which is read from these pools."""
-        found = copy(self)
-        found.entries, found.struck, found._only = {name: self.entries[name]}, set(), frozenset(positions)
-        return found
-
-    def _reads(
-        self, places: Sequence[tuple[str, int]]
-    ) -> tuple[dict[int, list[tuple[str, int]]], dict[int, list[BoxRead]]]:
-        """Return, for each pool, the tensors that are read as they were saved, and the boxes. (With the address 0 for
-        each tensor nothing can be read, but the same blocks are named.)"""
-        wholes: dict[int, list[tuple[str, int]]] = {}
-        boxes: dict[int, list[BoxRead]] = {}
-        for name, address in places:
-            entry = self.entries[name]
-            if not entry.nbytes:
-                continue
-            holders = self._holders(name)
-            same = next((one for one in holders if _is_same_part(holders[one].entry, entry)), None)
-            is_near = not all(one.is_far for one in holders.values())
-            if same is not None and holders[same].is_far and is_near and not _has_padding(entry):
-                same = None  # pools on this host have some of it, so not all of it must be fetched
-            if same is not None:
-                wholes.setdefault(same, []).append((holders[same].name, address))
-                continue
-            if address and _has_padding(entry):
-                ctypes.memset(address, 0, entry.nbytes)
-            views = [(at, *view) for at, one in holders.items() for view in one.views]
-            pieces = tuple(held for _, _, held in views)
-            shape = entry.shape if entry.logical_shape is None else entry.logical_shape
-            for into, wanted in _destinations(entry, address):
-                for one in _copies(shape, wanted, pieces):
-                    at, frame, _ = views[one.holder]
-                    name_there = holders[at].name
-                    boxes.setdefault(at, []).append(BoxRead(name_there, one.source, one.destination, into, frame))
-        return wholes, boxes
-
-    def _holders(self, name: str) -> dict[int, Holder]:
-        """Return position in ``of_ranks`` -> holder, of the pools that are not struck. Of tensors that are equal in all
-        pools, those on this host come first, and the first of them is another one for each rank. Of whole buffers, it
-        is the rank whose small state counts. Of buffers of which each rank takes a part, it is the same one on all
-        ranks, so that the parts fit together."""
-        found = {
-            one.position: one for one in self.logical.holders[name] if self._only is None or one.position in self._only
-        }
-        left = [number for number in found if number not in self.struck]
-        entry = self.entries[name]
-        if entry.role not in REPLICATED:
-            order = _from(left, 0 if entry.pieces is not None else self.logical.state_of)
-        else:
-            near = [number for number in left if not found[number].is_far]
-            far = [number for number in left if found[number].is_far]
-            order = _from(near, self.rank % max(1, len(found))) + _from(far, self.logical.far_first.get(name, 0))
-        return {number: found[number] for number in order}
-
-    def _read(
-        self, wholes: Mapping[int, list[tuple[str, int]]], boxes: Mapping[int, list[BoxRead]]
-    ) -> tuple[int, DamagedError] | None:
-        """Read. Returns the first pool with a damaged block, and the error."""
-        for position in sorted({*wholes, *boxes}):
-            stored = self.logical.of_ranks[position]
-            try:
-                stored.read_many(wholes.get(position, []))
-                read_boxes(stored, boxes.get(position, []))
-            except DamagedError as err:
-                return position, err
-        return None
-
-    def _can_do_without(self, names: Sequence[str]) -> bool:
-        """Whether the pools that are not struck hold all of these tensors."""
-        for name in names:
-            entry = self.entries[name]
-            pieces = tuple(one.pieces for one in self._holders(name).values())
-            shape = entry.shape if entry.logical_shape is None else entry.logical_shape
-            if entry.nbytes and (not pieces or _uncovered(shape, pieces) is not None):
-                return False
-        return True
-
-
-def _from(numbers: list[int], first: int) -> list[int]:
-    """Return these numbers, which are sorted, from ``first`` or the next larger one on, and then the smaller ones."""
-    at = next((place for place, number in enumerate(numbers) if number >= first), 0)
-    return numbers[at:] + numbers[:at]
-
-
 def _layout_of(stored: StoredCheckpoint) -> SavedLayout | None:
     """Return the layout with which a checkpoint was saved. Raises ``DamagedError``."""
     group = stored.reader.group
@@ -533,7 +230,7 @@ def _whole_entry(entry: Entry) -> Entry:
     )
 
 
-def _refuse_shape_per_rank(name: str, role: str) -> None:
+def refuse_shape_per_rank(name: str, role: str) -> None:
     """Raise ``UnsupportedError`` for optimizer state whose shape follows from the part that a rank holds."""
     if role == "optimizer":
         raise UnsupportedError(
@@ -544,44 +241,21 @@ def _refuse_shape_per_rank(name: str, role: str) -> None:
 
 
 @lru_cache(1 << 12)
-def _whole_pieces(shape: Ints) -> tuple[Piece, ...]:
+def whole_pieces(shape: Ints) -> tuple[Piece, ...]:
     """Return the pieces of who holds the whole tensor."""
     start, size = whole_box(shape)
     return () if 0 in shape else (Piece(start, size, start),)
 
 
-def _destinations(entry: Entry, address: int) -> Iterator[tuple[Destination, tuple[Piece, ...]]]:
-    """Yield the tensors in memory into which the local tensor at ``address`` is read, and the pieces in each: itself;
-    or, if it is flat, each of its pieces as a tensor of its own."""
-    wanted = _whole_pieces(entry.shape) if entry.pieces is None else entry.pieces
-    if not is_flat(wanted):
-        yield Destination(address, entry.shape, entry.stride), wanted
-        return
-    for piece in wanted:
-        begin = address + piece.local_start[0] * ITEM_NBYTES[entry.dtype]
-        yield Destination(begin, piece.size, contiguous_stride(piece.size)), (piece.alone,)
-
-
 @lru_cache(1 << 12)
-def _uncovered(shape: Ints, holders: tuple[tuple[Piece, ...], ...]) -> Box | None:
+def uncovered_box(shape: Ints, holders: tuple[tuple[Piece, ...], ...]) -> Box | None:
     try:
         return coverage(shape, holders).uncovered
     except ValueError as err:
         raise DamagedError(f"pieces: {err}") from err
 
 
-@lru_cache(1 << 12)
-def _copies(shape: Ints, wanted: tuple[Piece, ...], holders: tuple[tuple[Piece, ...], ...]) -> tuple[Copy, ...]:
-    return tuple(local_copies(shape, wanted, holders))
-
-
-def _is_same_part(one: Entry, other: Entry) -> bool:
-    """Whether the bytes of both tensors are the same part in the same order. (Two tensors that are nothing but padding
-    are not the same.)"""
-    return one.pieces != () and (one.shape, one.stride, one.pieces) == (other.shape, other.stride, other.pieces)
-
-
-def _has_padding(entry: Entry) -> bool:
+def has_padding(entry: Entry) -> bool:
     """Whether elements of the tensor belong to no piece."""
     held = math.prod(entry.shape) if entry.pieces is None else sum(math.prod(one.size) for one in entry.pieces)
     return held < math.prod(entry.shape)
@@ -594,7 +268,7 @@ def _differ(holders: Sequence[Holder]) -> bool:
         groups.setdefault((one.entry.shape, one.entry.stride, one.entry.pieces), []).append(one)
     for same in groups.values():
         differ = len({(one.stored.block_nbytes, *one.stored.raw_checksums(one.name)) for one in same}) > 1
-        if differ and (not _has_padding(same[0].entry) or _have_different_bytes(same)):
+        if differ and (not has_padding(same[0].entry) or _have_different_bytes(same)):
             return True
     return len(groups) > 1 and _have_different_bytes([same[0] for same in groups.values()])
 

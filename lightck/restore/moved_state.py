@@ -13,7 +13,8 @@ from lightck.dataloader.moved_position import moved_position, own_position
 from lightck.errors import CorruptPoolError, RankError, listed
 from lightck.pool.format.structures import DamagedError
 from lightck.restore.contents import Saved
-from lightck.restore.logical import REPLICATED, LogicalCheckpoint, Relocated
+from lightck.restore.logical import REPLICATED, LogicalCheckpoint
+from lightck.restore.relocated import Relocated
 from lightck.restore.saved_layout import SavedLayout
 from lightck.restore.stages import differing_options
 from lightck.restore.usable import parse

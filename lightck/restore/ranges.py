@@ -18,7 +18,8 @@ from lightck.pool.format.boxes import Box, Ints, whole_box
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import DamagedError
 from lightck.restore.contents import MemorySource, empty_for, in_memory
-from lightck.restore.logical import LogicalCheckpoint, Relocated
+from lightck.restore.logical import LogicalCheckpoint
+from lightck.restore.relocated import Relocated
 from lightck.state.local_tensors import is_dtensor
 
 

@@ -27,9 +27,10 @@ from lightck.ranks.rule import CheckpointId
 from lightck.restore.averages import describe_averaged
 from lightck.restore.contents import unpack_dict
 from lightck.restore.directory import recovered
-from lightck.restore.logical import LogicalCheckpoint, Relocated
+from lightck.restore.logical import LogicalCheckpoint
 from lightck.restore.moved_state import have_same_random_states, key_of_rank, moved_state, refuse_different_ranks
 from lightck.restore.pool_copies import commit_copy, load_to_copy
+from lightck.restore.relocated import Relocated
 from lightck.state import values
 from lightck.state.parts import Part
 

@@ -23,10 +23,11 @@ from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.averages import describe_averaged
 from lightck.restore.directory import Held, logical_of
-from lightck.restore.logical import LogicalCheckpoint, Relocated
+from lightck.restore.logical import LogicalCheckpoint
 from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_state, refuse_different_ranks
 from lightck.restore.pool_copies import load_to_copy
 from lightck.restore.recover import LiveRestore
+from lightck.restore.relocated import Relocated
 from lightck.restore.stages import bits_of, held_by, names_of_model, refuse_held_by_nobody
 from lightck.restore.usable import parse
 from lightck.session.group import Group

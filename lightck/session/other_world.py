@@ -224,14 +224,7 @@ def _over_hosts(
     is_own = chosen is not None and chosen.world_id not in not_own and chosen.is_at_home(hosts)
     if not has_other and (chosen is None or is_own or (max(chosen.common).step == 0 and not chosen.copies)):
         return None  # as with one directory: a new training may have been killed while its pools were made
-    if chosen is None:
-        _refuse_loss_over_hosts(facts)
-    else:
-        _refuse_longer_history(
-            "the directories of these ranks",
-            [([one.name for files in world.pools.values() for one in files], world.common) for world in facts],
-            max(chosen.common),
-        )
+    _refuse_loss_or_two_histories(facts, chosen)
     with ExitStack() as stack:
         copies = None
         if chosen is not None and not is_own and arguments.resume:
@@ -259,6 +252,19 @@ def _over_hosts(
             _open=stack.pop_all(),
         )
     raise AssertionError("the block returns or raises")
+
+
+def _refuse_loss_or_two_histories(facts: Sequence[WorldFacts], chosen: WorldFacts | None) -> None:
+    """Raise as ``_refuse_loss`` and ``_refuse_longer_history`` do. ``chosen``: None if the pools have no checkpoint in
+    common."""
+    if chosen is None:
+        _refuse_loss_over_hosts(facts)
+        return
+    _refuse_longer_history(
+        "the directories of these ranks",
+        [([one.name for files in world.pools.values() for one in files], world.common) for world in facts],
+        max(chosen.common),
+    )
 
 
 def _report_copies(world: WorldFacts, hosts: Hosts, meeting: Meeting) -> None:
