@@ -52,6 +52,11 @@ def copies_in(directory: str | os.PathLike[str]) -> list[str]:
     return [os.path.join(folder, name) for name in sorted(names) if name.endswith(".pool")]
 
 
+def is_peer_copy(path: str) -> bool:
+    """Whether a pool is a peer copy, by the folder in which it lies."""
+    return os.path.basename(os.path.dirname(path)) == COPIES
+
+
 def id_of(stored: StoredCheckpoint) -> CheckpointId:
     return CheckpointId(stored.header.incarnation, stored.header.step)
 

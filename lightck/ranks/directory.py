@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightck.errors import PoolError, PoolPathError, RankError, listed
 from lightck.pool.reader import PoolReader, open_pool
-from lightck.ranks.copy_file import copies_in
+from lightck.ranks.copy_file import copies_in, is_peer_copy
 
 _POOL_NAME = re.compile(r"rank-(\d{5,})-of-(\d{5,})(?:-[0-9a-f]{8})?\.pool")
 
@@ -63,6 +63,11 @@ class World:
     def missing(self) -> list[int]:
         """The ranks whose pools are missing."""
         return [rank for rank in range(self.world_size) if rank not in self.readers]
+
+    @property
+    def copies(self) -> list[int]:
+        """The ranks whose pools are missing, and of which a peer copy was opened."""
+        return [rank for rank, reader in self.readers.items() if is_peer_copy(reader.path)]
 
     @property
     def incarnation(self) -> int:

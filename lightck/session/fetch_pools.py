@@ -20,7 +20,7 @@ from lightck.errors import PoolError, RankError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.failures import io_error
 from lightck.ranks.copy_file import COPIES as PEER_COPIES
-from lightck.ranks.copy_file import copies_in
+from lightck.ranks.copy_file import copies_in, is_peer_copy
 from lightck.ranks.directory import pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
@@ -55,7 +55,7 @@ class PoolFacts:
     @property
     def is_copy(self) -> bool:
         """Whether this is a peer copy, and not the pool that the rank writes."""
-        return os.path.dirname(self.name) == PEER_COPIES
+        return is_peer_copy(self.name)
 
 
 @dataclass(frozen=True, slots=True)

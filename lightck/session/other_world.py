@@ -30,6 +30,7 @@ from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankE
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import PoolLock
+from lightck.ranks.copy_file import copies_in, is_peer_copy
 from lightck.ranks.directory import World, open_worlds, pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
@@ -123,7 +124,8 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
     tensors = tensors_of(arguments.model, arguments.layout)
     refuse_unused_rules(arguments.layout, tensors.names, meeting)
     is_lost = arguments.resume and path_of_pool(directory, group.rank, group.world_size) is None
-    own = [_has_other_world(directory, group, tensors), directory_id(directory), is_lost, _is_empty(directory)]
+    has_other_pools = _has_other_world(directory, group, tensors) or (is_lost and bool(copies_in(directory)))
+    own = [has_other_pools, directory_id(directory), is_lost, _is_empty(directory)]
     found = [msgpack.unpackb(one) for one in meeting.exchange("kinds of pools", msgpack.packb(own))]
     hosts = Hosts.of([where for _, where, _, _ in found])
     has_other = any(is_other for is_other, _, _, _ in found)
@@ -142,7 +144,8 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
         _refuse_unasked(directory, choice, arguments)
         paths = _new_paths(directory, choice, group)
         kept = {*paths, *(choice.paths if choice.is_own else ())}
-        others = [reader.path for world in worlds for reader in world.readers.values() if reader.path not in kept]
+        readers = [reader for world in worlds for reader in world.readers.values()]
+        others = [one.path for one in readers if one.path not in kept and not is_peer_copy(one.path)]
         mine = sorted(others)[group.rank :: group.world_size]
         for path in mine:
             stack.callback(PoolLock(path).release)
@@ -428,7 +431,7 @@ def _choose(
     common = [common_checkpoints(world) for world in worlds]
     newest: list[tuple[CheckpointId, bool, bool, int]] = []
     for number, world in enumerate(worlds):
-        is_own = world.world_size == group.world_size and world.world_id not in not_own
+        is_own = world.world_size == group.world_size and world.world_id not in not_own and not world.copies
         if common[number] and not overwrite:
             newest.append((max(common[number]), not world.missing, is_own, number))
     best, suffix = max(newest, default=None), received[0][1]
