@@ -13,6 +13,7 @@ from lightck.cli.text import Facts, columns, count, listed, print_json, print_li
 from lightck.errors import PoolError, PoolPathError, RankError
 from lightck.pool.reader import open_pool
 from lightck.pool.storage.lock import holder_of
+from lightck.ranks.copy_file import is_peer_copy
 from lightck.ranks.directory import World, existing_pools, missing_error, open_worlds
 
 
@@ -56,6 +57,7 @@ def _facts(directory: str) -> Facts:
     try:
         with open_worlds(directory) as worlds:
             newest = {reader.path for reader in worlds[0].readers.values()}
+            pools += [_pool(worlds[0].readers[rank].path) for rank in worlds[0].copies]
             if worlds[0].missing:
                 problem = str(missing_error(directory, worlds[0]))
                 if _hold_whole_tensors(worlds[0]):
@@ -82,6 +84,7 @@ def _hold_whole_tensors(world: World) -> bool:
 
 def _pool(path: str) -> Facts:
     facts: Facts = {"path": path, "group": None, "holder": None, "checkpoints": [], "error": None}
+    facts["is_copy"] = is_peer_copy(path)
     try:
         with closing(open_pool(path)) as reader:
             found = stored_checkpoints.find_checkpoints(reader)
@@ -102,7 +105,9 @@ def _pool(path: str) -> Facts:
 
 
 def _show(facts: Facts) -> None:
-    print_line(f"{facts['directory']}: {count(len(facts['pools']), 'pool')} of ranks")
+    copies = [pool for pool in facts["pools"] if pool["is_copy"]]
+    also = f", and {count(len(copies), 'peer copy')} in the place of pools on other hosts" if copies else ""
+    print_line(f"{facts['directory']}: {count(len(facts['pools']) - len(copies), 'pool')} of ranks{also}")
     print_line()
     common = {one["step"] for one in facts["common"]}
     rows = [("rank", "checkpoints (*: all ranks have this one)", "open in", "file")]
@@ -114,7 +119,7 @@ def _show(facts: Facts) -> None:
                 "?" if group is None else f"{group['rank']} of {group['world_size']}",
                 ("cannot be read" if pool["error"] else "") or listed((f"step {step}" for step in steps), 8) or "none",
                 "" if holder is None else f"process {holder['pid']}",
-                os.path.basename(pool["path"]),
+                os.path.relpath(pool["path"], facts["directory"]),
             )
         )
     for line in columns(rows):

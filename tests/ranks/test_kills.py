@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from ranked import run_ranks
 
+from . import kills_copies
 from .kills import POINTS, Kill, campaign
 from .trainings import TOPOLOGIES, body
 
@@ -27,6 +28,20 @@ def test_a_named_point_is_one_that_a_resume_passes(point, pool):
 def test_killed_ranks_come_back_together(seed):
     tally = campaign(8, seed, ("ddp", "fsdp", "tp"))
     print(f"{tally.n_trials} trials from seed {seed}, {tally.n_killed} ranks killed")
+
+
+@pytest.mark.parametrize("seed", [9, 1])
+def test_killed_ranks_whose_hosts_are_lost_come_back_together(seed):
+    """Seed 9 once removed the old copies before the pools that needed them."""
+    tally = kills_copies.Tally()
+    kills_copies.trial(seed, tally)
+    print(f"seed {seed}: {tally.n_killed} ranks killed, {tally.n_hosts_lost} hosts lost")
+
+
+@pytest.mark.long
+def test_killed_ranks_of_all_worlds_with_copies_come_back_together():
+    tally = kills_copies.campaign(60, seed := 3000)
+    print(f"{tally.n_trials} trials from seed {seed}, {tally.n_killed} ranks killed, {tally.n_hosts_lost} hosts lost")
 
 
 @pytest.mark.long

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -16,9 +18,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from click.testing import CliRunner
 from ranked import Ended, die, run_ranks, values
 
 import lightck
+from lightck.cli import main
 from lightck.errors import RankError, UnsupportedError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import open_pool
@@ -274,6 +278,20 @@ def test_one_host_alone_has_the_whole_training(tmp_path: Path, ends: Any) -> Non
         assert checkpoint.step == 4
         expected = ends("fsdp 3", 4).model
         assert all(torch.equal(checkpoint.model[name], value) for name, value in expected.items())
+
+
+def test_commands_read_the_directory_of_one_host(tmp_path: Path) -> None:
+    train("fsdp 3", tmp_path / "pools", (0, 1, 1), 7, on_step=waits_for(6))
+    directory = str(tmp_path / "pools" / "host-1")
+    shown = CliRunner().invoke(main, ["inspect", directory])
+    assert shown.exit_code == 0, shown.output
+    assert "2 pools of ranks, and 1 peer copy in the place of pools on other hosts" in shown.output
+    assert re.search(r"0 of 3 +step 6\*.* peer-copies/rank-00000-of-00003-", shown.output)
+    assert "step 6 is the newest that all ranks have" in shown.output
+    assert CliRunner().invoke(main, ["verify", directory]).exit_code == 0
+    facts = json.loads(CliRunner().invoke(main, ["verify", "--json", directory]).output)
+    assert [(one["group"]["rank"], one["is_copy"]) for one in facts["pools"]] == [(1, False), (2, False), (0, True)]
+    assert facts["recoverable_step"] == 6
 
 
 def test_copies_of_earlier_starts_go(tmp_path: Path) -> None:
