@@ -42,11 +42,14 @@ GROUPS = {
     ),
     "options": Group(
         "Say how",
-        "What `attach` takes for `interval=`, `keep=`, `layout=`, `staging=` and `strategy=`; updates layer by layer.",
+        "What `attach` takes for `interval=`, `keep=`, `layout=`, `replicas=`, `staging=` and `strategy=`; updates layer by layer.",
         ("Auto", "Keep", "Replicas", "Host", "Direct", "Device", "FullState", "layerwise"),
         (
             "lightck.hooks.layerwise.Layerwise",
-            *(f"lightck.layout.{name}" for name in ("Layout", "Shard", "Fused", "Padded", "Flat", "Replicated")),
+            *(
+                f"lightck.layout.{name}"
+                for name in ("Layout", "Shard", "Fused", "Padded", "Flat", "Replicated", "Average", "rename")
+            ),
         ),
     ),
     "recover": Group(
