@@ -316,7 +316,7 @@ class Layout:
         stage: the number of the pipeline stage of this rank.
         stages: how many stages there are. With more than one, the ranks of different stages build different tensors,
             and all stages together the model. A tensor that several stages have under one name is the same on all.
-        rename: what :func:`rename` returned, if names differ on this rank from those in the whole model. At most one
+        rename: what ``rename`` returned, if names differ on this rank from those in the whole model. At most one
             may match a name, and each must match one. Patterns of ``rules`` match the resulting names.
     """
 
