@@ -42,7 +42,7 @@ GROUPS = {
     ),
     "options": Group(
         "Say how",
-        "What `attach` takes for `interval=`, `keep=`, `layout=`, `replicas=`, `staging=`, `strategy=`; layer-wise updates.",
+        "What `attach` takes for `interval=`, `keep=`, `layout=`, `replicas=`, `staging=`, `strategy=`; layerwise.",
         ("Auto", "Keep", "Replicas", "Host", "Direct", "Device", "FullState", "layerwise"),
         (
             "lightck.hooks.layerwise.Layerwise",
