@@ -194,7 +194,7 @@ class Flat(Rule):
         """Return the logical shape and the pieces of a local tensor of this shape. Raises as ``Rule.part`` does."""
         length = self.stop - self.start
         if len(shape) != 1 or shape[0] < length:
-            raise ValueError(f"it has not one dimension with {length} elements or more")
+            raise ValueError(f"it must have one dimension, with at least {length} elements")
         return self.shape, flat_pieces(self.shape, self.start, self.stop)
 
 
@@ -229,6 +229,8 @@ def _check_dim(rule: Rule, dim: object) -> None:
 
 def _checked_sizes(rule: Rule, sizes: Sequence[object]) -> tuple[int, ...]:
     """Return the sizes as a tuple. Raises ``ValueError``."""
+    if not isinstance(sizes, Sequence):
+        raise ValueError(f"{type(rule).__name__}: sizes={sizes!r}. Pass the sizes as a tuple: ({sizes!r},).")
     found = tuple(size for size in sizes if type(size) is int and size >= 0)
     if len(found) != len(sizes) or not found:
         raise ValueError(f"{type(rule).__name__}: the sizes are {sizes!r}. Pass numbers of elements, from 0.")
@@ -244,7 +246,7 @@ class Rename:
 
     def __call__(self, name: str) -> str | None:
         """Return the new name; None if the pattern matches no part of ``name``. Raises ``LayoutError`` if the
-        replacement is none."""
+        replacement cannot be used."""
         if self.pattern.search(name) is None:
             return None
         try:
@@ -256,7 +258,7 @@ class Rename:
             ) from err
         if not found:
             raise LayoutError(
-                f"rename({self.pattern.pattern!r}, ...) of layout= leaves no name of the tensor {name!r}."
+                f"rename({self.pattern.pattern!r}, ...) of layout= makes the name of the tensor {name!r} empty."
             )
         return found
 
@@ -330,19 +332,28 @@ class Layout:
         stages: int = 1,
         rename: Iterable[Rename] = (),
     ) -> None:
-        for number, count, what in ((rank, size, "rank={!r}, size={!r}"), (stage, stages, "stage={!r}, stages={!r}")):
+        for number, count, what, of in (
+            (rank, size, "rank={!r}, size={!r}", "ranks"),
+            (stage, stages, "stage={!r}, stages={!r}", "stages"),
+        ):
             if type(number) is not int or type(count) is not int or not 0 <= number < count:
-                of = "ranks" if count is size else "stages"
                 said = what.format(number, count)
                 raise ValueError(f"{said}: pass the number of {of}, and a number below it, from 0.")
+        if isinstance(rename, Rename):
+            raise TypeError("rename= is one renaming. Pass a list: rename=[lightck.layout.rename(...)].")
         self._renames = list(rename)
         for one in self._renames:
             if not isinstance(one, Rename):
                 raise TypeError(f"rename= has a {type(one).__name__}. Pass what lightck.layout.rename returns.")
         for pattern, rule in rules.items():
+            if isinstance(rule, type):
+                raise TypeError(
+                    f"the rule of {pattern!r} is the class {rule.__name__}. Pass an object of it: Shard(0)."
+                )
             if not isinstance(rule, Rule):
                 raise TypeError(
-                    f"the rule of {pattern!r} is a {type(rule).__name__}. Pass Shard, Fused or another rule."
+                    f"the rule of {pattern!r} is a {type(rule).__name__}. Pass Shard(dim), Fused(dim, sizes) or "
+                    "another rule."
                 )
         self.place = Place(rank, size)
         self.stage, self.stages = stage, stages
@@ -465,6 +476,6 @@ def refuse_other_than_layout(layout: object, *, is_used: bool) -> None:
     if not is_used:
         raise LayoutError(
             "layout= says which part of each tensor a rank holds, and there is no group of ranks here (attach in a "
-            "single process or with group=False; recover without a model, or from the pool of a single process). Pass "
-            "the directory of a group of ranks, and recover a model; or leave layout= out."
+            "group of one rank, in a single process or with group=False; recover without a model, or from the pool of "
+            "a single process). Leave layout= out; or pass the directory of a group of ranks, to go on from there."
         )

@@ -110,8 +110,8 @@ class PartialCopy:
         return [(one, max(self._attempts.get(begin, 0) for begin, _ in _each_block(one))) for one in wanted]
 
     def received(self, blocks: Blocks, attempts_max: int) -> None:
-        """Verify blocks that have been written to the file. A damaged one is missing again, until it was received
-        ``attempts_max`` times. Then it is there, and damaged."""
+        """Verify blocks that have been written to the file. A damaged one counts as missing, and is
+        fetched again. After ``attempts_max`` attempts it counts as present and damaged."""
         begin, end = blocks.stored.range_of(*blocks[1:])
         if _is_intact(blocks):
             self._present.add(begin, end)

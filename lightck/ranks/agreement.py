@@ -184,8 +184,9 @@ def _sources(reports: Sequence[Report], lost: Sequence[int]) -> dict[int, int]:
         )
         if any(report.has_parts for report in reports):
             raise RankError(
-                f"{fact}. No other pool has what this rank wrote: the model is sharded, or the ranks divided what they "
-                f"write (with attach(..., split=False) each pool keeps all that its rank holds). {cure}"
+                f"{fact}. No other pool has what this rank wrote, because the model is sharded or a stage, or because "
+                "the ranks divided what they write (without a layout, attach(..., split=False) makes each pool keep "
+                f"all that its rank holds; replicas=2 keeps copies on another host). {cure}"
             )
         there = [
             at
@@ -235,13 +236,20 @@ def describe_from_world(n_saved: int, n_now: int) -> str:
     """Return what to say about a checkpoint that ``n_saved`` ranks saved, and ``n_now`` ranks load."""
     if n_saved == n_now:
         return (
-            "the checkpoint was saved by as many ranks, which were on other hosts or held other parts of the tensors, "
-            "and so may sum in another order"
+            "as many ranks saved the checkpoint, but they were on other hosts, held other parts of the tensors, or "
+            "lost a pool, and so sums may be made in another order"
         )
     return (
         f"the checkpoint was saved by {n_saved} rank{'s' * (n_saved > 1)} and is loaded into {n_now}: random states "
         "are new, and objects in state= are those of the first rank"
     )
+
+
+def describe_lost(ranks: Sequence[int]) -> str:
+    """Return a text: "the pool of rank 1 is", or "the pools of ranks 1, 2 are"."""
+    many = len(ranks) > 1
+    numbers = listed(list(map(str, ranks)), 8)
+    return f"the pool{'s' * many} of rank{'s' * many} {numbers} {'are' if many else 'is'}"
 
 
 def new_world(reports: Sequence[Report], adopted: CheckpointId, run_id: bytes, incarnation: int) -> Start:
@@ -259,8 +267,8 @@ def _nothing_common(reports: Sequence[Report]) -> RankError:
     if damaged:
         cure = (
             f"No checkpoint in the pool of {_name(reports, damaged[0])} is intact. Put another copy of that pool into "
-            "the directory. Or, if the model is replicated, remove the damaged pool: then the rank takes its tensors "
-            "from another rank"
+            "the directory. Or remove the damaged pool, if the model is replicated, or if there are peer copies "
+            "(replicas=2): then the rank takes its tensors from another rank, or all go back to the peer copy"
         )
     elif set.intersection(*steps):
         cure = (

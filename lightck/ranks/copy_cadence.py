@@ -1,8 +1,9 @@
 """How often checkpoints are copied to another host, if the user does not say so: rank 0 measures, and chooses.
 
 A copy of one checkpoint at full speed takes c seconds: attach has measured this on all ranks at once, and c is the
-longest time. A step takes s seconds. The smallest number of steps between two copies is chosen with which full-speed
-copies would take at most a tenth of the time: 10 c / s, rounded up to a multiple of the interval.
+longest time. A step takes s seconds. The smallest number of steps between two copies is chosen with which copying at
+full speed would take at most a tenth of the training time: 10 c / s, rounded up to a multiple of the interval, and at
+least twice the interval.
 """
 
 from __future__ import annotations
@@ -42,6 +43,6 @@ class CopyCadence:
 
 
 def every_for(copy_seconds: float, step_seconds: float, interval: int) -> int:
-    """Return the number of steps between two copies: at least two checkpoints."""
+    """Return the number of steps between two copies: at least twice the interval."""
     steps = copy_seconds / (SHARE * step_seconds)
     return min(max(2, ceil(steps / interval)) * interval, NUMBER_MAX - 1)

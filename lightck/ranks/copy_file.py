@@ -1,6 +1,6 @@
 """A peer copy: a file on another host with some checkpoints of a rank's pool.
 
-The file has the bytes of the pool at the same places: both superblocks, both layout tables, and the bytes of each
+The file has the bytes of the pool at the same offsets: both superblocks, both layout tables, and the bytes of each
 checkpoint that was copied. Everything else in it is a hole, which takes no space. So it is read as any pool is, and
 each block is verified with the checksums of the pool.
 
@@ -102,7 +102,7 @@ class CopyFile:
             self._reader = open_pool(path)
 
     @classmethod
-    def made(cls, path: str, superblock: bytes, table: bytes) -> CopyFile:
+    def create(cls, path: str, superblock: bytes, table: bytes) -> CopyFile:
         """Make a peer copy without checkpoints. The file gets its name when it is complete. ``superblock``, ``table``:
         the bytes of the pool. Raises ``DamagedError`` if these do not fit each other, ``PoolError`` and ``OSError``."""
         sb = Superblock.unpack(superblock)

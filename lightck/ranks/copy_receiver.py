@@ -1,12 +1,13 @@
 """The receiving end of a peer copy: one thread that writes what the rank on another host sends.
 
-The messages of the sender, each of which is answered with ``{}`` or ``{"error": text}``:
+The messages of the sender, and the answers. (Instead of any answer, ``{"error": text}`` may come.)
 
-    open        The pool from which the next checkpoints come: its superblock and layout table. The answer has the
-                checkpoints that the copy of this pool has.
-    begin       One checkpoint. The answer is ``{"has": True}`` if the copy has it, and its bytes verify. Otherwise the
-                bytes follow, run by run; then they are verified and committed, and the second answer is sent.
-    drop        Checkpoints that the copy no longer needs.
+    open        The pool from which the next checkpoints come: its superblock and layout table. Answer:
+                ``{"contents": ids}``, the checkpoints that this rank's copies have.
+    begin       One checkpoint. Answer: ``{"has": True}`` if the copy has it, and its bytes verify. Otherwise
+                ``{"has": False}``; then the sender sends the bytes, run by run, the receiver verifies and commits them,
+                and answers ``{}``.
+    drop        Checkpoints that the copies no longer need. Answer: ``{}``.
 
 *Failure cases.* If a write fails, what follows of the checkpoint is read and ignored, and the answer has the error. If
 the connection ends, the thread ends; what is committed stays.
@@ -85,8 +86,8 @@ class CopyReceiver:
             if path is None:
                 path = os.path.join(folder, pool_name(self._rank, self._world_size, uuid[:4].hex()))
                 with suppress(FileNotFoundError):
-                    os.unlink(path)  # it is none of this pool, or it cannot be read
-                self._files.append(CopyFile.made(path, message["superblock"], message["table"]))
+                    os.unlink(path)  # it is not a copy of this pool, or it cannot be read
+                self._files.append(CopyFile.create(path, message["superblock"], message["table"]))
             else:
                 self._files.append(CopyFile(path))
         return {"contents": [list(one) for file in self._files for one in file.contents()]}

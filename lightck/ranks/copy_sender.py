@@ -121,8 +121,8 @@ class CopySender:
             self.is_refused = True
             raise RankError(
                 f"The copy of this rank's pool on {self._receiver} cannot be kept: {answer['error']}. The checkpoints "
-                "that all ranks have are intact. Mend the medium of that host's directory, or leave replicas= out, and "
-                "start all ranks again."
+                "that all ranks have are intact. Repair or empty the disk of that host's directory, or leave replicas= "
+                "out, and start all ranks again."
             )
         return answer
 

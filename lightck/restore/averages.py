@@ -79,6 +79,6 @@ def describe_averaged(names: Sequence[str]) -> str:
     if not names:
         return ""
     return (
-        f"of {listed(names, 3)}, and of optimizer state of the same shape, the mean over the ranks is taken, because "
-        "they differed (Average in layout=)"
+        f"{listed(names, 3)} and their optimizer state differed between the ranks, and the mean over the ranks is "
+        "taken (Average in layout=)"
     )

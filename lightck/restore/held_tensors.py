@@ -54,8 +54,8 @@ class HeldTensors:
                 or (there.dtype, there.alias) != (self.own.entries[name].dtype, self.own.entries[name].alias)
             ):
                 raise DamagedError(
-                    f"its tensor {name!r} cannot be put together, because rank {rank} has no pool in this directory "
-                    f"with its rows {first} to {first + n_rows - 1}, which that rank wrote for this one"
+                    f"its tensor {name!r} cannot be put together: the rows {first} to {first + n_rows - 1}, which rank "
+                    f"{rank} writes, are in no pool of this directory at this step"
                 )
             yield stored, found, place
 

@@ -69,7 +69,9 @@ def refuse_missing_stages(layouts: Sequence[SavedLayout | None]) -> None:
     count = max((one.stages for one in layouts if one is not None), default=1)
     if stages and len(stages) < count:
         missing = next(stage for stage in range(count) if stage not in stages)
-        raise DamagedError(f"it is one of {count} pipeline stages, and no pool holds the tensors of stage {missing}")
+        raise DamagedError(
+            f"{count} pipeline stages saved it, and no pool holds the tensors of stage {missing} (counted from 0)"
+        )
 
 
 # -- the small state ---------------------------------------------------------------------------------------------------

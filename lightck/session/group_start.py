@@ -87,7 +87,7 @@ from lightck.session.lost_pool import (
 )
 from lightck.session.other_world import OtherWorlds, find_other_worlds
 from lightck.session.partial_copies import remove_copies
-from lightck.session.peer_copies import PeerCopies
+from lightck.session.peer_copies import PeerCopies, hosts_of_copies
 from lightck.session.pool_file import PoolFile
 from lightck.session.shares_of_others import restore_one_of
 from lightck.session.split import shares_of
@@ -136,6 +136,8 @@ class GroupStart:
     _other: OtherWorlds | None = None
     """The pools of other worlds in the directory; None if there are none."""
     _save_options: SaveOptions | None = None
+    _hosts_of_copies: Hosts | None = None
+    """The hosts that keep peer copies; None if there are none."""
     _pool_path: str = ""
     """Of this rank."""
 
@@ -166,6 +168,8 @@ class GroupStart:
         remove_all_stale(directory)  # no rank makes its pool before all ranks are beyond the exchange that follows
         if arguments.resume:
             refuse_other_pools(directory)
+        if arguments.save_options.replicas.count > 1:
+            self._hosts_of_copies = hosts_of_copies(directory, self.group, self.meeting)
         self._other = find_other_worlds(directory, self.group, self.meeting, arguments)
         return path_of_own_pool(directory, self.group) if self._other is None else self._other.path
 
@@ -505,9 +509,8 @@ class GroupStart:
         assert self._save_options is not None, "the reports were exchanged"
         directory = os.path.dirname(self._pool_path)
         copies = PeerCopies(directory, self._pool_path, self.group, self.meeting)
-        if self._save_options.replicas.count > 1:
-            hosts = Hosts.of(self._directory_ids).merged(directory, self.group, self.meeting)
-            copies.begin(self.rule, start, hosts, self._save_options)
+        if self._hosts_of_copies is not None:
+            copies.begin(self.rule, start, self._hosts_of_copies, self._save_options)
         if self._other is not None:
             self._other.remove()
             self.meeting.exchange("removal of other pools", b"")

@@ -18,7 +18,7 @@ from lightck.errors import RankError, listed
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.partial_copy import BlocksMissingError
 from lightck.pool.reader import StoredCheckpoint
-from lightck.ranks.agreement import describe_from_world, describe_other_parts
+from lightck.ranks.agreement import describe_from_world, describe_lost, describe_other_parts
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.averages import describe_averaged
@@ -49,7 +49,7 @@ class Loaded:
     reason: str
     """Why the continuation is not bit-identical."""
     changed_state: Mapping[str, object]
-    """What the copy has in its small state in place of what ``checkpoint`` has."""
+    """What the small state of the new pool has in place of what ``checkpoint`` has."""
 
 
 def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestore) -> Loaded:
@@ -110,7 +110,7 @@ def _load_on_all(
 
 
 def load_for_copy(other: OtherWorlds, source: Relocated, meeting: Meeting) -> dict[str, torch.Tensor]:
-    """Read the tensors that the copy of what was restored holds. All ranks call this. Raises ``CorruptPoolError``."""
+    """Read the tensors for this rank's new pool. All ranks call this. Raises ``CorruptPoolError``."""
     while True:
         tensors: dict[str, torch.Tensor] | None = None
         try:
@@ -172,6 +172,8 @@ def _load_one(
     has_same_ranks, logical = other.has_same_ranks(group), relocated.logical
     layout = layout_now(logical, restore.layout)
     reason = describe_from_world(other.source.world_size, group.world_size)
+    if other.from_copies:
+        reason += f"; {describe_lost(other.from_copies)} lost, and the peer copy is used"
     averaged = logical.owners_averaged if relocated.own_place is None else []
     if averaged:
         reason += f"; {describe_averaged(averaged)}"

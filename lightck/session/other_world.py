@@ -30,7 +30,8 @@ from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankE
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import PoolLock
-from lightck.ranks.copy_file import copies_in, is_peer_copy
+from lightck.ranks.agreement import describe_lost
+from lightck.ranks.copy_file import COPIES, copies_in, is_peer_copy
 from lightck.ranks.directory import World, open_worlds, pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
@@ -66,6 +67,8 @@ class OtherWorlds:
     incarnation: int
     """The largest incarnation in all pools."""
     _open: ExitStack
+    from_copies: Sequence[int] = ()
+    """The ranks of the old world whose pools are lost, and whose peer copies are used."""
     copies: PartialCopies | None = None
     """Of the pools of ``source`` that lie on other hosts; None if all lie here."""
 
@@ -142,6 +145,9 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
         worlds = stack.enter_context(open_worlds(directory))
         choice = _choose(meeting, directory, worlds, group, tensors, overwrite=arguments.overwrite)
         _refuse_unasked(directory, choice, arguments)
+        from_copies = [] if choice.world is None else choice.world.copies
+        if from_copies and group.rank == 0:
+            _report_copies(from_copies, max(choice.common).step, f"in {os.path.join(directory, COPIES)!r}")
         paths = _new_paths(directory, choice, group)
         kept = {*paths, *(choice.paths if choice.is_own else ())}
         readers = [reader for world in worlds for reader in world.readers.values()]
@@ -161,6 +167,7 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
             to_remove=[path for path in mine if path not in left],
             candidates=sorted(choice.common.items(), reverse=True, key=lambda one: one[0]),
             incarnation=max(world.incarnation for world in worlds),
+            from_copies=from_copies,
             _open=stack.pop_all(),
         )
     raise AssertionError("the block returns or raises")
@@ -232,7 +239,7 @@ def _over_hosts(
         copies = None
         if chosen is not None and not is_own and arguments.resume:
             if group.rank == 0:
-                _report_copies(chosen, hosts, meeting)
+                _report_copies_of_hosts(chosen, hosts, meeting)
             copies = PartialCopies(directory, group, meeting, hosts, chosen)
             stack.callback(copies.close)
             copies.begin()
@@ -252,6 +259,7 @@ def _over_hosts(
             candidates=_candidates_of_all(meeting, choice),
             incarnation=max(incarnations, default=0),
             copies=copies if copies is not None and copies.is_needed else None,
+            from_copies=[] if chosen is None or is_own else list(chosen.copies),
             _open=stack.pop_all(),
         )
     raise AssertionError("the block returns or raises")
@@ -270,21 +278,23 @@ def _refuse_loss_or_two_histories(facts: Sequence[WorldFacts], chosen: WorldFact
     )
 
 
-def _report_copies(world: WorldFacts, hosts: Hosts, meeting: Meeting) -> None:
+def _report_copies_of_hosts(world: WorldFacts, hosts: Hosts, meeting: Meeting) -> None:
     """Log which ranks' pools are lost, and from which hosts their peer copies are taken."""
     for number in sorted(hosts.ranks_of):
         ranks = [rank for rank, one in world.copies.items() if one.directory == number]
         if ranks:
-            log.warning(
-                "lightck: the pool%s of rank%s %s %s lost. The training goes on from step %d, which is the newest one "
-                "in the peer copies on host %s",
-                "s" * (len(ranks) > 1),
-                "s" * (len(ranks) > 1),
-                listed(list(map(str, ranks)), 8),
-                "are" if len(ranks) > 1 else "is",
-                max(world.common).step,
-                meeting.hosts[hosts.ranks_of[number][0]],
-            )
+            _report_copies(ranks, max(world.common).step, f"on host {meeting.hosts[hosts.ranks_of[number][0]]}")
+
+
+def _report_copies(ranks: Sequence[int], step: int, where: str) -> None:
+    """Log which ranks' pools are lost, and where the peer copies are that take their place."""
+    log.warning(
+        "lightck: %s lost. All ranks go back to step %d, the newest one that the peer copies %s and the other pools "
+        "have",
+        describe_lost(ranks),
+        step,
+        where,
+    )
 
 
 def _candidates_of_all(meeting: Meeting, choice: _Choice) -> list[tuple[CheckpointId, Held]]:

@@ -173,7 +173,7 @@ class PartialCopies:
         """End the transport, and remove the copies. They can be read as long as they are open."""
         if self.n_received:
             log.info(
-                "lightck: rank %d has copied %d bytes of pools on other hosts to %r",
+                "lightck: rank %d has fetched %d bytes of pools on other hosts, into %r",
                 self._rank,
                 self.n_received,
                 self._directory,

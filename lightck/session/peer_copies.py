@@ -8,11 +8,11 @@
     go on       From then on checkpoints are copied in the background (``ranks/copy_sender.py``), at steps that all
                 ranks know, and the commit rule keeps what a recovery may need (``ranks/rule.py``).
 
-    clean up    Copies of earlier starts are removed when all ranks have the first copy of this one. Pools of another
-                world, of which some lay on a host that was lost, go before the copies of the others. So those that
-                are left never look as if they had a newer checkpoint in common.
+    clean up    When all ranks have the first copy of this start, first the pools of an old world are removed, and then
+                the copies of earlier starts. In the other order a kill in between would leave pools of an old world
+                without the copies of those that were lost, and with a newer step in common.
 
-Invariant: before the first copies are made, a loss of a host is made up for as it was before this start.
+Invariant: until the first copies are made, the old pools and copies cover the loss of a host.
 """
 
 from __future__ import annotations
@@ -38,7 +38,23 @@ from lightck.ranks.neighbours import GroupRule
 from lightck.ranks.rule import CheckpointId
 from lightck.session.arguments import SaveOptions
 from lightck.session.fetch_pools import Hosts
-from lightck.session.group import Group
+from lightck.session.group import Group, directory_id
+
+
+def hosts_of_copies(directory: str, group: Group, meeting: Meeting) -> Hosts:
+    """Return the hosts, if there are several. All ranks call this, before anything is loaded or made. Raises
+    ``UnsupportedError`` if there is only one."""
+    own = directory_id(directory).encode()
+    ids = [one.decode() for one in meeting.exchange("directories", own)]
+    hosts = Hosts.of(ids).merged(directory, group, meeting)
+    if len(hosts.ranks_of) < 2:
+        raise UnsupportedError(
+            "replicas=2 keeps a copy of each pool on another host, and all ranks of this group are on one host, or use "
+            "one directory that all hosts share. Nothing was changed. Leave replicas= out (peer copies of an earlier "
+            "start are found also then); or pass a directory on a disk or tmpfs that each host has for itself."
+        )
+    return hosts
+
 
 _ACCEPT_SECONDS = 0.5
 """How often a rank that waits for a connection looks whether another rank has failed."""
@@ -67,13 +83,7 @@ class PeerCopies:
 
     def begin(self, rule: GroupRule, name: CheckpointId, hosts: Hosts, options: SaveOptions) -> None:
         """Copy the checkpoint ``name``, which all ranks have, and keep copies from now on. All ranks call this. Raises
-        ``UnsupportedError`` for a single host, ``RankError`` and ``PoolError``."""
-        if len(hosts.ranks_of) < 2:
-            raise UnsupportedError(
-                "replicas=2 keeps a copy of each pool on another host, and all ranks of this group are on one host, or "
-                "use one directory that all hosts share. Leave replicas= out; or pass a directory on a medium of each "
-                "host."
-            )
+        ``RankError`` and ``PoolError``."""
         try:
             self._connect(hosts)
             assert self._sender is not None, "it is connected"

@@ -1,4 +1,4 @@
-"""``replicas=`` of attach: how many hosts hold each rank's state."""
+"""``replicas=`` of attach: on how many hosts each rank's pool lies."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from lightck.pool.format.structures import NUMBER_MAX
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """How many hosts hold each rank's state, and how often: ``attach(..., replicas=Replicas(2, every=100))``.
+    """On how many hosts each rank's pool lies, and how often it is copied:
+    ``attach(..., replicas=Replicas(2, every=100))``.
 
     Args:
-        count: 1 or 2. With 2, each rank keeps a copy of its pool on another host, from which a training goes on that
-            has lost a host.
+        count: 1 or 2. With 2, each rank keeps a copy of its pool on another host, from which training goes on if a
+            host is lost.
         every: steps between two copies, a multiple of ``interval``. So many steps (and those that are made while a
-            copy is under way) are lost with a host. None: rank 0 chooses the smallest number with which copies at full
-            speed would take a tenth of the time.
+            copy is under way) are lost with a host. None: rank 0 chooses the smallest number of steps, but at least
+            two checkpoints, with which copying at full speed would take at most a tenth of the training time.
     """
 
     count: int = 2
@@ -28,6 +29,8 @@ class Replicas:
         every = self.every
         if every is not None and (type(every) is not int or not 1 <= every < NUMBER_MAX):
             raise ValueError(f"every={every!r}: pass the number of steps between two copies, an int of at least 1.")
+        if every is not None and self.count == 1:
+            raise ValueError(f"every={every} and count=1: without copies there is nothing to do every {every} steps.")
 
     @classmethod
     def of(cls, replicas: object) -> Replicas:

@@ -226,8 +226,8 @@ def test_a_tensor_has_few_pieces():
         (Fused(0, (4, 3)), (3,), 0, 2, "3 cannot be divided among 2 ranks evenly"),
         (Fused(0, (4, 4)), (5,), 0, 2, "its sizes are 8 together, and 2 ranks with 5 each have 10"),
         (Fused(0, (8, 8)), (8, 16), 0, 4, "its sizes are 16 together, and 4 ranks with 8 each have 32"),
-        (Flat((9,), 2, 6), (3,), 0, 2, "not one dimension with 4 elements"),
-        (Flat((9,), 2, 6), (4, 1), 0, 2, "not one dimension with 4 elements"),
+        (Flat((9,), 2, 6), (3,), 0, 2, "one dimension, with at least 4 elements"),
+        (Flat((9,), 2, 6), (4, 1), 0, 2, "one dimension, with at least 4 elements"),
         (Padded(0, 9), (4,), 0, 2, "2 ranks with 4 each have 8, and not 9"),
     ],
 )

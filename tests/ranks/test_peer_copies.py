@@ -159,7 +159,7 @@ def test_training_goes_on_bit_for_bit_without_any_one_host(tmp_path: Path, ends:
         warnings = " ".join(found[0].messages)
         ranks = [str(rank) for rank, host in enumerate(hosts) if host == lost]
         assert f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" in warnings
-        assert "goes on from step 6, which is the newest one in the peer copies" in warnings
+        assert "go back to step 6, the newest one that the peer copies on host" in warnings
 
 
 def test_host_is_lost_before_any_update(tmp_path: Path, ends: Any) -> None:
@@ -403,7 +403,7 @@ def test_copy_that_does_not_verify_is_not_committed(tmp_path: Path) -> None:
         stored = next(iter(reader.checkpoints()))
         name, runs, record = copy_file.id_of(stored), copy_file.runs_of(stored), stored.record
         path = tmp_path / "copy.pool"
-        with closing(CopyFile.made(str(path), reader.superblock.pack(), reader.table)) as file:
+        with closing(CopyFile.create(str(path), reader.superblock.pack(), reader.table)) as file:
             at = stored._base + stored.entries["model/first.weight"].offset
             for spoils in (True, False):
                 file.begin(record.slot, runs)

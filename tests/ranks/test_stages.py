@@ -329,7 +329,7 @@ def test_a_function_names_interleaved_stages(pools):
         (lambda: Layout({}, 0, 1, rename=[rename("a", lambda _: 3)]).name_of("a"), LayoutError, "cannot be used"),
         (lambda: Layout({}, 0, 1, rename=[rename("(.)", offset=1)]).name_of("a"), LayoutError, "cannot be used"),
         (lambda: Layout({}, 0, 1, rename=[rename(r"(\d)", offset=-2)]).name_of("1"), LayoutError, "below 0"),
-        (lambda: Layout({}, 0, 1, rename=[rename(".*", "")]).name_of("a"), LayoutError, "leaves no name"),
+        (lambda: Layout({}, 0, 1, rename=[rename(".*", "")]).name_of("a"), LayoutError, "empty"),
     ],
 )
 def test_renames_that_cannot_be(make, error, words):
