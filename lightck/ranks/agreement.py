@@ -245,6 +245,14 @@ def describe_from_world(n_saved: int, n_now: int) -> str:
     )
 
 
+def describe_missing(missing: Sequence[int]) -> str:
+    """Return what to say about a checkpoint that as many ranks load as saved it, if the pools of some are missing."""
+    return (
+        f"{describe_lost(missing)} missing, and all ranks load what the others have: random states are new, and "
+        "objects in state= are those of the first rank"
+    )
+
+
 def describe_lost(ranks: Sequence[int]) -> str:
     """Return a text: "the pool of rank 1 is", or "the pools of ranks 1, 2 are"."""
     many = len(ranks) > 1

@@ -11,8 +11,9 @@ one begins. So at every moment each checkpoint whose record is in the file is co
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, suppress
 
 from lightck.errors import PoolError
@@ -33,6 +34,7 @@ from lightck.pool.storage.failures import undo_on_error
 from lightck.pool.storage.file import sync_folder
 from lightck.ranks.rule import CheckpointId
 
+log = logging.getLogger("lightck")
 COPIES = "peer-copies"
 """Name of the folder in the directory of a host in which the peer copies of other hosts' pools lie."""
 _GAP_NBYTES_MAX = 64 << 10
@@ -50,6 +52,16 @@ def copies_in(directory: str | os.PathLike[str]) -> list[str]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [os.path.join(folder, name) for name in sorted(names) if name.endswith(".pool")]
+
+
+def readable_copies(directory: str) -> Iterator[tuple[str, PoolReader]]:
+    """Yield path and open reader of each peer copy in a host's directory that can be read. A warning names the others.
+    The caller closes the readers."""
+    for path in copies_in(directory):
+        try:
+            yield path, open_pool(path)
+        except PoolError as err:
+            log.warning("lightck: the peer copy %r cannot be read, and is not used: %s", path, err)
 
 
 def is_peer_copy(path: str) -> bool:

@@ -58,6 +58,8 @@ class CopySender:
         self._own: frozenset[CheckpointId] = frozenset()
         self._known: Callable[[], Knowledge] = Knowledge
         self._publish: Callable[[frozenset[CheckpointId]], object] = bool
+        self._struck: frozenset[CheckpointId] = frozenset()
+        """Checkpoints that were struck in the pool. They are dropped from the copy before anything else is done."""
         self._n_commits_without = 0
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -107,7 +109,8 @@ class CopySender:
                 began, n = time.perf_counter(), min(CHUNK_NBYTES, high - at)
                 # If the medium fails, zeros are sent, and the receiver finds that they do not verify.
                 self._link.send(reader.read(at, n).ljust(n, b"\0"))
-                if is_paced and self._stop.wait(_PAUSE * (time.perf_counter() - began)):
+                pause = _PAUSE * (time.perf_counter() - began) if is_paced and not self._struck else 0.0
+                if self._stop.wait(pause):
                     raise LinkError("this rank's session was closed")
         self._answer()
 
@@ -152,6 +155,13 @@ class CopySender:
             if self._n_commits_without == _COMMITS_BEFORE_WARNING:
                 log.warning("lightck: no more checkpoints are copied to another host. %s", self.failure)
 
+    def struck(self, names: frozenset[CheckpointId]) -> None:
+        """Drop checkpoints that hold old bytes of a tensor. Called on the training thread. A copy that is being made is
+        finished without pauses first."""
+        self._struck |= names
+        self._publish(self.in_copy - self._struck)
+        self._wake.set()
+
     def close(self) -> None:
         """End the thread. A copy that is being made is given up."""
         self._stop.set()
@@ -175,10 +185,11 @@ class CopySender:
     def _did_something(self) -> bool:
         """Drop what is no longer needed, and copy one checkpoint. Returns False if there was nothing to do."""
         known = self._known()
-        dropped = [one for one in self.in_copy if known.may_drop_copy(one)]
+        dropped = [one for one in self.in_copy if known.may_drop_copy(one) or one in self._struck]
         if dropped:
             self.drop(dropped)
             self._publish(self.in_copy)
+        self._struck &= self.in_copy
         name = known.next_to_copy(self._own, self.in_copy)
         if name is None:
             return False
@@ -186,7 +197,7 @@ class CopySender:
         try:
             # What the rank has learnt before it could see ``copying`` is seen here.
             if not self._known().may_overwrite(name) and self.copy(name, is_paced=True):
-                self._publish(self.in_copy)
+                self._publish(self.in_copy - self._struck)
             else:
                 self._own -= {name}  # it was struck, or can never become common
         finally:

@@ -13,9 +13,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightck.errors import PoolError, PoolPathError, RankError, listed
+from lightck.errors import PoolPathError, RankError, listed
 from lightck.pool.reader import PoolReader, open_pool
-from lightck.ranks.copy_file import copies_in, is_peer_copy
+from lightck.ranks.copy_file import is_peer_copy, readable_copies
 
 _POOL_NAME = re.compile(r"rank-(\d{5,})-of-(\d{5,})(?:-[0-9a-f]{8})?\.pool")
 
@@ -100,11 +100,7 @@ def _add_copies(directory: str, worlds: Sequence[World], stack: ExitStack) -> No
     """Open the peer copies of pools that are missing in these worlds: of two copies of one pool, that with the newest
     checkpoint."""
     found: dict[tuple[int, int], tuple[tuple[int, int], PoolReader]] = {}
-    for path in copies_in(directory):
-        try:
-            reader = open_pool(path)
-        except PoolError:  # it was being made
-            continue
+    for _, reader in readable_copies(directory):
         stack.callback(reader.close)
         newest = max(((one.incarnation, one.step) for one in reader.commit_log().records.values()), default=None)
         for number, world in enumerate(worlds):

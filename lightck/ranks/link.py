@@ -14,14 +14,18 @@ import hmac
 import os
 import socket
 import struct
+import time
 from contextlib import suppress
 from typing import Any
 
 import msgpack
 
 _KEY_NBYTES = _NONCE_NBYTES = 32
-_CONNECT_SECONDS = 10.0
-"""How long one attempt to connect, or one handshake, may take."""
+_CONNECT_SECONDS = 5.0
+"""How long one attempt to connect may take, and how long a connector waits in a handshake."""
+_HANDSHAKE_SECONDS = 1.0
+"""How long a listener waits for what the other side of a new connection sends. (Scanners send nothing.)"""
+_RETRY_SECONDS = 0.2
 _LENGTH = struct.Struct("<I")
 MESSAGE_NBYTES_MAX = 256 << 20
 """A message that says that it is longer is not read."""
@@ -123,23 +127,22 @@ class LinkListener:
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, seconds: float) -> Link:
-        """Return the next connection whose other side knows the key. Others are closed. Raises ``LinkError`` after so
-        many seconds without any connection."""
+        """Return the next connection. Raises ``LinkError`` after so many seconds without one, and if the other side
+        does not know the key."""
         self._socket.settimeout(seconds)
-        while True:
-            try:
-                sock, _ = self._socket.accept()
-            except OSError as err:
-                raise LinkError(_text(err)) from err
-            link = Link(sock)
-            try:
-                link.wait_at_most(_CONNECT_SECONDS)
-                link._prove(self.key, b"listener", b"connector")
-                link.wait_at_most(None)
-            except LinkError:
-                link.close()
-                continue
-            return link
+        try:
+            sock, _ = self._socket.accept()
+        except OSError as err:
+            raise LinkError(_text(err)) from err
+        link = Link(sock)
+        try:
+            link.wait_at_most(_HANDSHAKE_SECONDS)
+            link._prove(self.key, b"listener", b"connector")
+            link.wait_at_most(None)
+        except LinkError:
+            link.close()
+            raise
+        return link
 
     def close(self) -> None:
         self._socket.close()
@@ -159,8 +162,20 @@ def own_addresses() -> list[str]:
     return list(dict.fromkeys([*found, socket.gethostname(), "127.0.0.1"]))
 
 
-def connected(addresses: list[str], port: int, key: bytes) -> Link:
-    """Connect to a listener, under the first of its addresses that leads to it. Raises ``LinkError``."""
+def connected(addresses: list[str], port: int, key: bytes, timeout: float) -> Link:
+    """Connect to a listener, under the first of its addresses that leads to it. Tries all of them again and again until
+    ``timeout`` seconds have passed (the listener may be busy with other connections); then raises ``LinkError``."""
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            return _connected_once(addresses, port, key)
+        except LinkError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_RETRY_SECONDS)
+
+
+def _connected_once(addresses: list[str], port: int, key: bytes) -> Link:
     reasons = []
     for address in addresses:
         try:

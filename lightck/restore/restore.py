@@ -222,7 +222,8 @@ def _other_part(live: Live, entry: Entry) -> str:
     shape, pieces = part_of_live(live)
     if (shape, pieces) == (entry.logical_shape, entry.pieces):
         return ""
-    whole_saved, whole_now = entry.logical_shape or entry.shape, shape or tuple(live.tensor.shape)
+    whole_saved = entry.shape if entry.logical_shape is None else entry.logical_shape
+    whole_now = tuple(live.tensor.shape) if shape is None else shape
     if whole_saved != whole_now:
         return f"{live.name}: {list(whole_saved)} saved, {list(whole_now)} live"
     saved, now = ("a whole tensor" if of is None else f"a part of {list(of)}" for of in (entry.logical_shape, shape))

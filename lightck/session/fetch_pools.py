@@ -16,11 +16,11 @@ from typing import Any
 
 import msgpack
 
-from lightck.errors import PoolError, RankError
+from lightck.errors import RankError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.failures import io_error
 from lightck.ranks.copy_file import COPIES as PEER_COPIES
-from lightck.ranks.copy_file import copies_in, is_peer_copy
+from lightck.ranks.copy_file import is_peer_copy, readable_copies
 from lightck.ranks.directory import pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
@@ -76,7 +76,7 @@ class WorldFacts:
     def common(self) -> frozenset[CheckpointId]:
         """The checkpoints that every rank has in one of its files."""
         of_ranks = [frozenset().union(*(one.ids for one in files)) for files in self.pools.values()]
-        return frozenset.intersection(*of_ranks)
+        return frozenset.intersection(*of_ranks) if of_ranks else frozenset()
 
     @property
     def copies(self) -> dict[int, PoolFacts]:
@@ -175,20 +175,30 @@ def report(directory: str, group: Group, meeting: Meeting, hosts: Hosts) -> list
             "of one training (`lightck inspect --json` shows the run of each pool)."
         )
     return [
-        WorldFacts(*key, {rank: _without_dead_copies(files) for rank, files in sorted(pools.items())})
+        _with_copies_that_help(
+            WorldFacts(*key, {rank: _without_useless_copies(files) for rank, files in sorted(pools.items())})
+        )
         for key, pools in found.items()
     ]
 
 
-def _without_dead_copies(files: list[PoolFacts]) -> list[PoolFacts]:
-    """Return the files of a rank. Of its peer copies, leave out the checkpoints that are newer than all in its pool:
-    the group went back to an older one, and the rank had no time to drop them."""
-    newest = max((name for one in files if not one.is_copy for name in one.ids), default=None)
-    if newest is None:
+def _without_useless_copies(files: list[PoolFacts]) -> list[PoolFacts]:
+    """Return the files of a rank. Of its peer copies, leave out the checkpoints that its pool does not have, if the
+    pool has any: the pool may have struck them, or the group went back to an older one, and there was no time to drop
+    them from the copy."""
+    in_pool = frozenset().union(*(one.ids for one in files if not one.is_copy))
+    if not in_pool:
         return files
-    return [
-        replace(one, ids=frozenset(name for name in one.ids if name <= newest)) if one.is_copy else one for one in files
-    ]
+    return [replace(one, ids=one.ids & in_pool) if one.is_copy else one for one in files]
+
+
+def _with_copies_that_help(world: WorldFacts) -> WorldFacts:
+    """Return a world. If the ranks have no checkpoint in common with the peer copies, leave these out: the pools that
+    are left may hold all tensors."""
+    if world.common:
+        return world
+    pools = {rank: [one for one in files if not one.is_copy] for rank, files in world.pools.items()}
+    return replace(world, pools={rank: files for rank, files in pools.items() if files})
 
 
 def _facts_of(directory: str) -> Iterator[list[Any]]:
@@ -210,8 +220,8 @@ def _facts_of(directory: str) -> Iterator[list[Any]]:
             )
             steps = max((record.step for record in log.records.values()), default=0)
             yield [path.name, *key, ids, log.incarnation, steps, has_shares_in_table(reader), digest]
-    for copy in copies_in(directory):
-        with suppress(PoolError), closing(open_pool(copy)) as reader:  # a copy that was being made
+    for copy, reader in readable_copies(directory):
+        with closing(reader):
             if reader.group is not None:
                 usable = usable_by_id(reader)
                 name, ids = os.path.join(PEER_COPIES, os.path.basename(copy)), [list(one) for one in usable]

@@ -168,8 +168,8 @@ class GroupStart:
         remove_all_stale(directory)  # no rank makes its pool before all ranks are beyond the exchange that follows
         if arguments.resume:
             refuse_other_pools(directory)
-        if arguments.save_options.replicas.count > 1:
-            self._hosts_of_copies = hosts_of_copies(directory, self.group, self.meeting)
+        replicas = arguments.save_options.replicas
+        self._hosts_of_copies = hosts_of_copies(directory, self.group, self.meeting, replicas)
         self._other = find_other_worlds(directory, self.group, self.meeting, arguments)
         return path_of_own_pool(directory, self.group) if self._other is None else self._other.path
 

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import msgpack
 
 from lightck.errors import RankError, listed
+from lightck.pool.format.layout import Entry
 from lightck.pool.reader import PoolReader, StoredCheckpoint
 from lightck.ranks.agreement import Report
 from lightck.ranks.meet import Meeting
@@ -47,7 +48,7 @@ def _refuse_other_kinds(file: PoolFile, ranks: Sequence[int], meeting: Meeting) 
     """Raise ``RankError`` if two pipeline stages have a tensor of one name with different dtypes or shapes. ``ranks``:
     the first one of each stage."""
     kinds = {
-        entry.name: [entry.dtype, list(entry.logical_shape or entry.shape)]
+        entry.name: [entry.dtype, list(_logical_shape(entry))]
         for entry in file.entries.values()
         if entry.role != "state"
     }
@@ -93,11 +94,15 @@ def digest_of_tensors(file: PoolFile) -> str:
     return digest_of_lines(_tensor_lines(file))
 
 
+def _logical_shape(entry: Entry) -> tuple[int, ...]:
+    return entry.shape if entry.logical_shape is None else entry.logical_shape
+
+
 def _tensor_lines(file: PoolFile) -> list[str]:
     """Return a line with name, dtype and logical shape of each tensor of model and optimizers, and one with the class
     of each optimizer. Ranks that hold different parts of the same tensors have the same lines."""
     lines = [
-        f"{entry.name} ({entry.dtype}, {list(entry.logical_shape or entry.shape)})"
+        f"{entry.name} ({entry.dtype}, {list(_logical_shape(entry))})"
         for entry in file.entries.values()
         if entry.role != "state"
     ]

@@ -18,7 +18,7 @@ from lightck.errors import RankError, listed
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.partial_copy import BlocksMissingError
 from lightck.pool.reader import StoredCheckpoint
-from lightck.ranks.agreement import describe_from_world, describe_lost, describe_other_parts
+from lightck.ranks.agreement import describe_from_world, describe_lost, describe_missing, describe_other_parts
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.averages import describe_averaged
@@ -171,7 +171,10 @@ def _load_one(
     assert other.source is not None, "a checkpoint is loaded"
     has_same_ranks, logical = other.has_same_ranks(group), relocated.logical
     layout = layout_now(logical, restore.layout)
-    reason = describe_from_world(other.source.world_size, group.world_size)
+    if other.source.world_size == group.world_size and other.source.missing:
+        reason = describe_missing(other.source.missing)
+    else:
+        reason = describe_from_world(other.source.world_size, group.world_size)
     if other.from_copies:
         reason += f"; {describe_lost(other.from_copies)} lost, and the peer copy is used"
     averaged = logical.owners_averaged if relocated.own_place is None else []

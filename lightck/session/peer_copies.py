@@ -39,14 +39,23 @@ from lightck.ranks.rule import CheckpointId
 from lightck.session.arguments import SaveOptions
 from lightck.session.fetch_pools import Hosts
 from lightck.session.group import Group, directory_id
+from lightck.session.replicas import Replicas
 
 
-def hosts_of_copies(directory: str, group: Group, meeting: Meeting) -> Hosts:
-    """Return the hosts, if there are several. All ranks call this, before anything is loaded or made. Raises
-    ``UnsupportedError`` if there is only one."""
-    own = directory_id(directory).encode()
-    ids = [one.decode() for one in meeting.exchange("directories", own)]
-    hosts = Hosts.of(ids).merged(directory, group, meeting)
+def hosts_of_copies(directory: str, group: Group, meeting: Meeting, replicas: Replicas) -> Hosts | None:
+    """Return the hosts that keep copies; None if none are wanted. All ranks call this, before anything is loaded or
+    made. Raises ``UnsupportedError`` if there is only one host, and ``RankError``."""
+    own = msgpack.packb([directory_id(directory), repr(replicas)])
+    found = [msgpack.unpackb(one) for one in meeting.exchange("directories", own)]
+    for rank, (_, other) in enumerate(found):
+        if other != found[0][1]:
+            raise RankError(
+                f"The ranks were attached with different arguments: replicas= is {found[0][1]} on "
+                f"{meeting.name_of(0)} and {other} on {meeting.name_of(rank)}. Pass the same on all ranks."
+            )
+    if replicas.count == 1:
+        return None
+    hosts = Hosts.of([where for where, _ in found]).merged(directory, group, meeting)
     if len(hosts.ranks_of) < 2:
         raise UnsupportedError(
             "replicas=2 keeps a copy of each pool on another host, and all ranks of this group are on one host, or use "
@@ -56,6 +65,8 @@ def hosts_of_copies(directory: str, group: Group, meeting: Meeting) -> Hosts:
     return hosts
 
 
+_CONNECT_SECONDS_MAX = 60.0
+"""A rank tries so long to connect, if ``timeout=`` is not shorter."""
 _ACCEPT_SECONDS = 0.5
 """How often a rank that waits for a connection looks whether another rank has failed."""
 
@@ -115,7 +126,8 @@ class PeerCopies:
                 with ThreadPoolExecutor(1) as executor:
                     accepted = executor.submit(self._accept, listener, kept)
                     try:
-                        link = connected(*addresses[keeper])
+                        where, port, key = addresses[keeper]
+                        link = connected(where, port, key, min(self._meeting.timeout, _CONNECT_SECONDS_MAX))
                         self._sender = CopySender(
                             link, self._pool_path, self._meeting.name_of(keeper), self._meeting.timeout
                         )

@@ -226,10 +226,9 @@ def test_copy_of_a_damaged_block_is_not_used(tmp_path: Path, ends: Any) -> None:
     damage(Path(copy), at)
     found = errors("fsdp 2", pools, (0, 1)) if len(ids_in(copy)) == 1 else train("fsdp 2", pools, (0, 1), 5)
     if isinstance(found[0], BaseException):
-        print(found)
         assert isinstance(found[0], RankError)
         assert "can be restored on all ranks" in str(found[0])
-        assert "block 0 of 'model/first.weight'" in str(found[0])
+        assert re.search("block( 0)? of 'model/first.weight' does not match its checksum", str(found[0]))
     else:
         assert found[0][2].step == 2
         assert is_equal(found[0][0], ends("fsdp 2", 2))

@@ -89,7 +89,7 @@ class Entry(NamedTuple):
 
     def is_same_tensor(self, other: Entry) -> bool:
         """Whether the logical tensors have the same name, dtype and shape. (They may be other parts of it.)"""
-        one, two = (entry.logical_shape or entry.shape for entry in (self, other))
+        one, two = (entry.shape if entry.logical_shape is None else entry.logical_shape for entry in (self, other))
         return (self.name, self.dtype, one) == (other.name, other.dtype, two)
 
     def to_map(self, *, has_group: bool = False, has_shares: bool = False) -> dict[str, object]:
