@@ -32,6 +32,7 @@ log = logging.getLogger("lightck")
 _PAUSE = 4.0
 """The thread pauses so many times as long as it worked. So a copy takes five times as long as it could."""
 _JOIN_SECONDS = 5.0
+_STRUCK_PAUSE = 0.001
 _COMMITS_BEFORE_WARNING = 3
 """A connection that ended is reported after so many further checkpoints. At the end of a training the sessions of all
 ranks are closed, one a little before the other, which is no reason for a warning."""
@@ -59,7 +60,9 @@ class CopySender:
         self._known: Callable[[], Knowledge] = Knowledge
         self._publish: Callable[[frozenset[CheckpointId]], object] = bool
         self._struck: frozenset[CheckpointId] = frozenset()
-        """Checkpoints that were struck in the pool. They are dropped from the copy before anything else is done."""
+        """Checkpoints in the copy that may hold old bytes. They are dropped before anything else is done."""
+        self._lock = threading.Lock()
+        """Held while ``_struck`` is changed."""
         self._n_commits_without = 0
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -155,12 +158,21 @@ class CopySender:
             if self._n_commits_without == _COMMITS_BEFORE_WARNING:
                 log.warning("lightck: no more checkpoints are copied to another host. %s", self.failure)
 
-    def struck(self, names: frozenset[CheckpointId]) -> None:
-        """Drop checkpoints that hold old bytes of a tensor. Called on the training thread. A copy that is being made is
-        finished without pauses first."""
-        self._struck |= names
-        self._publish(self.in_copy - self._struck)
+    def struck(self) -> None:
+        """Drop all checkpoints from the copy, and return when this is done: checkpoints in the pool were struck,
+        because they hold old bytes of a tensor, and those in the copy may hold them too. Called on the training thread,
+        which waits for a copy that is being made (without pauses from now on)."""
+        copying = self.copying
+        with self._lock:
+            self._struck = self.in_copy if copying is None else self.in_copy | {copying}
+        self._publish(frozenset())
         self._wake.set()
+        while self._struck and self.failure is None and not self._stop.is_set():
+            time.sleep(_STRUCK_PAUSE)
+        log.warning(
+            "lightck: the peer copy of this rank's pool was emptied, because its checkpoints may hold old bytes of a "
+            "tensor. Until the next one is copied, this rank's host must not be lost"
+        )
 
     def close(self) -> None:
         """End the thread. A copy that is being made is given up."""
@@ -185,11 +197,13 @@ class CopySender:
     def _did_something(self) -> bool:
         """Drop what is no longer needed, and copy one checkpoint. Returns False if there was nothing to do."""
         known = self._known()
-        dropped = [one for one in self.in_copy if known.may_drop_copy(one) or one in self._struck]
+        struck = self._struck
+        dropped = [one for one in self.in_copy if known.may_drop_copy(one) or one in struck]
         if dropped:
             self.drop(dropped)
             self._publish(self.in_copy)
-        self._struck &= self.in_copy
+        with self._lock:
+            self._struck -= struck
         name = known.next_to_copy(self._own, self.in_copy)
         if name is None:
             return False

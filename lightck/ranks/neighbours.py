@@ -216,8 +216,6 @@ class GroupRule(CommitListener):
         """Seconds that this rank has waited for other ranks, because it could overwrite no slot."""
         self.neighbours, self._timeout, self._name_of = neighbours, timeout, name_of
         self._ids = dict(ids)
-        self._in_slots: dict[int, CheckpointId] = {}
-        """Slot -> its committed checkpoint, at the last commit."""
         self._own: frozenset[CheckpointId] = frozenset()
         """The committed checkpoints in this rank's pool at the last call of ``_learn``."""
         self._keeper = keeper
@@ -316,7 +314,7 @@ class GroupRule(CommitListener):
 
     def struck(self, slots: Sequence[int]) -> None:
         if self.sender is not None:
-            self.sender.struck(frozenset(one for at, one in self._in_slots.items() if at in slots))
+            self.sender.struck()
 
     def committed(self, writer: PoolWriter, step: int) -> None:
         slot = writer.slots.slots[writer.slots.protected or 0]
@@ -325,7 +323,6 @@ class GroupRule(CommitListener):
         self._ids = {at: one for at, one in self._ids.items() if at in generations}
         newest = CheckpointId(writer.incarnation, step)
         self._ids[slot.generation] = newest
-        self._in_slots = {at: one for at, one in self._contents(writer).items() if one is not None}
         counting = reported(self._ids.values(), self.knowledge.adoption)
         if self._elsewhere is not None:
             self._elsewhere.publish(PoolView.of(counting, newest))

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -29,6 +30,7 @@ from lightck.pool.reader import open_pool
 from lightck.ranks import copy_cadence, copy_file
 from lightck.ranks.copy_file import COPIES, CopyFile, copies_in
 from lightck.ranks.copy_sender import CopySender
+from lightck.ranks.link import LinkListener
 from lightck.session.fetch_pools import Hosts as Directories
 from lightck.session.group import HOST_VARIABLE
 from lightck.session.peer_copies import keeper_of
@@ -495,3 +497,113 @@ def test_pool_with_three_slots_gets_a_fourth(tmp_path: Path, ends: Any) -> None:
     began, _, recovered, *_ = train("fsdp 2", pools, (0, 1), 7)[0]
     assert recovered.step == 6
     assert is_equal(began, ends("fsdp 2", 6))
+
+
+# -- checkpoints with old bytes ----------------------------------------------------------------------------------------
+
+
+class Frozen(torch.nn.Module):
+    """A layer, and a frozen parameter that is so large that unannounced writes to it are found late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.frozen = torch.nn.Parameter(torch.zeros(8 << 20), requires_grad=False)
+
+
+def test_copy_is_emptied_if_its_checkpoints_may_hold_old_bytes(tmp_path: Path) -> None:
+    """numpy writes to a tensor without moving its version counter. When lightck finds it, checkpoints in the pool are
+    struck; the copies of older ones must not come back after the loss of the host."""
+
+    def body(rank: int) -> Any:
+        os.environ[HOST_VARIABLE] = f"host-{rank}"
+        (tmp_path / "pools").mkdir(exist_ok=True)
+        torch.manual_seed(0)
+        model = Frozen()
+        optimizer = torch.optim.AdamW(model.layer.parameters())
+        replicas = lightck.Replicas(2, every=4)
+        session = lightck.attach(model, tmp_path / "pools" / f"host-{rank}", optimizer=optimizer, replicas=replicas)
+        sender = session._membership.rule.sender
+        emptied = []
+        original = CopySender.struck
+
+        def struck(self: Any) -> None:
+            original(self)
+            emptied.append((session.step, sender.in_copy))
+
+        CopySender.struck = struck  # type: ignore[method-assign]
+        for step in range(60):
+            model.layer(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0 and step == 3:
+                model.frozen.detach().numpy()[-1] = 5.0
+            found = torch.tensor([len(emptied)])
+            torch.distributed.all_reduce(found)
+            if found.item():
+                break
+        torch.distributed.barrier()
+        session.abandon()
+        return emptied
+
+    first, second = values(run_ranks(2, body))
+    assert len(first) == 1, "the write was found"
+    assert first[0][1] == frozenset()
+    assert second == []
+    (copy,) = copies_in(tmp_path / "pools" / "host-1")
+    assert ids_in(copy) == frozenset()
+
+
+def test_copy_without_a_common_checkpoint_does_not_stand_in_the_way(tmp_path: Path, ends: Any) -> None:
+    """Each host holds the whole model. A start with copies is killed before the first copy is complete, and one host is
+    lost."""
+    train("ddp 2", tmp_path / "pools", (0, 1), 4, replicas=1)
+
+    def before(rank: int) -> None:
+        CopyFile.commit = lambda *_: die()  # type: ignore[method-assign]
+
+    run_ranks(2, rank_body("ddp 2", tmp_path / "pools", (0, 1), 6, before=before), ends_others_after=0.2)
+    shutil.rmtree(tmp_path / "pools" / "host-0")
+    began, _, recovered, *_ = train("ddp 2", tmp_path / "pools", (0, 1), 4)[0]
+    assert recovered.step == 4
+    assert is_equal(began, ends("ddp 2", 4))
+    assert "the pool of rank 0 is missing" in recovered.reason
+
+
+def test_copy_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    train("fsdp 2", tmp_path / "pools", (0, 1), 3)
+    shutil.rmtree(tmp_path / "pools" / "host-0")
+    (copy,) = copies_in(tmp_path / "pools" / "host-1")
+    os.truncate(copy, os.stat(copy).st_size - 4096)
+    messages: list[str] = []
+
+    def body(rank: int) -> Any:
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("lightck").addHandler(handler)
+        try:
+            rank_body("fsdp 2", tmp_path / "pools", (0, 1), 3)(rank)
+        except RankError as err:
+            return str(err), messages
+        return "", messages
+
+    (error, _), (_, said) = values(run_ranks(2, body))
+    assert "lacks the pool of rank 0" in error
+    assert any(copy in one and "cannot be read, and is not used" in one for one in said)
+
+
+def test_connections_of_others_do_not_stop_attach(tmp_path: Path) -> None:
+    """Two connections that send nothing, as a scanner makes them."""
+
+    def before(rank: int) -> None:
+        original = LinkListener.__init__
+
+        def listens(self: Any) -> None:
+            original(self)
+            held.extend(socket.create_connection(("127.0.0.1", self.port)) for _ in range(2))
+            held[-1].sendall(b"GET / HTTP/1.0\r\n\r\n")
+
+        held: list[socket.socket] = []
+        LinkListener.__init__ = listens  # type: ignore[method-assign]
+
+    assert train("fsdp 2", tmp_path / "pools", (0, 1), 2, before=before)[0].copied is not None
