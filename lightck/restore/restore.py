@@ -303,6 +303,11 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
     if n_saved < n_live:
         return fact
     names = [name for group in saved.names[n_live:] for name in group]
+    if not names:
+        return (
+            f"{fact}, of which the last have no parameter of this rank. Give the optimizers of all pipeline stages the "
+            "same parameter groups in the same order, empty ones included"
+        )
     return (
         f"{fact}: the live optimizer lacks the groups of {listed(names)}. If the training adds groups while it runs "
         "(add_param_group), call add_param_group before attach for each group that the optimizer had at the saved step "
