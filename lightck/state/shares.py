@@ -23,11 +23,24 @@ class Shares:
         self.cuts = dict(cuts or {})
         self.rank = rank
         self.written_whole: set[str] = set()
-        """Names of tensors of which this rank writes all rows, because its tensor differs from that of another rank."""
+        """Names of tensors of which this rank writes all rows, because its tensor differs from that of another rank, or
+        because another rank may not have it."""
+        self._state: set[str] = set()
+        """Names of the optimizer state of divided parameters that this rank has had so far."""
 
     def assign(self, lives: Iterable[Live]) -> None:
-        """Set ``Live.share`` of each of these tensors that is divided."""
-        for live in lives if self.cuts else ():
+        """Set ``Live.share`` of each of these tensors that is divided. (Of optimizer state that comes after the first,
+        when other ranks may have none for that parameter, this rank writes all rows.)"""
+        lives = list(lives) if self.cuts else []
+        state = {
+            live.name
+            for live in lives
+            if live.role == "optimizer" and self._cut(live.alias or live.name, live.role, tuple(live.tensor.shape))
+        }
+        if self._state:
+            self.written_whole |= state - self._state
+        self._state |= state
+        for live in lives:
             shape, stride = tuple(live.tensor.shape), tuple(live.tensor.stride())
             live.share = self._share(live.alias or live.name, live.role, shape, stride)
 

@@ -432,3 +432,35 @@ def test_a_ddp_whose_process_group_was_destroyed_is_no_obstacle(pools):
 
     values(run_ranks(2, body))
     assert any(one.pieces is not None for one in entries(pools, 0, 2).values())
+
+
+def test_state_that_one_rank_alone_gets_late_costs_no_checkpoint(pool):
+    """In the third update rank 0 alone has a gradient for a layer, so rank 1 has no optimizer state for it, and writes
+    no rows of it. A kill comes before the ranks have compared."""
+    pools = pool.parent / "pools"
+
+    def run(rank: int, updates: int, kill: int | None) -> Any:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"used": nn.Linear(5, 3), "late": nn.Linear(5, 3)})
+        parallel, optimizer = DDP(model), ADAMW(model.parameters())
+        session = lightck.attach(parallel, pools, optimizer=optimizer, resume=True, timeout=60)
+        began = session.step
+        for step in range(began, updates):
+            x = torch.ones(2, 5) * (step + 1)
+            loss = model["used"](x).pow(2).mean()
+            (loss + model["late"](x).pow(2).mean() if (step, rank) == (2, 0) else loss).backward()
+            if kill == step and rank == 1:
+                die()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.end_step()
+            torch.distributed.barrier()
+        state = [value.clone() for one in optimizer.state.values() for value in one.values()]
+        return began, state, session.recovered
+
+    run_ranks(2, lambda rank: run(rank, 20, 4))
+    (began, state, recovered), (_, other_state, _) = values(run_ranks(2, lambda rank: run(rank, 0, None)))
+    assert began in (3, 4)
+    assert (len(state), len(other_state)) == (12, 6), "rank 0 has the state of both layers"
+    assert not recovered.exact
+    assert "late" in recovered.reason
