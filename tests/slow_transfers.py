@@ -170,7 +170,7 @@ class SlowTransfer:
         self.registered.append(memory.data_ptr())
 
     def unregister(self, memory: torch.Tensor) -> None:
-        assert not (self._computation.writes_to(memory) or self._beside.writes_to(memory)), "a copy is pending"
+        assert not any(stream.writes_to(memory) for stream in (self._computation, self._beside)), "a copy is pending"
         self.registered.remove(memory.data_ptr())
 
     def bind_thread(self) -> None: ...
