@@ -180,6 +180,7 @@ def test_a_session_shows_what_a_user_calls(training):
         "close",
         "committed",
         "common",
+        "copied",
         "done",
         "durability",
         "end_step",
