@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="few steps: only that it runs")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = compared(*((20, 1) if args.small else (250, 5)))
+    found = compared(*((20, 1) if args.small else (160, 5)))
     for kind in ("step", "mean"):
         for what, added in found[kind].items():
             print(

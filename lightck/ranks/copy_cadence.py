@@ -2,8 +2,9 @@
 
 A copy of one checkpoint at full speed takes c seconds: attach has measured this on all ranks at once, and c is the
 longest time. A step takes s seconds. The smallest number of steps between two copies is chosen with which copying at
-full speed would take at most a tenth of the training time: 10 c / s, rounded up to a multiple of the interval, and at
-least twice the interval.
+full speed would take at most a fiftieth of the training time: 50 c / s, rounded up to a multiple of the interval, and
+at least twice the interval. (With a tenth, two ranks that kept each other's copies on one machine of two cores became
+20 % slower: each end of a copy takes a core for a part of the time.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from math import ceil
 
 from lightck.pool.format.structures import NUMBER_MAX
 
-SHARE = 0.1
+SHARE = 0.02
 """The share of the time that copies at full speed would take."""
 _COMMITS_LEFT_OUT, _COMMITS = 3, 8
 """The time of a step is measured from the end of the third commit of this session on (the first steps are slow), over

@@ -17,7 +17,7 @@ class Replicas:
             host is lost.
         every: steps between two copies, a multiple of ``interval``. So many steps (and those that are made while a
             copy is under way) are lost with a host. None: rank 0 chooses the smallest number of steps, but at least
-            two checkpoints, with which copying at full speed would take at most a tenth of the training time.
+            two checkpoints, with which copying at full speed would take at most a fiftieth of the training time.
     """
 
     count: int = 2

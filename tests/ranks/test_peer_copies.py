@@ -315,12 +315,12 @@ def test_session_says_what_is_copied(tmp_path: Path) -> None:
 
 
 def test_rank_0_chooses_how_often(tmp_path: Path) -> None:
-    """The first copy is said to take 0.05 s, and a step takes at least 0.02 s: so at most 25 steps are between two
+    """The first copy is said to take 0.01 s, and a step takes at least 0.02 s: so at most 25 steps are between two
     copies."""
 
     def before(rank: int) -> None:
         original = copy_cadence.CopyCadence.__init__
-        copy_cadence.CopyCadence.__init__ = lambda self, _, interval: original(self, 0.05, interval)  # type: ignore
+        copy_cadence.CopyCadence.__init__ = lambda self, _, interval: original(self, 0.01, interval)  # type: ignore
 
     def on_step(rank: int, session: Any) -> None:
         time.sleep(0.02)
@@ -341,9 +341,9 @@ def test_rank_0_chooses_how_often(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("copy_seconds", "step_seconds", "interval", "every"),
-    [(1.0, 0.1, 1, 100), (0.001, 1.0, 1, 2), (1.0, 0.1, 30, 120), (0.0, 1.0, 5, 10), (7.0, 0.2, 1, 350)],
+    [(1.0, 0.1, 1, 500), (0.001, 1.0, 1, 2), (1.0, 0.1, 30, 510), (0.0, 1.0, 5, 10), (7.0, 0.2, 1, 1750)],
 )
-def test_copies_would_take_a_tenth_of_the_time(
+def test_copies_would_take_a_fiftieth_of_the_time(
     copy_seconds: float, step_seconds: float, interval: int, every: int
 ) -> None:
     assert copy_cadence.every_for(copy_seconds, step_seconds, interval) == every
