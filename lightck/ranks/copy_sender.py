@@ -46,7 +46,7 @@ class CopySender:
         ``timeout``: seconds that one answer of the receiver may take."""
         self._link, self._path, self._receiver = link, pool_path, receiver
         link.wait_at_most(timeout)
-        self._uuid = b""
+        self.uuid = b""
         """Of the pool that the receiver has open."""
         self.in_copy: frozenset[CheckpointId] = frozenset()
         """The checkpoints that lie in the copy. Before the first ``copy``: unknown."""
@@ -95,12 +95,12 @@ class CopySender:
     def _open(self, reader: PoolReader) -> None:
         """Tell the receiver from which pool the next checkpoints come, if it has another one open."""
         sb = reader.superblock
-        if sb.uuid == self._uuid:
+        if sb.uuid == self.uuid:
             return
         message = {"do": "open", "uuid": sb.uuid, "superblock": sb.pack(), "table": reader.table}
         answer = self._ask(message)
         self.in_copy |= {CheckpointId(*one) for one in answer["contents"]}
-        self._uuid = sb.uuid
+        self.uuid = sb.uuid
 
     def _send(self, stored: StoredCheckpoint, name: CheckpointId, *, is_paced: bool) -> None:
         reader, runs = stored.reader, runs_of(stored)

@@ -44,7 +44,6 @@ def arguments_to_compare(arguments: Arguments) -> dict[str, str]:
         "strategy=": type(options.strategy).__name__,
         "strict_data=": repr(options.strict_data),
         "split=": repr(options.split),
-        "replicas=": repr(options.replicas),
     }
 
 

@@ -7,7 +7,6 @@
                 it. So from the first step on, the training survives the loss of any one host.
     go on       From then on checkpoints are copied in the background (``ranks/copy_sender.py``), at steps that all
                 ranks know, and the commit rule keeps what a recovery may need (``ranks/rule.py``).
-
     clean up    When all ranks have the first copy of this start, first the pools of an old world are removed, and then
                 the copies of earlier starts. In the other order a kill in between would leave pools of an old world
                 without the copies of those that were lost, and with a newer step in common.
@@ -101,7 +100,7 @@ class PeerCopies:
             began = time.perf_counter()
             if not self._sender.copy(name):
                 raise RankError(f"The checkpoint of step {name.step} is no longer in the pool {self._pool_path!r}.")
-            own = msgpack.packb([time.perf_counter() - began, uuid_of(self._pool_path)])
+            own = msgpack.packb([time.perf_counter() - began, self._sender.uuid])
             found = [msgpack.unpackb(one) for one in self._meeting.exchange("first copies", own)]
             self._uuids = {uuid for _, uuid in found}
         except BaseException:
