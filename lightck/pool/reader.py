@@ -48,7 +48,7 @@ from lightck.pool.format.structures import (
 from lightck.pool.partial_copy import PartialCopy
 from lightck.pool.storage import emulation
 from lightck.pool.storage.backend import Container
-from lightck.pool.storage.extents import as_c_array
+from lightck.pool.storage.extents import as_c_array, runs
 from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error, undo_on_error
 
 log = logging.getLogger("lightck")
@@ -121,6 +121,12 @@ class PoolReader:
             )
             self._unreadable = err
             return b""
+
+    def file_runs(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """Return where these bytes lie in the file ``container.fd``, as (offset, nbytes) pairs; an empty list if the
+        medium can only be mapped."""
+        fd, places = self.container.reads_from
+        return runs(places, offset, nbytes) if fd == self.container.fd else []
 
     def _read_with_retry(self, offset: int, nbytes: int) -> bytes:
         """Read bytes, and read them a second time after a medium error, which may be transient. (A failed sync, in

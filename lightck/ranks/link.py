@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import select
 import socket
 import struct
 import time
@@ -54,6 +55,31 @@ class Link:
             self._socket.sendall(data)
         except OSError as err:
             raise LinkError(_text(err)) from err
+
+    def send_file(self, fd: int, at: int, nbytes: int) -> int:
+        """Send bytes of a file, which the kernel takes from its cache. Returns how many were sent: fewer at the end of
+        the file, and if this cannot be done for this file or fails. Then ``send`` has the reason."""
+        sent = 0
+        try:
+            while sent < nbytes:
+                try:
+                    n = os.sendfile(self._socket.fileno(), fd, at + sent, nbytes - sent)
+                except BlockingIOError:  # a socket with a time limit does not block
+                    if not self._can_send():
+                        break
+                    continue
+                if not n:
+                    break
+                sent += n
+        except OSError:
+            pass
+        return sent
+
+    def _can_send(self) -> bool:
+        """Wait until the connection takes more bytes. Returns False after the time limit, or if it has ended."""
+        poll, seconds = select.poll(), self._socket.gettimeout()
+        poll.register(self._socket, select.POLLOUT)
+        return bool(poll.poll(None if seconds is None else 1e3 * seconds))
 
     def receive(self, view: memoryview) -> None:
         """Fill the memory with received bytes."""

@@ -326,9 +326,11 @@ class GroupRule(CommitListener):
         counting = reported(self._ids.values(), self.knowledge.adoption)
         if self._elsewhere is not None:
             self._elsewhere.publish(PoolView.of(counting, newest))
-            if self.cadence is not None and (every := self.cadence.committed(step)) is not None:
-                self._elsewhere.announce(every)
-                self.cadence = None
+            if self.cadence is not None:
+                every = self.cadence.committed(step, sum(entry.nbytes for entry in writer.entries))
+                if every is not None:
+                    self._elsewhere.announce(every)
+                    self.cadence = None
         if self.sender is not None:
             self.sender.committed(counting)
 

@@ -27,7 +27,7 @@ from typing import Any
 import msgpack
 
 from lightck.errors import RankError, UnsupportedError
-from lightck.ranks.copy_cadence import CopyCadence
+from lightck.ranks.copy_cadence import CopyCadence, slowest
 from lightck.ranks.copy_file import COPIES, copies_in, uuid_of
 from lightck.ranks.copy_receiver import CopyReceiver
 from lightck.ranks.copy_sender import CopySender
@@ -100,16 +100,17 @@ class PeerCopies:
             began = time.perf_counter()
             if not self._sender.copy(name):
                 raise RankError(f"The checkpoint of step {name.step} is no longer in the pool {self._pool_path!r}.")
-            own = msgpack.packb([time.perf_counter() - began, self._sender.uuid])
+            own = msgpack.packb([time.perf_counter() - began, self._sender.n_bytes_sent, self._sender.uuid])
             found = [msgpack.unpackb(one) for one in self._meeting.exchange("first copies", own)]
-            self._uuids = {uuid for _, uuid in found}
+            self._uuids = {uuid for _, _, uuid in found}
         except BaseException:
             self.close()
             raise
         rule.receivers = self._receivers
         if options.replicas.every is None and self._group.rank == 0:
             assert isinstance(options.interval, int), "a group has a fixed interval"
-            rule.cadence = CopyCadence(max(seconds for seconds, _ in found), options.interval)
+            seconds_per_byte = slowest((seconds, nbytes) for seconds, nbytes, _ in found)
+            rule.cadence = CopyCadence(seconds_per_byte, options.interval)
         rule.keep_copies(self._sender, options.replicas.every or 0)
 
     def _connect(self, hosts: Hosts) -> None:

@@ -9,10 +9,12 @@ import json
 import logging
 import os
 import re
+import select
 import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +32,8 @@ from lightck.pool.reader import open_pool
 from lightck.ranks import copy_cadence, copy_file
 from lightck.ranks.copy_file import COPIES, CopyFile, copies_in
 from lightck.ranks.copy_sender import CopySender
-from lightck.ranks.link import LinkListener
+from lightck.ranks.link import Link, LinkListener
+from lightck.session import peer_copies
 from lightck.session.fetch_pools import Hosts as Directories
 from lightck.session.group import HOST_VARIABLE
 from lightck.session.peer_copies import keeper_of
@@ -304,6 +307,37 @@ def test_copies_of_earlier_starts_go(tmp_path: Path) -> None:
     assert not any((pools / f"host-{host}" / COPIES).exists() for host in (0, 1))
 
 
+def test_kernel_sends_a_file_as_far_as_it_can(tmp_path: Path) -> None:
+    """The connection has a time limit, and takes fewer bytes than the file has until they are received. The file ends
+    before the requested bytes do. A pipe cannot be sent like a file."""
+    data = os.urandom(8 << 20)
+    (tmp_path / "file").write_bytes(data)
+    ends = socket.socketpair()
+    out, back = map(Link, ends)
+    out.wait_at_most(0.1)
+    with (tmp_path / "file").open("rb") as file, ThreadPoolExecutor(1) as executor:
+        assert out.send_file(file.fileno(), 0, len(data)) < len(data), "the time limit"
+        while _has_bytes(ends[1]):
+            ends[1].recv(1 << 20)
+        out.wait_at_most(60)
+        received = bytearray(len(data) - 5)
+        done = executor.submit(back.receive, memoryview(received))
+        assert out.send_file(file.fileno(), 5, len(data)) == len(data) - 5
+        done.result()
+        assert received == data[5:]
+        read, write = os.pipe()
+        assert out.send_file(read, 0, 100) == 0
+        os.close(read)
+        os.close(write)
+        back.close()
+        assert out.send_file(file.fileno(), 0, len(data)) == 0, "the connection has ended"
+    out.close()
+
+
+def _has_bytes(sock: socket.socket) -> bool:
+    return bool(select.select([sock], [], [], 0)[0])
+
+
 # -- when copies are made ----------------------------------------------------------------------------------------------
 
 
@@ -315,12 +349,12 @@ def test_session_says_what_is_copied(tmp_path: Path) -> None:
 
 
 def test_rank_0_chooses_how_often(tmp_path: Path) -> None:
-    """The first copy is said to take 0.01 s, and a step takes at least 0.02 s: so at most 25 steps are between two
-    copies."""
+    """A copy is said to take 0.01 s, and a step takes at least 0.02 s: so at most 25 steps are between two copies."""
 
     def before(rank: int) -> None:
-        original = copy_cadence.CopyCadence.__init__
-        copy_cadence.CopyCadence.__init__ = lambda self, _, interval: original(self, 0.01, interval)  # type: ignore
+        original = copy_cadence.CopyCadence.committed
+        copy_cadence.CopyCadence.committed = lambda self, step, _: original(self, step, 1)  # type: ignore
+        peer_copies.slowest = lambda _: 0.01  # type: ignore
 
     def on_step(rank: int, session: Any) -> None:
         time.sleep(0.02)
@@ -347,6 +381,21 @@ def test_copies_would_take_a_fiftieth_of_the_time(
     copy_seconds: float, step_seconds: float, interval: int, every: int
 ) -> None:
     assert copy_cadence.every_for(copy_seconds, step_seconds, interval) == every
+
+
+@pytest.mark.parametrize(("nbytes", "every"), [(1000, 400), (3000, 1200)])
+def test_copy_takes_as_long_as_its_bytes_at_the_speed_of_the_slowest_rank(
+    nbytes: int, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first checkpoint of a training has no optimizer state yet, and takes a third of the time of the others."""
+    clock = iter(range(100))
+    monkeypatch.setattr(copy_cadence.time, "monotonic", lambda: 0.25 * next(clock))
+    cadence = copy_cadence.CopyCadence(copy_cadence.slowest([(1.0, 1000), (0.1, 0), (2.0, 1000)]), interval=1)
+    assert [cadence.committed(step, nbytes) for step in range(1, 12)] == [None] * 10 + [every]
+
+
+def test_speed_that_no_rank_has_measured_is_assumed() -> None:
+    assert copy_cadence.slowest([(0.1, 0), (0.2, 0)]) == copy_cadence.UNMEASURED_SECONDS_PER_BYTE
 
 
 def test_late_copies_make_ranks_wait_and_lose_nothing(tmp_path: Path, ends: Any) -> None:
