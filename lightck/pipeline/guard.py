@@ -80,7 +80,7 @@ class WriteGuard:
         grows may have its first background copies late."""
         self._reread_nbytes = 0
         """Bytes of left-out tensors that were read for the next checkpoint."""
-        self._reading_turn = RoundRobin()
+        self._round_robin = RoundRobin()
         """Chooses the blocks of sources that are read next."""
         self._verified_until = 0
         """Generation of the newest verified checkpoint: one for which all bytes of the sources in host memory were read
@@ -140,7 +140,7 @@ class WriteGuard:
         watched = SourceWatch(submission.background, submission.background_numbers, submission.n_from_devices)
         if submission.background:
             budget = self._budget(self._n_watched, self._reread_nbytes)
-            watched.read(submission.blocks(writer), self._reading_turn, budget)
+            watched.read(submission.blocks(writer), self._round_robin, budget)
             self._n_watched += 1
         return watched
 

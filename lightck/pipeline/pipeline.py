@@ -68,7 +68,8 @@ class Pipeline:
         copy_threads: int | None = None,
     ) -> None:
         """``uncommitted_max``: how many checkpoints may still be uncommitted when the next update begins; None: two
-        fewer than slots. ``copy_threads``: see ``Engine``."""
+        fewer than slots. ``check`` (``LIGHTCK_CHECK=1``): the write guard reads every byte, and raises an error for an
+        unannounced write. ``copy_threads``: see ``Engine``."""
         self._uncommitted_max = slots - 2 if uncommitted_max is None else uncommitted_max
         self.path, self.durability = path, durability
         self.committed: int | None = None
@@ -330,8 +331,9 @@ class Pipeline:
                     self.settle(checkpoint)
 
     def gate(self) -> None:
-        """Before an update: settle every checkpoint, and wait until all checkpoints except the newest ``slots - 2``
-        have committed. ``slots`` is the argument of attach; further slots for pins and for keep= do not count."""
+        """Before an update: settle every checkpoint, and wait until at most ``uncommitted_max`` checkpoints (see
+        ``__init__``) are not committed yet. The slots that are added for pins and for keep= do not raise this
+        number."""
         if not self._in_flight:
             return
         with self._meter.wait():

@@ -83,11 +83,11 @@ class SourceWatch:
         gone = {i for i, live in enumerate(self.lives) if not live.is_current()}
         return sorted(self._memory_layouts.changed() | self._counters.changed() | gone)
 
-    def read(self, blocks: Blocks, turn: RoundRobin, budget: int | None) -> None:
+    def read(self, blocks: Blocks, round_robin: RoundRobin, budget: int | None) -> None:
         """Read sources at the boundary, before their copies begin, for a later comparison in ``differing``. ``blocks``:
-        the blocks of all sources in host memory. ``turn``: chooses the blocks that are read. ``budget``: how many bytes
-        are read (None: all)."""
-        chosen, _ = turn.next_blocks(blocks, budget)
+        the blocks of all sources in host memory. ``round_robin``: chooses the blocks that are read. ``budget``: how
+        many bytes are read (None: all)."""
+        chosen, _ = round_robin.next_blocks(blocks, budget)
         self.was_read_whole = chosen is ALL
         self._blocks = blocks
         self._at_boundary = blocks.checksum_positions[chosen], blocks.checksums(chosen), blocks.owners[chosen]
@@ -105,8 +105,8 @@ class SourceWatch:
         ``whole``, all sources in host memory are also read now and compared. ``copied_crcs``: checksums of all copied
         blocks. ``crcs_of_record``: record number -> checksums of its copied blocks. ``block``: bytes per block.
         ``turn``: a counter of checkpoints, which chooses the block on a device."""
-        places, at_boundary, owners = self._at_boundary
-        wrong = set(owners[copied_crcs[places] != at_boundary].tolist())
+        positions, crcs_at_boundary, owners = self._at_boundary
+        wrong = set(owners[copied_crcs[positions] != crcs_at_boundary].tolist())
         if whole and len(self._blocks):
             again = self._blocks.checksums()
             wrong |= set(self._blocks.owners[copied_crcs[self._blocks.checksum_positions] != again].tolist())
@@ -189,9 +189,9 @@ class UnchangedTensors:
         """Names of tensors that are always copied at the boundary, also after a resume, because something once wrote to
         them after a boundary."""
         self._known: dict[str, _Known] = {}
-        self._turn = RoundRobin()
+        self._round_robin = RoundRobin()
         self._left_out: _LeftOut | None = None
-        self._by_copy_turn = 0
+        self._next_by_copy = 0
         """Position in ``_LeftOut.read_by_copy`` of the tensor that is read next."""
         self._rounds, self._rounds_by_copy = _Rounds(), _Rounds()
 
@@ -261,7 +261,7 @@ class UnchangedTensors:
         if not self._known:
             return set(), 0
         self._left_out = left_out = self._left_out or self._left_out_now(block)
-        chosen, ends_round = self._turn.next_blocks(left_out.blocks, budget)
+        chosen, ends_round = self._round_robin.next_blocks(left_out.blocks, budget)
         wrong_by_copy, ends_round_by_copy = self._differing_by_copy(left_out.read_by_copy, block)
         wrong = self._differing(left_out, chosen) | wrong_by_copy
         if wrong:
@@ -303,9 +303,9 @@ class UnchangedTensors:
         """Do what ``_differing`` does for the next tensors of ``names``, which can be read only through a copy. Of the
         tensors on devices, at most one is read. The second result is whether the last tensor of ``names`` was read,
         which ends the round."""
-        spent, start = 0, self._by_copy_turn if self._by_copy_turn < len(names) else 0
-        for turn, name in enumerate(names[start:], start + 1):
-            self._by_copy_turn = turn % len(names)
+        spent, start = 0, self._next_by_copy if self._next_by_copy < len(names) else 0
+        for following, name in enumerate(names[start:], start + 1):
+            self._next_by_copy = following % len(names)
             known = self._known[name]
             if self._has_same_signature(name):
                 if not np.array_equal(checksums(in_plain_memory(on_host(known.written)), block), known.crcs):
@@ -313,7 +313,7 @@ class UnchangedTensors:
                 spent += known.written.nbytes
             if spent >= REREAD_BY_COPY_NBYTES or not known.tensor.is_cpu:
                 break
-        return set(), not self._by_copy_turn
+        return set(), not self._next_by_copy
 
     def _has_same_signature(self, name: str) -> bool:
         return self._known[name].signature == signature_of(self._known[name].tensor)

@@ -119,7 +119,7 @@ class WriteTable:
     n_names_at_boundary: int
     """Size of the set ``copied_at_boundary`` (see ``write_table``) when this table was computed. The set only grows, so
     another size means that the table is out of date."""
-    written: list[tuple[Live, TensorRecord]]
+    in_host_memory: list[tuple[Live, TensorRecord]]
     """Tensors in plain host memory that each checkpoint writes. The next three arrays are parallel to it."""
     numbers: npt.NDArray[np.int64]
     sources: npt.NDArray[np.uint64]
@@ -151,7 +151,7 @@ class WriteTable:
         return WriteTable(
             None,
             self.n_names_at_boundary,
-            [self.written[i] for i in np.flatnonzero(stays)],
+            [self.in_host_memory[i] for i in np.flatnonzero(stays)],
             self.numbers[stays],
             self.sources[stays],
             self.at_boundary[stays],
@@ -192,7 +192,8 @@ def write_table(
     ``copied_at_boundary``: names of tensors that no background copy may read. ``token``: see ``WriteTable``.
     ``whole_nbytes_max``: if the tensors in plain host memory have at most ``whole_nbytes_max`` bytes together, all are
     copied at the boundary."""
-    written: list[tuple[Live, TensorRecord, bool]] = []
+    in_host_memory: list[tuple[Live, TensorRecord, bool]] = []
+    """The third item: whether the tensor is copied at the boundary."""
     without_bytes: list[int] = []
     undecided: list[tuple[Live, TensorRecord]] = []
     staged: list[StagedTensor] = []
@@ -206,17 +207,17 @@ def write_table(
         elif live.is_frozen or not record.plain:
             undecided.append((live, record))
         else:
-            written.append((live, record, record.at_boundary or live.name in copied_at_boundary))
-    if sum(record.nbytes for _, record, _ in written) <= whole_nbytes_max:
-        written = [(live, record, True) for live, record, _ in written]
-    in_background = [(live, record.number) for live, record, at_boundary in written if not at_boundary]
+            in_host_memory.append((live, record, record.at_boundary or live.name in copied_at_boundary))
+    if sum(record.nbytes for _, record, _ in in_host_memory) <= whole_nbytes_max:
+        in_host_memory = [(live, record, True) for live, record, _ in in_host_memory]
+    in_background = [(live, record.number) for live, record, at_boundary in in_host_memory if not at_boundary]
     return WriteTable(
         token,
         len(copied_at_boundary),
-        [(live, record) for live, record, _ in written],
-        np.array([record.number for _, record, _ in written], np.int64),
-        np.array([record.address for _, record, _ in written], np.uint64),
-        np.array([at_boundary for _, _, at_boundary in written], np.bool_),
+        [(live, record) for live, record, _ in in_host_memory],
+        np.array([record.number for _, record, _ in in_host_memory], np.int64),
+        np.array([record.address for _, record, _ in in_host_memory], np.uint64),
+        np.array([at_boundary for _, _, at_boundary in in_host_memory], np.bool_),
         [storage_of(live.tensor) for live, _ in in_background],
         [live for live, _ in in_background],
         [number for _, number in in_background],

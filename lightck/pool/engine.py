@@ -115,7 +115,7 @@ class JobInfo:
 
 
 def threads_beside_devices(n_devices: int) -> int:
-    """Return the number of copy threads for a training on a device, of ``n_devices`` devices of this machine.
+    """Return the number of copy threads for a training on one of the ``n_devices`` devices of this machine.
 
     Such a training leaves most processors idle, and a device delivers bytes faster than two threads can take them: one
     thread takes 7 to 10 GB/s, a device sends 50 GB/s and more. Half of the processors are left to the training, and
@@ -232,16 +232,16 @@ class Engine:
 class Job:
     """The copies and the commit of one checkpoint.
 
-    ``keep``: an object that keeps the memory of the sources alive; the job refers to it until ``forget``. ``parts``:
+    ``memory``: an object that keeps the memory of the sources alive; the job refers to it until ``forget``. ``parts``:
     jobs that were submitted earlier for the same checkpoint and copy some of its tensors (eager copies, device
     transfers). This job commits only after all of them have ended.
     """
 
-    def __init__(self, engine: Engine, ticket: int, keep: object, parts: Sequence[Job] = ()) -> None:
+    def __init__(self, engine: Engine, ticket: int, memory: object, parts: Sequence[Job] = ()) -> None:
         self._engine = engine
         self._ticket = ticket
         """The engine's number of this job."""
-        self._keep: object = keep
+        self._memory: object = memory
         self.parts = tuple(parts)
         self.is_released = False
         self._why: BaseException | None = None
@@ -290,7 +290,7 @@ class Job:
         if status == lib.LCK_ETIMEDOUT:
             self.wait(ENDED)
         else:
-            self._raise(status)
+            self._raise_if_failed(status)
 
     def drop(self) -> None:
         """Cancel the checkpoint: skip copies that have not begun, and wait for running ones. Allowed only before
@@ -333,7 +333,7 @@ class Job:
                 if pause is not None:
                     pause()
                 continue
-            self._raise(status)
+            self._raise_if_failed(status)
             return True
 
     def info(self) -> JobInfo:
@@ -360,28 +360,28 @@ class Job:
         return status == lib.LCK_OK and out.state == lib.LCK_JOB_COMMITTED
 
     def forget(self) -> None:
-        """Free the engine's entries of a job that has ended and of its parts, and drop the reference to ``keep``."""
+        """Free the engine's entries of a job that has ended and of its parts, and drop the reference to ``memory``."""
         for part in self.parts:
             part.forget()
         lib.lck_job_forget(self._engine.handle, self._ticket)
-        self._keep = None
+        self._memory = None
 
-    def _raise(self, status: int) -> None:
+    def _raise_if_failed(self, status: int) -> None:
         """Raise ``BackgroundError`` with the job's failure, unless ``status`` is ``LCK_OK``."""
         if status == lib.LCK_OK:
             return
         out = ffi.new("lck_job_info *")
         lib.lck_job_info_get(self._engine.handle, self._ticket, out)
         code = out.error
-        why, cure = reason(status), "the earlier messages"
+        why, to_check = reason(status), "the earlier messages"
         if code:
-            why, cure = os.strerror(code), "the pool's medium (space, health)"
+            why, to_check = os.strerror(code), "the pool's medium (space, health)"
         if self._why is not None:
             why = f"its tensors could not be read from their device ({type(self._why).__name__}: {self._why})"
-            cure = "the device (its log, its memory)"
+            to_check = "the device (its log, its memory)"
         raise BackgroundError(
             f"A checkpoint could not be written: {why}. The checkpoints committed before are intact; this one was "
-            f"never committed. Check {cure}, then start again with resume=True.",
+            f"never committed. Check {to_check}, then start again with resume=True.",
             code or None,
         ) from self._why
 

@@ -28,7 +28,7 @@ class BlocksMissingError(Exception):
 
 
 class ByteRanges:
-    """Sets of bytes, as (begin, end) pairs that are sorted and do not touch each other."""
+    """A set of bytes, stored as (begin, end) pairs that are sorted and do not touch each other."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._begins: list[int] = []

@@ -83,8 +83,8 @@ class PoolReader:
     def __init__(self, container: Container, path: str) -> None:
         self.container = container
         self.path = path
-        fd, places = container.reads_from
-        self.read_arguments = fd, as_c_array(places), len(places)
+        fd, extents = container.reads_from
+        self.read_arguments = fd, as_c_array(extents), len(extents)
         """The first three arguments of the native functions that read: descriptor, extents, number of extents."""
         self._unreadable: OSError | None = None
         """The last medium error of ``read``."""

@@ -175,7 +175,7 @@ class PoolWriter:
     def _compute_template(self) -> None:
         """Compute what stays the same until the entries change: the copy array without sources (``_template``), the
         number of checksums, and the encoded extra entries."""
-        # Each entry has room for the checksums of its whole extent, so that no other moves if it uses more or less.
+        # Each entry has room for the checksums of its whole extent: if its tensor grows, those of others stay in place.
         starts, self._n_crcs = crc_starts(np.array(self._capacities, np.uint64), self.superblock.block)
         self._template = np.zeros(len(self.entries), COPY_DTYPE)
         self._template["dst"] = [e.offset for e in self.entries]
@@ -218,7 +218,7 @@ class PoolWriter:
                 slot.image = slot.image.grown(len(self.entries), self._n_crcs)
 
     def _number_for(self, entry: Entry) -> int | None:
-        """Return the record number of an extra entry for this tensor; None if the reserve has no room."""
+        """Give this tensor an extra entry, and return its record number; None if the reserve has no room."""
         own = self.numbers.get(entry.name, -1)
         if own >= self._n_table_entries:
             if self._capacities[own] >= entry.nbytes:
@@ -329,10 +329,10 @@ class PoolWriter:
         slot.generation, slot.in_flight = self.generation, True
         return Reservation(self, slot, self.generation)
 
-    def begin(self, plan: CopyPlan, slot: Slot, keep: object, reservation: Reservation | None = None) -> Pending:
+    def begin(self, plan: CopyPlan, slot: Slot, memory: object, reservation: Reservation | None = None) -> Pending:
         """Start a checkpoint: invalidate the slot, make the copies at the boundary, and queue the background copies.
 
-        ``keep``: an object that keeps the source memory alive. ``reservation``: the reservation of this slot. Its
+        ``memory``: an object that keeps the source memory alive. ``reservation``: the reservation of this slot. Its
         copies have been started, and ``plan.recorded_only`` contains the record numbers of these copies.
 
         Raises before anything is written: ``RelayoutNeededError`` if the small state has no room, ``SessionError`` if
@@ -356,7 +356,7 @@ class PoolWriter:
             self.refuse_lost_pool()  # a lost pool file is the cause of the failure, so its error comes first
             raise error
         slot.manifest_index = 1 - slot.manifest_index
-        job = Job(self._engine, ticket, (keep, planned), parts)
+        job = Job(self._engine, ticket, (memory, planned), parts)
         record = CommitRecord(
             generation,
             self.incarnation,
@@ -376,12 +376,12 @@ class PoolWriter:
         records: npt.NDArray[np.int64],
         sources: npt.NDArray[np.uint64] | None,
         flags: int,
-        keep: object,
+        memory: object,
     ) -> Job | None:
         """Submit one job of a reservation. Returns None if the engine has no free entry. Raises ``BackgroundError``.
 
         ``sources``: addresses of the bytes; None: a device stores the bytes into the slot. ``flags``: ``LCK_PART``,
-        ``LCK_FOLLOWS``, ``LCK_HELD``. ``keep``: as for ``begin``."""
+        ``LCK_FOLLOWS``, ``LCK_HELD``. ``memory``: as for ``begin``."""
         slot = reservation.slot
         commit = self._fill_commit_struct(slot, 0, reservation.generation, 0, slot.image.tail_offset, flags)
         copies = copies_of(self._template, slot.offset, records, 0 if sources is None else sources)
@@ -394,7 +394,7 @@ class PoolWriter:
             raise _submit_error(status)
         # The slot no longer holds the old bytes of these tensors. ``begin`` marks the new bytes as being in the slot.
         slot.image.forget(records)
-        return Job(self._engine, ticket, (keep, copies))
+        return Job(self._engine, ticket, (memory, copies))
 
     def _submit(self, copies: CData, n_copies: int, commit: Commit) -> tuple[int, int]:
         """Submit a job to the engine. ``copies``: array of ``lck_copy``. Returns (status, ticket)."""
@@ -568,19 +568,19 @@ class Reservation:
         self._writer = writer
 
     def copy(
-        self, records: npt.ArrayLike, sources: npt.ArrayLike | None, keep: object, *, waits_for_start: bool = False
+        self, records: npt.ArrayLike, sources: npt.ArrayLike | None, memory: object, *, waits_for_start: bool = False
     ) -> bool:
         """Start background copies of these records as a new job in ``parts``. Returns False if the engine has no free
         entry. Raises ``BackgroundError``.
 
         ``sources``: the address of each record's bytes, which must stay unchanged until ``wait`` returns; None: a
-        device stores the bytes into the slot. ``keep``: an object that keeps the source memory alive.
+        device stores the bytes into the slot. ``memory``: an object that keeps the source memory alive.
         ``waits_for_start``: the copies begin only at ``parts[-1].start()``, which the caller calls when the sources are
         complete."""
         flags = lib.LCK_PART | (lib.LCK_FOLLOWS if self.parts else 0) | (lib.LCK_HELD if waits_for_start else 0)
         numbers = np.asarray(records, np.int64)
         addresses = None if sources is None else np.asarray(sources, np.uint64)
-        job = self._writer.submit_part(self, numbers, addresses, flags, keep)
+        job = self._writer.submit_part(self, numbers, addresses, flags, memory)
         if job is not None:
             self.parts.append(job)
         return job is not None

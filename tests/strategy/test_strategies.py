@@ -72,7 +72,7 @@ class SameBytes:
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
         full = lightck.FullState().plan(closed_step, tables, slot)
-        written = [one for table in tables for one in table.written]
+        written = [one for table in tables for one in table.in_host_memory]
         for live, record in written:
             self.given.setdefault((slot.index, record.number), {})[closed_step.step] = live.tensor.detach().clone()
         same = tuple((live, record) for live, record in written if self._is_same(record, closed_step.step, slot))

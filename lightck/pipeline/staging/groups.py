@@ -22,13 +22,14 @@ _POLL_SECONDS = 0.0005
 
 @dataclass(slots=True)
 class Segment:
-    """A part of host memory, the job that reads it, and the transfers that write to it."""
+    """Memory to which devices send tensors (pinned host memory, or the mapping of a pool), the job that reads it, and
+    the transfers that write to it."""
 
     memory: torch.Tensor
     reader: Job | None = None
     arrivals: list[Arrival] = field(default_factory=list)
     packed: dict[DeviceTransfer, torch.Tensor] = field(default_factory=dict)
-    """Memory of each device, of the same use: tensors are packed there before they are sent to ``memory``."""
+    """For each device, memory on the device in which tensors are packed before they are sent to ``memory``."""
 
     def packed_memory(self, transfer: DeviceTransfer, nbytes: int) -> torch.Tensor:
         """Return memory of a device with at least ``nbytes`` bytes. Raises ``RuntimeError`` if there is no room."""

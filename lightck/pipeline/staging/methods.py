@@ -50,8 +50,8 @@ class TransferMethod(Protocol):
 
 
 class HostMethod:
-    """Sends tensors through two segments of host memory in turn, and parts in the order of the computation through two
-    more segments."""
+    """Sends tensors through segments of host memory. Each ``Order`` of parts has segments of its own, which are used in
+    turn."""
 
     kind: Kind = Host()
     reads_during_step = True

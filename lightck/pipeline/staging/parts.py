@@ -52,8 +52,8 @@ class Part:
     nbytes: int = field(init=False)
     """Bytes of memory for the whole part."""
     sources: list[torch.Tensor] = field(init=False)
-    """The bytes of each tensor in its own memory; a tensor that is not dense is here itself. The tensors are the same
-    as long as this part is used, so a later ``.data = ...`` does not change which memory is sent."""
+    """The bytes of each tensor in its own memory; for a tensor that is not dense, the tensor itself. These are the same
+    tensors as long as this part is used, so a later ``.data = ...`` does not change which memory is sent."""
     devices: list[tuple[DeviceTransfer, slice]] = field(init=False)
     """Each device, and which of the tensors lie on it."""
     places_in_slot: dict[int, list[torch.Tensor]] = field(init=False, default_factory=dict)

@@ -72,12 +72,12 @@ class Staging:
             submission.copy_at_boundary(submission.staged)
             yield reservation, NO_RECORDS
             return
-        own = reservation or writer.reservation(slot)
+        used = reservation or writer.reservation(slot)
         try:
-            yield own, self._send(writer, own, submission, jobs_max)
+            yield used, self._send(writer, used, submission, jobs_max)
         except BaseException:
-            if own is not reservation:
-                own.drop()
+            if used is not reservation:
+                used.drop()
             raise
 
     def _send(
@@ -100,7 +100,7 @@ class Staging:
         if method.reads_during_step:
             submission.add_from_devices([one for group in groups if not group.in_order for one in group.part.tensors])
         if len(groups) == len(parts.parts):
-            return parts.records  # the same array as before, from which the pool's writer need not compute again
+            return parts.records  # if this is the same object as last time, the writer reuses what it computed for it
         return np.concatenate([NO_RECORDS, *(group.part.records for group in groups)])
 
     def _staged_of(self, submission: Submission) -> list[StagedTensor]:

@@ -57,7 +57,7 @@ def check_shape(shape: Sequence[int]) -> None:
 
 
 def is_in(start: Sequence[int], size: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a box that is not empty lies in a tensor."""
+    """Whether a box lies in a tensor and has at least one element."""
     return all(at >= 0 and 0 < n <= whole - at for at, n, whole in zip(start, size, shape, strict=True))
 
 

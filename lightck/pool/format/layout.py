@@ -63,8 +63,9 @@ class Entry(NamedTuple):
     pieces: tuple[Piece, ...] | None = None
     """The pieces of the logical tensor that this tensor holds. Only the pool of a rank stores pieces."""
     share: Share | None = None
-    """Which rows of the tensor that the rank holds these are, if several ranks divide it; None: they do not. A share
-    has pieces, also if the rank holds the whole logical tensor. Only a pool with shares stores it."""
+    """If several ranks divide the tensor that the rank holds: which of its rows this tensor consists of. None: they do
+    not divide it. The entry of a share has pieces, also if the rank holds the whole logical tensor. Only a pool with
+    shares stores this field."""
 
     @property
     def held_pieces(self) -> tuple[Piece, ...] | None:
@@ -88,7 +89,8 @@ class Entry(NamedTuple):
         ) and (self.logical_shape, self.pieces, self.share) == (other.logical_shape, other.pieces, other.share)
 
     def is_same_tensor(self, other: Entry) -> bool:
-        """Whether the logical tensors have the same name, dtype and shape. (They may be other parts of it.)"""
+        """Whether the logical tensors have the same name, dtype and shape. (The two entries may hold different parts of
+        the logical tensor.)"""
         one, two = (entry.shape if entry.logical_shape is None else entry.logical_shape for entry in (self, other))
         return (self.name, self.dtype, one) == (other.name, other.dtype, two)
 
@@ -148,8 +150,8 @@ def entry_of_share(entry: Entry, share: Share) -> Entry:
 
 
 def held_entry(entry: Entry) -> Entry:
-    """Return the entry of the tensor that the rank holds. ``entry``: in a pool, perhaps that of a share. If the strides
-    of a share are not those of a dense tensor, the held tensor is contiguous."""
+    """Return the entry of the tensor that the rank holds. ``entry``: in a pool, perhaps that of a share. The held
+    tensor gets the strides of the share, unless no dense tensor of its shape can have them: then it is contiguous."""
     share = entry.share
     if share is None:
         return entry
@@ -245,7 +247,7 @@ def is_name(text: str) -> bool:
     return fits and "\0" not in text
 
 
-_VALUES = itemgetter(*_PLAIN_FIELDS)
+_plain_values = itemgetter(*_PLAIN_FIELDS)
 _INT = {int}
 _PLAIN_KEYS = {*_PLAIN_FIELDS, "global_shape", "placements", "mesh", "offsets"}
 _RANK_KEYS = {*_PLAIN_FIELDS, *_RANK_FIELDS}
@@ -271,10 +273,10 @@ def _table_entries(
     items: Iterator[object], low: int, high: int, *, has_group: bool, has_shares: bool = False
 ) -> tuple[Entry, ...]:
     entries = _checked(items, low, high, has_group, has_shares)
-    names = {e.name: e for e in entries}
-    if len(names) != len(entries):
+    by_name = {e.name: e for e in entries}
+    if len(by_name) != len(entries):
         raise DamagedError("layout table: a name occurs twice")
-    check_aliases(names)
+    check_aliases(by_name)
     return entries
 
 
@@ -307,11 +309,12 @@ def check_ties(present: Mapping[str, Entry]) -> None:
     they may differ, because a checkpoint can hold an extra entry in place of one of them."""
     check_aliases(present)
     for entry in present.values():
-        if entry.alias is not None and _kind(entry) != _kind(present[entry.alias]):
+        if entry.alias is not None and _tied_fields(entry) != _tied_fields(present[entry.alias]):
             raise DamagedError(f"{entry.name!r} is tied to {entry.alias!r}, which is of another dtype or shape")
 
 
-def _kind(entry: Entry) -> tuple[object, ...]:
+def _tied_fields(entry: Entry) -> tuple[object, ...]:
+    """Return the fields that must be equal in tied entries."""
     return entry.dtype, entry.shape, entry.logical_shape, entry.pieces, entry.share
 
 
@@ -370,7 +373,7 @@ def _rank_entries(items: Iterator[object], has_shares: bool) -> Iterator[Entry]:
     keys = {*_RANK_KEYS, "share"} if has_shares else _RANK_KEYS
     for item in items:
         entry = _entry(item, keys)
-        assert isinstance(item, dict), "it was parsed as one"
+        assert isinstance(item, dict), "_entry refuses anything else"
         shape, pieces = item["logical_shape"], item["pieces"]
         if shape is not None or pieces is not None:
             parsed = parse_pieces(pieces, shape, entry.shape)
@@ -388,17 +391,17 @@ def _entry(item: object, keys: set[str] = _PLAIN_KEYS) -> Entry:
     """Parse one entry, without its pieces. ``keys``: the keys that it must have. Raises ``DamagedError``."""
     if not isinstance(item, dict) or item.keys() != keys:
         raise DamagedError("list of tensors: an entry has the wrong keys")
-    name, role, dtype, shape, stride, nbytes, device, offset, layer, alias = _VALUES(item)
+    name, role, dtype, shape, stride, nbytes, device, offset, layer, alias = _plain_values(item)
     for text in (name, device) if alias is None else (name, device, alias):
         if type(text) is not str or not is_name(text):
-            raise DamagedError("list of tensors: an entry has a name that is not text")
+            raise DamagedError("list of tensors: a name in an entry is no text, is too long, or contains NUL")
     are_ints = type(nbytes) is type(offset) is type(layer) is int
     if not are_ints or not 0 <= nbytes < INT_MAX or not 0 <= offset < INT_MAX or not -1 <= layer < INT_MAX:
         raise DamagedError("list of tensors: an entry has a number out of range")
     if not type(shape) is type(stride) is list or not _INT.issuperset(map(type, shape + stride)):
         raise DamagedError("list of tensors: an entry has a shape or stride that is no list of numbers")
     if not (type(role) is type(dtype) is str and role in ROLES and dtype in ITEM_NBYTES and len(shape) == len(stride)):
-        raise DamagedError(f"list of tensors: entry {name!r} has an unknown role, dtype or stride")
+        raise DamagedError(f"list of tensors: {name!r} has an unknown role or dtype, or a wrong number of strides")
     shape, stride = tuple(shape), tuple(stride)
     numel = _dense_numel(shape, stride)
     if numel is None or nbytes != (0 if alias is not None else numel * ITEM_NBYTES[dtype]):

@@ -8,7 +8,7 @@ together.) Some elements of a local tensor may belong to no piece (padding).
 A local tensor of one dimension may hold a tensor of any other number of dimensions *flat* (ZeRO): the elements of each
 piece then lie one after the other in it, in C order, and the piece's start in it is one number.
 
-Everything is counted in elements, from 0; every other tuple has one integer for each dimension. Nothing here knows of
+Everything is counted in elements, from 0; all other tuples have one integer for each dimension. Nothing here knows of
 torch, and nothing loops over elements: the cost depends on the number of boxes.
 """
 

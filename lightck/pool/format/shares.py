@@ -2,8 +2,8 @@
 
 What they hold is a *held tensor*: a whole tensor, or the same shard of one (the local tensor of a DTensor). The ranks
 that hold the same tensors lay them end to end, and cut the result into as many parts of equal size as there are ranks.
-A cut lies between two rows of a tensor. So each rank writes most of its tensors whole, a few in part, and the others
-not at all. In the pool a share is a part of the logical tensor, with pieces, as a shard is; and it says what the rank
+A cut lies between two rows of a tensor. So a rank writes some of the tensors whole, a few in part, and the others not
+at all. In the pool a share is a part of the logical tensor, with pieces, as a shard is; and it says what the rank
 holds, and which ranks write the other rows. Nothing here knows of torch.
 """
 
@@ -42,7 +42,8 @@ class Share(NamedTuple):
     is_whole: bool = False
     """Whether the rank writes the other rows too, because its tensor differs from that of another rank."""
     pieces: tuple[Piece, ...] | None = None
-    """Set in entries only: what the held tensor is of the logical tensor. None: all of it."""
+    """The pieces of the logical tensor that the held tensor consists of; set in entries only. None: the held tensor is
+    the whole logical tensor."""
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -104,8 +105,8 @@ def _whole_piece(shape: Ints) -> tuple[Piece, ...]:
 
 
 def _rows_of(piece: Piece, dim: int, first: int, n_rows: int) -> Piece | None:
-    """Return what of a piece lies in these rows of the local tensor, in a local tensor that has these rows alone; None
-    if nothing does."""
+    """Return the part of a piece that lies in these rows of the local tensor. Its local start is that in a tensor of
+    these rows alone. None: no element of the piece lies in these rows."""
     start, size, local_start = piece
     low, high = max(first, local_start[dim]), min(first + n_rows, local_start[dim] + size[dim])
     if low >= high:

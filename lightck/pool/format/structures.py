@@ -1,9 +1,10 @@
 """The bytes of a pool, format version 1: superblock, commit record, slot header, next-batch record, manifest header.
 
 docs/format.md documents these structures; change that page and this module in the same commit. Each structure is
-immutable and has ``pack`` and ``unpack``. ``unpack`` takes untrusted bytes. It raises ``DamagedError`` if a check fails
-(a reader then tries the next copy), or an error that a user sees. This module reads no file and allocates nothing
-large. Checksums come from the native library: CRC-64/XZ for metadata, seeded CRC-32C for blocks of payload.
+immutable and has ``pack`` and ``unpack``. ``unpack`` takes untrusted bytes. It raises ``DamagedError`` if a check
+fails: a reader then tries the next copy. If the file is no pool, or a pool of another format, it raises
+``NotAPoolError`` or ``FormatError``, which reach the user. This module reads no file and allocates nothing large.
+Checksums come from the native library: CRC-64/XZ for metadata, seeded CRC-32C for blocks of payload.
 """
 
 from __future__ import annotations
@@ -115,6 +116,7 @@ class Superblock:
     manifest_nbytes: int
     payload_offset: int
     reserve_offset: int
+    """Where the reserve of a slot begins: the space for extra entries, which are added after the pool was created."""
     slots: tuple[tuple[int, int], ...]
     """(offset, nbytes) of each slot."""
 

@@ -48,7 +48,7 @@ _DOMAINS = {
 }
 TIER_CACHE, TIER_DISK, TIER_PM, TIER_PM_EADR = 0, 1, 2, 3
 """What the choke point does to make stores durable: ``LCK_TIER_*`` in native/include/lck.h."""
-_FLUSH = "power: as far as the disk honours a flush"
+_POWER_EVIDENCE = "power: as far as the disk honours a flush"
 _NESTED_MAX = 4
 """Maximum number of overlays and loop devices, one below the other, that ``probe`` follows to find the medium."""
 
@@ -90,10 +90,11 @@ class Durability:
 def probe(folder: str, file: str | None = None, *, system: System | None = None) -> Durability:
     """Determine the durability of a pool in an existing folder: of the existing file ``file``, or of a new file if
     ``file`` is None."""
-    return _labelled(_probe(folder, file, system or System(), _NESTED_MAX))
+    return _with_emulation(_probe(folder, file, system or System(), _NESTED_MAX))
 
 
-def _labelled(found: Durability) -> Durability:
+def _with_emulation(found: Durability) -> Durability:
+    """Return ``found``; if a memory is emulated, with its name and the source of its speed."""
     profile = emulation.active_profile()
     if profile is None:
         return found
@@ -167,7 +168,7 @@ def _probe(folder: str, file: str | None, system: System, nested_left: int) -> D
     if kind in _WITH_OWN_DEVICES:
         name = _WITH_OWN_DEVICES[kind]
         own = f"{name} does not show its devices: they are treated as disks"
-        return _disk(name, f"{seen}: {name}", own, "each commit waits for two fdatasync", _FLUSH)
+        return _disk(name, f"{seen}: {name}", own, "each commit waits for two fdatasync", _POWER_EVIDENCE)
     name = _REMOTE.get(kind, "unknown file system")
     reason = "its storage is unknown: the only promise is that the page cache outlives the process"
     return _process_only(name, TIER_DISK, f"{seen}: {name}", reason)
@@ -236,8 +237,9 @@ def _on_a_device(folder: str, file: str | None, seen: str, name: str, system: Sy
             "first write to that page"
         )
         return _persistent_memory(f"{name}, DAX", (f"{seen}, mounted with DAX", granted), regions, system)
-    durable = _disk(name, seen, *_why_not_mapped(dax, regions, system), "each commit waits for two fdatasync", _FLUSH)
-    durable = _without_barriers(durable, folder, system)
+    why = _why_like_a_disk(dax, regions, system)
+    durable = _disk(name, seen, *why, "each commit waits for two fdatasync", _POWER_EVIDENCE)
+    durable = _reduced_without_barriers(durable, folder, system)
     for device in devices:
         durable = _weaker(durable, _below(device, system, nested_left))
     return durable
@@ -260,7 +262,7 @@ def _is_pretended(region: Region) -> bool:
     return any(region.provider == name or region.provider.startswith(name + ".") for name in _PRETENDED)
 
 
-def _why_not_mapped(dax: Dax, regions: list[Region], system: System) -> tuple[str, ...]:
+def _why_like_a_disk(dax: Dax, regions: list[Region], system: System) -> tuple[str, ...]:
     """Return why a file system on persistent memory is used like a file system on a disk; () if it really is on a
     disk."""
     if not regions:
@@ -273,7 +275,8 @@ def _why_not_mapped(dax: Dax, regions: list[Region], system: System) -> tuple[st
     return (f"persistent memory, mounted {how} but MAP_SYNC is not granted ({dax.reason}): used like a disk",)
 
 
-def _without_barriers(durable: Durability, folder: str, system: System) -> Durability:
+def _reduced_without_barriers(durable: Durability, folder: str, system: System) -> Durability:
+    """Return ``durable``; if the file system is mounted without barriers, reduced to what survives without them."""
     mount = system.mount(folder)
     options = mount.options if mount is not None else ()
     if "nobarrier" not in options and "barrier=0" not in options:
