@@ -24,8 +24,8 @@ import torch
 
 from lightck.pipeline.sources import Signature, signature_of
 from lightck.pipeline.write_table import NO_RECORDS, WriteTable, WriteTableCache
+from lightck.pool.reservation import Reservation
 from lightck.pool.slots import Slot
-from lightck.pool.writer import Reservation
 from lightck.state.blocks import checksums
 from lightck.state.inventory import Live, address_of
 

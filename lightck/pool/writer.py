@@ -18,7 +18,7 @@ import numpy.typing as npt
 from lightck._native import errno_of, ffi, lib, reason
 from lightck.errors import BackgroundError, SessionError
 from lightck.pool.commit_log import CommitLog, next_position
-from lightck.pool.engine import COPIED, Engine, Job, Medium
+from lightck.pool.engine import Engine, Job, Medium
 from lightck.pool.format import layout
 from lightck.pool.format.layout import Entry, blocks_of
 from lightck.pool.format.structures import (
@@ -35,6 +35,7 @@ from lightck.pool.format.structures import (
 )
 from lightck.pool.planned_records import PlannedRecords, copies_of
 from lightck.pool.reader import PoolReader
+from lightck.pool.reservation import Reservation
 from lightck.pool.slots import Slot, SlotImage, Slots, crc_starts
 from lightck.pool.storage.durability import TIER_DISK, Durability
 from lightck.pool.storage.failures import io_error
@@ -347,7 +348,7 @@ class PoolWriter:
         slot.generation, slot.in_flight = generation, True
         position = self._next_position()
         parts = [] if reservation is None else reservation.parts
-        flags = lib.LCK_FOLLOWS if parts else 0
+        flags = lib.LCK_FOLLOWS if reservation is not None and reservation.has_header else 0
         commit = self._fill_commit_struct(slot, plan.step, generation, position, manifest_nbytes, flags)
         status, ticket = self._submit(planned.c_copies, len(planned.copies), commit)
         if status != lib.LCK_OK:
@@ -551,50 +552,3 @@ def _submit_error(status: int) -> Exception:
         "pool's medium (space, health), then start again with resume=True.",
         errno_of(status),
     )
-
-
-class Reservation:
-    """A slot that is taken for a checkpoint whose step is not closed yet, so that some tensors can be copied early.
-
-    The bytes are copied to their final places in the slot. Later ``PoolWriter.begin`` submits a job of the same
-    generation, which copies the other tensors and commits. ``PoolWriter.reservation`` makes a reservation, and
-    ``PoolWriter.begin`` or ``drop`` ends it. Invariant: a reserved slot holds no checkpoint, and the generation of a
-    reservation is used for nothing else."""
-
-    def __init__(self, writer: PoolWriter, slot: Slot, generation: int) -> None:
-        self.slot = slot
-        self.generation = generation
-        self.parts: list[Job] = []
-        self._writer = writer
-
-    def copy(
-        self, records: npt.ArrayLike, sources: npt.ArrayLike | None, memory: object, *, waits_for_start: bool = False
-    ) -> bool:
-        """Start background copies of these records as a new job in ``parts``. Returns False if the engine has no free
-        entry. Raises ``BackgroundError``.
-
-        ``sources``: the address of each record's bytes, which must stay unchanged until ``wait`` returns; None: a
-        device stores the bytes into the slot. ``memory``: an object that keeps the source memory alive.
-        ``waits_for_start``: the copies begin only at ``parts[-1].start()``, which the caller calls when the sources are
-        complete."""
-        flags = lib.LCK_PART | (lib.LCK_FOLLOWS if self.parts else 0) | (lib.LCK_HELD if waits_for_start else 0)
-        numbers = np.asarray(records, np.int64)
-        addresses = None if sources is None else np.asarray(sources, np.uint64)
-        job = self._writer.submit_part(self, numbers, addresses, flags, memory)
-        if job is not None:
-            self.parts.append(job)
-        return job is not None
-
-    def wait(self) -> None:
-        """Wait until all started copies are done, and copy on this thread meanwhile. Raises ``BackgroundError``."""
-        for part in self.parts:
-            part.wait(COPIED)
-
-    def drop(self) -> None:
-        """Cancel the copies and free the slot. The content of the slot is unknown afterwards."""
-        failed = False
-        for part in self.parts:
-            part.drop()
-            failed |= part.has_failed
-            part.forget()
-        self._writer.release_reservation(self, bad=failed)

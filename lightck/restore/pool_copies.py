@@ -2,49 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from lightck.pool.engine import ENDED
-from lightck.pool.writer import CopyPlan, PoolWriter
+from lightck.pool.reservation import Reservation
+from lightck.pool.slots import Slot
+from lightck.pool.writer import CopyPlan, Pending, PoolWriter
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Saved, load_tensors
 
-
-def load_to_copy(stored: Saved) -> dict[str, torch.Tensor]:
-    """Read and verify those tensors of a checkpoint that have bytes. (A tied tensor has none of its own.) Raises
-    ``DamagedError``."""
-    return load_tensors(stored, [name for name, entry in stored.entries.items() if entry.nbytes])
+BATCH_NBYTES = 32 << 20
+"""Tensors of so many bytes together are read into memory at a time, or one that is larger."""
 
 
-def copy_plan(stored: Saved, numbers: dict[str, int], tensors: dict[str, torch.Tensor], state: bytes) -> CopyPlan:
-    """Return the plan that copies a checkpoint to another pool file. ``numbers``: name -> record number in that file,
-    of each tensor of the checkpoint. ``tensors``: from ``load_to_copy``. ``state``: the small state of the copy."""
-    return CopyPlan(
-        step=stored.step,
-        iteration=stored.iteration,
-        records=np.array([numbers[name] for name in tensors], np.int64),
-        sources=np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64),
-        at_boundary=np.ones(len(tensors), np.bool_),
-        unchanged=np.array([], np.int64),
-        recorded_only=np.array([n for name, n in numbers.items() if name not in tensors], np.int64),
-        n_tensors=len(numbers),
-        state=state,
-    )
-
-
-def commit_copy(
-    writer: PoolWriter, name: CheckpointId, stored: Saved, state: bytes, tensors: dict[str, torch.Tensor]
-) -> None:
+def commit_copy(writer: PoolWriter, name: CheckpointId, stored: Saved, state: bytes) -> None:
     """Commit a copy of ``stored`` in an empty pool under ``name``, and wait until it is durable. ``state``: its small
-    state. ``tensors``: from ``load_to_copy``."""
+    state. Raises ``DamagedError``."""
     writer.incarnation = name.incarnation
-    plan = copy_plan(stored, {tensor: writer.numbers[tensor] for tensor in stored.entries}, tensors, state)
     slot = writer.slots.choose()
     assert slot is not None, "the pool is new"
-    job = writer.begin(plan, slot, tensors).job
+    job = begin_copy(writer, slot, stored, {tensor: writer.numbers[tensor] for tensor in stored.entries}, state).job
     try:
         job.release()
         job.wait(ENDED)
     finally:
         job.abandon()
+
+
+def begin_copy(writer: PoolWriter, slot: Slot, stored: Saved, numbers: dict[str, int], state: bytes) -> Pending:
+    """Copy the tensors of a checkpoint into a slot of another pool file, and return what has to be released to commit
+    the copy. The tensors are read and copied in batches, so that they need little memory. Raises ``DamagedError``.
+
+    ``numbers``: name -> record number in that file, of each tensor of the checkpoint. ``state``: the small state of the
+    copy."""
+    reservation = writer.reservation(slot)
+    try:
+        for batch in _batches(stored):
+            _copy_batch(reservation, stored, numbers, batch)
+        return writer.begin(_plan(stored, numbers, state), slot, None, reservation)
+    except BaseException:
+        if slot.in_flight:
+            reservation.drop()
+        raise
+
+
+def _plan(stored: Saved, numbers: dict[str, int], state: bytes) -> CopyPlan:
+    """Return a plan in which all tensors are copied already."""
+    return CopyPlan(
+        step=stored.step,
+        iteration=stored.iteration,
+        records=np.array([], np.int64),
+        sources=np.array([], np.uint64),
+        at_boundary=np.array([], np.bool_),
+        unchanged=np.array([], np.int64),
+        recorded_only=_numbers(numbers, numbers),
+        n_tensors=len(numbers),
+        state=state,
+    )
+
+
+def _copy_batch(reservation: Reservation, stored: Saved, numbers: dict[str, int], batch: list[str]) -> None:
+    tensors = load_tensors(stored, batch)
+    addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64)
+    is_begun = reservation.copy(_numbers(numbers, tensors), addresses, tensors)
+    assert is_begun, "no other checkpoint is in flight"
+    reservation.end_parts()
+
+
+def _batches(stored: Saved) -> Iterator[list[str]]:
+    """Yield the names of the tensors that are copied together."""
+    batch: list[str] = []
+    nbytes = 0
+    for name in [name for name, entry in stored.entries.items() if entry.nbytes]:  # a tied tensor has none of its own
+        if batch and nbytes + stored.entries[name].nbytes > BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(name)
+        nbytes += stored.entries[name].nbytes
+    if batch:
+        yield batch
+
+
+def _numbers(numbers: dict[str, int], names: Collection[str]) -> npt.NDArray[np.int64]:
+    return np.array([numbers[name] for name in names], np.int64)

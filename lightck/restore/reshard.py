@@ -29,7 +29,7 @@ from lightck.restore.contents import unpack_dict
 from lightck.restore.directory import recovered
 from lightck.restore.logical import LogicalCheckpoint
 from lightck.restore.moved_state import have_same_random_states, key_of_rank, moved_state, refuse_different_ranks
-from lightck.restore.pool_copies import commit_copy, load_to_copy
+from lightck.restore.pool_copies import commit_copy
 from lightck.restore.relocated import Relocated
 from lightck.state import values
 from lightck.state.parts import Part
@@ -131,7 +131,7 @@ def _write_one(
     group = GroupIdentity(
         run_id=run_id, world_id=world_id, rank=rank, world_size=n_ranks, mesh_shape=mesh, coordinate=place
     )
-    tensors, kind, engine = load_to_copy(relocated), backend_for(path), Engine(1)
+    kind, engine = backend_for(path), Engine(1)
     with closing(engine):
         container, _ = create(
             kind, path, list(relocated.entries.values()), slots=SLOTS, state_nbytes=len(state), group=group
@@ -140,6 +140,6 @@ def _write_one(
             writer = PoolWriter(PoolReader(container, path), engine, kind.probe(path))
         with closing(writer):
             name = CheckpointId(first.header.incarnation, logical.step)
-            commit_copy(writer, name, relocated, state, tensors)
+            commit_copy(writer, name, relocated, state)
             container.publish()
     return restarted

@@ -76,14 +76,13 @@ from lightck.session.group_tensors import (
     lines_of,
     refuse_other_tensors,
 )
-from lightck.session.load_other_world import load, load_for_copy
+from lightck.session.load_other_world import fetch_for_copy, load
 from lightck.session.lost_pool import (
     copy_into_new_pool,
     has_checkpoints_of,
     open_source,
     replicated_lines,
     state_of_lost_rank,
-    tensors_to_copy,
 )
 from lightck.session.other_world import OtherWorlds, find_other_worlds
 from lightck.session.partial_copies import remove_copies
@@ -226,14 +225,13 @@ class GroupStart:
             loaded = load(other, self.group, self.meeting, restore)
         self._divide(file)
         source = loaded.checkpoint.with_shares(file.capture.shares)
-        tensors = load_for_copy(other, source, self.meeting)
+        fetch_for_copy(other, source)
         start = new_world(reports, loaded.name, other.source.run_id, other.incarnation)
         pipeline.pool.group = self._identity(file, start.run_id, start.world_id)
         with other.discards_on_error():
             copy_into_new_pool(
                 pipeline,
                 source,
-                tensors,
                 loaded.name,
                 list(file.predicted_entries().values()),
                 n_slots=options.slots or max(options.replicas.slots_min, len(first.superblock.slots)),
@@ -430,7 +428,6 @@ class GroupStart:
             copy_into_new_pool(
                 pipeline,
                 restored.chosen,
-                tensors_to_copy(restored.chosen),
                 restored.name,
                 source.entries,
                 n_slots=len(source.superblock.slots),

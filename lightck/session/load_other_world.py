@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgpack
-import torch
 
 from lightck.errors import RankError, listed
 from lightck.pool.format.structures import DamagedError
@@ -25,7 +24,6 @@ from lightck.restore.averages import describe_averaged
 from lightck.restore.directory import Held, logical_of
 from lightck.restore.logical import LogicalCheckpoint
 from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_state, refuse_different_ranks
-from lightck.restore.pool_copies import load_to_copy
 from lightck.restore.recover import LiveRestore
 from lightck.restore.relocated import Relocated
 from lightck.restore.stages import bits_of, held_by, names_of_model, refuse_held_by_nobody
@@ -109,23 +107,16 @@ def _load_on_all(
             return loaded, [text for text, _ in votes]
 
 
-def load_for_copy(other: OtherWorlds, source: Relocated, meeting: Meeting) -> dict[str, torch.Tensor]:
-    """Read the tensors for this rank's new pool. All ranks call this. Raises ``CorruptPoolError``."""
+def fetch_for_copy(other: OtherWorlds, source: Relocated) -> None:
+    """Fetch the blocks of other hosts' pools that the copy in this rank's new pool needs and the restore did not. All
+    ranks call this. Raises ``CorruptPoolError``."""
     while True:
-        tensors: dict[str, torch.Tensor] | None = None
         try:
             source.want_far_blocks()
-            if other.copies is not None and other.copies.fetch_wanted():
-                continue
-            tensors = load_to_copy(source)
-        except BlocksMissingError:
-            pass  # they are fetched now
         except DamagedError as err:
             raise no_longer_intact(source, err) from err
-        has_all = msgpack.packb(tensors is not None)
-        if other.copies is None or all(map(msgpack.unpackb, meeting.exchange("what a copy lacks", has_all))):
-            assert tensors is not None, "this rank lacks nothing"
-            return tensors
+        if other.copies is None or not other.copies.fetch_wanted():
+            return
 
 
 def _logical_of(other: OtherWorlds, group: Group, held: Held) -> LogicalCheckpoint:

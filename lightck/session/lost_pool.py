@@ -18,18 +18,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from hashlib import blake2b
 
-import torch
-
 from lightck.errors import CorruptPoolError, RankError
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import DamagedError
+from lightck.pool.partial_copy import BlocksMissingError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Saved, unpack_dict
 from lightck.restore.logical import REPLICATED
 from lightck.restore.moved_state import new_random_states
-from lightck.restore.pool_copies import commit_copy, load_to_copy
+from lightck.restore.pool_copies import commit_copy
 from lightck.restore.usable import parse
 from lightck.session.group import Group, path_of_pool
 from lightck.state import values
@@ -75,15 +74,7 @@ def _digest(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def tensors_to_copy(stored: Saved) -> dict[str, torch.Tensor]:
-    """Read the tensors of a checkpoint that was restored, for ``copy_into_new_pool``."""
-    try:
-        return load_to_copy(stored)
-    except DamagedError as err:
-        raise no_longer_intact(stored, err) from err
-
-
-def no_longer_intact(stored: Saved, reason: DamagedError) -> CorruptPoolError:
+def no_longer_intact(stored: Saved, reason: Exception) -> CorruptPoolError:
     return CorruptPoolError(
         f"The checkpoint of step {stored.step} in {stored.path!r} was intact when it was restored, and can "
         f"no longer be read: {reason}. Check the pool's medium, and start again."
@@ -93,7 +84,6 @@ def no_longer_intact(stored: Saved, reason: DamagedError) -> CorruptPoolError:
 def copy_into_new_pool(
     pipeline: Pipeline,
     stored: Saved,
-    tensors: dict[str, torch.Tensor],
     name: CheckpointId,
     entries: Sequence[Entry],
     *,
@@ -102,8 +92,7 @@ def copy_into_new_pool(
     changed_state: Mapping[str, object],
 ) -> None:
     """Create the pool of this rank (``pipeline.pool.group``) with a copy of ``stored``, committed under ``name``. The
-    pool gets its path when the copy is durable, and is closed again. ``tensors``: from
-    ``tensors_to_copy``. ``entries``: for which the pool has space besides.
+    pool gets its path when the copy is durable, and is closed again. ``entries``: for which the pool has space besides.
     ``expected_state_nbytes``: bytes of small state for which the slots must have space at least. ``changed_state``:
     what the copy has in its small state in place of what ``stored`` has."""
     pool = pipeline.pool
@@ -114,8 +103,10 @@ def copy_into_new_pool(
         pool.relayout(
             entries,
             max(len(state), expected_state_nbytes),
-            lambda writer: commit_copy(writer, name, stored, state, tensors),
+            lambda writer: commit_copy(writer, name, stored, state),
         )
+    except (DamagedError, BlocksMissingError) as err:
+        raise no_longer_intact(stored, err) from err
     finally:
         pool.close()
 

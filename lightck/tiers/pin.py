@@ -23,8 +23,8 @@ from lightck.pool.listener import CommitListener
 from lightck.pool.reader import StoredCheckpoint
 from lightck.pool.slots import Slot
 from lightck.pool.storage.failures import io_error
-from lightck.pool.writer import CopyPlan, Pending, PoolWriter
-from lightck.restore.pool_copies import copy_plan, load_to_copy
+from lightck.pool.writer import Pending, PoolWriter
+from lightck.restore.pool_copies import begin_copy
 
 log = logging.getLogger("lightck")
 
@@ -171,13 +171,12 @@ def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: froze
     ``writer``: the writer of the new file. ``held``: indexes of the held slots of the new file. Raises
     ``CorruptPoolError`` if the checkpoint is damaged."""
     numbers = _add_to_layout(stored, writer)
-    try:
-        tensors = load_to_copy(stored)
-    except DamagedError as err:
-        raise _damaged(hold, err) from err
     slot = writer.slots.choose(held)
     assert slot is not None, "a new pool has a slot for each held checkpoint"
-    pending = _begin(stored, writer, copy_plan(stored, numbers, tensors, bytes(stored.state)), slot, tensors)
+    try:
+        pending = _begin(stored, writer, slot, numbers)
+    except DamagedError as err:
+        raise _damaged(hold, err) from err
     pending.job.release()  # allows the commit: ``begin`` has made all copies
     pending.job.wait(ENDED)
     recorded = stored.reader.next_batches(stored.record)
@@ -188,13 +187,13 @@ def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: froze
     return _commit_record_of(writer, slot.index, pending.record.generation)
 
 
-def _begin(stored: StoredCheckpoint, writer: PoolWriter, plan: CopyPlan, slot: Slot, keep: object) -> Pending:
+def _begin(stored: StoredCheckpoint, writer: PoolWriter, slot: Slot, numbers: dict[str, int]) -> Pending:
     """Begin the checkpoint in the new file, under the generation and the incarnation that it has in the old one. (Held
     checkpoints are carried over first, oldest first, so generations only grow in the new file too.)"""
     own = writer.generation, writer.incarnation
     writer.generation, writer.incarnation = stored.header.generation - 1, stored.header.incarnation
     try:
-        return writer.begin(plan, slot, keep)
+        return begin_copy(writer, slot, stored, numbers, bytes(stored.state))
     finally:
         writer.generation, writer.incarnation = own
 

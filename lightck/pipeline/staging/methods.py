@@ -17,8 +17,9 @@ from lightck.pipeline.staging.kinds import Device, Direct, Host, Kind
 from lightck.pipeline.staging.parts import Order, Part, Parts, one_part_per_device
 from lightck.pipeline.staging.registered import RegisteredPool
 from lightck.pipeline.write_table import StagedTensor
+from lightck.pool.reservation import Reservation
 from lightck.pool.storage.durability import TIER_DISK
-from lightck.pool.writer import PoolWriter, Reservation
+from lightck.pool.writer import PoolWriter
 from lightck.state.device_transfers import DeviceTransfer
 
 

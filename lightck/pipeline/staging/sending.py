@@ -19,8 +19,9 @@ from lightck.pipeline.staging.transfer_thread import TransferThread
 from lightck.pipeline.submission import Submission
 from lightck.pipeline.trial import Margin, Trial
 from lightck.pipeline.write_table import NO_RECORDS, StagedTensor
+from lightck.pool.reservation import Reservation
 from lightck.pool.slots import Slot
-from lightck.pool.writer import PoolWriter, Reservation
+from lightck.pool.writer import PoolWriter
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
