@@ -183,8 +183,9 @@ class StateValueError(LightckError, TypeError):
 
 
 class UnsupportedError(LightckError, NotImplementedError):
-    """Something that lightck does not support: an optimizer, several ranks, or a call that cannot be combined with
-    layer-wise updates or with lightck's hooks. The message says what to do instead."""
+    """Something that lightck does not support: an optimizer, an option that cannot be used in a group of ranks, or a
+    call that cannot be combined with layer-wise updates or with lightck's hooks. The message says what to do
+    instead."""
 
 
 class LateError(LightckError, RuntimeError):
@@ -193,7 +194,7 @@ class LateError(LightckError, RuntimeError):
 
 class LayoutError(LightckError, ValueError):
     """The rules in ``layout=`` do not fit the model: a rule matches nothing, two match one tensor, or the shape of a
-    tensor is not what its rule says; or there are no ranks that could share the tensors."""
+    tensor is not what its rule says; or there is no group of ranks, which could hold the parts."""
 
 
 class RankError(LightckError, RuntimeError):

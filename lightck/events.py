@@ -38,8 +38,9 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class Event(Enum):
-    """The events that can close a checkpoint."""
+class ClosingEvent(Enum):
+    """What can close a step: a step event, a ``next()`` on a session loader, or a call of the user. The value is saved
+    in the checkpoint."""
 
     NEXT = "next"
     """``next()`` on a session loader."""
@@ -50,7 +51,7 @@ class Event(Enum):
     FLUSH = "flush"
     """The user's ``flush()`` or ``close()``."""
     PRE_STEP = "pre_step"
-    """The pre-step hook of the next update, if no other event has closed the checkpoint before."""
+    """The pre-step hook of the next update, if nothing else has closed the step before."""
 
 
 class StepListener:

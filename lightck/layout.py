@@ -27,7 +27,7 @@ from lightck.pool.format.pieces import FLAT_NDIM_MAX, Piece, Runs, flat_pieces, 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a rank in a layout."""
+    """The place of a rank in a layout: its number, and how many ranks (``size``) hold the parts of a tensor."""
 
     rank: int
     size: int
@@ -148,8 +148,8 @@ class Fused(_AlongDim):
 
 @dataclass(frozen=True, slots=True)
 class Padded(_AlongDim):
-    """As ``Shard(dim)``, with padding at the end, which is no part of the logical tensor: that has the length ``size``
-    along ``dim`` (a vocabulary that was made larger, so that it can be divided)."""
+    """As ``Shard(dim)``, with padding at the end (a vocabulary that was made larger, so that it can be divided). The
+    padding is no part of the logical tensor, which has the length ``size`` along ``dim``."""
 
     dim: int
     size: int
@@ -201,8 +201,9 @@ class Flat(Rule):
 @dataclass(frozen=True, slots=True)
 class Average(Rule):
     """Every rank holds the whole tensor, with values of its own (norms under sequence parallelism that drift apart).
-    The same ranks get their own values back. Any other number of ranks gets the mean over those that share tensors, of
-    optimizer state of the parameter's shape too. The tensor must be of a floating-point dtype."""
+    The same ranks get their own values back. If the pools are loaded by another number of ranks, each of them gets the
+    mean over the ranks of the saved layout (``size`` of them). Optimizer state of the parameter's shape is averaged in
+    the same way. The tensor must be of a floating-point dtype."""
 
     def part(self, shape: Ints, place: Place) -> None:
         """Return None."""
@@ -313,8 +314,8 @@ class Layout:
             regular expression that matches the whole name of a parameter or buffer, as in the state_dict of the plain
             model. At most one may match a name, and each must match one. Optimizer state of the parameter's shape
             follows it.
-        rank: the number of this rank among those that share the tensors (the tensor parallel rank).
-        size: how many ranks share them.
+        rank: the number of this rank among those that hold the parts of one tensor (the tensor parallel rank).
+        size: how many ranks hold the parts of one tensor.
         stage: the number of the pipeline stage of this rank.
         stages: how many stages there are. With more than one, the ranks of different stages build different tensors,
             and all stages together the model. A tensor that several stages have under one name is the same on all.
@@ -358,11 +359,12 @@ class Layout:
         self.place = Place(rank, size)
         self.stage, self.stages = stage, stages
         self._rules = [(_compiled(pattern), rule) for pattern, rule in rules.items()]
-        self._found: dict[str, Rule | None] = {}
+        self._rule_by_name: dict[str, Rule | None] = {}
+        """Name of a tensor -> what ``rule_of`` has returned for it."""
 
     def __repr__(self) -> str:
         of_stages = f", stage={self.stage}, stages={self.stages}" if self.stages > 1 else ""
-        return f"Layout({self._texts()}, rank={self.place.rank}, size={self.place.size}{of_stages})"
+        return f"Layout({self._rules_by_pattern()}, rank={self.place.rank}, size={self.place.size}{of_stages})"
 
     @property
     def coordinate(self) -> Ints:
@@ -374,20 +376,20 @@ class Layout:
         """How many places there are along each dimension of ``coordinate``."""
         return (self.stages, self.place.size) if self.stages > 1 else (self.place.size,)
 
-    def _texts(self) -> dict[str, Rule]:
+    def _rules_by_pattern(self) -> dict[str, Rule]:
         return {pattern.pattern: rule for pattern, rule in self._rules}
 
     @property
     def description(self) -> str:
         """What must be the same on all ranks, as a text."""
-        rules = sorted(f"{pattern!r}: {rule.common}" for pattern, rule in self._texts().items())
+        rules = sorted(f"{pattern!r}: {rule.common}" for pattern, rule in self._rules_by_pattern().items())
         of_stages = f", stages={self.stages}" if self.stages > 1 else ""
         return f"{{{', '.join(rules)}}}, size={self.place.size}{of_stages}"
 
     @property
     def ranges(self) -> dict[str, tuple[int, int, int]]:
         """Pattern -> start, stop and number of elements of the logical tensor, of each ``Flat``."""
-        flat = {pattern: rule for pattern, rule in self._texts().items() if isinstance(rule, Flat)}
+        flat = {pattern: rule for pattern, rule in self._rules_by_pattern().items() if isinstance(rule, Flat)}
         return {pattern: (rule.start, rule.stop, math.prod(rule.shape)) for pattern, rule in flat.items()}
 
     def name_of(self, local_name: str) -> str:
@@ -403,15 +405,15 @@ class Layout:
     def rule_of(self, name: str) -> Rule | None:
         """Return the rule for the tensor of this name; None if there is none. Raises ``LayoutError`` if there are
         two."""
-        if name not in self._found:
+        if name not in self._rule_by_name:
             matching = [(pattern.pattern, rule) for pattern, rule in self._rules if pattern.fullmatch(name)]
             if len(matching) > 1:
                 raise LayoutError(
                     f"Two rules of layout= match the tensor {name!r}: {matching[0][0]!r} and {matching[1][0]!r}, so "
                     "nobody knows which part of it a rank holds. Write the patterns so that one of them matches."
                 )
-            self._found[name] = matching[0][1] if matching else None
-        return self._found[name]
+            self._rule_by_name[name] = matching[0][1] if matching else None
+        return self._rule_by_name[name]
 
     def averaged(self, names: Iterable[str]) -> set[str]:
         """Return those of these names for which the rule is ``Average``."""
@@ -467,15 +469,16 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def refuse_other_than_layout(layout: object, *, is_used: bool) -> None:
-    """Raise ``TypeError`` for a ``layout=`` that is no ``Layout``, and ``LayoutError`` if there are no ranks that could
-    share tensors, so that it would not be used."""
+    """Raise ``TypeError`` for a ``layout=`` that is no ``Layout``, and ``LayoutError`` for any ``layout=`` that would
+    not be used. ``is_used``: whether there is a group of ranks, whose parts ``layout=`` describes."""
     if layout is None:
         return
     if not isinstance(layout, Layout):
         raise TypeError(f"layout is a {type(layout).__name__}. Pass lightck.layout.Layout(rules, rank=..., size=...).")
     if not is_used:
         raise LayoutError(
-            "layout= says which part of each tensor a rank holds, and there is no group of ranks here (attach in a "
-            "group of one rank, in a single process or with group=False; recover without a model, or from the pool of "
-            "a single process). Leave layout= out; or pass the directory of a group of ranks, to go on from there."
+            "layout= says which part of each tensor a rank holds, and there is no group of ranks here. (attach has "
+            "none in a single process, in a group of one rank, or with group=False; recover has none without a model, "
+            "or for the pool of a single process.) Leave layout= out; or pass the directory of a group of ranks, to go "
+            "on from there."
         )

@@ -122,7 +122,7 @@ def _metadata_change(a: Entry, b: Entry) -> str | None:
     for what in ("dtype", "shape", "alias", "stride", "logical_shape"):
         one, other = getattr(a, what), getattr(b, what)
         if one != other:
-            label = {"alias": "tied to", "stride": "layout (stride)", "logical_shape": "logical shape"}.get(what, what)
+            label = {"alias": "tied to", "stride": "strides", "logical_shape": "logical shape"}.get(what, what)
             return f"{label} {_shown(one)} -> {_shown(other)}"
     if a.pieces != b.pieces:
         return "the two pools hold different parts of this tensor"

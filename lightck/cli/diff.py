@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -54,8 +53,11 @@ def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bo
     if b is None and steps is None:
         usage_error("One pool alone cannot be compared: name a second pool, or two steps of this pool (--steps M N).")
     b = a if b is None else b
-    compare_sides = partial(diff_directories.differences, compare_pools=differences)
-    facts = (compare_sides if os.path.isdir(a) or os.path.isdir(b) else differences)(a, b, steps or (None, None))
+    sides = a, b, steps or (None, None)
+    if os.path.isdir(a) or os.path.isdir(b):
+        facts = diff_directories.differences(*sides, compare_pools=differences)
+    else:
+        facts = differences(*sides)
     if as_json:
         print_json(facts)
     else:

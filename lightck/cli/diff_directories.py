@@ -37,8 +37,8 @@ def differences(a: str, b: str, steps: Steps, compare_pools: ComparePools) -> Fa
                 raise
     raise PoolLockedError(
         f"The pools in {a!r} and {b!r} could not be compared: a training has them open, and in each of {ATTEMPTS} "
-        "attempts it overwrote the checkpoint before that of each rank was compared. The pools are not damaged. Try "
-        "again, give the training more slots (attach(..., slots=8)), or stop it first."
+        "attempts it overwrote the checkpoint before the pools of all ranks were compared. The pools are not damaged. "
+        "Try again, give the training more slots (attach(..., slots=8)), or stop it first."
     )
 
 
@@ -49,12 +49,14 @@ def _is_in_use(path: str) -> bool:
 def _compared(a: str, b: str, steps: Steps, compare_pools: ComparePools) -> Facts:
     groups = [_group(path, step) for path, step in zip((a, b), steps, strict=True)]
     if groups[0] is None or groups[1] is None or groups[0][0] != groups[1][0]:
-        return _whole(a, b, steps)
+        return _compared_whole_tensors(a, b, steps)
     return _rank_by_rank((a, groups[0]), (b, groups[1]), compare_pools)
 
 
-Group = tuple[tuple[int, tuple[int, ...], bool], list[str], int]
-"""Number of ranks, mesh, and whether the ranks wrote shares; path of each rank's pool; step that is compared."""
+GroupShape = tuple[int, tuple[int, ...], bool]
+"""Number of ranks, mesh, and whether the ranks wrote shares. Two groups of the same shape are compared rank by rank."""
+Group = tuple[GroupShape, list[str], int]
+"""The shape of a group, the path of each rank's pool, and the step that is compared."""
 
 
 def _group(path: str, step: int | None) -> Group | None:
@@ -74,7 +76,7 @@ def _group(path: str, step: int | None) -> Group | None:
                 f"The ranks in {path!r} have no checkpoint{wanted} in common. `lightck inspect {path}` shows what each "
                 "rank has."
             )
-        # The pool of a single process may stand for a world of one.
+        # A directory may hold the pool of a single process, which has no identity: it counts as the pool of one rank.
         has_shares = any(map(has_shares_in_table, readers))
         shape = (1, (), False) if identity is None else (identity.world_size, identity.mesh_shape, has_shares)
         return shape, [reader.path for reader in readers], max(common).step
@@ -99,7 +101,8 @@ def _rank_by_rank(a: tuple[str, Group], b: tuple[str, Group], compare_pools: Com
     return found
 
 
-def _whole(a: str, b: str, steps: Steps) -> Facts:
+def _compared_whole_tensors(a: str, b: str, steps: Steps) -> Facts:
+    """Compare whole tensors, which are put together from the parts of all ranks."""
     import lightck
     from lightck.cli import compare
 

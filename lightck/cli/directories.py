@@ -56,13 +56,13 @@ def _facts(directory: str) -> Facts:
     problem, common = None, []
     try:
         with open_worlds(directory) as worlds:
-            newest = {reader.path for reader in worlds[0].readers.values()}
+            paths_of_newest_world = {reader.path for reader in worlds[0].readers.values()}
             pools += [_pool(worlds[0].readers[rank].path) for rank in worlds[0].copies]
             if worlds[0].missing:
                 problem = str(missing_error(directory, worlds[0]))
                 if _hold_whole_tensors(worlds[0]):
                     problem += " The other pools hold the whole of each tensor, so attach(..., resume=True) goes on."
-        of_ranks = [pool["checkpoints"] for pool in pools if pool["path"] in newest]
+        of_ranks = [pool["checkpoints"] for pool in pools if pool["path"] in paths_of_newest_world]
         held = [{(one["incarnation"], one["step"]) for one in checkpoints} for checkpoints in of_ranks]
         common = sorted(set.intersection(*held), reverse=True)
     except (PoolError, RankError) as err:
@@ -76,7 +76,7 @@ def _facts(directory: str) -> Facts:
 
 
 def _hold_whole_tensors(world: World) -> bool:
-    """Whether no pool holds parts of tensors, or was saved with a layout (which may have stages, or averages)."""
+    """Whether every pool holds whole tensors, and none was saved with a layout (which may have stages, or averages)."""
     readers = world.readers.values()
     is_plain = all(reader.group is None or not reader.group.mesh_shape for reader in readers)
     return is_plain and all(entry.pieces is None for reader in readers for entry in reader.entries)
@@ -151,6 +151,6 @@ def refuse_options_of_one_pool(step: int | None, tensors: bool = False) -> None:
     """Raise ``PoolPathError`` for options that are about one pool."""
     if step is not None or tensors:
         raise PoolPathError(
-            "--step and --tensors are about one pool, and this is the directory of a group. Pass the file of a rank; "
-            "or pass --pieces, which lists the tensors of all ranks (also of a --step)."
+            "Options such as --step are about one pool, and this is the directory of a group. Pass the file of a rank. "
+            "(`lightck inspect --pieces` lists the tensors of all ranks, with --step those of one step.)"
         )

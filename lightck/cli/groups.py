@@ -40,7 +40,8 @@ def shape_words(shape: Sequence[int]) -> str:
 
 
 def part_facts(entry: Entry) -> Facts:
-    """Return what a tensor is a part of, and which rows of what the rank held, for ``--json``."""
+    """Return, for ``--json``, which part of the logical tensor this tensor is, and the rank's share of the held tensor:
+    the rows that the rank wrote."""
     names = ("start", "size", "local_start")
     return {
         "logical_shape": logical_shape_of(entry),

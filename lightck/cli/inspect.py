@@ -241,12 +241,12 @@ def _who(holder: Facts | None) -> str:
 
 
 def _show_checkpoints(facts: Facts) -> None:
-    rows = [("step", "iteration", "run", "generation", "slot", "size", "state")]
+    rows = [("step", "iteration", "incarnation", "generation", "slot", "size", "state")]
     for row in facts["checkpoints"]:
-        step, run, generation, slot = (str(row[key]) for key in ("step", "incarnation", "generation", "slot"))
+        step, incarnation, generation, slot = (str(row[key]) for key in ("step", "incarnation", "generation", "slot"))
         iteration = "-" if row["iteration"] is None else str(row["iteration"])
         nbytes = "-" if row["nbytes"] is None else size(row["nbytes"])
-        rows.append((step, iteration, run, generation, slot, nbytes, _state(row)))
+        rows.append((step, iteration, incarnation, generation, slot, nbytes, _state(row)))
     if len(rows) == 1:
         print_line("no checkpoint was committed yet")
     else:

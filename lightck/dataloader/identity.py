@@ -174,7 +174,7 @@ def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
     )
 
 
-def refuse_own(loader: object, name: str) -> None:
+def refuse_unforwarded(loader: object, name: str) -> None:
     """Raise ``AttributeError`` for attributes that a session loader does not forward: private ones, and ``state_dict``
     and ``load_state_dict``. To load a loader's own state in addition to its position would advance the loader twice."""
     if name in ("state_dict", "load_state_dict"):

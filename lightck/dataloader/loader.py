@@ -26,7 +26,7 @@ from lightck.dataloader.identity import (
     has_one_pass,
     identity_of,
     is_stateful,
-    refuse_own,
+    refuse_unforwarded,
     replay_error,
     replay_risk,
     report_drift,
@@ -139,7 +139,7 @@ class SessionLoader:
         self._in_process = workers == 0
         self._persistent = workers > 0 and self._dataloader is not None and self._dataloader.persistent_workers
         self._makes_checksums = not self._stateful
-        self._read: TensorReads = {}
+        self._tensor_reads: TensorReads = {}  # of the last batch
         self._risk = replay_risk(dl)
         self._epoch = 0
         self._pass: Pass | None = None
@@ -200,7 +200,7 @@ class SessionLoader:
     def start(self) -> int:
         """Number of batches that the next ``iter()`` skips: 0 unless a checkpoint was restored in mid-pass. While the
         loop holds the iterator of the restored pass, the value becomes 0 only when an update is made in this pass. If
-        another number of ranks began the pass, their samples count as the batches that these ranks would have got."""
+        another number of ranks began the pass, the samples that they got count in batches of the present ranks."""
         self.position_was_read = True
         self._drop_used_position()
         pending = self._pending
@@ -213,7 +213,7 @@ class SessionLoader:
 
     def __getattr__(self, name: str) -> Any:
         """Forward other attributes to the wrapped loader: ``dataset``, ``sampler``, ``batch_size``, ``set_epoch``."""
-        refuse_own(self, name)
+        refuse_unforwarded(self, name)
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -309,9 +309,9 @@ class SessionLoader:
 
     def _drop_used_position(self) -> None:
         """Drop the restored position if it is used up: the loop has left a pass that was no preview, or has made an
-        update in the present pass. If the saved pass had no updates (or none was saved), the position is also used up
-        after any update since the restore, and while the present pass evaluates. While no pass has begun in this
-        process, the position stays, but after an update a saved pass without updates counts as finished."""
+        update in the present pass. A position between two passes, or in a pass without updates, is also used up after
+        any update since the restore, and if the present pass evaluates. Before this process begins a pass, nothing is
+        dropped. But after an update at that time the saved pass counts as finished, if no updates were made in it."""
         position, pass_ = self._pending, self._pass
         if position is None:
             return
@@ -356,7 +356,7 @@ class SessionLoader:
 
     def put_back(self) -> None:
         """Return to the restored position if the loop has left a pass since the restore. Call if a ``next()`` closed
-        the checkpoint: the position then counts the passes before the loop, which this run has made once more."""
+        the checkpoint: its position counts the passes before the loop already, and this run has made them again."""
         position, pass_ = self._restored_position, self._pass
         if position is None or pass_ is None or not pass_.was_left or self._host.updates > self._updates_at_start:
             return
@@ -558,7 +558,9 @@ class SessionLoader:
             self._watch = None
             self._warn_risk(risk)
         self._count_batch(pass_, batch, before)
-        self._host.loader_gave(self, pass_, batch, pass_.state.checksum if self._makes_checksums else None, self._read)
+        self._host.loader_gave(
+            self, pass_, batch, pass_.state.checksum if self._makes_checksums else None, self._tensor_reads
+        )
         return batch
 
     def _restore_rng(self, pass_: Pass) -> None:
@@ -580,15 +582,15 @@ class SessionLoader:
         pass_.evaluates |= self.in_eval or not torch.is_grad_enabled()
         pass_.updates_at_fetch, pass_.fetched_tick, pass_.in_eval = self._host.updates, tick(), self.in_eval
         if self._makes_checksums:
-            self._read.clear()
-            state.checksum = checksum_of(batch, self._read)
+            self._tensor_reads.clear()
+            state.checksum = checksum_of(batch, self._tensor_reads)
             self._makes_checksums = state.checksum is not None  # if not, later batches cannot be compared
         state.before_last = state.last if self._prefetches else None
         state.last = before if self._in_process and (self._makes_checksums or self._prefetches) else None
 
     def _finish(self, batches: PassIterator) -> None:
         batches.inner = None
-        self._read.clear()
+        self._tensor_reads.clear()
         self._host.loader_pass_ended(self)
         self._has_trained |= self._is_of_training(batches.of_pass)
         self._n_given_before += batches.of_pass.state.given

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lightck.dataloader.passes import Pass, tick
-from lightck.events import Event
+from lightck.events import ClosingEvent
 
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader
@@ -56,13 +56,13 @@ class MidBatch:
             _is_mid_batch(loader.current_pass, step) and not loader.mid_batch_reported for loader in self._loaders
         )
 
-    def boundary(self, event: Event, step: int, is_saved: bool) -> None:
+    def boundary(self, event: ClosingEvent, step: int, is_saved: bool) -> None:
         """Check the boundary of ``step``. ``is_saved``: whether its checkpoint will be saved. (It is not captured
         yet.)"""
         if not self._loaders:
             return
         counts = [_pass_and_count(loader.current_pass) for loader in self._loaders]
-        if is_saved and event in (Event.FORWARD, Event.PRE_STEP):
+        if is_saved and event in (ClosingEvent.FORWARD, ClosingEvent.PRE_STEP):
             for loader, (pass_, _) in zip(self._loaders, counts, strict=True):
                 if _is_mid_batch(pass_, step):
                     _warn(loader, step)

@@ -1,9 +1,9 @@
 """The position of a loader in a checkpoint of another number of ranks, for one of the ranks that load it.
 
-A pass whose samples torch's ``DistributedSampler`` shares goes on where the old ranks stood together (``sharing.py``).
-Any other pass begins again. A position between two passes stays what it is. Random states of a rank follow from a key.
-Generators that belong to a loader stay as the script has built them: those of one old rank would give all new ranks the
-same samples.
+A pass whose samples torch's ``DistributedSampler`` shares goes on after the samples that the old ranks together have
+got (``sharing.py``). Any other pass begins again. A position between two passes stays what it is. Random states of a
+rank follow from a key. Generators that belong to a loader stay as the script has built them: those of one old rank
+would give all new ranks the same samples.
 
 A moved position has no "length" in its identity, because another number of ranks has another one.
 """
@@ -32,8 +32,8 @@ class Moved(NamedTuple):
 
 def moved_position(of_ranks: Sequence[Mapping[str, object]], key: bytes, script: RngState | None) -> Moved:
     """Return the position of a loader for a rank of another world. ``of_ranks``: its position on each rank of the old
-    world. ``key``, ``script``: from what the random states of this rank follow (see ``derived``). Raises
-    ``CorruptPoolError``."""
+    world. ``key``, ``script``: the random states of this rank follow from this key, and from these states, which the
+    script has set (see ``derived``). Raises ``CorruptPoolError``."""
     positions = [Position.from_value(dict(value)) for value in of_ranks]
     first = positions[0]
     if not first.in_pass:
@@ -47,18 +47,20 @@ def moved_position(of_ranks: Sequence[Mapping[str, object]], key: bytes, script:
 
 
 def own_position(own: Mapping[str, object], of_ranks: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return the position of a rank that keeps its own in a world of as many ranks. If its loader then shares the
-    samples among another number of them, ``adapted`` moves the position. ``of_ranks``: as in ``moved_position``."""
+    """Return the position of a rank if the number of ranks is that of the old world, so that each rank keeps the
+    position that it had, ``own``. The position gets the number of samples that all ranks together have got: ``adapted``
+    needs it if the loader now shares the samples among another number of these ranks. ``of_ranks``: as in
+    ``moved_position``."""
     given = _samples_given([Position.from_value(dict(value)) for value in of_ranks])
     position = Position.from_value(dict(own))
     return dict(own) if given is None or not position.in_pass else replace(position, samples_given=given).to_value()
 
 
 def adapted(position: Position, loader: object, kind: str, generators: tuple[torch.Tensor, ...]) -> Position:
-    """Return the position for this loader, if it was moved, or if the loader shares the samples among another number of
-    ranks than the one that was saved, or in other batches. Any other position is returned unchanged. ``kind``: "plain"
-    or "stateful". ``generators``: the states of the loader's own generators, which a moved position leaves as they
-    are."""
+    """Return a restored position, adapted to this loader. Two kinds of positions are changed: one that was moved, and
+    one whose loader shared the samples among another number of ranks, or in other batches, than this loader. Any other
+    position is returned as it is. ``kind``: "plain" or "stateful". ``generators``: the states of the loader's own
+    generators, which a moved position leaves as they are."""
     now, saved = sharing_of(loader), position.sharing
     if position.samples_given is not None and position.in_pass and now is not None and saved is not None:
         if (now.ranks, now.batch_size) == (saved.ranks, saved.batch_size):

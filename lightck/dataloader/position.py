@@ -112,7 +112,8 @@ class Position:
     the process left before its first update; ``previews_in_loop``: whether the process left such passes after its first
     update as well. ``used_again``: whether updates were made on batches of the last pass after it ended.
     ``sharing``: how several ranks share the samples; None if they do not, or if this is unknown. ``samples_given``: how
-    many samples of the pass all ranks had got together when the position was loaded by as many ranks; else None.
+    many samples of the pass all ranks together had got. It is set only when another world of as many ranks (with other
+    parts of the tensors, for example) loads the checkpoint; else None.
     """
 
     kind: str

@@ -54,7 +54,7 @@ def warn_lightning_counts(name: str, position: Position | None) -> None:
 class Previews:
     """The previews of one loader in this process: passes that were left before their end, and without an update."""
 
-    start: int
+    updates_at_wrap: int
     """Number of finished updates when the loader was wrapped."""
     taken: int = 0
     """Number of previews before the first update."""
@@ -73,7 +73,7 @@ class Previews:
         """Return what ``taken`` and ``in_loop`` will be when ``pass_`` has been counted (see ``left``)."""
         if pass_ is None or not pass_.was_left_without_update or pass_.evaluates:
             return self.taken, self.in_loop
-        is_before = pass_.updates_at_leave == self.start
+        is_before = pass_.updates_at_leave == self.updates_at_wrap
         taken = self.taken + is_before
         return min(taken, self.expected) if self.is_resumed else taken, self.in_loop or not is_before
 

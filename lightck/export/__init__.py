@@ -34,8 +34,8 @@ class Exported:
     tensors: int
     """Number of tensors in it; a tied tensor counts once."""
     tied: Mapping[str, str]
-    """Name of a tied tensor that is not in the file -> name under which this tensor is stored. Empty for
-    the other formats, which store all names."""
+    """Name of a tied tensor that is not in the file -> name under which this tensor is stored. Only the format
+    safetensors leaves such names out; for any other format this map is empty."""
 
 
 def export_checkpoint(
@@ -76,7 +76,8 @@ def export_checkpoint(
     if format not in FORMATS:
         raise ValueError(f"format={format!r} is unknown. Pass one of {', '.join(map(repr, FORMATS))}.")
     if format == "safetensors":
-        read = checkpoint.read if checkpoint.is_lazy else checkpoint.tensor  # what is read is not kept
+        # Unlike ``tensor``, ``read`` keeps no tensor in memory.
+        read = checkpoint.read if checkpoint.is_lazy else checkpoint.tensor
         return export_chosen(choose(checkpoint.contents, what, read), path, overwrite=overwrite)
     if format == "dcp":
         from lightck.export.dcp import export_dcp  # it imports torch.distributed, which takes a second

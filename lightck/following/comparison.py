@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from lightck.dataloader.batch import TensorReads, differ, is_partial
 from lightck.dataloader.passes import Pass
 from lightck.errors import DataMismatchError, listed
-from lightck.events import Event
+from lightck.events import ClosingEvent
 from lightck.following.first_batch import BATCH, FORWARD, LATER_BATCH, RANDOM_STATES, FirstInput, FirstInputs
 from lightck.following.loop_counter import LoopCounterCheck
 from lightck.following.update_parts import GRADIENT, KINDS, OPTIMIZER_STATE, OPTIONS, UpdateParts
@@ -46,9 +46,9 @@ class Recorder:
         may close at a forward, or at the pre-step hook after a forward. This forward is the first one of the next step,
         and its inputs are kept here until the checkpoint has closed."""
 
-    def closed(self, event: Event) -> None:
+    def closed(self, event: ClosingEvent) -> None:
         """A step was closed at this event, and its checkpoint is being saved."""
-        is_of_next = event in (Event.FORWARD, Event.PRE_STEP) and self._of_next is not None
+        is_of_next = event in (ClosingEvent.FORWARD, ClosingEvent.PRE_STEP) and self._of_next is not None
         self._since_closed = self._of_next if is_of_next else FirstInputs()
         self._of_next = None
         if is_of_next and self._since_closed is not None:

@@ -6,11 +6,11 @@ at which that state is complete.
 
 from __future__ import annotations
 
-from lightck.events import Event
+from lightck.events import ClosingEvent
 
 BY_HAND = -1
 """The optimizer index of an update if the session follows no optimizer."""
-_BY_USER = (Event.END_STEP, Event.FLUSH)
+_BY_USER = (ClosingEvent.END_STEP, ClosingEvent.FLUSH)
 """Calls of the user. Such a call closes a checkpoint if an update was made since the last checkpoint closed."""
 
 
@@ -58,7 +58,7 @@ class Boundary:
         """The largest number of updates that one optimizer made since the last checkpoint closed."""
         return max(self._updates.values(), default=0)
 
-    def closes_at(self, event: Event) -> bool:
+    def closes_at(self, event: ClosingEvent) -> bool:
         """Whether this event closes a checkpoint. A call of the user closes one after any update. So does every other
         event if there is at most one optimizer. With several optimizers, ``next()`` and the pre-step hook close one
         when every optimizer has stepped, and other events close none. With ``explicit``, only calls of the user close
@@ -71,9 +71,9 @@ class Boundary:
             return False
         if self.n_optimizers <= 1:
             return True
-        return self._is_round_complete and event in (Event.NEXT, Event.PRE_STEP)
+        return self._is_round_complete and event in (ClosingEvent.NEXT, ClosingEvent.PRE_STEP)
 
-    def close(self, event: Event) -> int:
+    def close(self, event: ClosingEvent) -> int:
         """Close the checkpoint, count the iteration that ends here, and return the checkpoint's step."""
         # If the user closes a checkpoint when only some of several optimizers have stepped, this round counts as an
         # update.
@@ -81,17 +81,17 @@ class Boundary:
         self._closed = self.step + int(partial)
         self._updates.clear()
         self.iteration += 1
-        self._flushed = event is Event.FLUSH
-        if event is Event.END_STEP:
+        self._flushed = event is ClosingEvent.FLUSH
+        if event is ClosingEvent.END_STEP:
             self.explicit = True
         return self._closed
 
-    def closed_nothing(self, event: Event, scaler_skipped: bool) -> None:
+    def closed_nothing(self, event: ClosingEvent, scaler_skipped: bool) -> None:
         """Handle an event that closed no checkpoint: count the iteration if an iteration ends at this event.
         ``scaler_skipped``: a GradScaler skipped an update since the last event."""
-        if event is Event.FLUSH:
+        if event is ClosingEvent.FLUSH:
             return  # flush() may be called anywhere in an iteration
-        if event is Event.END_STEP:
+        if event is ClosingEvent.END_STEP:
             self.explicit = True
             if not self._flushed:
                 self.iteration += 1

@@ -18,7 +18,7 @@ from torch import nn
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.passes import Pass
 from lightck.dataloader.preview import RestoredRng
-from lightck.events import Event
+from lightck.events import ClosingEvent
 from lightck.following.update_parts import OPTIONS
 from lightck.pool.format.structures import CommitRecord, NextBatch
 from lightck.restore.contents import Contents
@@ -84,9 +84,9 @@ class Resumed:
     @classmethod
     def from_contents(cls, contents: Contents, recorded: Sequence[NextBatch] | None) -> Resumed:
         """Take the parts from a checkpoint. ``recorded``: the field of this name."""
-        closed_by_forward = contents.event == Event.FORWARD.value
+        closed_by_forward = contents.event == ClosingEvent.FORWARD.value
         rng_for_pass = RestoredRng(None if closed_by_forward else contents.rng)
-        closed_by_next = contents.event == Event.NEXT.value
+        closed_by_next = contents.event == ClosingEvent.NEXT.value
         return cls(
             contents.step,
             contents.iteration,
@@ -102,7 +102,7 @@ class Resumed:
             contents.rng_forward,
             contents.event,
             # PRE_STEP: the next forward had run before the checkpoint was closed, and may have changed the numbers.
-            None if contents.event == Event.PRE_STEP.value else contents.numbers,
+            None if contents.event == ClosingEvent.PRE_STEP.value else contents.numbers,
         )
 
     @property
@@ -185,7 +185,7 @@ def warn_differences(contents: Contents) -> None:
             "operations may differ in their last bits",
             ", ".join(differ),
         )
-    if contents.event == Event.FORWARD.value:
+    if contents.event == ClosingEvent.FORWARD.value:
         log.info(
             "lightck: this checkpoint was saved when the next forward began, not when a session loader gave a batch, "
             "so it holds no position in the data. Your loop must find the right batch itself; lightck checks that at "

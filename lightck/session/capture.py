@@ -21,7 +21,7 @@ from lightck.dataloader.mid_batch import MidBatch
 from lightck.dataloader.persistent import PersistentLoaders
 from lightck.dataloader.positions import Positions
 from lightck.errors import SessionError, UnsupportedError
-from lightck.events import Event
+from lightck.events import ClosingEvent
 from lightck.layout import Layout
 from lightck.restore.contents import RowsOfOther
 from lightck.restore.saved_layout import saved_layout
@@ -301,7 +301,7 @@ class Capture:
 
     def close(
         self,
-        event: Event,
+        event: ClosingEvent,
         step: int,
         iteration: int,
         *,
@@ -316,11 +316,11 @@ class Capture:
         is stale). ``read_rows``: see ``ReadRows``."""
         self.refresh()
         # At a pre-step hook or a forward the next step has begun: it has fetched its batch and drawn random numbers.
-        provisional = self._provisional_of(step) if event in (Event.PRE_STEP, Event.FORWARD) else None
+        provisional = self._provisional_of(step) if event in (ClosingEvent.PRE_STEP, ClosingEvent.FORWARD) else None
         # At a pre-step hook the next step has already run its forward, which has changed the buffers.
-        buffers_from = provisional if event is Event.PRE_STEP else None
+        buffers_from = provisional if event is ClosingEvent.PRE_STEP else None
         lives, tensor_list = self.tensors(), self._tensor_list
-        if tensor_list is None or tensor_list is not self._compared_list or event is Event.PRE_STEP:
+        if tensor_list is None or tensor_list is not self._compared_list or event is ClosingEvent.PRE_STEP:
             self._compared_list = tensor_list
             self._find_resizable(None if buffers_from is None else buffers_from.buffers)
             self._refuse_resized_dtensors(lives)
@@ -436,12 +436,12 @@ class Capture:
         # The state_dict() of a loader is not called before its first pass, because some loaders draw random numbers in
         # it.
         unread = Provisional(rng.capture(), loader_states={n: b"" for n, o in self.objects.items() if is_loader(o)})
-        self.expected_state_nbytes = len(self._small_state(Event.FLUSH, False, set(), unread, large))
+        self.expected_state_nbytes = len(self._small_state(ClosingEvent.FLUSH, False, set(), unread, large))
         yield from large
 
     def _small_state(
         self,
-        event: Event,
+        event: ClosingEvent,
         explicit: bool,
         copied_at_boundary: set[str],
         provisional: Provisional | None,
@@ -461,7 +461,7 @@ class Capture:
             "event": event.value,
             "explicit": explicit,
             "rng": Packed(at_start.packed()),
-            "rng_forward": Packed(now.packed()) if event is Event.FORWARD else None,
+            "rng_forward": Packed(now.packed()) if event is ClosingEvent.FORWARD else None,
             "optimizers": Packed(join_list([self._packed_optimizer(view, lives) for view in self.optimizers])),
             "state": self._objects_value(provisional, lives),
             "classes": {name: class_name_of(obj) for name, obj in self.objects.items()},
@@ -533,10 +533,10 @@ class Capture:
         packer = self._object_states[name]
         return packer.pack(obj.state_dict(), path=f"state/{name}", large=_collector(lives, "state"))
 
-    def _extra_state(self, event: Event, provisional: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
+    def _extra_state(self, event: ClosingEvent, provisional: Provisional | None, lives: list[Live]) -> dict[str, bytes]:
         """Return name -> packed extra state of each module, and append its large tensors to ``lives``. A forward may
         change extra state. So at the pre-step hook, which comes after the forward, the provisional state is used."""
-        if event is not Event.PRE_STEP or provisional is None:
+        if event is not ClosingEvent.PRE_STEP or provisional is None:
             return self._pack_extra_state(lives)
         lives.extend(provisional.extra_large)
         return provisional.extra

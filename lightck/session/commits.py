@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 
 from lightck.errors import BackgroundError, FlushTimeoutError, SessionError
-from lightck.events import Event, SessionLock
+from lightck.events import ClosingEvent, SessionLock
 from lightck.following.comparison import Recorder
 from lightck.hooks.boundary import Boundary
 from lightck.interrupts import retry_interrupted
@@ -112,7 +112,7 @@ class Commits:
     def has_nothing_to_commit(self) -> bool:
         """Whether every saved checkpoint is committed, and a forward would close no checkpoint now."""
         is_committed = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
-        return is_committed and not self._boundary.closes_at(Event.FORWARD)
+        return is_committed and not self._boundary.closes_at(ClosingEvent.FORWARD)
 
     # -- a checkpoint closes -----------------------------------------------------------------------------
 
@@ -129,9 +129,9 @@ class Commits:
         decided_step, is_due = self._decision
         return is_due if decided_step == step else self.cadence.is_due(step, self.saved_step)
 
-    def closed(self, event: Event, step: int) -> None:
+    def closed(self, event: ClosingEvent, step: int) -> None:
         """Save the checkpoint that ``event`` has closed, if it is due or ``event`` is ``FLUSH``."""
-        is_saved = event is Event.FLUSH or self.will_be_saved(step)
+        is_saved = event is ClosingEvent.FLUSH or self.will_be_saved(step)
         meter = self._meter
         meter.count_step(is_saved)
         # The slowdown that a checkpoint adds to the step after it is left out, because the cadence measures it itself.
@@ -144,11 +144,11 @@ class Commits:
         else:
             self._recorder.closed_unsaved()
 
-    def _save(self, event: Event, step: int) -> None:
+    def _save(self, event: ClosingEvent, step: int) -> None:
         """Read the present state as the checkpoint of ``step``, and begin its copies."""
         began = time.perf_counter()
         self.saved_step, self._is_done_saved = step, self._capture.is_done
-        self.n_saved_by_flush += event is Event.FLUSH
+        self.n_saved_by_flush += event is ClosingEvent.FLUSH
         # Checked before the state is read, because what the check finds changes ``copied_at_boundary`` and
         # ``stale_after``.
         if self.cross_check is not None:
@@ -183,7 +183,7 @@ class Commits:
         self.commit_saved(timeout, deadline)
         step = self._boundary.step
         if self.pipeline.committed != step and not self.paused and (step or also_step_0):
-            self._save(Event.FLUSH, step)
+            self._save(ClosingEvent.FLUSH, step)
             self.run(lambda: self._finish(timeout, deadline))
 
     def commit_done(self) -> None:
@@ -192,7 +192,7 @@ class Commits:
         if self.is_done:
             return
         if not self._is_done_saved and not self.paused:
-            self._save(Event.FLUSH, self._boundary.step)
+            self._save(ClosingEvent.FLUSH, self._boundary.step)
             self.run(lambda: self._finish(None, None))
         if self.pipeline.committed == self._boundary.step:
             self._done_at = self._boundary.step

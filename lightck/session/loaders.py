@@ -8,7 +8,7 @@ from lightck.dataloader.batch import TensorReads
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.passes import LoaderHost, Pass
 from lightck.errors import SessionError
-from lightck.events import Event
+from lightck.events import ClosingEvent
 from lightck.session.steps import Steps
 from lightck.state.rng import RngState
 
@@ -45,7 +45,7 @@ class LoaderEvents(LoaderHost):
             steps.commits.raise_failure()
             if steps.loop_top is not None:
                 steps.loop_top.fetches(loader)
-            steps.handle(Event.NEXT)
+            steps.handle(ClosingEvent.NEXT)
             steps.commits.run(steps.pipeline.poll)
 
     def loader_gave(

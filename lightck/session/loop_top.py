@@ -24,7 +24,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from lightck.errors import listed
-from lightck.events import Event
+from lightck.events import ClosingEvent
 from lightck.hooks.boundary import Boundary
 from lightck.session.capture import Capture
 from lightck.session.state_marks import (
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lightck")
 _CURE = "Call session.end_step() as the last statement of the loop, or make the change right after the update"
-_POINTS = (Event.FORWARD, Event.PRE_STEP)
+_POINTS = (ClosingEvent.FORWARD, ClosingEvent.PRE_STEP)
 """The closing points."""
-_WHERE = {Event.FORWARD: "the model's training forward", Event.PRE_STEP: "the step of the optimizer"}
+_WHERE = {ClosingEvent.FORWARD: "the model's training forward", ClosingEvent.PRE_STEP: "the step of the optimizer"}
 
 
 class LoopTopCheck:
@@ -63,7 +63,7 @@ class LoopTopCheck:
         that checkpoint."""
         self._before = self._marks()
         """Marks at attach, after the restore."""
-        self._point: Event | None = None
+        self._point: ClosingEvent | None = None
         """The first closing point that the loop reached. None before it is reached, and if ``_closed_by`` is set."""
         self._candidates: set[str] = set()
         """Names of what changed before the first closing point."""
@@ -77,7 +77,7 @@ class LoopTopCheck:
         self._checked_pass: Pass | None = None
         """The pass that ``fetches`` checked last."""
 
-    def check_before(self, event: Event, boundary: Boundary) -> bool:
+    def check_before(self, event: ClosingEvent, boundary: Boundary) -> bool:
         """Check before ``event``, a training forward or a step of the optimizer, because it may close a checkpoint.
         Returns whether anything is left to check at later closing points."""
         if self._closed_by is not None:
@@ -85,18 +85,18 @@ class LoopTopCheck:
         if boundary.explicit or self._capture.loaders:
             return False
         if self._point is None:
-            if event is Event.FORWARD and boundary.n_optimizers > 1:
+            if event is ClosingEvent.FORWARD and boundary.n_optimizers > 1:
                 return True  # with several optimizers a forward closes nothing
             self._point = event
             # Options are left out. Many loops compute them from the step number before each update. A resumed loop does
             # so again, and gets the same values.
             options = {options_label(view) for view in self._capture.optimizers}
-            self._candidates = set(self._changed(self._before, with_buffers=event is Event.FORWARD)) - options
+            self._candidates = set(self._changed(self._before, with_buffers=event is ClosingEvent.FORWARD)) - options
             return bool(self._candidates)
         if self._after_update is None or not boundary.closes_at(event):
             return True
         if event is self._point:
-            self._warn_fresh_run(self._changed(self._after_update, with_buffers=event is Event.FORWARD))
+            self._warn_fresh_run(self._changed(self._after_update, with_buffers=event is ClosingEvent.FORWARD))
         return False
 
     def fetches(self, loader: SessionLoader) -> None:
@@ -130,15 +130,15 @@ class LoopTopCheck:
     def updated(self, boundary: Boundary) -> None:
         """Keep the marks after an update, if the checkpoint of the update may close at the next closing point."""
         self._is_pass_check_on = False
-        if self._point is not None and boundary.closes_at(Event.PRE_STEP):
+        if self._point is not None and boundary.closes_at(ClosingEvent.PRE_STEP):
             self._after_update = self._marks(self._candidates)
 
-    def _after_restore(self, event: Event) -> bool:
+    def _after_restore(self, event: ClosingEvent) -> bool:
         """Warn about what changed between the restore and the closing point at which the restored checkpoint closed.
         Returns what ``check_before`` returns."""
         if event is not self._closed_by:
-            return event is Event.FORWARD  # the closing point is the step of the optimizer after this forward
-        names = self._repeatable(self._changed(self._before, with_buffers=event is Event.FORWARD))
+            return event is ClosingEvent.FORWARD  # the closing point is the step of the optimizer after this forward
+        names = self._repeatable(self._changed(self._before, with_buffers=event is ClosingEvent.FORWARD))
         if names:
             log.warning(
                 "lightck: %s changed between the restore and %s. Step %d was closed at that point of the loop, so its "

@@ -18,7 +18,7 @@ from lightck.dataloader.identity import name_of
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.replay import wants_skip
 from lightck.errors import NothingSavedError, SessionError
-from lightck.events import Event
+from lightck.events import ClosingEvent
 from lightck.hooks.own_hooks import Handle, remove
 from lightck.interrupts import deferred, retry_interrupted
 from lightck.pipeline.pipeline import Pipeline
@@ -213,7 +213,7 @@ class Session:
             self._steps.commits.raise_failure()
             self._steps.partial_update.refuse_boundary()
             if self._steps.commits.paused or not self._steps.watch.end_step():
-                self._steps.handle(Event.END_STEP)
+                self._steps.handle(ClosingEvent.END_STEP)
             else:
                 self._steps.updated_by_hand()
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from lightck.dataloader.fetched_ahead import FetchedAheadCheck
 from lightck.dataloader.positions import Positions
 from lightck.errors import BackgroundError
-from lightck.events import Event, SessionLock, StepEvents, StepListener
+from lightck.events import ClosingEvent, SessionLock, StepEvents, StepListener
 from lightck.following.comparison import Comparison, Continuation, Recorder
 from lightck.following.ddp import warn_unsaved_by_ddp
 from lightck.following.loop_counter import LoopCounterCheck
@@ -150,9 +150,9 @@ class Steps(StepListener):
             if bypasses_wrapper:
                 self.capture.stepped_outside_wrapper(index)
             self._check_first_step()
-            self._check_loop_top(Event.PRE_STEP)
-            if self.boundary.closes_at(Event.PRE_STEP):
-                self.handle(Event.PRE_STEP)
+            self._check_loop_top(ClosingEvent.PRE_STEP)
+            if self.boundary.closes_at(ClosingEvent.PRE_STEP):
+                self.handle(ClosingEvent.PRE_STEP)
                 self._log_no_forward()
             if not self.commits.paused:
                 self.watch.before_step(index)
@@ -227,7 +227,7 @@ class Steps(StepListener):
         self.fetched_ahead.updated()
         self.capture.positions.updated()
         self.capture.devices.add_update_streams()
-        self.handle(Event.END_STEP)
+        self.handle(ClosingEvent.END_STEP)
         self.commits.run(self.pipeline.gate)
         self.events.update_begins()  # no hook shows where the next update begins, so it counts as begun from here on
 
@@ -266,15 +266,17 @@ class Steps(StepListener):
             self.watch.training_forward()
             self.flush_moment.forward()
             self.fetched_ahead.forward()
-            self._check_loop_top(Event.FORWARD)
+            self._check_loop_top(ClosingEvent.FORWARD)
             if self.commits.failure is None:
                 # The argument is PRE_STEP, because with several optimizers the next pre-step hook closes the
                 # checkpoint, and not this forward.
-                will_close = self.boundary.closes_at(Event.PRE_STEP) and self.commits.will_be_saved(self.boundary.step)
+                will_close = self.boundary.closes_at(ClosingEvent.PRE_STEP) and self.commits.will_be_saved(
+                    self.boundary.step
+                )
                 self.continuation.recorder.forward(inputs, will_close)
                 if not self.pipeline.is_idle:
                     self.commits.run(self.pipeline.forward_begins)
-                self.handle(Event.FORWARD)
+                self.handle(ClosingEvent.FORWARD)
             if self.resumed is not None:
                 self.resumed.forward_begins(self.capture.numbers)
             if self._is_before_first_forward:
@@ -329,17 +331,17 @@ class Steps(StepListener):
 
     # -- what may close a checkpoint ---------------------------------------------------------------------
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: ClosingEvent) -> None:
         """Handle an event that may be a boundary: close the checkpoint if this event closes one, and save it if it is
         due."""
         if self.commits.paused:
             return
         self.capture.devices.join_updates()
         if not self.boundary.closes_at(event):
-            is_skip = event is not Event.FLUSH and self._scalers.skipped()
+            is_skip = event is not ClosingEvent.FLUSH and self._scalers.skipped()
             self.boundary.closed_nothing(event, is_skip)
             return
-        if event is Event.FORWARD and self.capture.mid_batch.holds_batch(self.boundary.step):
+        if event is ClosingEvent.FORWARD and self.capture.mid_batch.holds_batch(self.boundary.step):
             return  # the loop still has the batch of the last update, so this forward may be for logging only
         self.partial_update.refuse_boundary()
         step = self.boundary.close(event)
@@ -358,12 +360,12 @@ class Steps(StepListener):
             return
         change = self.flush_moment.change_since_update(self.step_thread)
         n_before = self.commits.n_saved_by_flush
-        self.handle(Event.FLUSH)
+        self.handle(ClosingEvent.FLUSH)
         self.commits.commit(timeout, deadline, also_step_0=also_step_0)
         if self.commits.n_saved_by_flush != n_before:
             self.flush_moment.saved(self.boundary.step, change)
 
-    def _check_loop_top(self, event: Event) -> None:
+    def _check_loop_top(self, event: ClosingEvent) -> None:
         """Check, before a checkpoint may close, what the loop changed at its top."""
         if (
             self.loop_top is not None

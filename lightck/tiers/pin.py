@@ -5,7 +5,8 @@ checkpoint that it exports. Invariant: at least two slots (in a group of ranks: 
 export, and the training writes to these, so that it never waits for the release of a hold. During a relayout a rank
 also holds what other ranks may need (``ranks/neighbours.py``).
 
-In the new file a held checkpoint keeps its generation, its incarnation and its step. So whatever names it still does.
+In the new file a held checkpoint keeps its generation, its incarnation and its step. So a generation, or an incarnation
+with a step, that named the checkpoint before still names it.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ class Holds(CommitListener):
 
     def carry(self, new: PoolWriter) -> None:
         """Commit each held checkpoint in the new file, and hold its slot in the new file. A checkpoint with several
-        holds is copied once. If none of them is of this session, an adoption record names the newest one, so that the
-        new file knows the session's incarnation."""
+        holds is copied once. If this session made none of the held checkpoints, an adoption record names the newest
+        of them, so that the new file knows the session's incarnation."""
         self._new = new
         committed: dict[int, CommitRecord] = {}  # generation in the old file -> commit record in the new file
         for hold, stored in self._to_carry:
@@ -170,7 +171,7 @@ def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: froze
     """Read and verify a held checkpoint, and commit it in the new file. Returns its commit record in the new file.
     ``writer``: the writer of the new file. ``held``: indexes of the held slots of the new file. Raises
     ``CorruptPoolError`` if the checkpoint is damaged."""
-    numbers = _add_to_layout(stored, writer)
+    numbers = _add_missing_tensors(stored, writer)
     slot = writer.slots.choose(held)
     assert slot is not None, "a new pool has a slot for each held checkpoint"
     try:
@@ -209,7 +210,7 @@ def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> 
     return max(records, key=lambda record: record.generation)
 
 
-def _add_to_layout(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
+def _add_missing_tensors(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
     """Add those tensors of a held checkpoint to the new file that have no extent there. Return tensor name -> number of
     the tensor record in the new file, for all tensors of the checkpoint.
 

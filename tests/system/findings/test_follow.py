@@ -22,7 +22,7 @@ import lightck
 from lightck.dataloader.batch import checksum_of
 from lightck.dataloader.passes import Pass
 from lightck.errors import DataMismatchError
-from lightck.events import Event
+from lightck.events import ClosingEvent
 from lightck.following.comparison import Comparison, Recorder
 from lightck.following.first_batch import RANDOM_STATES
 from lightck.pool.format.structures import NEXT_NBYTES, NEXT_OFFSET, NextBatch, next_key
@@ -568,7 +568,7 @@ def test_batches_on_a_device_are_compared_by_their_shapes(pool: Path, reported: 
     """Nothing is read from them, so nothing is said to be the same."""
     recorder: list[Any] = []
     following = Recorder(recorder.append)
-    following.closed(Event.END_STEP)
+    following.closed(ClosingEvent.END_STEP)
     following.forward(((torch.empty(2, 3, device="meta"),), {}), False)
     (entries,) = recorder
     for shape, word in (((2, 3), "INFO"), ((2, 4), "WARNING")):
@@ -585,7 +585,7 @@ def test_a_checkpoint_that_the_pre_step_hook_closes(reported: Reported) -> None:
     recorder = Recorder(stored.append)
     recorder.forward("first", True)
     recorder.forward("second", True)
-    recorder.closed(Event.PRE_STEP)
+    recorder.closed(ClosingEvent.PRE_STEP)
     recorder.before_update()
     comparison = Comparison(1, stored[-1], is_strict=True)
     comparison.forward("first")
@@ -601,7 +601,7 @@ def test_a_checkpoint_that_is_closed_and_not_saved_leaves_nothing_to_the_next_on
     recorder.before_update()
     assert not stored
     recorder.forward("of this one", True)
-    recorder.closed(Event.FORWARD)
+    recorder.closed(ClosingEvent.FORWARD)
     recorder.before_update()
     (entry,) = (each for each in stored[-1] if each.kind not in RANDOM_STATES)
     assert entry.checksum == checksum_of("of this one")
@@ -610,7 +610,7 @@ def test_a_checkpoint_that_is_closed_and_not_saved_leaves_nothing_to_the_next_on
 def test_a_loader_that_gives_later_is_compared_later(reported: Reported) -> None:
     stored: list[Any] = []
     recorder = Recorder(stored.append)
-    recorder.closed(Event.NEXT)
+    recorder.closed(ClosingEvent.NEXT)
     recorder.batch_given("early", a_pass(), "a", None)
     recorder.forward("a", False)
     recorder.before_update()
@@ -633,7 +633,7 @@ def test_a_loader_that_gives_later_is_compared_later(reported: Reported) -> None
 def test_a_pass_that_only_looks_gives_way_to_the_next_one(reported: Reported) -> None:
     stored: list[Any] = []
     recorder = Recorder(stored.append)
-    recorder.closed(Event.NEXT)
+    recorder.closed(ClosingEvent.NEXT)
     recorder.batch_given("x", a_pass(), "looked at", None)
     recorder.batch_given("x", of := a_pass(), "trained on", None)
     recorder.batch_given("x", of, "second", None)
