@@ -34,12 +34,12 @@ def copy_plan(stored: Saved, numbers: dict[str, int], tensors: dict[str, torch.T
 
 
 def commit_copy(
-    writer: PoolWriter, name: CheckpointId, stored: Saved, state: bytes, tensors: dict[str, torch.Tensor]
+    writer: PoolWriter, checkpoint_id: CheckpointId, stored: Saved, state: bytes, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Commit a copy of ``stored`` in an empty pool under ``name``, and wait until it is durable. ``state``: its small
-    state. ``tensors``: from ``load_to_copy``."""
-    writer.incarnation = name.incarnation
-    plan = copy_plan(stored, {tensor: writer.numbers[tensor] for tensor in stored.entries}, tensors, state)
+    """Commit a copy of ``stored`` in an empty pool, and wait until it is durable. ``checkpoint_id``: of the copy.
+    ``state``: its small state. ``tensors``: from ``load_to_copy``."""
+    writer.incarnation = checkpoint_id.incarnation
+    plan = copy_plan(stored, {name: writer.numbers[name] for name in stored.entries}, tensors, state)
     slot = writer.slots.choose()
     assert slot is not None, "the pool is new"
     job = writer.begin(plan, slot, tensors).job
