@@ -19,9 +19,9 @@ class SavedLayout(NamedTuple):
     """The layout of one rank."""
 
     rank: int
-    """The place of the rank, among those among which tensors are divided."""
+    """The rank's place in the layout, from 0."""
     size: int
-    """How many places there are."""
+    """How many places the layout has."""
     stage: int
     """The pipeline stage of the rank."""
     stages: int
