@@ -1,10 +1,11 @@
 """Tensors of which each rank has values of its own, by the rule ``Average``: their mean, for another number of ranks.
 
-The ranks that share tensors have a *place* each. Of a tensor with this rule, ranks at one place (data parallel ones)
-hold the same, and ranks at different places do not. The mean is taken over the places, and so is that of optimizer
-state with the parameter's shape. It is computed as DeepSpeed's ``ds_to_universal`` computes it (``params_to_average``
-of Universal Checkpointing, 2024): the tensors are added in the order of the places, in float32 (float64 stays what it
-is), and the sum is divided by their number. What is equal at all places is taken as it is.
+A layout divides tensors among ranks, and each of these ranks has a *place* in it. Of a tensor with this rule, ranks at
+one place (data parallel ones) hold the same, and ranks at different places do not. The mean is taken over the places,
+and so is that of optimizer state with the parameter's shape. It is computed as DeepSpeed's ``ds_to_universal`` computes
+it (``params_to_average`` of Universal Checkpointing, 2024): the tensors are added in the order of the places, in
+float32 (float64 stays what it is), and the sum is divided by their number. What is equal at all places is taken as it
+is.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def owner_of(name: str, role: str) -> str:
 
 
 def is_averaged(name: str, entries: Mapping[str, Entry], layout: SavedLayout | None) -> bool:
-    """Whether ranks with this layout have values of their own of the tensor, whose mean is taken. ``entries``: of
-    logical tensors."""
+    """Whether, in this layout, each place has values of its own of the tensor, so that their mean is taken.
+    ``entries``: of logical tensors."""
     entry = entries[name]
     owner = owner_of(name, entry.role)
     if layout is None or owner not in layout.averaged or not dtype_from_name(entry.dtype).is_floating_point:
@@ -45,14 +46,16 @@ def places_of(
     ``name``, ``entries``: of the logical tensor. ``layouts``: of each rank. ``holders``: numbers of the ranks that hold
     the tensor. Raises ``DamagedError`` if the ranks do not agree that it is averaged, or if a place is missing."""
     held = list(holders)
-    kept = {at: layout for at in held if (layout := layouts[at]) is not None and is_averaged(name, entries, layout)}
-    if not kept:
+    averaging = {
+        at: layout for at in held if (layout := layouts[at]) is not None and is_averaged(name, entries, layout)
+    }
+    if not averaging:
         return None
-    sizes = {layout.size for layout in kept.values()}
-    if len(kept) < len(held) or len(sizes) > 1:
+    sizes = {layout.size for layout in averaging.values()}
+    if len(averaging) < len(held) or len(sizes) > 1:
         raise DamagedError(f"the ranks do not agree whether its tensor {name!r} is averaged, and over how many")
     found: dict[int, list[int]] = {}
-    for at, layout in kept.items():
+    for at, layout in averaging.items():
         found.setdefault(layout.rank, []).append(at)
     size = sizes.pop()
     if len(found) < size:

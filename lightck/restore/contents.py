@@ -101,7 +101,7 @@ class RowsOfOther(NamedTuple):
     rank: int
     """The rank that writes them."""
     first: int
-    """The number of the first block."""
+    """The number of the first block, in the order of blocks that ``rows_of_others.py`` defines."""
     checksums: bytes
     """The unseeded checksum of each block, as 4 bytes in little-endian order."""
 
@@ -179,9 +179,11 @@ class Contents:
     from_world: int | None = None
     """If this checkpoint was loaded from the pools of another world: how many ranks had saved it."""
     from_stages: bool = False
-    """Whether pipeline stages have saved it, which keep one name of a tensor that the whole model has under several."""
+    """Whether pipeline stages have saved this checkpoint. A tensor that the whole model has under several names may
+    then have only one of them."""
     means: tuple[str, ...] = ()
-    """The parameters and buffers of which it then took the mean."""
+    """If this checkpoint was loaded from the pools of another world: the names of the parameters and buffers that
+    were averaged (``averages.py``)."""
     layout: SavedLayout | None = None
     """The layout with which the rank saved it; None: it had none."""
 

@@ -1,4 +1,4 @@
-"""Recover from the directory of a group of ranks, without a group or on any rank of one.
+"""Recover from the directory of a group of ranks. The process that recovers may be alone, or be one of several ranks.
 
 The newest checkpoint that all pools of a world have is taken; if it does not verify, the next older one. Without a
 model, the parts of all ranks are put together into whole tensors. With a model, each of its tensors is filled: with the
@@ -38,7 +38,7 @@ from lightck.restore.contents import Contents, MemorySource, in_memory
 from lightck.restore.logical import LogicalCheckpoint
 from lightck.restore.ranges import RangeReader, pieces_of_ranks
 from lightck.restore.relocated import Relocated
-from lightck.restore.stages import bits_of, held_by, names_of_model, refuse_held_by_nobody
+from lightck.restore.stages import flags_of, held_by, names_of_model, refuse_held_by_nobody
 from lightck.restore.together import meeting_of, refuse_other_layouts, refuse_unused_rules
 from lightck.restore.usable import parse, usable_by_id
 from lightck.state.local_tensors import reshard
@@ -123,16 +123,17 @@ def _newest(directory: str, worlds: Sequence[World], step: int | None, take: Tak
     for _ in range(_ATTEMPTS):
         logs = [reader.commit_log() for reader in readers]
         common = [
-            (id_, -number, held)
+            (id_, number, held)
             for number, world in enumerate(worlds)
             for id_, held in common_checkpoints(world).items()
         ]
         rejected: list[RejectedCheckpoint] = []
-        for checkpoint_id, number, held in sorted(common, key=lambda one: one[:2], reverse=True):
+        # The newest id first; of one id, that of the first world (the smallest number) first.
+        for checkpoint_id, number, held in sorted(common, key=lambda one: (one[0], -one[1]), reverse=True):
             if step is not None and checkpoint_id.step != step:
                 continue
             try:
-                return _taken(directory, worlds[-number], held, rejected, take)
+                return _taken(directory, worlds[number], held, rejected, take)
             except DamagedError as err:
                 rejected.append(RejectedCheckpoint(checkpoint_id.step, held[0][0].record.generation, str(err)))
         if [reader.commit_log() for reader in readers] == logs:
@@ -151,7 +152,7 @@ def _recovered_together(directory: str, step: int | None, take: Take[T], meeting
     """``recovered`` for ranks that hold parts, which must be of one checkpoint on all ranks. They agree on the newest
     one that all of them find (a training may have the pools open), and say whether they could load it. If one could
     not, they take the next older one."""
-    struck: set[CheckpointId] = set()
+    failed_ids: set[CheckpointId] = set()
     rejected: list[RejectedCheckpoint] = []
     newest: set[CheckpointId] = set()
     for _ in range(_ATTEMPTS**2):
@@ -159,7 +160,7 @@ def _recovered_together(directory: str, step: int | None, take: Take[T], meeting
             found: dict[CheckpointId, tuple[World, Held]] = {}
             for world in reversed(worlds):
                 found |= {name: (world, held) for name, held in common_checkpoints(world).items()}
-            own = [list(name) for name in found if name not in struck and step in (None, name.step)]
+            own = [list(name) for name in found if name not in failed_ids and step in (None, name.step)]
             has_changed, newest = set(found) != newest, set(found)
             said = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints", msgpack.packb([own, has_changed]))]
             common = frozenset.intersection(*(frozenset(CheckpointId(*name) for name in names) for names, _ in said))
@@ -178,7 +179,7 @@ def _recovered_together(directory: str, step: int | None, take: Take[T], meeting
             if failed is None:
                 assert taken is not None, "this rank has loaded it"
                 return taken
-            struck.add(chosen)
+            failed_ids.add(chosen)
             rejected.append(RejectedCheckpoint(chosen.step, held[0][0].record.generation, failed))
     raise _in_use_error(directory)
 
@@ -295,8 +296,8 @@ class _LoadedParts:
     def refuse_held_by_nobody(self, tensors: ModelTensors, meeting: Meeting) -> None:
         """Raise ``RankError`` if the checkpoint has a tensor that no rank holds. All ranks call this."""
         names = names_of_model(self._entries)
-        bits = meeting.exchange("tensors that are held", bits_of(names, tensors.names))
-        refuse_held_by_nobody(names, self._entries, bits, f"The checkpoint of step {self._contents.step}")
+        flags = meeting.exchange("tensors that are held", flags_of(names, tensors.names))
+        refuse_held_by_nobody(names, self._entries, flags, f"The checkpoint of step {self._contents.step}")
 
     def into(
         self,
@@ -330,8 +331,7 @@ def _parts(
     relocated = Relocated(logical, tensors.parts, held=held_by(tensors), ties=tensors.ties)
     source, contents = in_memory(relocated), parse(relocated)
     _warn_differences(logical)
-    step, id_ = logical.step, logical.of_ranks[0].header
-    wanted = CheckpointId(id_.incarnation, step)
+    wanted = CheckpointId(logical.of_ranks[0].header.incarnation, logical.step)
     checkpoint = _checkpoint(directory, logical, rejected, lambda: _read_again(directory, wanted))
     return _LoadedParts(contents, source, checkpoint, logical.entries)
 
@@ -343,7 +343,7 @@ def _read_again(directory: str, wanted: CheckpointId) -> MemorySource:
     def take(_: str, logical: LogicalCheckpoint, __: object) -> MemorySource:
         found = CheckpointId(logical.of_ranks[0].header.incarnation, logical.step)
         if found != wanted:
-            raise DamagedError("it is of another history")
+            raise DamagedError("the pools hold another checkpoint of this step now")
         return in_memory(Relocated(logical, {}))
 
     return recovered(directory, wanted.step, take)

@@ -32,32 +32,32 @@ class HeldTensors:
         """Raises ``DamagedError`` if rows of a tensor are missing."""
         for name, entry in self.own.entries.items():
             if entry.share is not None and not entry.share.is_whole:
-                for _ in self._rows(name, entry.share):
+                for _ in self._writers(name, entry.share):
                     pass
         self.entries = {name: held_entry(entry) for name, entry in self.own.entries.items()}
 
-    def _rows(self, name: str, share: Share) -> Iterator[tuple[StoredCheckpoint, Share, int]]:
-        """Yield who wrote rows of a tensor that is divided: its checkpoint, its share, and its place. Raises
-        ``DamagedError`` if somebody has not written them."""
+    def _writers(self, name: str, share: Share) -> Iterator[tuple[StoredCheckpoint, Share, int]]:
+        """Yield, for each rank that wrote rows of a tensor that is divided: the rank's checkpoint, its share, and its
+        place in the cut. Raises ``DamagedError`` if the rows of a rank are missing."""
         for place, rank in enumerate(share.cut.ranks):
             first, n_rows = share.rows_of(place)
             if not n_rows:
                 continue
             stored = self.own if place == share.place else self.of_ranks.get(rank)
-            there = None if stored is None else stored.entries.get(name)
-            found = None if there is None else there.share
+            entry = None if stored is None else stored.entries.get(name)
+            written = None if entry is None else entry.share
             if (
                 stored is None
-                or there is None
-                or found is None
-                or (found.cut, found.place, found.pieces) != (share.cut, place, share.pieces)
-                or (there.dtype, there.alias) != (self.own.entries[name].dtype, self.own.entries[name].alias)
+                or entry is None
+                or written is None
+                or (written.cut, written.place, written.pieces) != (share.cut, place, share.pieces)
+                or (entry.dtype, entry.alias) != (self.own.entries[name].dtype, self.own.entries[name].alias)
             ):
                 raise DamagedError(
                     f"its tensor {name!r} cannot be put together: the rows {first} to {first + n_rows - 1}, which rank "
                     f"{rank} writes, are in no pool of this directory at this step"
                 )
-            yield stored, found, place
+            yield stored, written, place
 
     # -- as a checkpoint ---------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class HeldTensors:
                 wholes.append((name, address))
                 continue
             into = Destination(address, self.entries[name].shape, self.entries[name].stride)
-            for stored, written, place in self._rows(name, share):
+            for stored, written, place in self._writers(name, share):
                 source = _box(written, written.rows[0] if written.is_whole else 0)
                 destination = _box(written, written.rows[0])
                 _, reads = boxes.setdefault(share.cut.ranks[place], (stored, []))
@@ -115,7 +115,7 @@ class HeldTensors:
 
 
 def _box(share: Share, first: int) -> Box:
-    """Return the rows of a share, in a tensor in which they begin with the row ``first``."""
+    """Return the box of the share's rows, in a tensor in which the first of these rows has the index ``first``."""
     (shape, dim, *_), (_, n_rows) = share.cut, share.rows
     zeros: Ints = (0,) * len(shape)
     return Box((*zeros[:dim], first, *zeros[dim + 1 :]), (*shape[:dim], n_rows, *shape[dim + 1 :]))

@@ -2,7 +2,7 @@
 
 Each rank of the *old world* has saved its parts of the tensors. ``LogicalCheckpoint`` says which logical tensors there
 are, who holds what of them, and which tensors differ between ranks that should hold the same. ``relocated.py`` reads
-them.
+their bytes.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Holder:
 
     @property
     def views(self) -> Iterator[tuple[Frame | None, tuple[Piece, ...]]]:
-        """Yield what boxes are read from, with the pieces in it: the local tensor; or, if it is flat, each of its
-        pieces as a tensor of its own."""
+        """Yield (frame, pieces) of each tensor from which boxes are read. This is the local tensor (without a frame).
+        If that is flat, each of its pieces is read as a tensor of its own (with a frame)."""
         if not is_flat(self.pieces):
             yield None, self.pieces
             return
@@ -158,7 +158,10 @@ class LogicalCheckpoint:
         return first
 
     def _positions_that_count(self, name: str) -> list[int]:
-        """Return the positions of the checkpoints from whose tensors of this name the logical tensor is made."""
+        """Return the positions, in ``of_ranks``, of the checkpoints whose tensors of this name make up the logical
+        tensor: all that have one. A tensor of the small state counts only from the rank ``state_of``; if that rank has
+        none of this name, extra state of a module counts from the first rank that has it, and other state not at
+        all."""
         found = [at for at, stored in enumerate(self.of_ranks) if name in stored.entries]
         own = self.own.entries.get(name)
         if self.of_ranks[found[0]].entries[name].role == "state":
@@ -173,21 +176,22 @@ class LogicalCheckpoint:
         found = {
             name
             for name, holders in self.holders.items()
-            if self.entries[name].role in wanted and any(map(_differ, self._that_must_agree(name, holders)))
+            if self.entries[name].role in wanted and any(map(_differ, self._groups_that_must_agree(name, holders)))
         }
         if wanted & set(REPLICATED):
             found |= self._differing_rows()
         return [name for name in self.holders if name in found]
 
-    def _that_must_agree(self, name: str, holders: list[Holder]) -> list[list[Holder]]:
-        """Return all holders of a tensor; those of each place, if it is averaged."""
+    def _groups_that_must_agree(self, name: str, holders: list[Holder]) -> list[list[Holder]]:
+        """Return the groups of holders that must have the same bytes of a tensor: one group of all holders; if the
+        tensor is averaged, one group for each place."""
         if name not in self.averaged:
             return [holders]
         return [[one for one in holders if one.position in place] for place in self.averaged[name]]
 
     @property
     def owners_averaged(self) -> list[str]:
-        """The parameters and buffers whose mean is taken, or that of their state; names in the model."""
+        """Names, in the model, of the parameters and buffers that are averaged, or whose optimizer state is."""
         return list(dict.fromkeys(owner_of(name, self.entries[name].role) for name in self.averaged))
 
     def _differing_rows(self) -> set[str]:
@@ -219,7 +223,8 @@ def has_shares(stored: StoredCheckpoint) -> bool:
 
 
 def _whole_entry(entry: Entry) -> Entry:
-    """Return the entry of the logical tensor. If the rank holds all of it, it has the strides of that tensor."""
+    """Return the entry of the logical tensor of which a rank has ``entry``. If the rank holds the whole logical tensor,
+    the result keeps the strides of the rank's tensor; else it is contiguous."""
     held = held_entry(entry)
     if held.logical_shape is None:
         return held
@@ -274,7 +279,7 @@ def _differ(holders: Sequence[Holder]) -> bool:
 
 
 def _have_different_bytes(holders: Sequence[Holder]) -> bool:
-    """Whether two of these, which hold different parts, differ in elements that they have in common."""
+    """Whether two of these differ in elements that both hold, by a comparison of the bytes."""
     shape = _whole_entry(holders[0].entry).shape
     pieces = [one.pieces for one in holders]
     if coverage(shape, pieces).repeated is None:

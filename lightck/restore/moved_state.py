@@ -1,7 +1,7 @@
 """The small state of a checkpoint of several ranks, for a rank that takes it and did not save it.
 
-Random states are new: they follow from run, step and the states that the script has set, or the rank. Positions in
-loaders are moved (``dataloader/moved_position.py``). All else is that of the first rank.
+Random states are new. They follow from the run, the step, and either the states that the script has set or the number
+of the rank. Positions in loaders are moved (``dataloader/moved_position.py``). All else is that of the first rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from lightck.state.rng import RngState
 
 
 def key_of_rank(run_id: bytes, step: int, rank: int) -> bytes:
-    """Return the key from which the random states of a rank follow that takes a checkpoint of other ranks."""
+    """Return the key from which a rank that takes a checkpoint of other ranks derives its random states. ``rank``: 0 if
+    the key is to be the same on all ranks."""
     return run_id + step.to_bytes(8, "little") + rank.to_bytes(8, "little")
 
 
@@ -51,10 +52,10 @@ def moved_state(
     script: RngState | None = None,
     layout: SavedLayout | None = None,
 ) -> tuple[dict[str, object], list[str]]:
-    """Return what the checkpoint of a rank of another world has in its small state in place of what ``relocated`` has,
-    and the names of the loaders whose pass begins again. ``n_saved``: number of ranks of the old world. ``key``: from
-    what the random states of this rank follow; None if the rank keeps those that it had in the old world, and its
-    positions in loaders. ``script``: as in ``derived``. ``layout``: of this rank. Raises ``DamagedError``."""
+    """Return the values that replace those of ``relocated`` in the small state of a rank of another world, and the
+    names of the loaders whose pass begins again. ``n_saved``: number of ranks of the old world. ``key``: the random
+    states of this rank follow from it; None if the rank keeps its random states and its positions in loaders from the
+    old world. ``script``: as in ``derived``. ``layout``: of this rank. Raises ``DamagedError``."""
     changed: dict[str, object] = {"stale_after": None, "copied_from": None, "from_world": n_saved}
     changed["layout"] = None if layout is None else layout.to_value()
     if key is None:
@@ -91,7 +92,7 @@ def describe_restarted(names: Sequence[str]) -> str:
 
 def _positions(logical: LogicalCheckpoint, key: bytes, script: RngState | None) -> tuple[dict[str, object], list[str]]:
     """Return the position of each loader for this rank, and the names of the loaders whose pass begins again. ``key``:
-    from what the random states of this rank follow. Raises ``DamagedError``."""
+    the random states of this rank follow from it. Raises ``DamagedError``."""
     of_ranks = [parse(stored).loaders for stored in logical.of_ranks]
     positions: dict[str, object] = {}
     restarted: list[str] = []

@@ -18,13 +18,13 @@ BATCH_NBYTES = 32 << 20
 """Tensors of so many bytes together are read into memory at a time, or one that is larger."""
 
 
-def commit_copy(writer: PoolWriter, name: CheckpointId, stored: Saved, state: bytes) -> None:
-    """Commit a copy of ``stored`` in an empty pool under ``name``, and wait until it is durable. ``state``: its small
-    state. Raises ``DamagedError``."""
-    writer.incarnation = name.incarnation
+def commit_copy(writer: PoolWriter, checkpoint_id: CheckpointId, stored: Saved, state: bytes) -> None:
+    """Commit a copy of ``stored`` in an empty pool, and wait until it is durable. ``checkpoint_id``: of the copy.
+    ``state``: its small state. Raises ``DamagedError``."""
+    writer.incarnation = checkpoint_id.incarnation
     slot = writer.slots.choose()
     assert slot is not None, "the pool is new"
-    job = begin_copy(writer, slot, stored, {tensor: writer.numbers[tensor] for tensor in stored.entries}, state).job
+    job = begin_copy(writer, slot, stored, {name: writer.numbers[name] for name in stored.entries}, state).job
     try:
         job.release()
         job.wait(ENDED)

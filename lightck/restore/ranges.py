@@ -63,8 +63,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class RangeReader:
-    """Reads tensors of one checkpoint, and parts of them, from open pools, verified. ``opened``: closes the pools, at
-    the latest when nobody has a reference to the reader any more."""
+    """Reads tensors of one checkpoint, and parts of them, from open pools, verified. ``opened``: the open pools. The
+    reader closes them in ``close``, or when the reader itself is garbage-collected."""
 
     def __init__(self, opened: ExitStack, logical: LogicalCheckpoint) -> None:
         self._relocated = Relocated(logical, {})

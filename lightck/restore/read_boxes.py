@@ -170,16 +170,16 @@ class _Plan:
         begins in memory."""
         item, block = entry.item, self.stored.block_nbytes
         low, high = (entry.first + start) * item, (entry.first + start + n) * item
-        first = -(-low // block)
-        last = entry.nbytes if high == entry.nbytes else high // block * block
-        if last <= first * block:  # no whole block
+        first = -(-low // block)  # number of the first whole block
+        begin, end = first * block, entry.nbytes if high == entry.nbytes else high // block * block
+        if end <= begin:  # no whole block
             self._add_buffered(entry, [read], start, start + n)
             return
-        self.straight.append((entry.name, first, last - first * block, address + first * block - low))
-        if low < first * block:
-            self._add_buffered(entry, [read], start, first * block // item - entry.first)
-        if last < high:
-            self._add_buffered(entry, [read], last // item - entry.first, start + n)
+        self.straight.append((entry.name, first, end - begin, address + begin - low))
+        if low < begin:
+            self._add_buffered(entry, [read], start, begin // item - entry.first)
+        if end < high:
+            self._add_buffered(entry, [read], end // item - entry.first, start + n)
 
     def _add_scattered(self, entry: _Stored, reads: list[BoxRead]) -> None:
         """Add boxes that are no runs. Blocks that no box needs are not read."""
@@ -214,7 +214,7 @@ class _Plan:
     def copy_batch(self, batch: Sequence[_Buffered]) -> None:
         """Read the blocks into a buffer, and copy from there."""
         starts = [0]
-        for one in batch:  # an element of 16 bytes begins at a multiple of 16
+        for one in batch:  # each begins at a multiple of 64, so that elements of any size are aligned
             starts.append(starts[-1] + -(-one.nbytes // 64) * 64)
         buffer = np.empty(starts[-1], np.uint8)
         base = buffer.ctypes.data
@@ -243,7 +243,7 @@ def _copy(one: _Buffered, bytes_: npt.NDArray[np.uint8], block: int) -> None:
             common = intersection(box, source)
             if common is None:
                 continue
-            moved = Box(
+            destination = Box(
                 tuple(
                     a - b + c
                     for a, b, c in zip(common.start, source.start, _ordered(read.destination.start, order), strict=True)
@@ -251,7 +251,7 @@ def _copy(one: _Buffered, bytes_: npt.NDArray[np.uint8], block: int) -> None:
                 common.size,
             )
             inside = Box(tuple(a - b for a, b in zip(common.start, box.start, strict=True)), common.size)
-            _array_of(read.into, item).transpose(order)[_slices(moved)] = run[_slices(inside)]
+            _array_of(read.into, item).transpose(order)[_slices(destination)] = run[_slices(inside)]
 
 
 def _as_run(entry: _Stored, read: BoxRead) -> tuple[int, int, int] | None:

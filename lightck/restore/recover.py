@@ -94,7 +94,7 @@ def recover(
         DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``. If one of the latter two rejected
             or ignored its saved state, the model's parameters are NaN, and the message says so; else nothing changed.
         SessionError: the model's session is open.
-        UnsupportedError, LayoutError: this is the pool of one rank: pass the directory; ``layout`` does not fit.
+        UnsupportedError: this is the pool of one rank (pass the directory). LayoutError: ``layout`` does not fit.
         RankError: the directory lacks the pool of a rank, or holds pools of several trainings.
         TypeError, ValueError: an invalid argument, or a ``device`` that this machine or torch does not support.
     """
@@ -325,7 +325,7 @@ def restore_newest(
 class LiveRestore:
     """Restores one checkpoint after the other into live objects, until one of them verifies. The arguments are those of
     ``restore_newest``. ``of_rank``: whether the checkpoints are those of a rank, so that tensors may be parts.
-    ``layout``: which parts they are, apart from DTensors."""
+    ``layout``: which parts the plain tensors are."""
 
     def __init__(
         self,

@@ -7,7 +7,8 @@ from the pools of the old world, verified block by block.
 A tensor that several ranks hold whole is taken from the first of them. If a block is damaged there, it is taken from
 another one. Padding (elements of a local tensor that belong to no piece) is zero, unless a rank of the old world held
 the same part: then the padding is taken with it. Optimizer state with the shape of its parameter is cut as its
-parameter is. Other state must be the same for the whole parameter as for a part of it: a number, or the like.
+parameter is. Other optimizer state must not depend on which part of its parameter a rank holds (a step count, for
+example, does not).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from lightck.restore.logical import (
     whole_pieces,
 )
 from lightck.restore.read_boxes import BoxRead, Destination, blocks_of, read_boxes
-from lightck.restore.stages import Held, merged_state, with_ties
+from lightck.restore.stages import HeldNames, merged_state, with_ties
 from lightck.state.inventory import param_of
 from lightck.state.parts import Part
 from lightck.state.shares import Shares
@@ -55,13 +56,14 @@ class Relocated:
     parts: Mapping[str, Part]
     """Name of a parameter or buffer -> the part of it that the rank holds. All others are whole."""
     rank: int = 0
-    """Ranks begin to read at different holders of the same bytes."""
+    """The rank that reads. It decides from which holder of the same bytes is read first, so that ranks do not all read
+    from one pool."""
     entries: dict[str, Entry] = field(init=False)
-    struck: set[int] = field(default_factory=set)
-    """Positions, in ``of_ranks``, of pools in which a damaged block was found."""
+    damaged_pools: set[int] = field(default_factory=set)
+    """Positions, in ``of_ranks``, of pools in which a damaged block was found. Nothing is read from them any more."""
     falls_back: bool = True
     """Whether a tensor that is damaged in one pool is read from another."""
-    held: Held | None = None
+    held: HeldNames | None = None
     """What this rank holds, if it is a stage of a pipeline; None: all tensors."""
     ties: Mapping[str, str] = field(default_factory=dict)
     """Name of a tied tensor of the live model -> the name under which its bytes are saved. For a checkpoint of stages,
@@ -71,7 +73,7 @@ class Relocated:
     _state: bytes | None = None
     """The small state, if it is not that of one rank."""
     _only: frozenset[int] | None = None
-    """Positions, in ``of_ranks``, of the pools from which is read; None: all."""
+    """Positions, in ``of_ranks``, of the pools from which tensors are read; None: all."""
 
     def __post_init__(self) -> None:
         """Raises ``UnsupportedError`` for optimizer state that cannot be cut."""
@@ -103,8 +105,8 @@ class Relocated:
         if part.logical_shape != entry.shape:
             return entry  # the restore compares the shapes, and says which differ
         same = next((one.entry for one in self.logical.holders.get(name, ()) if one.pieces == part.pieces), None)
-        has_order = len(part.shape) == len(entry.stride) and is_dense(part.shape, entry.stride)
-        stride = entry.stride if has_order else contiguous_stride(part.shape)
+        strides_fit = len(part.shape) == len(entry.stride) and is_dense(part.shape, entry.stride)
+        stride = entry.stride if strides_fit else contiguous_stride(part.shape)
         if same is not None and same.shape == part.shape:
             stride = same.stride
         nbytes = 0 if entry.alias is not None else math.prod(part.shape) * ITEM_NBYTES[entry.dtype]
@@ -126,10 +128,11 @@ class Relocated:
         return found
 
     def alone(self, name: str) -> Relocated:
-        """Return this checkpoint with one tensor only. It knows of no damage. A tensor that may differ between ranks (a
-        buffer) is read from one rank only: from another, it could be of another state than those read before."""
+        """Return this checkpoint with one tensor only, and with no pool known as damaged. A buffer may differ between
+        ranks, so it is read from one rank only: a box from another rank would not fit the boxes that were read
+        before."""
         found = copy(self)
-        found.entries, found.struck = {name: self.logical.entries[name]}, set()
+        found.entries, found.damaged_pools = {name: self.logical.entries[name]}, set()
         found.falls_back = found.entries[name].role in REPLICATED
         return found
 
@@ -195,7 +198,7 @@ class Relocated:
             damaged = self._read(wholes, boxes)
             if damaged is None:
                 return
-            self._strike(*damaged, [name for name, _ in places])
+            self._avoid(*damaged, [name for name, _ in places])
 
     def want_far_blocks(self) -> None:
         """Record, in the partial copies of pools on other hosts, the missing blocks that all tensors need. Raises
@@ -206,7 +209,7 @@ class Relocated:
             names = [name for name in names if name not in self.logical.averaged]
             for name in averaged:
                 for positions in self._places_that_count(name):
-                    self._at(positions, name).want_far_blocks()
+                    self._from_pools(positions, name).want_far_blocks()
         while True:
             wholes, boxes = self._reads([(name, 0) for name in names])
             damaged = None
@@ -223,12 +226,12 @@ class Relocated:
                 stored.reader.partial.want(stored, blocks)
             if damaged is None:
                 return
-            self._strike(*damaged, names)
+            self._avoid(*damaged, names)
 
-    def _strike(self, position: int, error: DamagedError, names: Sequence[str]) -> None:
+    def _avoid(self, position: int, error: DamagedError, names: Sequence[str]) -> None:
         """Read from now on no tensor from a pool with a damaged block. Raises ``error`` if the other pools do not hold
         all of these tensors."""
-        self.struck.add(position)
+        self.damaged_pools.add(position)
         if not self.falls_back or not self._can_do_without(names):
             raise error
         log.warning(
@@ -249,14 +252,15 @@ class Relocated:
         of_places, entry = self._places_that_count(name), self.entries[name]
         if not entry.nbytes:
             return
-        tensors = (load_tensor(self._at(positions, name), name) for positions in of_places)
+        tensors = (load_tensor(self._from_pools(positions, name), name) for positions in of_places)
         value = next(tensors) if len(of_places) == 1 else empty_for(entry, "cpu").copy_(mean_of(tensors))
         ctypes.memmove(address, value.data_ptr(), entry.nbytes)
 
-    def _at(self, positions: Iterable[int], name: str) -> Relocated:
+    def _from_pools(self, positions: Iterable[int], name: str) -> Relocated:
         """Return this checkpoint with one tensor only, which is read from these pools."""
         found = copy(self)
-        found.entries, found.struck, found._only = {name: self.entries[name]}, set(), frozenset(positions)
+        found.entries, found.damaged_pools = {name: self.entries[name]}, set()
+        found._only = frozenset(positions)
         return found
 
     def _reads(
@@ -272,8 +276,8 @@ class Relocated:
                 continue
             holders = self._holders(name)
             same = next((one for one in holders if _is_same_part(holders[one].entry, entry)), None)
-            is_near = not all(one.is_far for one in holders.values())
-            if same is not None and holders[same].is_far and is_near and not has_padding(entry):
+            has_near = not all(one.is_far for one in holders.values())
+            if same is not None and holders[same].is_far and has_near and not has_padding(entry):
                 same = None  # pools on this host have some of it, so not all of it must be fetched
             if same is not None:
                 wholes.setdefault(same, []).append((holders[same].name, address))
@@ -291,21 +295,23 @@ class Relocated:
         return wholes, boxes
 
     def _holders(self, name: str) -> dict[int, Holder]:
-        """Return position in ``of_ranks`` -> holder, of the pools that are not struck. Of tensors that are equal in all
-        pools, those on this host come first, and the first of them is another one for each rank. Of whole buffers, it
-        is the rank whose small state counts. Of buffers of which each rank takes a part, it is the same one on all
-        ranks, so that the parts fit together."""
+        """Return position in ``of_ranks`` -> holder, of the pools that are not damaged, in the order in which they are
+        tried.
+
+        A tensor that is equal in all pools is read from the pools on this host first, and each rank begins with another
+        one of them. A whole buffer is read from the rank whose small state counts. If each rank takes a part of a
+        buffer, all ranks begin with the same pool, so that the parts fit together."""
         found = {
             one.position: one for one in self.logical.holders[name] if self._only is None or one.position in self._only
         }
-        left = [number for number in found if number not in self.struck]
+        left = [number for number in found if number not in self.damaged_pools]
         entry = self.entries[name]
         if entry.role not in REPLICATED:
-            order = _from(left, 0 if entry.pieces is not None else self.logical.state_of)
+            order = _rotated(left, 0 if entry.pieces is not None else self.logical.state_of)
         else:
             near = [number for number in left if not found[number].is_far]
             far = [number for number in left if found[number].is_far]
-            order = _from(near, self.rank % max(1, len(found))) + _from(far, self.logical.far_first.get(name, 0))
+            order = _rotated(near, self.rank % max(1, len(found))) + _rotated(far, self.logical.far_first.get(name, 0))
         return {number: found[number] for number in order}
 
     def _read(
@@ -322,7 +328,7 @@ class Relocated:
         return None
 
     def _can_do_without(self, names: Sequence[str]) -> bool:
-        """Whether the pools that are not struck hold all of these tensors."""
+        """Whether the pools that are not damaged hold all of these tensors."""
         for name in names:
             entry = self.entries[name]
             pieces = tuple(one.pieces for one in self._holders(name).values())
@@ -332,7 +338,7 @@ class Relocated:
         return True
 
 
-def _from(numbers: list[int], first: int) -> list[int]:
+def _rotated(numbers: list[int], first: int) -> list[int]:
     """Return these numbers, which are sorted, from ``first`` or the next larger one on, and then the smaller ones."""
     at = next((place for place, number in enumerate(numbers) if number >= first), 0)
     return numbers[at:] + numbers[:at]

@@ -1,8 +1,8 @@
 """Restore a checkpoint into a live training, in place, bit for bit.
 
 ``check`` compares classes, groups, names, shapes and dtypes, and changes nothing. ``apply`` then writes. Live tensors
-keep their dtype, device and layout. An optimizer's ``load_state_dict`` is not called, because it casts. ``apply``
-writes the tensors first, then the objects in ``state``, then the state and the options of the optimizers.
+keep their dtype, device and memory layout. An optimizer's ``load_state_dict`` is not called, because it casts.
+``apply`` writes the tensors first, then the objects in ``state``, then the state and the options of the optimizers.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def check(
     ``objects``: name in ``state`` -> object; None as the object means that what was saved under this name is not
     restored. ``unused_is_drift``: whether it counts as drift if there is no live object for a saved optimizer or for a
     saved name in ``state``. ``of_rank``: whether the checkpoint is that of a rank, so that tensors may be parts.
-    ``layout``: which parts they are, apart from DTensors.
+    ``layout``: which parts the plain tensors are.
     """
     reshard(model)
     view = ModelView(model, layout)
@@ -305,7 +305,7 @@ def _other_groups(saved: OptimizerContents, live: OptimizerView) -> str:
     names = [name for group in saved.names[n_live:] for name in group]
     if not names:
         return (
-            f"{fact}, of which the last have no parameter of this rank. Give the optimizers of all pipeline stages the "
+            f"{fact}, whose last groups have no parameter on this rank. Give the optimizers of all pipeline stages the "
             "same parameter groups in the same order, empty ones included"
         )
     return (

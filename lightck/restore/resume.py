@@ -37,7 +37,8 @@ class Recovered:
     """The step of the restored checkpoint."""
     exact: bool
     """Whether every rank restored a state of its own, so that the continuation can be bit-identical. False if a rank
-    had lost its pool and took the checkpoint of another rank. The same on all ranks."""
+    had lost its pool and took the checkpoint of another rank, or if the checkpoint was loaded from the pools of another
+    world. The same on all ranks."""
     reason: str
     """Why ``exact`` is False; else empty."""
 

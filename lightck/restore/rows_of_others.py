@@ -1,4 +1,4 @@
-"""Whether a rank held the rows that other ranks wrote for it: what its checkpoint records, against their pools.
+"""Compare the rows that a rank held, as its checkpoint records them, with those that other ranks wrote for it.
 
 Ranks of a host divide tensors that all of them hold. With each checkpoint a rank records checksums of some blocks
 of its own rows that other ranks write. (A small model records all of them.) If these differ from what the other ranks
@@ -26,7 +26,8 @@ def differing_rows(
     own: StoredCheckpoint, records: Iterable[RowsOfOther], of_ranks: Mapping[int, StoredCheckpoint]
 ) -> list[str]:
     """Return the names of tensors of which the rank held other rows than the ranks that wrote them. If another rank
-    found that its tensor differs, and no record says what this rank held, the tensor is returned too.
+    wrote its tensor whole, because the tensors differ, and no record says what this rank held, the tensor is returned
+    too.
 
     ``own``: the rank's checkpoint. ``records``: those in its small state. ``of_ranks``: rank -> its checkpoint of the
     same step. Raises ``DamagedError``."""
@@ -60,7 +61,7 @@ class _Written:
     def differing(self, record: RowsOfOther) -> list[str]:
         """Return the names of the tensors of which the record has other checksums."""
         held, at, found = np.frombuffer(record.checksums, "<u4").tolist(), 0, []
-        for entry, first, count in self._named_by(record.first, len(held)):
+        for entry, first, count in self._tensors_with(record.first, len(held)):
             if self._checksums(entry)[first : first + count] != held[at : at + count]:
                 found.append(entry.name)
             self._n_compared[entry.name] += count
@@ -68,17 +69,17 @@ class _Written:
         return found
 
     def unknown(self) -> list[str]:
-        """Return the names of the tensors that this rank wrote whole, because its tensor differs from another one, and
-        that were not compared."""
+        """Return the names of the tensors that the other rank wrote whole, because its tensor differs from that of some
+        rank, and that were not compared completely."""
         return [
             entry.name
             for entry, n_blocks in self._tensors
             if entry.share is not None and entry.share.is_whole and self._n_compared[entry.name] < n_blocks
         ]
 
-    def _named_by(self, start: int, count: int) -> Iterable[tuple[Entry, int, int]]:
-        """Yield each tensor that has some of these ``count`` blocks, from the block ``start`` on: the first one of its
-        blocks that is among them, and how many are."""
+    def _tensors_with(self, start: int, count: int) -> Iterable[tuple[Entry, int, int]]:
+        """Yield (entry, first, n) of each tensor that has some of the ``count`` blocks from block ``start`` on: its
+        blocks ``first`` to ``first + n`` (excluded) are among them."""
         begin = 0
         for entry, n_blocks in self._tensors:
             low, high = max(start, begin), min(start + count, begin + n_blocks)

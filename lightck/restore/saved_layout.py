@@ -1,7 +1,7 @@
 """What a checkpoint keeps of the layout with which a rank saved it (``lightck.layout``), besides pieces and names.
 
-It says which place the rank had, and of which tensors each rank has values of its own, whose mean another number of
-ranks takes. The text of the rules is for people.
+It says which place the rank had, and which tensors are averaged: each place has values of its own of them, and another
+number of ranks takes their mean. The text of the rules is for people.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class SavedLayout(NamedTuple):
     """The layout of one rank."""
 
     rank: int
-    """Among the ranks that share tensors."""
+    """The rank's place in the layout, from 0."""
     size: int
-    """How many ranks share them."""
+    """How many places the layout has."""
     stage: int
     """The pipeline stage of the rank."""
     stages: int

@@ -2,7 +2,7 @@
 
 The small state of a checkpoint names tensors, too: those of each optimizer's groups, extra state of modules, and some
 others. Here the small states of all stages become that of the whole model, or that of a rank which holds some of its
-tensors (``Held``). Numbers and objects that belong to no tensor are those of the rank whose state counts.
+tensors (``HeldNames``). Numbers and objects that belong to no tensor are those of the rank whose state counts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lightck.state.inventory import param_of
 from lightck.state.rules import ModelTensors
 
 
-class Held(NamedTuple):
-    """The tensors of the whole model that a rank holds."""
+class HeldNames(NamedTuple):
+    """Which tensors of the whole model a rank holds, by name."""
 
     names: frozenset[str]
     """Of parameters and buffers, as in the pool."""
@@ -33,8 +33,8 @@ class Held(NamedTuple):
     """Name of a tied tensor -> the name under which its bytes are saved."""
 
     def holds(self, entry: Entry) -> bool:
-        """Whether the rank holds a tensor of the whole model, or of an optimizer's state. Objects in ``state=`` are
-        the same for all."""
+        """Whether the rank holds a tensor of the whole model, or of an optimizer's state. Every rank holds the tensors
+        of objects in ``state=``."""
         if entry.role in ("param", "buffer"):
             return entry.name in self.names or not entry.name.startswith("model/")
         if entry.role == "optimizer" and entry.name.startswith("optimizer/"):
@@ -47,14 +47,14 @@ class Held(NamedTuple):
         return f"model/{name}" in self.names or name.startswith("outside/")
 
 
-def held_by(tensors: ModelTensors) -> Held | None:
+def held_by(tensors: ModelTensors) -> HeldNames | None:
     """Return what this rank holds, if its model is a stage; None: all tensors."""
-    return Held(tensors.names, tensors.extra, tensors.ties) if tensors.is_stage else None
+    return HeldNames(tensors.names, tensors.extra, tensors.ties) if tensors.is_stage else None
 
 
 def with_ties(entries: Mapping[str, Entry], ties: Mapping[str, str]) -> dict[str, Entry]:
-    """Return the entries, with one more for each tied name that has none, if the other name of its tensor has one. (The
-    stages save the bytes of a tensor under one name, also if the whole model has it under two.)"""
+    """Return the entries, and an alias for each tied name that has no entry while the other name of its tensor has one.
+    (The stages save the bytes of a tensor under one name, also if the whole model has it under two.)"""
     found = dict(entries)
     for name, alias in ties.items():
         owner = entries.get(alias)
@@ -64,7 +64,7 @@ def with_ties(entries: Mapping[str, Entry], ties: Mapping[str, str]) -> dict[str
 
 
 def refuse_missing_stages(layouts: Sequence[SavedLayout | None]) -> None:
-    """Raise ``DamagedError`` if these ranks are not all stages of a model. ``layouts``: of each rank."""
+    """Raise ``DamagedError`` if a stage of the model is missing among these ranks. ``layouts``: of each rank."""
     stages = {one.stage for one in layouts if one is not None and one.stages > 1}
     count = max((one.stages for one in layouts if one is not None), default=1)
     if stages and len(stages) < count:
@@ -77,7 +77,7 @@ def refuse_missing_stages(layouts: Sequence[SavedLayout | None]) -> None:
 # -- the small state ---------------------------------------------------------------------------------------------------
 
 
-def merged_state(of_ranks: Sequence[StoredCheckpoint], own: StoredCheckpoint, held: Held | None) -> bytes:
+def merged_state(of_ranks: Sequence[StoredCheckpoint], own: StoredCheckpoint, held: HeldNames | None) -> bytes:
     """Return the packed small state of the whole model; of what a rank holds, if ``held`` is given. ``own``: the
     checkpoint of the rank whose state counts. Raises ``DamagedError``, and ``UnsupportedError`` for optimizers that
     cannot be put together."""
@@ -122,12 +122,12 @@ def _optimizer_value(one: OptimizerContents) -> dict[str, object]:
     }
 
 
-def _optimizers(contents: Sequence[Contents], held: Held | None) -> tuple[list[OptimizerContents], set[int]]:
+def _optimizers(contents: Sequence[Contents], held: HeldNames | None) -> tuple[list[OptimizerContents], set[int]]:
     """Return the optimizers of the whole model, or of what a rank holds; and their numbers in the stages."""
     found, kept = [], set()
     for number in range(max((len(one.optimizers) for one in contents), default=0)):
         of_stages = [one.optimizers[number] for one in contents if number < len(one.optimizers)]
-        one = _without_others(_joined(of_stages), held)
+        one = _with_held_params(_joined(of_stages), held)
         if held is None or one.all_names or not any(of_stage.all_names for of_stage in of_stages):
             found.append(one)
             kept.add(number)
@@ -160,8 +160,8 @@ def _values(one: OptimizerContents) -> dict[Any, object]:
     return unpack_dict(one.values, tensor=refuse)
 
 
-def _without_others(one: OptimizerContents, held: Held | None) -> OptimizerContents:
-    """Return the optimizer of a rank that holds only some parameters."""
+def _with_held_params(one: OptimizerContents, held: HeldNames | None) -> OptimizerContents:
+    """Return the optimizer with only the parameters that a rank holds."""
     if held is None:
         return one
     names = [[name for name in group if held.holds_param(name)] for group in one.names]
@@ -173,7 +173,7 @@ def _without_others(one: OptimizerContents, held: Held | None) -> OptimizerConte
 
 
 def differing_options(of_ranks: Sequence[StoredCheckpoint]) -> Iterator[str]:
-    """Yield a text for each optimizer that the stages cannot have together: another class, other options of a group,
+    """Yield a text for each optimizer in which stages contradict each other: another class, other options of a group,
     or another state of a parameter that several stages have. Raises ``DamagedError``."""
     contents = [parse(stored).optimizers for stored in of_ranks]
     for number in range(max(map(len, contents), default=0)):
@@ -204,8 +204,8 @@ def names_of_model(entries: Mapping[str, Entry]) -> list[str]:
     )
 
 
-def bits_of(names: Sequence[str], held: Iterable[str]) -> bytes:
-    """Return a bit for each of ``names``: whether it is held."""
+def flags_of(names: Sequence[str], held: Iterable[str]) -> bytes:
+    """Return a byte for each of ``names``: 1 if it is in ``held``, else 0."""
     known = set(held)
     return bytes(name in known for name in names)
 
@@ -214,8 +214,8 @@ def refuse_held_by_nobody(
     names: Sequence[str], entries: Mapping[str, Entry], of_ranks: Sequence[bytes], what: str
 ) -> None:
     """Raise ``RankError`` if the checkpoint has a tensor that none of the ranks has. ``names``: of the parameters and
-    buffers of the checkpoint. ``of_ranks``: ``bits_of`` them for each rank. ``what``: names the checkpoint."""
-    found = {name for bits in of_ranks for name, is_held in zip(names, bits, strict=True) if is_held}
+    buffers of the checkpoint. ``of_ranks``: for each rank, ``flags_of`` these names. ``what``: names the checkpoint."""
+    found = {name for flags in of_ranks for name, is_held in zip(names, flags, strict=True) if is_held}
     left = [name for name in names if name not in found and entries[name].alias not in found]
     if left:
         raise RankError(

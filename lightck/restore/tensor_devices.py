@@ -1,7 +1,7 @@
-"""Which device a tensor comes back to that lies inside a value: inside an optimizer's lists, or in ``state=``.
+"""The device to which a restore moves a tensor inside a value: inside an optimizer's lists, or in ``state=``.
 
-Such a tensor is read into host memory first. ``torch.load`` would put it on the device from which it was saved. A pool
-also goes on elsewhere, so here the live objects decide.
+Such a tensor is read into host memory first. ``torch.load`` would put it on the device from which it was saved. But a
+training may continue on other devices than before, so here the live objects decide.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MovedTensors:
 
 def like_live(saved: Any, live: Any) -> Any:
     """Return ``saved`` with each tensor on the device of the tensor that ``live`` has in the same place. Tensors that
-    ``live`` has not stay where they are. Containers other than tuples are changed in place."""
+    ``live`` lacks stay where they are. Containers other than tuples are changed in place."""
     return _like_live(saved, live, {})
 
 

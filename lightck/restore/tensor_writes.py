@@ -192,25 +192,27 @@ class TensorWrites:
     def _split(self, added: list[Named]) -> tuple[list[Named], list[Named]]:
         """Return two lists: the tensors into whose memory the reader can write in parallel, and all other tensors."""
         shared, entries = sharing_memory(added), self.source.entries
-        if not shared and _have_layouts_of([entries[name] for name, _ in added], [tensor for _, tensor in added]):
+        if not shared and _have_memory_layouts_of(
+            [entries[name] for name, _ in added], [tensor for _, tensor in added]
+        ):
             return added, []  # the usual case
         apart: list[Named] = []
         others: list[Named] = []
         for name, tensor in added:
-            fits = id(tensor) not in shared and _has_layout_of(entries[name], tensor)
+            fits = id(tensor) not in shared and _has_memory_layout_of(entries[name], tensor)
             (apart if fits else others).append((name, tensor))
         return apart, others
 
 
 def _write_one(source: Source, name: str, tensor: torch.Tensor) -> None:
-    """Write one tensor: by address if its memory has the saved layout, else through a copy."""
-    if _has_layout_of(source.entries[name], tensor):
+    """Write one tensor: by address if it has the saved memory layout, else through a copy."""
+    if _has_memory_layout_of(source.entries[name], tensor):
         source.read_into(name, tensor.data_ptr())
     else:
         write(tensor, load_tensor(source, name))
 
 
-def _has_layout_of(entry: Entry, tensor: torch.Tensor) -> bool:
+def _has_memory_layout_of(entry: Entry, tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory holds the elements in the same order as the saved bytes, without gaps, so that the
     bytes can be written by address."""
     if not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
@@ -220,9 +222,9 @@ def _has_layout_of(entry: Entry, tensor: torch.Tensor) -> bool:
     return tensor.stride() == entry.stride or (tensor.is_contiguous() and is_contiguous(entry.shape, entry.stride))
 
 
-def _have_layouts_of(entries: list[Entry], tensors: list[torch.Tensor]) -> bool:
-    """Whether ``_has_layout_of`` is true for each pair of entry and tensor. This test takes less time than one call for
-    each pair. In some cases it returns False although all pairs match."""
+def _have_memory_layouts_of(entries: list[Entry], tensors: list[torch.Tensor]) -> bool:
+    """Whether ``_has_memory_layout_of`` is true for each pair of entry and tensor. This test takes less time than one
+    call for each pair. In some cases it returns False although all pairs match."""
     return (
         all(map(attrgetter("is_cpu"), tensors))
         and not any(map(torch.Tensor.is_conj, tensors))

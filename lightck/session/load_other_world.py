@@ -26,7 +26,7 @@ from lightck.restore.logical import LogicalCheckpoint
 from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_state, refuse_different_ranks
 from lightck.restore.recover import LiveRestore
 from lightck.restore.relocated import Relocated
-from lightck.restore.stages import bits_of, held_by, names_of_model, refuse_held_by_nobody
+from lightck.restore.stages import flags_of, held_by, names_of_model, refuse_held_by_nobody
 from lightck.restore.usable import parse
 from lightck.session.group import Group
 from lightck.session.lost_pool import no_longer_intact
@@ -141,9 +141,9 @@ def _refuse_held_by_nobody(other: OtherWorlds, meeting: Meeting, logical: Logica
     """Raise ``RankError`` if the checkpoint has a tensor that no rank holds. All ranks call this. ``logical``: None if
     this rank cannot read it."""
     names = [] if logical is None else names_of_model(logical.entries)
-    bits = meeting.exchange("tensors that are held", bits_of(names, other.tensors.names))
-    if logical is not None and all(len(one) == len(names) for one in bits):
-        refuse_held_by_nobody(names, logical.entries, bits, f"The checkpoint of step {logical.step}")
+    flags = meeting.exchange("tensors that are held", flags_of(names, other.tensors.names))
+    if logical is not None and all(len(one) == len(names) for one in flags):
+        refuse_held_by_nobody(names, logical.entries, flags, f"The checkpoint of step {logical.step}")
 
 
 def _other_parts(own: StoredCheckpoint, now: Relocated) -> list[str]:

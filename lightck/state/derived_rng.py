@@ -1,11 +1,11 @@
 """Random states that are not drawn and not saved, but follow from a key: the same key gives the same states.
 
 A rank whose pool was lost takes the checkpoint of another rank. It must not draw the random numbers of that rank. If it
-is killed and does so again, it must draw the same ones as the first time.
+is killed and takes the checkpoint again, it must draw the same numbers as the first time.
 
-Ranks of another number get states that follow from the states which the script has set, too. So ranks that the script
-seeds equally (those of one tensor parallel group, which must drop the same elements) stay equal, and ranks that it
-seeds differently stay different.
+If a checkpoint is loaded into another number of ranks, their states follow from the key and from the states that the
+script has set. So ranks that the script seeds equally (those of one tensor parallel group, which must drop the same
+elements) stay equal, and ranks that it seeds differently stay different.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ def derived(like: RngState, key: bytes, script: RngState | None = None) -> RngSt
     is left out, as when a state is restored. ``script``: the states that the script has set; None: they do not
     count."""
     kind = getattr(np.random, like.numpy["bit_generator"])
-    own = _Keys(key, script)
+    seeds = _Seeds(key, script)
     return RngState(
-        random.Random(own.seed("python")).getstate(),
-        np.random.RandomState(kind(own.seed("numpy"))).get_state(legacy=False),
-        torch.Generator().manual_seed(own.seed("torch")).get_state(),
-        tuple((index, _of_device(own, index)) for index, _ in like.cuda if index < torch.cuda.device_count()),
+        random.Random(seeds.of("python")).getstate(),
+        np.random.RandomState(kind(seeds.of("numpy"))).get_state(legacy=False),
+        torch.Generator().manual_seed(seeds.of("torch")).get_state(),
+        tuple((index, _of_device(seeds, index)) for index, _ in like.cuda if index < torch.cuda.device_count()),
     )
 
 
-def _of_device(own: _Keys, index: int) -> torch.Tensor:
-    return torch.Generator(f"cuda:{index}").manual_seed(own.seed(f"cuda:{index}")).get_state()
+def _of_device(seeds: _Seeds, index: int) -> torch.Tensor:
+    return torch.Generator(f"cuda:{index}").manual_seed(seeds.of(f"cuda:{index}")).get_state()
 
 
-class _Keys:
-    """The key of each generator."""
+class _Seeds:
+    """Derives a seed for each generator."""
 
     def __init__(self, key: bytes, script: RngState | None) -> None:
         self._key = key
@@ -53,7 +53,7 @@ class _Keys:
                 **{f"cuda:{index}": state.numpy().tobytes() for index, state in script.cuda},
             }
 
-    def seed(self, generator: str) -> int:
+    def of(self, generator: str) -> int:
         """Return a seed of 63 bits for one generator."""
         digest = blake2b(self._key, digest_size=8, person=generator.encode())
         digest.update(self._of_script.get(generator, b""))

@@ -170,7 +170,8 @@ def unsaved_tensors(optimizer: object, known: Collection[int]) -> list[str]:
     """Return the names of the optimizer's attributes that hold tensors which nothing saves. ``known``: ids of tensors
     that are saved in any case. Tensors in ``state``, ``param_groups`` and ``defaults`` count as saved."""
     saved = {"state", "param_groups", "defaults"}
-    own = set(known) | {id(t) for part in saved for t in _tensors_in(getattr(optimizer, part, None), 5)}
+    depth = _DEPTH + 1  # ``state`` has one level more than another attribute: a dict for each parameter
+    own = set(known) | {id(t) for part in saved for t in _tensors_in(getattr(optimizer, part, None), depth)}
     attributes = {k: v for k, v in _attributes(optimizer).items() if k not in saved and not _is_optimizer(v)}
     return [k for k, v in attributes.items() if any(id(t) not in own for t in _tensors_in(v, _DEPTH))]
 

@@ -97,8 +97,8 @@ def replicas_of(held: torch.Tensor) -> list[int]:
 
 def mesh_of(lives: Iterable[Live], layout: Layout | None = None) -> tuple[Ints, Ints]:
     """Return the shape of the device mesh of these tensors, and the coordinate of this process in it. If the tensors
-    have several meshes, the one with the most ranks is taken. Without a mesh of several ranks, the ranks of the layout
-    count as one; without a layout, both are empty."""
+    have several meshes, the one with the most ranks is taken. Without a mesh of several ranks, that of the layout is
+    returned; without a layout, both are empty."""
     meshes = [live.dtensor.device_mesh for live in lives if is_dtensor(live.dtensor)]
     mesh = max(meshes, key=lambda one: (one.size(), one.ndim), default=None)
     if mesh is None or mesh.size() < 2 or mesh.get_coordinate() is None:

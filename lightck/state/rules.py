@@ -56,8 +56,8 @@ def tensors_of(model: nn.Module, layout: Layout | None) -> ModelTensors:
 
 
 def assign_parts(layout: Layout | None, lives: Sequence[Live]) -> None:
-    """Set ``Live.part`` of each of these tensors that has a rule. Optimizer state comes after its parameter. Raises
-    ``LayoutError``."""
+    """Set ``Live.part`` of each of these tensors that has a rule. In ``lives`` a parameter must come before its
+    optimizer state. Raises ``LayoutError``."""
     if layout is None:
         return
     rules = _rules_by_owner(layout, lives)

@@ -29,8 +29,8 @@ class Shares:
         """Names of the optimizer state of divided parameters that this rank has had so far."""
 
     def assign(self, lives: Iterable[Live]) -> None:
-        """Set ``Live.share`` of each of these tensors that is divided. (Of optimizer state that comes after the first,
-        when other ranks may have none for that parameter, this rank writes all rows.)"""
+        """Set ``Live.share`` of each of these tensors that is divided. (Once this rank has had optimizer state, it
+        writes all rows of state that appears later, because other ranks may have no state for that parameter.)"""
         lives = list(lives) if self.cuts else []
         state = {
             live.name
@@ -45,7 +45,8 @@ class Shares:
             live.share = self._share(live.alias or live.name, live.role, shape, stride)
 
     def applied_to(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Return these entries of held tensors, by name, with the share in place of each that is divided."""
+        """Return these entries of held tensors, by name. For a tensor that is divided, the result has the entry of what
+        this rank writes."""
         found = dict(entries)
         for name, entry in entries.items() if self.cuts else ():
             if entry.share is None:
@@ -60,9 +61,9 @@ class Shares:
         for name, entry in entries.items():
             cut = self._cut(entry.alias or name, entry.role, entry.shape)
             if cut is not None:
-                share = entry_of_share(entry, Share(cut, cut.ranks.index(self.rank)))
-                has_strides = is_dense(share.shape, share.stride)
-                found[name] = share if has_strides else share._replace(stride=contiguous_stride(share.shape))
+                rows = entry_of_share(entry, Share(cut, cut.ranks.index(self.rank)))
+                strides_fit = is_dense(rows.shape, rows.stride)
+                found[name] = rows if strides_fit else rows._replace(stride=contiguous_stride(rows.shape))
         return found
 
     def _cut(self, name: str, role: str, shape: Ints) -> Cut | None:
@@ -77,6 +78,7 @@ class Shares:
         cut = self._cut(name, role, shape)
         if cut is None:
             return None
-        has_runs = is_dense(shape, stride) and dim_to_divide(shape, stride) == cut.dim
-        share = Share(cut, cut.ranks.index(self.rank), name in self.written_whole or not has_runs)
+        is_one_run = is_dense(shape, stride) and dim_to_divide(shape, stride) == cut.dim
+        share = Share(cut, cut.ranks.index(self.rank), name in self.written_whole or not is_one_run)
+        # A whole tensor in which the rank has no rows of its own is stored like one that is not divided.
         return None if share.is_whole and not share.rows[1] else share
