@@ -1,10 +1,10 @@
 """How often checkpoints are copied to another host, if the user does not say so: rank 0 measures, and chooses.
 
 A copy of one checkpoint at full speed takes c seconds: attach has measured this on all ranks at once, and c is the
-longest time. A step takes s seconds. The smallest number of steps between two copies is chosen with which copying at
-full speed would take at most a fiftieth of the training time: 50 c / s, rounded up to a multiple of the interval, and
-at least twice the interval. (With a tenth, two ranks that kept each other's copies on one machine of two cores became
-20 % slower: each end of a copy takes a core for a part of the time.)
+longest time. A step takes s seconds. With n steps between two copies, copying at full speed would take c / (n s) of the
+training time. The number n is the smallest with which that is at most a fiftieth: 50 c / s, rounded up to a multiple of
+the interval, and at least twice the interval. (With a tenth, two ranks that kept each other's copies on one machine of
+two cores became 20 % slower: each end of a copy takes a core for a part of the time.)
 """
 
 from __future__ import annotations
