@@ -100,7 +100,7 @@ def refuse_differences(reports: Sequence[Report]) -> None:
     first_on: dict[str, int] = {}
     for rank, report in enumerate(reports):
         first = first_on.setdefault(report.boot_id, rank)
-        # Containers on one host may have a directory each under the same path: they are as hosts are.
+        # Containers on one host may have a directory each under the same path. They count as separate hosts.
         if report.directory_id != reports[first].directory_id and report.directory != reports[first].directory:
             raise RankError(
                 f"The directory {reports[first].directory!r} on {_name(reports, first)} is not the directory "
@@ -111,11 +111,12 @@ def refuse_differences(reports: Sequence[Report]) -> None:
 
 
 def decide(
-    reports: Sequence[Report], *, resume: bool, overwrite: bool, struck: Mapping[CheckpointId, str] = _NONE
+    reports: Sequence[Report], *, resume: bool, overwrite: bool, unrestorable: Mapping[CheckpointId, str] = _NONE
 ) -> Start:
     """Return how the group begins.
 
-    resume, overwrite: the arguments of attach. struck: checkpoint -> reason, for each that some rank could not restore.
+    resume, overwrite: the arguments of attach. unrestorable: checkpoint -> reason, for each that some rank could not
+    restore.
 
     Raises ``CheckpointExistsError`` if there are checkpoints, and neither ``resume`` nor ``overwrite`` is True. Raises
     ``RankError`` if ranks hold checkpoints and have none in common, or pools of different trainings.
@@ -130,9 +131,9 @@ def decide(
         return _new_run(reports)
     runs = {(report.run_id, report.world_id) for report in reports if report.run_id}
     lost = ranks_without_pool(reports)
-    left = [ids - struck.keys() for rank, ids in enumerate(held) if rank not in lost]
+    left = [ids - unrestorable.keys() for rank, ids in enumerate(held) if rank not in lost]
     common = newest_common(left) if len(runs) == 1 else None
-    if (common is None or lost) and not struck and may_start_from_nothing(held):
+    if (common is None or lost) and not unrestorable and may_start_from_nothing(held):
         return _new_run(reports)  # an earlier start was killed before the first common checkpoint: nothing is lost
     if not resume:
         raise CheckpointExistsError(
@@ -151,8 +152,8 @@ def decide(
             "Nothing was changed. Put the pools of one training into the directory; attach(..., overwrite=True) on all "
             "ranks discards all pools and starts afresh."
         )
-    if common is None and struck:
-        reasons = "; ".join(f"step {name.step}: {why}" for name, why in struck.items())
+    if common is None and unrestorable:
+        reasons = "; ".join(f"step {name.step}: {why}" for name, why in unrestorable.items())
         raise RankError(
             f"No checkpoint that all ranks have can be restored on all of them. {reasons}. Nothing was overwritten. "
             "Use another copy of these pools; attach(..., overwrite=True) on all ranks discards all pools and starts "
@@ -188,14 +189,14 @@ def _sources(reports: Sequence[Report], lost: Sequence[int]) -> dict[int, int]:
                 "the ranks divided what they write (without a layout, attach(..., split=False) makes each pool keep "
                 f"all that its rank holds; replicas=2 keeps copies on another host). {cure}"
             )
-        there = [
+        candidates = [
             at
             for at, other in enumerate(reports)
             if at not in lost and other.directory_id == reports[rank].directory_id
         ]
-        if not there:
+        if not candidates:
             raise RankError(f"{fact}. No other rank on that host has a pool that could replace the lost one. {cure}")
-        sources[rank] = there[0]
+        sources[rank] = candidates[0]
     return sources
 
 
@@ -210,14 +211,14 @@ def describe_replaced(replaced: Mapping[int, int]) -> str:
 
 
 def describe_other_rows(differing: Sequence[Sequence[str]]) -> str:
-    """Return what to say about ranks that get back rows of other ranks, which are not those that they had; "" if there
-    is none. ``differing``: for each rank, the names of these tensors."""
+    """Return what to say about ranks that do not get back the rows that they had, but different ones that other ranks
+    wrote; "" if there is none. ``differing``: for each rank, the names of the tensors with such rows."""
     texts = [f"rank {rank} in {listed(names, 3)}" for rank, names in enumerate(differing) if names]
     if not texts:
         return ""
     return (
         "the ranks of a host divided what they wrote, and did not hold the same when the checkpoint was saved "
-        f"({'; '.join(texts)}): each rank named here gets rows of the ranks that wrote them"
+        f"({'; '.join(texts)}): each rank named here gets the rows that other ranks wrote"
     )
 
 
@@ -246,7 +247,8 @@ def describe_from_world(n_saved: int, n_now: int) -> str:
 
 
 def describe_missing(missing: Sequence[int]) -> str:
-    """Return what to say about a checkpoint that as many ranks load as saved it, if the pools of some are missing."""
+    """Return what to say about a checkpoint that the same number of ranks saved and load, if the pools of some ranks
+    are missing."""
     return (
         f"{describe_lost(missing)} missing, and all ranks load what the others have: random states are new, and "
         "objects in state= are those of the first rank"
@@ -261,8 +263,8 @@ def describe_lost(ranks: Sequence[int]) -> str:
 
 
 def new_world(reports: Sequence[Report], adopted: CheckpointId, run_id: bytes, incarnation: int) -> Start:
-    """Return how the group begins that has loaded ``adopted`` from the pools of another world. ``incarnation``: the
-    largest one in the directory."""
+    """Return how a group begins that goes on from a checkpoint of another world. ``adopted``: that checkpoint, which
+    all ranks have loaded. ``incarnation``: the largest one in the directory."""
     return Start(
         adopted, next_incarnation([incarnation]) + _random_number(reports), run_id, reports[0].new_ids[ID_NBYTES:]
     )

@@ -2,10 +2,10 @@
 
 A copy of one checkpoint at full speed takes c seconds: its bytes, at the speed of the slowest rank when attach copied
 the first checkpoint on all ranks at once. (That one may be smaller: before the first update, most optimizers have no
-state.) A step takes s seconds. The smallest number of steps between two copies is chosen with which copying at full
-speed would take at most a fiftieth of the training time: 50 c / s, rounded up to a multiple of the interval, and at
-least twice the interval. (With a tenth, two ranks that kept each other's copies on one machine of two cores became 20 %
-slower: each end of a copy takes a core for a part of the time.)
+state.) A step takes s seconds. With n steps between two copies, copying at full speed would take c / (n s) of the
+training time. The number n is the smallest with which that is at most a fiftieth: 50 c / s, rounded up to a multiple of
+the interval, and at least twice the interval. (With a tenth, two ranks that kept each other's copies on one machine of
+two cores became 20 % slower: each end of a copy takes a core for a part of the time.)
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from lightck.pool.storage.file import sync_folder
 from lightck.ranks.rule import CheckpointId
 
 log = logging.getLogger("lightck")
-COPIES = "peer-copies"
+PEER_COPIES = "peer-copies"
 """Name of the folder in the directory of a host in which the peer copies of other hosts' pools lie."""
 _GAP_NBYTES_MAX = 64 << 10
 """Two runs of bytes with a smaller gap between them are copied as one."""
@@ -46,7 +46,7 @@ Run = tuple[int, int]
 
 def copies_in(directory: str | os.PathLike[str]) -> list[str]:
     """Return the paths of the peer copies in a host's directory, sorted."""
-    folder = os.path.join(directory, COPIES)
+    folder = os.path.join(directory, PEER_COPIES)
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -66,7 +66,7 @@ def readable_copies(directory: str) -> Iterator[tuple[str, PoolReader]]:
 
 def is_peer_copy(path: str) -> bool:
     """Whether a pool is a peer copy, by the folder in which it lies."""
-    return os.path.basename(os.path.dirname(path)) == COPIES
+    return os.path.basename(os.path.dirname(path)) == PEER_COPIES
 
 
 def id_of(stored: StoredCheckpoint) -> CheckpointId:

@@ -3,7 +3,7 @@
 The messages of the sender, and the answers. (Instead of any answer, ``{"error": text}`` may come.)
 
     open        The pool from which the next checkpoints come: its superblock and layout table. Answer:
-                ``{"contents": ids}``, the checkpoints that this rank's copies have.
+                ``{"contents": ids}``, the checkpoints in the copies of the sender's pools.
     begin       One checkpoint. Answer: ``{"has": True}`` if the copy has it, and its bytes verify. Otherwise
                 ``{"has": False}``; then the sender sends the bytes, run by run, the receiver verifies and commits them,
                 and answers ``{}``.
@@ -24,7 +24,7 @@ from typing import Any
 
 from lightck.errors import PoolError
 from lightck.pool.format.structures import CommitRecord, DamagedError
-from lightck.ranks.copy_file import COPIES, CopyFile, Run, copies_in, uuid_of
+from lightck.ranks.copy_file import PEER_COPIES, CopyFile, Run, copies_in, uuid_of
 from lightck.ranks.directory import pool_name
 from lightck.ranks.link import Link, LinkError
 from lightck.ranks.rule import CheckpointId
@@ -43,8 +43,8 @@ class CopyReceiver:
         self._link, self._rank, self._world_size = link, rank, world_size
         self._directory = directory
         self._files: list[CopyFile] = []
-        """Of this rank's pools, the current one last. (A relayout gives the pool a new file. The copy of the old file
-        stays until it holds nothing that is needed.)"""
+        """The peer copies of the pools of ``rank``, the current one last. (A relayout gives the pool a new file. The
+        copy of the old file stays until it holds nothing that is needed.)"""
         self._buffer = memoryview(bytearray(CHUNK_NBYTES))
         self._thread = threading.Thread(target=self._run, name="lightck-copies-in", daemon=True)
         self._thread.start()
@@ -74,7 +74,7 @@ class CopyReceiver:
             raise LinkError(f"a message cannot be used: {err!r}") from err
 
     def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        folder = os.path.join(self._directory, COPIES)
+        folder = os.path.join(self._directory, PEER_COPIES)
         os.makedirs(folder, mode=0o700, exist_ok=True)
         uuid = bytes(message["uuid"])
         for at, file in enumerate(self._files):

@@ -65,7 +65,7 @@ class CopySender:
         """Checkpoints in the copy that may hold old bytes. They are dropped before anything else is done."""
         self._lock = threading.Lock()
         """Held while ``_struck`` is changed."""
-        self._n_commits_without = 0
+        self._n_commits_since_failure = 0
         self._wake, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -167,8 +167,8 @@ class CopySender:
         self._own = own
         self._wake.set()
         if self.failure is not None and not self.is_refused:
-            self._n_commits_without += 1
-            if self._n_commits_without == _COMMITS_BEFORE_WARNING:
+            self._n_commits_since_failure += 1
+            if self._n_commits_since_failure == _COMMITS_BEFORE_WARNING:
                 log.warning("lightck: no more checkpoints are copied to another host. %s", self.failure)
 
     def struck(self) -> None:
@@ -222,7 +222,8 @@ class CopySender:
             return False
         self.copying = name
         try:
-            # What the rank has learnt before it could see ``copying`` is seen here.
+            # Before ``copying`` was set, the training thread may have chosen this slot to overwrite. If so, what the
+            # rank knows now allows that, and the checkpoint is not copied.
             if not self._known().may_overwrite(name) and self.copy(name, is_paced=True):
                 self._publish(self.in_copy - self._struck)
             else:

@@ -21,8 +21,8 @@ _POOL_NAME = re.compile(r"rank-(\d{5,})-of-(\d{5,})(?:-[0-9a-f]{8})?\.pool")
 
 
 def pool_name(rank: int, world_size: int, suffix: str = "") -> str:
-    """Return the usual name of a rank's pool. ``suffix``: eight hexadecimal digits, or empty. It is given if the name
-    without it is that of a pool of another world with as many ranks."""
+    """Return the usual name of a rank's pool. ``suffix``: eight hexadecimal digits, or empty. A pool has one only if
+    another world with as many ranks has a pool under the name without it. A peer copy always has one."""
     return f"rank-{rank:05d}-of-{world_size:05d}{'-' * bool(suffix)}{suffix}.pool"
 
 
@@ -61,7 +61,7 @@ class World:
 
     @property
     def missing(self) -> list[int]:
-        """The ranks whose pools are missing."""
+        """The ranks whose pools are missing, and of which no peer copy was opened."""
         return [rank for rank in range(self.world_size) if rank not in self.readers]
 
     @property

@@ -114,7 +114,8 @@ class Meeting:
         def missing() -> list[int]:
             if self.store.check(keys):
                 return []
-            # A rank that fails later has written its message of this exchange before.
+            # The keys are looked at again, because a rank that failed after this exchange had written its message here
+            # before it wrote its error. Then all messages are there, and this exchange is complete.
             if self.store.check([self.key("failed")]) and not self.store.check(keys):
                 self._raise_failure()
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]

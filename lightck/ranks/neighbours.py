@@ -40,8 +40,8 @@ log = logging.getLogger("lightck")
 _PAUSES = (0.00005, 0.005)
 """Seconds between two reads of the neighbours' commit logs while a rank waits: the first pause, and the longest
 one."""
-_LOST_SECONDS = 2.0
-"""How long a rank waits for room although its peer copies have ended."""
+_SECONDS_WITHOUT_COPIES = 2.0
+"""After the peer copies of a rank have ended, the rank still waits so long for room before it raises their error."""
 
 
 class Neighbour:
@@ -92,8 +92,8 @@ class Neighbour:
         return None
 
     def may_still_have(self, name: CheckpointId) -> bool:
-        """Whether the pool may hold a checkpoint later that it does not hold now: it holds none as new. If the pool has
-        moved to a new file, that file is read from now on."""
+        """Whether the pool may yet get a checkpoint that it does not hold now: it may if all that it holds are older.
+        If the pool has moved to a new file, that file is read from now on."""
         self.look_for_new_file()
         records = self._reader.commit_log().records.values()
         return all(CheckpointId(one.incarnation, one.step) < name for one in records)
@@ -186,7 +186,7 @@ class Neighbour:
         self._reader.close()
 
 
-class Keeper(Protocol):
+class SlotHolds(Protocol):
     """Holds checkpoints, so that a relayout carries them over: ``Holds`` (tiers/pin.py)."""
 
     def take_slot(self, writer: PoolWriter, index: int, *, is_for_ranks: bool) -> Any: ...
@@ -202,13 +202,13 @@ class GroupRule(CommitListener):
         neighbours: Sequence[Neighbour],
         knowledge: Knowledge,
         ids: Mapping[int, CheckpointId],
-        keeper: Keeper,
+        holds: SlotHolds,
         *,
         timeout: float,
         name_of: Callable[[int], str],
     ) -> None:
         """``neighbours``: the other ranks on this host. ``knowledge``: what every rank knows when attach returns.
-        ``ids``: generation -> id of each checkpoint in this rank's pool. ``keeper``: a commit listener that was added
+        ``ids``: generation -> id of each checkpoint in this rank's pool. ``holds``: a commit listener that was added
         before this one. ``timeout``: seconds after which a wait for other ranks ends with an error. ``name_of``:
         returns the name of a rank for messages."""
         self.knowledge = knowledge
@@ -218,7 +218,7 @@ class GroupRule(CommitListener):
         self._ids = dict(ids)
         self._own: frozenset[CheckpointId] = frozenset()
         """The committed checkpoints in this rank's pool at the last call of ``_learn``."""
-        self._keeper = keeper
+        self._holds = holds
         self._kept: list[Any] = []
         """During a relayout: the holds of what it carries over."""
         self.sender: CopySender | None = None
@@ -227,22 +227,22 @@ class GroupRule(CommitListener):
         """Keep the peer copies of ranks on another host."""
         self.cadence: CopyCadence | None = None
         """Chooses which checkpoints are copied, on rank 0; None if the user has chosen it."""
-        self._elsewhere: Publication | None = None
+        self._publication: Publication | None = None
         self._together: PoolView | None = None
-        """What all ranks have together, as far as this rank has learnt it from ``_elsewhere``."""
+        """What all ranks have together, as far as this rank has learnt it from ``_publication``."""
 
     def keep_copies(self, sender: CopySender, every: int) -> None:
         """Copy checkpoints to another host from now on, as ``Knowledge`` says. ``follow`` was called before. ``every``:
         0 if rank 0 chooses it (``CopyCadence``)."""
-        assert self._elsewhere is not None, "copies lie on other hosts"
+        assert self._publication is not None, "copies lie on other hosts"
         self.sender = sender
-        self._elsewhere.expects_number = every == 0
+        self._publication.expects_copy_every = every == 0
         self.knowledge = replace(self.knowledge, copied=self.knowledge.common, copy_every=every)
-        sender.start(frozenset(self._ids.values()), lambda: self.knowledge, self._elsewhere.publish_copied)
+        sender.start(frozenset(self._ids.values()), lambda: self.knowledge, self._publication.publish_copied)
 
-    def follow(self, elsewhere: Publication) -> None:
+    def follow(self, publication: Publication) -> None:
         """Learn from this object what the ranks on other hosts have. It is closed with this rank's pool."""
-        self._elsewhere = elsewhere
+        self._publication = publication
 
     # -- decisions and events of the pipeline ------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class GroupRule(CommitListener):
         failure = None if self.sender is None else self.sender.failure
         if (
             failure is not None
-            and time.monotonic() > began + _LOST_SECONDS
+            and time.monotonic() > began + _SECONDS_WITHOUT_COPIES
             and self.knowledge.waits_for_copies(self._own)
         ):
             raise failure
@@ -323,22 +323,22 @@ class GroupRule(CommitListener):
         self._ids = {at: one for at, one in self._ids.items() if at in generations}
         newest = CheckpointId(writer.incarnation, step)
         self._ids[slot.generation] = newest
-        counting = reported(self._ids.values(), self.knowledge.adoption)
-        if self._elsewhere is not None:
-            self._elsewhere.publish(PoolView.of(counting, newest))
+        own = reported(self._ids.values(), self.knowledge.adoption)
+        if self._publication is not None:
+            self._publication.publish(PoolView.of(own, newest))
             if self.cadence is not None:
                 every = self.cadence.committed(step, sum(entry.nbytes for entry in writer.entries))
                 if every is not None:
-                    self._elsewhere.announce(every)
+                    self._publication.announce(every)
                     self.cadence = None
         if self.sender is not None:
-            self.sender.committed(counting)
+            self.sender.committed(own)
 
     def relayout_begins(self, old: PoolWriter) -> None:
-        """Have everything carried over that must not be overwritten. Then the new file's name overwrites, all at once,
-        only what the rule lets this rank overwrite."""
+        """Have everything carried over that must not be overwritten. When the new file then takes the pool's name, all
+        other checkpoints are overwritten at once, which the rule allows."""
         for index in sorted(self.held(old)):
-            self._kept.append(self._keeper.take_slot(old, index, is_for_ranks=True))
+            self._kept.append(self._holds.take_slot(old, index, is_for_ranks=True))
 
     def relayout_done(self, new: PoolWriter) -> None:
         self._release_kept()
@@ -348,7 +348,7 @@ class GroupRule(CommitListener):
 
     def _release_kept(self) -> None:
         for hold in self._kept:
-            self._keeper.release(hold)
+            self._holds.release(hold)
         self._kept = []
 
     def closed(self) -> None:
@@ -356,8 +356,8 @@ class GroupRule(CommitListener):
             self.sender.close()
         for receiver in self.receivers:
             receiver.close()
-        if self._elsewhere is not None:
-            self._elsewhere.close()
+        if self._publication is not None:
+            self._publication.close()
         for neighbour in self.neighbours:
             neighbour.close()
 
@@ -375,7 +375,7 @@ class GroupRule(CommitListener):
         """Read the other pools, and update ``knowledge``. ``own``: the committed checkpoints in this rank's pool."""
         floor = self.knowledge.floor
         news = [neighbour.has_news(floor) for neighbour in self.neighbours]
-        together = None if self._elsewhere is None else self._elsewhere.together
+        together = None if self._publication is None else self._publication.together
         if any(news) or own != self._own or together is not self._together:
             self._own, self._together = own, together
             views = [neighbour.view for neighbour in self.neighbours]
@@ -384,16 +384,16 @@ class GroupRule(CommitListener):
             else:
                 in_copy = () if self.sender is None else self.sender.in_copy
                 self.knowledge = self.knowledge.learn(own, [*views, together], together.copied, in_copy)
-        if self._elsewhere is not None and self._elsewhere.number and not self.knowledge.copy_every:
-            self.knowledge = replace(self.knowledge, copy_every=self._elsewhere.number)
+        if self._publication is not None and self._publication.copy_every and not self.knowledge.copy_every:
+            self.knowledge = replace(self.knowledge, copy_every=self._publication.copy_every)
 
     def _slowest(self) -> str:
         """Return a text with the other ranks that are farthest behind, and with the step of their newest checkpoint."""
-        elsewhere = self._elsewhere
-        if elsewhere is not None and elsewhere.error is not None:
-            err = elsewhere.error
+        publication = self._publication
+        if publication is not None and publication.error is not None:
+            err = publication.error
             return f"ranks on other hosts (the store of the process group fails: {type(err).__name__}: {err})"
-        views = dict(elsewhere.views) if elsewhere is not None else {}
+        views = dict(publication.views) if publication is not None else {}
         views.update({neighbour.rank: neighbour.view for neighbour in self.neighbours})
         steps = {rank: -1 if view.newest is None else view.newest.step for rank, view in views.items()}
         least = min(steps.values(), default=-1)

@@ -33,7 +33,7 @@ log = logging.getLogger("lightck")
 _PAUSES = (0.001, 0.1)
 """Seconds between two reads of the store while news are expected: at first, and at most. They double, so news are found
 after at most twice the time that they took."""
-_STALE_SECONDS = 0.25
+_UNCHANGED_SECONDS = 0.25
 """After so many seconds without news from rank 0, a helper reads the views of all ranks itself, as often as that. In a
 group of more than ``_RANKS`` ranks the time is longer in proportion, because each of them reads that many values."""
 _RANKS = 64
@@ -71,15 +71,15 @@ class Publication:
         """The error of the last attempt to use the store; None if that succeeded."""
         self._store, self._rank, self._world_size = store, rank, world_size
         self._keys = [key("view", one) for one in range(world_size)]
-        self._together_key, self._number_key = key("together", 0), key("number", 0)
+        self._together_key, self._copy_every_key = key("together", 0), key("copy-every", 0)
         self._copied: frozenset[CheckpointId] = frozenset()
         self._to_announce: int | None = None
-        self.expects_number = False
-        """Whether rank 0 will announce a number."""
-        self.number: int | None = None
-        """What rank 0 has announced, as far as this rank has learnt it."""
+        self.expects_copy_every = False
+        """Whether rank 0 will announce the number of steps between two copies (``CopyCadence``)."""
+        self.copy_every: int | None = None
+        """The number of steps between two copies, once this rank has learnt it from rank 0."""
         self._own, self._published = own, PoolView.of(())
-        self._stale_seconds = _STALE_SECONDS * max(1.0, world_size / _RANKS)
+        self._unchanged_seconds = _UNCHANGED_SECONDS * max(1.0, world_size / _RANKS)
         self._read_at = time.monotonic()
         """When this rank last had news, published some, or read the views of all ranks."""
         self._is_closing = False
@@ -99,9 +99,9 @@ class Publication:
         self._copied = copied
         self._wake.set()
 
-    def announce(self, number: int) -> None:
-        """Tell all ranks a number, once (rank 0)."""
-        self._to_announce = number
+    def announce(self, copy_every: int) -> None:
+        """Tell all ranks the number of steps between two copies. Called once, on rank 0."""
+        self._to_announce = copy_every
         self._wake.set()
 
     def close(self) -> None:
@@ -141,14 +141,14 @@ class Publication:
 
     def _exchange(self) -> bool:
         """Publish this rank's view if it has changed, and read the news. Returns whether there were any."""
-        self._exchange_number()
+        self._exchange_copy_every()
         own, now = self._own._replace(copied=self._copied), time.monotonic()
         if own != self._published:
             self._store.set(self._keys[self._rank], packed(own))
             self._published, self._read_at = own, now
         if self._rank == 0:
             found = self._put_together()
-        elif now > self._read_at + self._stale_seconds:
+        elif now > self._read_at + self._unchanged_seconds:
             found, self._read_at = self._put_together(), now
         else:
             found = self._read_together()
@@ -159,15 +159,15 @@ class Publication:
             self._store.set(self._together_key, packed(found))
         return True
 
-    def _exchange_number(self) -> None:
-        """Write the number that is to be announced, or read it."""
-        if not self.expects_number or self.number is not None:
+    def _exchange_copy_every(self) -> None:
+        """Write the number of steps between two copies that is to be announced, or read it."""
+        if not self.expects_copy_every or self.copy_every is not None:
             return
         if self._to_announce is not None:
-            self._store.set(self._number_key, msgpack.packb(self._to_announce))
-            self.number = self._to_announce
-        elif self._rank and self._store.check([self._number_key]):
-            self.number = int(msgpack.unpackb(self._store.multi_get([self._number_key])[0]))
+            self._store.set(self._copy_every_key, msgpack.packb(self._to_announce))
+            self.copy_every = self._to_announce
+        elif self._rank and self._store.check([self._copy_every_key]):
+            self.copy_every = int(msgpack.unpackb(self._store.multi_get([self._copy_every_key])[0]))
 
     def _read_together(self) -> PoolView | None:
         """Return what rank 0 has put together last; None if it has not done so yet."""
@@ -195,5 +195,6 @@ class Publication:
 
 
 def _is_older(one: PoolView, other: PoolView) -> bool:
-    """Whether a view was true at an earlier moment than another: rank 0 may be later than this rank was itself."""
+    """Whether a view was true at an earlier moment than another. (The value that rank 0 has written may be older than
+    what this rank has put together itself.)"""
     return other.newest is not None and (one.newest is None or one.newest < other.newest)

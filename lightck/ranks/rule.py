@@ -225,11 +225,12 @@ class Knowledge:
         """Return what the rank knows after it has seen the pools of all other ranks. ``own``: the checkpoints that are
         committed in its own pool. ``copied``: those that are in the peer copies of all ranks. ``in_copy``: those in
         the peer copy of its own pool. The pool may have overwritten one of these as one that can never become common.
-        Then the copy must know that as well, or it would never have room for another.
+        ``never_common`` of the result contains it too; otherwise it would never be dropped from the copy, which would
+        have no room for another.
 
         ``never_common`` of the result contains only checkpoints newer than ``floor``. Older ones may be overwritten in
-        any case. The adopted checkpoint must stay even if a rank lacks it, because that rank lost its pool and restored
-        its tensors from others.
+        any case. So it does not contain the adopted checkpoint, which is common when training begins. That checkpoint
+        must stay even if a rank lacks it: a rank that lost its pool has restored its tensors from others.
         """
         # Before a rank has dropped them, its copy may hold checkpoints that the group has left.
         copied = [one for one in copied if not is_dead(one, self.adoption)]
@@ -268,6 +269,9 @@ class Knowledge:
 
         An empty slot is chosen first, then a checkpoint to which no recovery can come back, then the oldest checkpoint.
         So the checkpoints before the common one stay as long as possible, for the case that the common one is damaged.
+
+        Only the model in ``tests/ranks/`` calls this. In a training, ``Slots.choose`` chooses among the slots that
+        ``GroupRule.held`` leaves.
         """
         free = [slot for slot, content in contents.items() if self.may_overwrite(content)]
         return min(free, key=lambda slot: self._priority(contents[slot]), default=None)
@@ -275,7 +279,8 @@ class Knowledge:
     def may_remove(self, contents: Iterable[CheckpointId]) -> bool:
         """Whether the pool's old file may be removed after a relayout that has carried nothing over. ``contents``: the
         checkpoints in that file. It may be removed if the rank may overwrite each of them. Until then it stays, because
-        it may be the only file with the newest common checkpoint."""
+        it may be the only file with the newest common checkpoint. Only the model in ``tests/ranks/`` calls this,
+        because lightck carries checkpoints over."""
         return all(self.may_overwrite(content) for content in contents)
 
     def _is_due(self, content: CheckpointId) -> bool:

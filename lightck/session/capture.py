@@ -325,8 +325,8 @@ class Capture:
             self._find_resizable(None if buffers_from is None else buffers_from.buffers)
             self._refuse_resized_dtensors(lives)
         self._warn_shared_memory(lives)
-        others = [] if read_rows is None else read_rows(lives, tensor_list, step)
-        small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after, others)
+        rows = [] if read_rows is None else read_rows(lives, tensor_list, step)
+        small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after, rows)
         if buffers_from is not None and (buffers_from.buffers or self.model.has_buffers):
             lives, tensor_list = self._with_buffers_of(buffers_from, lives), None
         return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list)
@@ -447,11 +447,11 @@ class Capture:
         provisional: Provisional | None,
         lives: list[Live],
         stale_after: int | None = None,
-        others: Sequence[RowsOfOther] = (),
+        rows_of_others: Sequence[RowsOfOther] = (),
     ) -> bytes:
         """Return the small state, packed, and append its large tensors to ``lives``. ``provisional``: what was read
         right after the update, to use in place of the present random states, states of loaders and extra state (None:
-        the next step has not begun, so the present state is right)."""
+        the next step has not begun, so the present state is right). ``rows_of_others``: what ``ReadRows`` returned."""
         now = rng.capture()
         at_start = now if provisional is None else provisional.rng  # the random states from which the next step starts
         if provisional is not None:
@@ -481,7 +481,7 @@ class Capture:
         if self.layout is not None:
             state["layout"] = self._saved_layout(lives)
         if self.shares.cuts:
-            state["others"] = [list(one) for one in others]
+            state["others"] = [list(one) for one in rows_of_others]
         return self._state.pack(state)
 
     def _saved_layout(self, lives: Sequence[Live]) -> dict[str, object]:

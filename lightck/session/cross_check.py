@@ -285,22 +285,22 @@ def _regions(token: object, lives: Sequence[Live], block: int) -> _Regions:
     found = sorted(_regions_in(lives), key=lambda one: (one.rank, one.name))
     counts = [-(-one.tensor.nbytes // block) for one in found]
     on_devices = [transfer_of(one.tensor) is not None for one in found]
-    plain = [not on_device and is_plain(one.tensor) for one, on_device in zip(found, on_devices, strict=True)]
-    own = [one for one, is_own in zip(found, plain, strict=True) if is_own]
+    in_plain = [not on_device and is_plain(one.tensor) for one, on_device in zip(found, on_devices, strict=True)]
+    plain = [one for one, is_in_plain in zip(found, in_plain, strict=True) if is_in_plain]
     blocks = NO_BLOCKS
-    if own:
-        addresses, nbytes = [address_of(one.tensor) for one in own], [one.tensor.nbytes for one in own]
-        blocks = Blocks.of(addresses, nbytes, [0] * len(own), block)
+    if plain:
+        addresses, nbytes = [address_of(one.tensor) for one in plain], [one.tensor.nbytes for one in plain]
+        blocks = Blocks.of(addresses, nbytes, [0] * len(plain), block)
     begins = _begins_of_rank(found, counts)
-    begins_of_own = np.array([begins[i] for i, is_own in enumerate(plain) if is_own] or [0], np.int64)
-    ranks = np.array([one.rank for one in own] or [0], np.int64)
+    begins_of_plain = np.array([begins[i] for i, is_in_plain in enumerate(in_plain) if is_in_plain] or [0], np.int64)
+    ranks = np.array([one.rank for one in plain] or [0], np.int64)
     others: list[tuple[_Region, int]] = []
     of_devices: list[tuple[_Region, int]] = []
-    for one, is_own, on_device, count in zip(found, plain, on_devices, counts, strict=True):
-        if not is_own:
+    for one, is_in_plain, on_device, count in zip(found, in_plain, on_devices, counts, strict=True):
+        if not is_in_plain:
             (of_devices if on_device else others).extend((one, number) for number in range(count))
-    of_rank = begins_of_own[blocks.owners] + blocks.checksum_positions
-    return _Regions(token, own, blocks, ranks[blocks.owners], of_rank, others, of_devices)
+    of_rank = begins_of_plain[blocks.owners] + blocks.checksum_positions
+    return _Regions(token, plain, blocks, ranks[blocks.owners], of_rank, others, of_devices)
 
 
 def _regions_in(lives: Sequence[Live]) -> Iterator[_Region]:

@@ -29,7 +29,8 @@ from lightck.restore.together import store_of
 log = logging.getLogger("lightck")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 HOST_VARIABLE = "LIGHTCK_TEST_HOST"
-"""Environment variable of tests, in which directories stand for hosts: it stands for name and boot id of a host."""
+"""Environment variable of tests, in which each directory stands for a host: its value replaces the host's name and boot
+id."""
 
 
 @dataclass(frozen=True, slots=True)

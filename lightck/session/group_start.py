@@ -4,7 +4,7 @@
     report      Each rank sends its arguments, a digest of its tensors, and the list of its checkpoints. All compute the
                 same decision: a checkpoint to continue from, or a new training.
     restore     To continue, each rank restores its part of the chosen checkpoint, and votes. If a rank finds its part
-                damaged, that checkpoint is struck from the reports, and all decide again.
+                damaged, that checkpoint is left out of the reports, and all decide again.
     replace     A rank whose pool is lost has restored from the pool of another rank. It makes a new pool with a copy of
                 that checkpoint (``lost_pool.py``), and goes on with this pool as all others do.
     adopt       To continue, each rank records the checkpoint and the agreed incarnation in its pool.
@@ -56,7 +56,6 @@ from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
 from lightck.restore.usable import parse, usable_by_id
 from lightck.session.arguments import Arguments, SaveOptions
-from lightck.session.fetch_pools import Hosts
 from lightck.session.group import (
     Group,
     Membership,
@@ -85,9 +84,10 @@ from lightck.session.lost_pool import (
     state_of_lost_rank,
 )
 from lightck.session.other_world import OtherWorlds, find_other_worlds
-from lightck.session.partial_copies import remove_copies
+from lightck.session.partial_copies import remove_partial_copies
 from lightck.session.peer_copies import PeerCopies, hosts_of_copies
 from lightck.session.pool_file import PoolFile
+from lightck.session.pools_of_hosts import Hosts
 from lightck.session.shares_of_others import restore_one_of
 from lightck.session.split import shares_of
 from lightck.state.parts import mesh_of
@@ -163,7 +163,7 @@ class GroupStart:
     def own_path(self, arguments: Arguments) -> str:
         """Return the path of this rank's pool in the directory. Create the directory if it does not exist."""
         directory = ensure_directory(arguments.pool_path)
-        remove_copies(directory)
+        remove_partial_copies(directory)
         remove_all_stale(directory)  # no rank makes its pool before all ranks are beyond the exchange that follows
         if arguments.resume:
             refuse_other_pools(directory)
@@ -336,11 +336,11 @@ class GroupStart:
 
     def _restore_and_vote(self, restore: LiveRestore, stored: Stored, reports: list[Report], start: Start) -> Restored:
         """Restore the chosen checkpoint. If a rank cannot restore it, restore the next older common one, and so on."""
-        struck: dict[CheckpointId, str] = {}
+        unrestorable: dict[CheckpointId, str] = {}
         while True:
             name = start.adopted
             assert name is not None, "resume=True, so a checkpoint is chosen or an error is raised"
-            remark = self._compare_replicas(stored, start) if start.sources else ""
+            remark = self._compare_replicated_state(stored, start) if start.sources else ""
             chosen, problem, differing = restore_one_of(restore, name, stored.get(name, []), self.group)
             contents = None if chosen is None else parse(chosen)
             # A source's own checkpoint may be a copy, too. What counts is from where this rank took it.
@@ -360,12 +360,12 @@ class GroupStart:
                 return Restored(name, start, chosen, is_done, "; ".join(filter(None, reasons)), (0, *replaced), remark)
             why = f"{self.meeting.name_of(failed[0])} cannot restore it: {votes[failed[0]][0]}"
             log.warning(
-                "lightck: the checkpoint of step %d cannot be used on any rank, because %s. An older one is looked for",
+                "lightck: the checkpoint of step %d is used on no rank, because %s. An older one is looked for",
                 name.step,
                 why,
             )
-            struck[name] = why
-            start = decide(reports, resume=True, overwrite=False, struck=struck)
+            unrestorable[name] = why
+            start = decide(reports, resume=True, overwrite=False, unrestorable=unrestorable)
 
     # -- a rank whose pool is lost -----------------------------------------------------------------------
 
@@ -391,7 +391,7 @@ class GroupStart:
                     "runs now; attach(..., overwrite=True) on all ranks discards all pools and starts afresh."
                 )
 
-    def _compare_replicas(self, stored: Stored, start: Start) -> str:
+    def _compare_replicated_state(self, stored: Stored, start: Start) -> str:
         """Raise ``RankError`` if the ranks whose pools are left have other parameters or another optimizer state than
         each other: then none of them can replace another. Returns a remark for the warning if only one pool is left,
         so that nothing can be compared. ``stored``: of this rank's pool, if that is left."""

@@ -44,6 +44,7 @@ class Loaded:
     name: CheckpointId
     checkpoint: Relocated
     is_done: bool
+    """Whether the training was declared finished there."""
     reason: str
     """Why the continuation is not bit-identical."""
     changed_state: Mapping[str, object]
@@ -61,7 +62,7 @@ def load(other: OtherWorlds, group: Group, meeting: Meeting, restore: LiveRestor
             assert loaded is not None, "this rank has voted for it"
             return loaded
         reasons.append(f"step {name.step}: {meeting.name_of(failed)} cannot restore it: {problems[failed]}")
-        log.warning("lightck: a checkpoint cannot be used on any rank (%s). An older one is looked for", reasons[-1])
+        log.warning("lightck: a checkpoint is used on no rank (%s). An older one is looked for", reasons[-1])
     raise RankError(
         f"No checkpoint in {os.path.dirname(other.path)!r} can be restored on all ranks. {'; '.join(reasons)}. Nothing "
         "was overwritten. Use another copy of these pools; attach(..., overwrite=True) on all ranks discards all pools "
@@ -89,7 +90,7 @@ def _load_on_all(
             problem = str(err)
         except BlocksMissingError:
             lacks_blocks = True
-        if other.copies is not None and other.copies.fetch_wanted():
+        if other.partial_copies is not None and other.partial_copies.fetch_wanted():
             continue
         if not has_compared_names:
             _refuse_held_by_nobody(other, meeting, logical)
@@ -115,7 +116,7 @@ def fetch_for_copy(other: OtherWorlds, source: Relocated) -> None:
             source.want_far_blocks()
         except DamagedError as err:
             raise no_longer_intact(source, err) from err
-        if other.copies is None or not other.copies.fetch_wanted():
+        if other.partial_copies is None or not other.partial_copies.fetch_wanted():
             return
 
 
@@ -147,7 +148,8 @@ def _refuse_held_by_nobody(other: OtherWorlds, meeting: Meeting, logical: Logica
 
 
 def _other_parts(own: StoredCheckpoint, now: Relocated) -> list[str]:
-    """Return the names of the parameters of which this rank held another part, in a pool that names the same mesh."""
+    """Return the names of the parameters of which this rank now holds another part than ``own``, the checkpoint in its
+    pool of the old world, has. ``now``: this rank's parts of the checkpoint."""
     return [
         name
         for name, entry in now.entries.items()
@@ -166,8 +168,8 @@ def _load_one(
         reason = describe_missing(other.source.missing)
     else:
         reason = describe_from_world(other.source.world_size, group.world_size)
-    if other.from_copies:
-        reason += f"; {describe_lost(other.from_copies)} lost, and the peer copy is used"
+    if other.from_peer_copies:
+        reason += f"; {describe_lost(other.from_peer_copies)} lost, and the peer copy is used"
     averaged = logical.owners_averaged if relocated.own_place is None else []
     if averaged:
         reason += f"; {describe_averaged(averaged)}"

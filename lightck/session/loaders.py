@@ -40,7 +40,7 @@ class LoaderEvents(LoaderHost):
                 "training loop, and let the DataLoader fetch ahead (num_workers=, prefetch_factor=)."
             )
         if _serves_evaluation(loader):
-            return  # the checkpoint stays open until the training continues
+            return  # the step stays open until the training continues
         with steps.meter.stall("next"):
             steps.commits.raise_failure()
             if steps.loop_top is not None:

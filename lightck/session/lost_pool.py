@@ -92,9 +92,9 @@ def copy_into_new_pool(
     changed_state: Mapping[str, object],
 ) -> None:
     """Create the pool of this rank (``pipeline.pool.group``) with a copy of ``stored``, committed under ``name``. The
-    pool gets its path when the copy is durable, and is closed again. ``entries``: for which the pool has space besides.
-    ``expected_state_nbytes``: bytes of small state for which the slots must have space at least. ``changed_state``:
-    what the copy has in its small state in place of what ``stored`` has."""
+    pool gets its path when the copy is durable, and is closed again. ``entries``: tensors for which the pool has space,
+    in addition to those of ``stored``. ``expected_state_nbytes``: bytes of small state for which the slots must have
+    space at least. ``changed_state``: what the copy has in its small state in place of what ``stored`` has."""
     pool = pipeline.pool
     state = values.pack(unpack_dict(stored.state) | dict(changed_state), path="state")
     pool.n_slots = n_slots
@@ -113,6 +113,6 @@ def copy_into_new_pool(
 
 def state_of_lost_rank(stored: Saved, source: int, key: bytes) -> dict[str, object]:
     """Return what the copy for a rank whose pool was lost has in its small state in place of what ``stored`` has.
-    ``source``: the rank whose checkpoint that is. ``key``: from what the random states follow."""
+    ``source``: the rank whose checkpoint that is. ``key``: the random states are derived from it."""
     positions = {name: {**position, "content": None} for name, position in parse(stored).loaders.items()}
     return new_random_states(stored, key) | {"loaders": positions, "stale_after": None, "copied_from": source}

@@ -31,16 +31,16 @@ from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import PoolLock
 from lightck.ranks.agreement import describe_lost
-from lightck.ranks.copy_file import COPIES, copies_in, is_peer_copy
+from lightck.ranks.copy_file import PEER_COPIES, copies_in, is_peer_copy
 from lightck.ranks.directory import World, open_worlds, pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.directory import Held, common_checkpoints
 from lightck.restore.together import refuse_other_layouts, refuse_unused_rules
 from lightck.session.arguments import Arguments
-from lightck.session.fetch_pools import Hosts, WorldFacts, report
 from lightck.session.group import Group, directory_id, path_of_pool
 from lightck.session.partial_copies import PartialCopies
+from lightck.session.pools_of_hosts import Hosts, WorldFacts, worlds_of_hosts
 from lightck.session.world_fit import fits
 from lightck.state.local_tensors import reshard
 from lightck.state.rules import ModelTensors, tensors_of
@@ -67,10 +67,10 @@ class OtherWorlds:
     incarnation: int
     """The largest incarnation in all pools."""
     _open: ExitStack
-    from_copies: Sequence[int] = ()
+    from_peer_copies: Sequence[int] = ()
     """The ranks of the old world whose pools are lost, and whose peer copies are used."""
-    copies: PartialCopies | None = None
-    """Of the pools of ``source`` that lie on other hosts; None if all lie here."""
+    partial_copies: PartialCopies | None = None
+    """Those of the pools of ``source`` that lie on other hosts; None if all lie here."""
 
     def has_same_ranks(self, group: Group) -> bool:
         """Whether each rank goes on with the state of the rank with its number in the old world."""
@@ -78,8 +78,8 @@ class OtherWorlds:
 
     @contextmanager
     def discards_on_error(self) -> Iterator[None]:
-        """Discard this rank's new pool if the block, at whose end all ranks have a copy, raises. If there is no space,
-        the error says how much is needed."""
+        """Discard this rank's new pool if the block raises. (When the block ends, all ranks have a copy.) If there is
+        no space, the error says how much is needed."""
         try:
             yield
         except BaseException as err:
@@ -88,7 +88,7 @@ class OtherWorlds:
                 nbytes = sum(map(_used_nbytes, self.source.readers.values()))
                 fact = str(err.args[0]).rstrip(".")
                 err.args = (
-                    f"{fact}. In another number of ranks the medium needs space for the new pools beside the old ones "
+                    f"{fact}. To load the checkpoint, the medium needs space for the new pools beside the old ones "
                     f"({nbytes} bytes), which are unchanged: copy the directory to a larger medium, and resume there.",
                     *err.args[1:],
                 )
@@ -145,9 +145,9 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
         worlds = stack.enter_context(open_worlds(directory))
         choice = _choose(meeting, directory, worlds, group, tensors, overwrite=arguments.overwrite)
         _refuse_unasked(directory, choice, arguments)
-        from_copies = [] if choice.world is None else choice.world.copies
-        if from_copies and group.rank == 0:
-            _report_copies(from_copies, max(choice.common).step, f"in {os.path.join(directory, COPIES)!r}")
+        from_peer_copies = [] if choice.world is None else choice.world.copies
+        if from_peer_copies and group.rank == 0:
+            _report_copies(from_peer_copies, max(choice.common).step, f"in {os.path.join(directory, PEER_COPIES)!r}")
         paths = _new_paths(directory, choice, group)
         kept = {*paths, *(choice.paths if choice.is_own else ())}
         readers = [reader for world in worlds for reader in world.readers.values()]
@@ -155,7 +155,7 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
         mine = sorted(others)[group.rank :: group.world_size]
         for path in mine:
             stack.callback(PoolLock(path).release)
-        # What an interrupted start left holds nothing that the chosen world lacks. It makes room now.
+        # What an interrupted start left holds nothing that the chosen world lacks. It is removed now, to make room.
         interrupted = choice.left_by_interruptions(worlds)
         left = [path for path in mine if path in interrupted]
         for path in left:
@@ -167,7 +167,7 @@ def find_other_worlds(directory: str, group: Group, meeting: Meeting, arguments:
             to_remove=[path for path in mine if path not in left],
             candidates=sorted(choice.common.items(), reverse=True, key=lambda one: one[0]),
             incarnation=max(world.incarnation for world in worlds),
-            from_copies=from_copies,
+            from_peer_copies=from_peer_copies,
             _open=stack.pop_all(),
         )
     raise AssertionError("the block returns or raises")
@@ -185,8 +185,9 @@ def _lost_ranks(found: Sequence[tuple[bool, str, bool, bool]]) -> list[int]:
 
 
 def _needs_other_hosts(facts: Sequence[WorldFacts], hosts: Hosts, lost: Sequence[int]) -> bool:
-    """Whether one of these ranks has its pool on another host, or is on a host on which no rank has a pool from which
-    it could be replaced (``lost_pool.py``): there is none, or it holds only the share of its rank."""
+    """Whether a rank of ``lost`` needs something of another host: its own pool lies there, or no pool on its own host
+    can replace the lost one (``lost_pool.py``). None can if the host has no other rank's pool, or if pools hold only
+    the shares of their ranks."""
     n_ranks = len(hosts.of_rank)
     at_home = {hosts.of_rank[rank] for rank in range(n_ranks) if rank not in lost}
     moved = any(rank in world.pools for world in facts if world.world_size == n_ranks for rank in lost)
@@ -221,7 +222,7 @@ def _over_hosts(
     """``find_other_worlds`` for ranks whose pools lie in several directories. Each directory gets partial copies of the
     pools of the chosen world that it lacks (``partial_copies.py``). From then on each rank does as with one directory,
     and fetches what it needs. ``lost``: the ranks that find no pool of their own."""
-    facts = report(directory, group, meeting, hosts)
+    facts = worlds_of_hosts(directory, group, meeting, hosts)
     if not has_other and not _needs_other_hosts(facts, hosts, lost):
         return None
     unfit = [
@@ -258,8 +259,8 @@ def _over_hosts(
             to_remove=mine,
             candidates=_candidates_of_all(meeting, choice),
             incarnation=max(incarnations, default=0),
-            copies=copies if copies is not None and copies.is_needed else None,
-            from_copies=[] if chosen is None or is_own else list(chosen.copies),
+            partial_copies=copies if copies is not None and copies.is_needed else None,
+            from_peer_copies=[] if chosen is None or is_own else list(chosen.copies),
             _open=stack.pop_all(),
         )
     raise AssertionError("the block returns or raises")
@@ -309,8 +310,9 @@ def _candidates_of_all(meeting: Meeting, choice: _Choice) -> list[tuple[Checkpoi
 def _others_of(
     directory: str, group: Group, hosts: Hosts, facts: Sequence[WorldFacts], paths: Sequence[str]
 ) -> list[str]:
-    """Return the pools in this directory that this rank removes: all but those of its ranks are shared out, and peer
-    copies, which go later (``peer_copies.py``). ``paths``: of each rank's pool."""
+    """Return the pools in this directory that this rank removes. The ranks of a directory divide among themselves the
+    removal of all pools in it but their own. Peer copies are removed later (``peer_copies.py``). ``paths``: of each
+    rank's pool."""
     number = hosts.of_rank[group.rank]
     kept = {paths[rank] for rank in hosts.ranks_of[number]}
     files = [one for world in facts for of_rank in world.pools.values() for one in of_rank if not one.is_copy]

@@ -40,13 +40,13 @@ from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.failures import io_error, is_medium_error
 from lightck.ranks.directory import pool_name
 from lightck.ranks.meet import Meeting
-from lightck.session.fetch_pools import Hosts, PoolFacts, WorldFacts
 from lightck.session.group import Group
+from lightck.session.pools_of_hosts import Hosts, PoolFacts, WorldFacts
 
 log = logging.getLogger("lightck")
 CHUNK_NBYTES = 8 << 20
-COPIES = ".lightck-copies"
-"""Name of the folder for copies, in the directory of a host."""
+PARTIAL_COPIES = ".lightck-copies"
+"""Name of the folder for partial copies, in the directory of a host."""
 Ranges: TypeAlias = Sequence[Sequence[int]]
 """(begin, end) pairs: bytes of a pool."""
 
@@ -101,9 +101,9 @@ def _source(hosts: Hosts, file: PoolFacts, rank: int) -> _Source:
     return _Source(file.name, senders[rank % len(senders)])
 
 
-def remove_copies(directory: str) -> None:
-    """Remove the copies that this or an earlier attach made in a directory."""
-    shutil.rmtree(os.path.join(directory, COPIES), ignore_errors=True)
+def remove_partial_copies(directory: str) -> None:
+    """Remove the partial copies that this or an earlier attach made in a directory."""
+    shutil.rmtree(os.path.join(directory, PARTIAL_COPIES), ignore_errors=True)
 
 
 class PartialCopies:
@@ -125,7 +125,7 @@ class PartialCopies:
         return self._meeting.timeout * (1 + len(self._copies))
 
     def _path(self, copy: _Copy) -> str:
-        return os.path.join(self._directory, COPIES, pool_name(copy.rank, self._world_size))
+        return os.path.join(self._directory, PARTIAL_COPIES, pool_name(copy.rank, self._world_size))
 
     def begin(self) -> None:
         """Make all copies, with nothing but metadata. All ranks call this. Raises ``NoSpaceError``, ``PoolIOError`` and
@@ -154,15 +154,15 @@ class PartialCopies:
         be wanted again, because they were damaged. All ranks call this. Raises as ``begin`` does."""
         wanted = {number: found for number, one in self._own.items() if (found := one.take_wanted())}
         own = msgpack.packb(list(wanted))
-        said = [set(msgpack.unpackb(one)) for one in self._meeting.exchange("blocks that are needed", own)]
-        numbers = sorted(set().union(*said))
+        wanted_by = [set(msgpack.unpackb(one)) for one in self._meeting.exchange("blocks that are needed", own)]
+        numbers = sorted(set().union(*wanted_by))
         if not numbers:
             return False
         requests = {
             number: [[attempt, *blocks.stored.range_of(*blocks[1:])] for blocks, attempt in many]
             for number, many in wanted.items()
         }
-        self._for_each(numbers, lambda number: self._copy_blocks(number, said, requests.get(number, [])))
+        self._for_each(numbers, lambda number: self._copy_blocks(number, wanted_by, requests.get(number, [])))
         self._wait("copies of blocks")
         for number, many in wanted.items():
             for blocks, _ in many:
@@ -178,7 +178,7 @@ class PartialCopies:
                 self.n_received,
                 self._directory,
             )
-        remove_copies(self._directory)
+        remove_partial_copies(self._directory)
         if self._transport is not None:
             self._transport.close()
         self._transport = None
@@ -224,11 +224,12 @@ class PartialCopies:
             with _CopyFile(self._path(copy), nbytes, ranges) as out:
                 self._receive(out, ranges, source.sender)
 
-    def _copy_blocks(self, number: int, said: Sequence[set[int]], own: Sequence[Sequence[int]]) -> None:
-        """Copy the blocks that ranks of the receiver's host want. ``said``: rank -> numbers of the copies of which it
-        wants blocks. ``own``: attempt, begin and end of each range that this rank wants."""
+    def _copy_blocks(self, number: int, wanted_by: Sequence[set[int]], own: Sequence[Sequence[int]]) -> None:
+        """Copy the blocks that ranks of the receiver's host want. ``wanted_by``: rank -> numbers of the copies of which
+        it wants blocks. ``own``: attempt, begin and end of each range that this rank wants."""
         copy = self._copies[number]
-        asking = [one for one in self._hosts.ranks_of[copy.directory] if number in said[one] and one != copy.receiver]
+        of_host = self._hosts.ranks_of[copy.directory]
+        asking = [one for one in of_host if number in wanted_by[one] and one != copy.receiver]
         if self._rank in asking:
             self._gloo.send_message(own, copy.receiver)
         elif self._rank == copy.receiver:
@@ -300,9 +301,9 @@ def _batches(ranges: Ranges) -> Iterator[list[tuple[int, int]]]:
 
 
 class _SourceFile:
-    """A pool that is sent. The first failure is kept, zeros are sent for what cannot be read (the receiver finds that
-    they do not match the checksums), and the end of the block raises it. Bytes that the medium cannot read are no
-    failure: they count as damaged."""
+    """A pool that is sent. Zeros are sent for what cannot be read, and the receiver finds that they do not match the
+    checksums. The first failure is raised at the end of the ``with`` statement. Bytes that the medium cannot read are
+    no failure: they count as damaged."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -348,8 +349,9 @@ class _SourceFile:
 
 
 class _CopyFile:
-    """A partial copy that is written. The first failure is kept, what follows is ignored, and the end of the block
-    raises it. ``nbytes``: length of a new file; 0: the file is there. ``ranges``: what is written in the block."""
+    """A partial copy that is written. After the first failure nothing more is written, and the end of the ``with``
+    statement raises the failure. ``nbytes``: length of a new file; 0: the file is there. ``ranges``: what is written
+    until then."""
 
     def __init__(self, path: str, nbytes: int, ranges: Ranges) -> None:
         self._path, self._nbytes, self._ranges = path, nbytes, ranges

@@ -8,8 +8,9 @@
     go on       From then on checkpoints are copied in the background (``ranks/copy_sender.py``), at steps that all
                 ranks know, and the commit rule keeps what a recovery may need (``ranks/rule.py``).
     clean up    When all ranks have the first copy of this start, first the pools of an old world are removed, and then
-                the copies of earlier starts. In the other order a kill in between would leave pools of an old world
-                without the copies of those that were lost, and with a newer step in common.
+                the copies of earlier starts. In the other order a kill in between would leave the pools of an old world
+                that were not lost, without the copies of the lost ones. These pools may have a newer step in common,
+                which this start did not choose, because the copies lacked it.
 
 Invariant: until the first copies are made, the old pools and copies cover the loss of a host.
 """
@@ -28,7 +29,7 @@ import msgpack
 
 from lightck.errors import RankError, UnsupportedError
 from lightck.ranks.copy_cadence import CopyCadence, slowest
-from lightck.ranks.copy_file import COPIES, copies_in, uuid_of
+from lightck.ranks.copy_file import PEER_COPIES, copies_in, uuid_of
 from lightck.ranks.copy_receiver import CopyReceiver
 from lightck.ranks.copy_sender import CopySender
 from lightck.ranks.link import LinkError, LinkListener, connected, own_addresses
@@ -36,8 +37,8 @@ from lightck.ranks.meet import Meeting
 from lightck.ranks.neighbours import GroupRule
 from lightck.ranks.rule import CheckpointId
 from lightck.session.arguments import SaveOptions
-from lightck.session.fetch_pools import Hosts
 from lightck.session.group import Group, directory_id
+from lightck.session.pools_of_hosts import Hosts
 from lightck.session.replicas import Replicas
 
 
@@ -168,7 +169,7 @@ class PeerCopies:
                     with suppress(OSError):
                         os.unlink(path)
             with suppress(OSError):
-                os.rmdir(os.path.join(self._directory, COPIES))  # if nothing is in it
+                os.rmdir(os.path.join(self._directory, PEER_COPIES))  # if nothing is in it
         if self._uuids:
             self._meeting.exchange("removal of old copies", b"")
 

@@ -24,7 +24,8 @@ def restore_one_of(
     restore: LiveRestore, name: CheckpointId, candidates: Sequence[StoredCheckpoint], group: Group
 ) -> tuple[StoredCheckpoint | None, str, list[str]]:
     """Restore the first of these checkpoints of one step that verifies. Returns the checkpoint and "", or None and the
-    reason why the first one does not verify; and the names of tensors of which this rank had other rows."""
+    reason why the first one does not verify; and the names of tensors of which this rank held other values in rows that
+    other ranks wrote."""
     problem = "" if candidates else "it can no longer be read"
     for stored in candidates:
         try:
@@ -38,9 +39,9 @@ def restore_one_of(
 
 @contextmanager
 def whole_of(own: StoredCheckpoint, name: CheckpointId, group: Group) -> Iterator[tuple[Saved, list[str]]]:
-    """Yield this rank's checkpoint, with all rows of each tensor, and the names of tensors of which it held other rows
-    (``differing_rows``). ``name``: its id. The other ranks' pools are open in the block. Raises ``DamagedError`` if
-    rows are missing."""
+    """Yield this rank's checkpoint, with all rows of each tensor, and the names of tensors of which the rank held other
+    values in rows that other ranks wrote (``differing_rows``). ``name``: id of the checkpoint. The other ranks' pools
+    are open in the block. Raises ``DamagedError`` if rows are missing."""
     if not has_shares(own):
         yield own, []
         return

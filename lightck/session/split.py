@@ -2,9 +2,10 @@
 
 Without this, ranks that train with DistributedDataParallel would write the same parameters and the same optimizer state
 once for each rank; and so would ranks that hold the same shard of a DTensor (a mesh dimension with ``Replicate``). A
-parameter is divided among those ranks of this host of which its training says that they hold the same (``_replicas``),
-if its bytes are equal on them now. The ranks compare digests. Optimizer state that exists already is compared too; what
-differs is written whole by each rank. From then on ``CrossCheck`` compares what the ranks hold.
+parameter is divided among the ranks of this host that should hold the same of it, according to DistributedDataParallel
+or to the placement of the DTensor (``_replicas``), if its bytes are equal on them now. The ranks compare digests.
+Optimizer state that exists already is compared too; what differs is written whole by each rank. From then on
+``CrossCheck`` compares what the ranks hold.
 
 If there is a layout, nothing is divided.
 """
@@ -95,8 +96,8 @@ def _warn_of_tensors_without_rule(capture: Capture, meeting: Meeting) -> None:
     if differing and meeting.rank == 0 and capture.layout.stages > 1:
         log.warning(
             "lightck: several ranks hold %s, and have different bytes there. Each rank gets its own back, but no other "
-            "number of ranks or stages can load them. If they are other tensors, correct the names that rename of "
-            "layout= makes; if they are parts, give them a rule",
+            "number of ranks or stages can load them. If different tensors have got one name, correct the names that "
+            "rename of layout= makes; if they are parts of one tensor, give them a rule",
             listed(differing, 3),
         )
     elif differing and meeting.rank == 0:
@@ -113,14 +114,14 @@ def _differing_between_stages(own: Mapping[str, bytes], stage: int, meeting: Mee
     each stage have the same, only the first one of each stage sends the digests of its tensors."""
     together = [stage, blake2b(msgpack.packb(dict(own)), digest_size=16).digest()]
     found = [msgpack.unpackb(one) for one in meeting.exchange("digests of stages", msgpack.packb(together))]
-    first_of = {of: rank for rank, (of, _) in reversed(list(enumerate(found)))}
-    are_same = all(digest == found[first_of[of]][1] for of, digest in found)
+    first_of = {its_stage: rank for rank, (its_stage, _) in reversed(list(enumerate(found)))}
+    are_same = all(digest == found[first_of[its_stage]][1] for its_stage, digest in found)
     sends = not are_same or first_of[stage] == meeting.rank
     digests: dict[str, set[bytes]] = {}
     for data in meeting.exchange("digests of tensors", msgpack.packb(dict(own) if sends else {})):
         for name, digest in msgpack.unpackb(data).items():
             digests.setdefault(name, set()).add(digest)
-    return sorted(name for name, of_name in digests.items() if len(of_name) > 1)
+    return sorted(name for name, different in digests.items() if len(different) > 1)
 
 
 def _candidates(lives: Sequence[Live], capture: Capture, group: Group, of_host: Ints) -> dict[str, tuple[Live, Ints]]:
@@ -217,11 +218,12 @@ def _compared(own: Mapping[str, tuple[Ints, bytes]], meeting: Meeting) -> _Compa
 
 
 _Digests: TypeAlias = dict[tuple[Ints, str], bytes]
-"""Ranks that should hold the same, and name of a tensor ("": all of these ranks) -> digest."""
+"""Ranks that should hold the same, and name of a tensor ("": all tensors that these ranks divide) -> digest."""
 
 
 def _exchanged(what: str, own: list[list[Any]], meeting: Meeting) -> list[_Digests]:
-    """Return what each rank has sent. ``own``: what this rank sends: ranks, digest, and name."""
+    """Return what each rank has sent. ``own``: what this rank sends: for each digest its ranks, the digest, and the
+    name of the tensor, which is left out if the digest is that of all tensors."""
     sent = [msgpack.unpackb(one) for one in meeting.exchange(what, msgpack.packb(own))]
     return [{(tuple(ranks), "".join(name)): digest for ranks, digest, *name in one} for one in sent]
 

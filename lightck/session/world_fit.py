@@ -34,7 +34,7 @@ def _of_model(names: set[str]) -> set[str]:
 
 
 def layout_now(logical: LogicalCheckpoint, layout: Layout | None) -> SavedLayout | None:
-    """Return what the copy keeps of the layout of this rank."""
+    """Return what this rank's new pool records of the layout that the rank has now."""
     names = [name.removeprefix("model/") for name in logical.entries if name.startswith("model/")]
     return None if layout is None else saved_layout(layout, names)
 

@@ -161,11 +161,11 @@ def test_a_pool_of_another_training_is_not_lost():
 
 
 def test_a_struck_checkpoint_is_not_taken_for_a_lost_pool():
-    struck = {CheckpointId(1, 4): "rank 0 is damaged"}
-    start = decide([report(3, 4), report()], resume=True, overwrite=False, struck=struck)
+    unrestorable = {CheckpointId(1, 4): "rank 0 is damaged"}
+    start = decide([report(3, 4), report()], resume=True, overwrite=False, unrestorable=unrestorable)
     assert (start.adopted, start.sources) == (CheckpointId(1, 3), {1: 0})
     with pytest.raises(RankError, match="No checkpoint that all ranks have can be restored"):
-        decide([report(4), report()], resume=True, overwrite=False, struck=struck)
+        decide([report(4), report()], resume=True, overwrite=False, unrestorable=unrestorable)
 
 
 def test_without_resume_a_lost_pool_is_not_taken():
@@ -187,16 +187,16 @@ def test_pools_of_two_trainings_are_named():
 
 def test_a_struck_checkpoint_is_not_chosen_again():
     reports = [report(3, 4), report(3, 4)]
-    struck = {CheckpointId(1, 4): "rank 1 is damaged"}
-    assert decide(reports, resume=True, overwrite=False, struck=struck).adopted == CheckpointId(1, 3)
-    struck[CheckpointId(1, 3)] = "rank 0 is damaged"
+    unrestorable = {CheckpointId(1, 4): "rank 1 is damaged"}
+    assert decide(reports, resume=True, overwrite=False, unrestorable=unrestorable).adopted == CheckpointId(1, 3)
+    unrestorable[CheckpointId(1, 3)] = "rank 0 is damaged"
     with pytest.raises(RankError, match=r"No checkpoint that all ranks.*step 4: rank 1 is.*step 3: rank 0 is damaged"):
-        decide(reports, resume=True, overwrite=False, struck=struck)
+        decide(reports, resume=True, overwrite=False, unrestorable=unrestorable)
 
 
 def test_if_all_are_struck_checkpoint_0_is_not_begun_anew():
     with pytest.raises(RankError):
-        decide([report(0), report(0)], resume=True, overwrite=False, struck={CheckpointId(1, 0): "damaged"})
+        decide([report(0), report(0)], resume=True, overwrite=False, unrestorable={CheckpointId(1, 0): "damaged"})
 
 
 ids = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), max_size=4, unique=True)

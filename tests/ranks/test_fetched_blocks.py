@@ -85,7 +85,7 @@ def body(kind: str, pools: Path, hosts: Sequence[int], upto: int, **options: Any
             real_send(self, data, to)
 
         def close(self: Any) -> None:
-            found = (directory / partial_copies.COPIES).glob("*.pool")
+            found = (directory / partial_copies.PARTIAL_COPIES).glob("*.pool")
             allocated.append(sum(path.stat().st_blocks * 512 for path in found))
             real_close(self)
 

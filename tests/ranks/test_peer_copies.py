@@ -30,13 +30,13 @@ from lightck.errors import RankError, UnsupportedError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import open_pool
 from lightck.ranks import copy_cadence, copy_file
-from lightck.ranks.copy_file import COPIES, CopyFile, copies_in
+from lightck.ranks.copy_file import PEER_COPIES, CopyFile, copies_in
 from lightck.ranks.copy_sender import CopySender
 from lightck.ranks.link import Link, LinkListener
 from lightck.session import peer_copies
-from lightck.session.fetch_pools import Hosts as Directories
 from lightck.session.group import HOST_VARIABLE
 from lightck.session.peer_copies import keeper_of
+from lightck.session.pools_of_hosts import Hosts as Directories
 
 from .worlds import WORLDS, Whole, build, is_equal, update, whole_of
 
@@ -204,7 +204,7 @@ def test_host_takes_over_the_ranks_of_a_lost_one(tmp_path: Path, ends: Any) -> N
         began, _, recovered, *_ = train(name, pools, [1] * WORLDS[name].n_ranks, 6, replicas=1)[0]
         assert recovered.step == 4
         assert is_equal(began, ends("fsdp 2", 4))
-        assert not (pools / "host-1" / COPIES).exists()
+        assert not (pools / "host-1" / PEER_COPIES).exists()
         assert len(pools_of(pools / "host-1")) == WORLDS[name].n_ranks
 
 
@@ -304,7 +304,7 @@ def test_copies_of_earlier_starts_go(tmp_path: Path) -> None:
         train("fsdp 2", pools, (0, 1), upto)
         assert [len(copies_in(pools / f"host-{host}")) for host in (0, 1)] == [1, 1]
     train("fsdp 2", pools, (0, 1), 6, replicas=1)
-    assert not any((pools / f"host-{host}" / COPIES).exists() for host in (0, 1))
+    assert not any((pools / f"host-{host}" / PEER_COPIES).exists() for host in (0, 1))
 
 
 def test_kernel_sends_a_file_as_far_as_it_can(tmp_path: Path) -> None:

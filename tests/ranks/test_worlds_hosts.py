@@ -75,7 +75,9 @@ def places(pools: Path) -> list[tuple[int, int]]:
 
 def is_clean(pools: Path) -> bool:
     """Whether nothing is in the directories but pools and their locks."""
-    return not [path for path in pools.rglob("*") if path.name == partial_copies.COPIES or path.suffix == ".new"]
+    return not [
+        path for path in pools.rglob("*") if path.name == partial_copies.PARTIAL_COPIES or path.suffix == ".new"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ import msgpack
 from lightck.errors import RankError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.pool.storage.failures import io_error
-from lightck.ranks.copy_file import COPIES as PEER_COPIES
-from lightck.ranks.copy_file import is_peer_copy, readable_copies
+from lightck.ranks.copy_file import PEER_COPIES, is_peer_copy, readable_copies
 from lightck.ranks.directory import pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
@@ -109,7 +108,8 @@ def _unlink(path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The directories of a group."""
+    """The hosts of a group. Ranks that use one directory count as ranks of one host, so a host is known by the number
+    of its directory."""
 
     of_rank: list[int]
     """Rank -> number of its directory."""
@@ -125,9 +125,9 @@ class Hosts:
         return hosts
 
     def merged(self, directory: str, group: Group, meeting: Meeting) -> Hosts:
-        """Return the directories without those that are one: a file system that several hosts share gives each host a
-        directory that looks like one of its own. One rank per directory makes a file in it, and looks which files of
-        the others it sees. All ranks call this."""
+        """Return the hosts, in which those that use one directory are joined: a directory on a file system that several
+        hosts share looks on each host like one of its own. One rank per directory makes a file in it, and looks which
+        files of the others it sees. All ranks call this."""
         is_first = self.place_in_directory(group.rank)[0] == 0
         name = f".lightck-{os.urandom(8).hex()}.new"  # the next start removes it if this process is killed
         path = os.path.join(directory, name)
@@ -158,7 +158,7 @@ class Hosts:
         return ranks.index(rank), len(ranks)
 
 
-def report(directory: str, group: Group, meeting: Meeting, hosts: Hosts) -> list[WorldFacts]:
+def worlds_of_hosts(directory: str, group: Group, meeting: Meeting, hosts: Hosts) -> list[WorldFacts]:
     """Return the worlds of all pools in all directories. All ranks call this. Raises ``RankError`` if the pools belong
     to several trainings."""
     place, _ = hosts.place_in_directory(group.rank)
