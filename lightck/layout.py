@@ -231,10 +231,10 @@ def _check_dim(rule: Rule, dim: object) -> None:
 def _checked_sizes(rule: Rule, sizes: Sequence[object]) -> tuple[int, ...]:
     """Return the sizes as a tuple. Raises ``ValueError``."""
     if not isinstance(sizes, Sequence):
-        raise ValueError(f"{type(rule).__name__}: sizes={sizes!r}. Pass the sizes as a tuple: ({sizes!r},).")
+        raise ValueError(f"{type(rule).__name__}: {sizes!r} is no tuple. Pass the sizes as a tuple: ({sizes!r},).")
     found = tuple(size for size in sizes if type(size) is int and size >= 0)
     if len(found) != len(sizes) or not found:
-        raise ValueError(f"{type(rule).__name__}: the sizes are {sizes!r}. Pass numbers of elements, from 0.")
+        raise ValueError(f"{type(rule).__name__}: {sizes!r} cannot be used. Pass one or more ints of at least 0.")
     return found
 
 
@@ -333,13 +333,12 @@ class Layout:
         stages: int = 1,
         rename: Iterable[Rename] = (),
     ) -> None:
-        for number, count, what, of in (
-            (rank, size, "rank={!r}, size={!r}", "ranks"),
-            (stage, stages, "stage={!r}, stages={!r}", "stages"),
-        ):
+        for number, count, what, of in ((rank, size, "rank", "size"), (stage, stages, "stage", "stages")):
             if type(number) is not int or type(count) is not int or not 0 <= number < count:
-                said = what.format(number, count)
-                raise ValueError(f"{said}: pass the number of {of}, and a number below it, from 0.")
+                raise ValueError(
+                    f"{what}={number!r}, {of}={count!r}: pass the number of {what}s as {of}=, and as {what}= a number "
+                    f"from 0 to {of} - 1."
+                )
         if isinstance(rename, Rename):
             raise TypeError("rename= is one renaming. Pass a list: rename=[lightck.layout.rename(...)].")
         self._renames = list(rename)
@@ -427,8 +426,9 @@ class Layout:
         except ValueError as err:
             raise LayoutError(
                 f"The rule {rule!r} of layout= does not fit the tensor {name!r}, which has the shape {list(shape)} on "
-                f"rank {self.place.rank} of {self.place.size}: {err}. Give the sizes of the whole tensor, as a single "
-                "process would have it, and the dimension along which the ranks hold parts of it."
+                f"rank {self.place.rank} of {self.place.size}: {err}. Correct the rule. Its dim= is the dimension "
+                "along which the ranks hold parts. Shard takes the length of each rank's tensor, and the other rules "
+                "take lengths of the whole tensor, as a single process would have it."
             ) from err
 
     def refuse_unused(self, names: Iterable[str]) -> None:
@@ -477,8 +477,8 @@ def refuse_other_than_layout(layout: object, *, is_used: bool) -> None:
         raise TypeError(f"layout is a {type(layout).__name__}. Pass lightck.layout.Layout(rules, rank=..., size=...).")
     if not is_used:
         raise LayoutError(
-            "layout= says which part of each tensor a rank holds, and there is no group of ranks here. (attach has "
-            "none in a single process, in a group of one rank, or with group=False; recover has none without a model, "
-            "or for the pool of a single process.) Leave layout= out; or pass the directory of a group of ranks, to go "
-            "on from there."
+            "layout= says which part of each tensor a rank holds, and there is no group of ranks here: this call is an "
+            "attach in a single process, in a group of one rank or with group=False, or a recover without a model or "
+            "from the pool of a single process. Leave layout= out; or pass the directory of a group of ranks, to go on "
+            "from there."
         )

@@ -61,7 +61,10 @@ def _facts(directory: str) -> Facts:
             if worlds[0].missing:
                 problem = str(missing_error(directory, worlds[0]))
                 if _hold_whole_tensors(worlds[0]):
-                    problem += " The other pools hold the whole of each tensor, so attach(..., resume=True) goes on."
+                    problem += (
+                        " Here the other pools hold the whole of each tensor, so attach(..., resume=True) also works "
+                        "without what is missing."
+                    )
         of_ranks = [pool["checkpoints"] for pool in pools if pool["path"] in paths_of_newest_world]
         held = [{(one["incarnation"], one["step"]) for one in checkpoints} for checkpoints in of_ranks]
         common = sorted(set.intersection(*held), reverse=True)
@@ -151,6 +154,7 @@ def refuse_options_of_one_pool(step: int | None, tensors: bool = False) -> None:
     """Raise ``PoolPathError`` for options that are about one pool."""
     if step is not None or tensors:
         raise PoolPathError(
-            "Options such as --step are about one pool, and this is the directory of a group. Pass the file of a rank. "
-            "(`lightck inspect --pieces` lists the tensors of all ranks, with --step those of one step.)"
+            "--tensors, and --step without --pieces, are for the pool of one rank, and this is the directory of all "
+            "ranks. Pass the file of a rank; or pass --pieces, which lists the tensors of all ranks, with --step those "
+            "of that step."
         )

@@ -283,8 +283,8 @@ def _parts(shown: Facts) -> Iterator[tuple[str, str]]:
     if shown["tied"]:
         yield "tied", listed(f"{_short(a)} = {_short(b)}" for a, b in shown["tied"].items())
     if shown["parts"]:
-        said = "is a part of a logical tensor" if shown["parts"] == 1 else "are parts of logical tensors"
-        yield "parts", f"{count(shown['parts'], 'tensor')} {said}: --tensors shows which"
+        said = "is a part of a tensor" if shown["parts"] == 1 else "are parts of tensors"
+        yield "parts", f"{count(shown['parts'], 'tensor')} {said} that the ranks hold together: --tensors shows which"
     if shown["layout"] is not None:
         layout = shown["layout"]
         of_stages = f", stage {layout['stage']} of {layout['stages']}" if layout["stages"] > 1 else ""

@@ -128,7 +128,7 @@ def drift_of(position: Position, kind: str, n_generators: int, identity: Identit
     drift: Drift = {key: (then.get(key), identity.get(key)) for key in keys if key != "length"}
     drift |= {
         "the kind of loader": (position.kind, kind),
-        "the number of its generators": (len(position.generators), n_generators),
+        "the number of its random generators": (len(position.generators), n_generators),
     }
     return {key: (before, after) for key, (before, after) in drift.items() if before != after}
 

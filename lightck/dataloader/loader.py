@@ -486,10 +486,10 @@ class SessionLoader:
             return False
         if not self.is_begun:
             log.warning(
-                "lightck: loader %r has persistent workers, and the training goes on in a later pass than their first. "
-                "The workers of the interrupted run are gone, and new ones are started. The order of the samples is "
-                "exact, but random augmentation and other state in the workers is not. persistent_workers=False makes "
-                "these exact too",
+                "lightck: loader %r has persistent workers, and the training goes on in a later pass than the first "
+                "one of these workers. The workers of the interrupted run are gone, and new ones are started. The "
+                "order of the samples is exact, but random augmentation and other state in the workers is not. "
+                "persistent_workers=False makes these exact too",
                 self.name,
             )
         self._generators.restore(position.worker_rng)

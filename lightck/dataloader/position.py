@@ -217,7 +217,9 @@ class Position:
         if (self.state.given or self.state.samples_before) and not self.in_pass:
             raise corrupt("batches were given and no pass has begun")
         if self.state.samples_before and self.sharing is None:
-            raise corrupt("samples were given by another number of ranks, and how they share them is unknown")
+            raise corrupt(
+                "its pass was begun by another number of ranks, and how these shared the samples is not saved"
+            )
         if any(len(snapshot.generators) != len(self.generators) for snapshot in self.snapshots()):
             raise corrupt("its random states differ in the number of generators")
 

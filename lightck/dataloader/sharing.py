@@ -139,7 +139,7 @@ def refuse_other_order(name: str, saved: Sharing, loader: object) -> None:
     now = sharing_of(loader)
     if now is not None and now.order == saved.order:
         return
-    differ = "it has no DistributedSampler of torch" if now is None else _difference(saved, now)
+    differ = "this loader has no DistributedSampler of torch" if now is None else _difference(saved, now)
     raise DriftError(
         f"loader {name!r} cannot go on in mid-pass: the pass was begun by {saved.ranks} ranks, and {differ}. Build the "
         "loader as it was, with a DistributedSampler, and call sampler.set_epoch(epoch) before the pass; or begin the "

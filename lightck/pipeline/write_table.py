@@ -275,7 +275,9 @@ class WriteTableCache:
         """Add extents for these entries. Extents of tensors that are not in ``lives`` may be reused. Call only while no
         checkpoint is in flight. Raises ``RelayoutNeededError``."""
         if not self.writer.superblock.has_shares and any(entry.share is not None for entry in entries):
-            raise RelayoutNeededError("the ranks divide tensors now, and the entries of the pool cannot say so")
+            raise RelayoutNeededError(
+                "the ranks of this host divide tensors now, and the pool has no place to record which rows it holds"
+            )
         try:
             self.writer.add(entries, {live.name for live in lives})
         finally:

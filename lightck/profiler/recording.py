@@ -100,7 +100,7 @@ class Recording:
         """
         for key, value in (("name", name), ("row", row)):
             if not isinstance(value, str):
-                raise TypeError(f"span({key}={value!r}) is a {type(value).__name__}: it is shown as text. Pass a str.")
+                raise TypeError(f"span({key}={value!r}): the {key} is a {type(value).__name__}. Pass a str.")
         if events.is_own(row):
             raise ValueError(f"span(row={row!r}): lightck fills this row itself. Pass the name of another row.")
         return self._span(name, row)

@@ -146,11 +146,11 @@ def decide(
         first = with_pool[0]
         ids = [(report.run_id, report.world_id) for report in reports]
         other = next(rank for rank in with_pool if ids[rank] != ids[first])
-        what = "training" if ids[other][0] != ids[first][0] else "history of the same training"
+        what = "training" if ids[other][0] != ids[first][0] else "group of ranks of the same training"
         raise RankError(
             f"The pool of {_name(reports, other)} belongs to another {what} than that of {_name(reports, first)}. "
-            "Nothing was changed. Put the pools of one training into the directory; attach(..., overwrite=True) on all "
-            "ranks discards all pools and starts afresh."
+            "Nothing was changed. Put the pools that one group of ranks saved into the directory; attach(..., "
+            "overwrite=True) on all ranks discards all pools and starts afresh."
         )
     if common is None and unrestorable:
         reasons = "; ".join(f"step {name.step}: {why}" for name, why in unrestorable.items())
@@ -185,9 +185,9 @@ def _sources(reports: Sequence[Report], lost: Sequence[int]) -> dict[int, int]:
         )
         if any(report.has_parts for report in reports):
             raise RankError(
-                f"{fact}. No other pool has what this rank wrote, because the model is sharded or a stage, or because "
-                "the ranks divided what they write (without a layout, attach(..., split=False) makes each pool keep "
-                f"all that its rank holds; replicas=2 keeps copies on another host). {cure}"
+                f"{fact}. No other pool has what this rank wrote, because the ranks hold parts of the model, or "
+                f"because they divided what they write. {cure} For later trainings: replicas=2 keeps a copy of each "
+                "pool on another host; where all ranks hold the whole model, split=False lets each pool keep all of it."
             )
         candidates = [
             at
@@ -217,8 +217,8 @@ def describe_other_rows(differing: Sequence[Sequence[str]]) -> str:
     if not texts:
         return ""
     return (
-        "the ranks of a host divided what they wrote, and did not hold the same when the checkpoint was saved "
-        f"({'; '.join(texts)}): each rank named here gets the rows that other ranks wrote"
+        "when the checkpoint was saved, ranks of one host had different bytes in tensors of which each wrote only some "
+        f"rows ({'; '.join(texts)}): a rank named here gets the rows that other ranks wrote, and not those that it had"
     )
 
 
@@ -227,9 +227,9 @@ def describe_other_parts(names: Sequence[str]) -> str:
     if not names:
         return ""
     return (
-        f"; of {listed(list(names), 3)} each rank now holds another part than the checkpoint says, so the values were "
-        "moved between the ranks (if a rule of layout= was corrected, they are not where the training had them: see "
-        "`lightck docs layout`)"
+        f"; layout= now gives each rank another part of {listed(list(names), 3)} than when the checkpoint was saved, "
+        "so values were moved between the ranks (if the old rule was wrong, and the ranks held these parts already, "
+        "the values are now in the wrong places: see `lightck docs layout`)"
     )
 
 

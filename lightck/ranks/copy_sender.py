@@ -140,8 +140,8 @@ class CopySender:
             self.is_refused = True
             raise RankError(
                 f"The copy of this rank's pool on {self._receiver} cannot be kept: {answer['error']}. The checkpoints "
-                "that all ranks have are intact. Repair or empty the disk of that host's directory, or leave replicas= "
-                "out, and start all ranks again."
+                "that all ranks have are intact. Free space on the disk that holds that host's directory, or repair "
+                "it, or leave replicas= out, and start all ranks again."
             )
         return answer
 
@@ -184,7 +184,7 @@ class CopySender:
             time.sleep(_STRUCK_PAUSE)
         log.warning(
             "lightck: the peer copy of this rank's pool was emptied, because its checkpoints may hold old bytes of a "
-            "tensor. Until the next one is copied, this rank's host must not be lost"
+            "tensor. If this rank's host is lost before the next checkpoint is copied, no copy can replace the pool"
         )
 
     def close(self) -> None:

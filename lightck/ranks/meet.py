@@ -224,9 +224,10 @@ class Meeting:
 
         def error() -> RankError:
             return RankError(
-                f"{capitalized(self._names(ranks))} of {self.world_size} did not come within {self.timeout:g} "
-                "seconds. In a process group every rank calls lightck.attach. Look for an error of these ranks; or "
-                "pass group=False, if this process is to be saved alone, or a larger timeout=."
+                f"{capitalized(self._names(ranks))} of {self.world_size} did not reach this point of lightck.attach "
+                f"within {self.timeout:g} seconds. In a process group every rank calls lightck.attach. Look for an "
+                "error of these ranks; or pass group=False, if this process is to be saved alone, or a larger "
+                "timeout=."
             )
 
         wait_until(is_over, timeout=self.timeout, pauses=_PAUSES, report=report, error=error)

@@ -343,7 +343,7 @@ def _read_again(directory: str, wanted: CheckpointId) -> MemorySource:
     def take(_: str, logical: LogicalCheckpoint, __: object) -> MemorySource:
         found = CheckpointId(logical.of_ranks[0].header.incarnation, logical.step)
         if found != wanted:
-            raise DamagedError("the pools hold another checkpoint of this step now")
+            raise DamagedError("another session of the training saved it, after the one that was restored")
         return in_memory(Relocated(logical, {}))
 
     return recovered(directory, wanted.step, take)

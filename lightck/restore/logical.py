@@ -123,13 +123,13 @@ class LogicalCheckpoint:
             return
         parts = [self.of_ranks[at].entries[name] for at in positions]
         if any(part.share is not None and is_flat(part.held_pieces or ()) for part in parts):
-            raise DamagedError(f"its tensor {name!r} is flat, and divided among the ranks of a host")
+            raise DamagedError(f"its tensor {name!r} is flat, and ranks of a host never divide such a tensor")
         entry = _whole_entry(parts[0])
         if any((part.dtype, _whole_entry(part).shape) != (entry.dtype, entry.shape) for part in parts):
             refuse_shape_per_rank(name, entry.role)
             raise DamagedError(f"its tensor {name!r} has another shape or dtype on another rank")
         if len({part.held_pieces is None for part in parts}) > 1:
-            raise DamagedError(f"its tensor {name!r} is a part on some ranks only")
+            raise DamagedError(f"some ranks saved its tensor {name!r} as a part, and others as a whole")
         self.entries[name] = entry
         if entry.alias is not None:
             return

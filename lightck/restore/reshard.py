@@ -76,7 +76,10 @@ def _make_folder(path: str) -> None:
                 f"{path!r} exists and is not an empty folder. Nothing was written. Name a folder that does not exist."
             ) from None
     except OSError as err:
-        raise PoolPathError(f"The folder {path!r} cannot be created: {err.strerror}. Nothing was written.") from err
+        raise PoolPathError(
+            f"The folder {path!r} cannot be created: {err.strerror}. Nothing was written. Name a new folder "
+            "inside one that you can write to."
+        ) from err
 
 
 def _write_all(

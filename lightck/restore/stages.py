@@ -152,9 +152,9 @@ def _values(one: OptimizerContents) -> dict[Any, object]:
 
     def refuse(name: str) -> Any:
         raise UnsupportedError(
-            f"The state {name!r} of {one.class_name} lies in a list or in another value of the optimizer, and it was "
-            "saved by pipeline stages. It cannot be loaded into ranks with other tensors. Start as many ranks as saved "
-            "it, with the same stages."
+            f"{one.class_name} keeps the tensor {name!r} inside a list or another value of its state, and pipeline "
+            "stages saved it. Such a tensor cannot be loaded into ranks with other tensors. Start as many ranks as "
+            "saved it, with the same stages."
         )
 
     return unpack_dict(one.values, tensor=refuse)

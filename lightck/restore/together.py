@@ -72,13 +72,14 @@ def refuse_other_layouts(layout: Layout | None, meeting: Meeting) -> None:
     if hole is not None:
         raise RankError(
             f"No rank holds {hole}: the ranges of Flat in layout= do not cover the tensor. Nothing was changed. Pass "
-            "the range that each rank holds, and as shape the number of elements of all of them."
+            "the range that each rank holds, and as shape= the shape of the whole tensor."
         )
     missing = set(range(layout.place.size)) - {one[1] for one in found}
     if missing:
         raise RankError(
             f"No process has the place {min(missing)} in the layout of {layout.place.size} ranks, so parts of "
-            "tensors are missing. Nothing was changed. Pass Layout(..., rank=...) the tensor parallel rank of each."
+            "tensors are missing. Nothing was changed. Pass each process its own tensor parallel rank: Layout(..., "
+            "rank=...)."
         )
     held = {(one[3], one[1]) for one in found}
     places = ((stage, rank) for stage in range(layout.stages) for rank in range(layout.place.size))
@@ -86,8 +87,8 @@ def refuse_other_layouts(layout: Layout | None, meeting: Meeting) -> None:
     if hole_at is not None:
         raise RankError(
             f"No process is stage {hole_at[0]} of {layout.stages} at the place {hole_at[1]} of {layout.place.size} in "
-            "the layout, so tensors are missing. Nothing was changed. Pass Layout(..., stage=..., stages=...) the "
-            "pipeline stage of each rank."
+            "the layout, so tensors are missing. Nothing was changed. Pass each process its own pipeline stage: "
+            "Layout(..., stage=..., stages=...)."
         )
 
 

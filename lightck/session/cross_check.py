@@ -271,9 +271,9 @@ class CrossCheck(CommitListener):
             log.warning(
                 "lightck: ranks %d and %d have different bytes in %s at step %d, although DistributedDataParallel "
                 "or the placement of a DTensor should keep them equal (no all-reduce, a write or another memory layout "
-                "on one rank, or a fault of the hardware?). From the next checkpoint on rank %d writes them whole. A "
-                "resume from an earlier checkpoint would give it rows of other ranks. If the ranks are meant to "
-                "differ, pass split=False",
+                "on one rank, or a fault of the hardware?). Rank %d writes them whole from the next checkpoint on. A "
+                "resume from an earlier checkpoint would give this rank rows of other ranks. If the ranks are meant "
+                "to differ, pass split=False",
                 *sorted((self.rank, differing[names[0]])),
                 listed([repr(name) for name in names], 3),
                 step,

@@ -61,8 +61,9 @@ def _refuse_other_kinds(file: PoolFile, ranks: Sequence[int], meeting: Meeting) 
             if other_kind != kind:
                 raise RankError(
                     f"The tensor {name!r} is {other_kind[0]} {other_kind[1]} on {meeting.name_of(other)} and {kind[0]} "
-                    f"{kind[1]} on {meeting.name_of(rank)}, which are other stages. One name stands for one tensor of "
-                    "the whole model. Give them different names, with rename in layout=; or correct the rule."
+                    f"{kind[1]} on {meeting.name_of(rank)}, which are two pipeline stages. One name stands for one "
+                    "tensor of the whole model. If these are two tensors, give them different names, with rename in "
+                    "layout=; if they are parts of one, correct its rule in layout=."
                 )
 
 

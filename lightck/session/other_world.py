@@ -97,7 +97,7 @@ class OtherWorlds:
     def remove(self) -> None:
         """Remove the pools of other worlds. Call when all ranks have adopted a checkpoint of their own world."""
         for path in self.to_remove:
-            log.info("lightck: the pool %r of another world is no longer needed, and is removed", path)
+            log.info("lightck: the pool %r, of the ranks before the resume, is no longer needed, and is removed", path)
             _remove(path)
         self.close()
 
@@ -454,8 +454,8 @@ def _choose(
     own = [b"" if choice.world is None else choice.world.world_id, None if best is None else list(best[0])]
     if len(set(meeting.exchange("choices of a world", msgpack.packb(own)))) > 1:
         raise RankError(
-            f"The ranks see different pools in {directory!r}, which holds pools of several worlds. Is a second job "
-            "using the directory? End it, and start again."
+            f"The ranks see different pools in {directory!r}, which holds pools of several groups of ranks. Is a "
+            "second job using the directory? End it, and start again."
         )
     if best is None and not overwrite:
         _refuse_loss(directory, worlds)
@@ -475,9 +475,9 @@ def _refuse_longer_history(
         longest = max((one.step for one in ids), default=0)
         if longest > chosen.step:
             raise RankError(
-                f"In {where} lie two histories of one training: the newest start has reached step {chosen.step}, and "
-                f"the pools {listed(list(names), 4)} hold step {longest}. Nothing was changed. Keep the pools of one "
-                "history there."
+                f"In {where} lie pools of two continuations of one training: the newer one has reached step "
+                f"{chosen.step}, and the older one step {longest} (pools {listed(list(names), 4)}). Nothing was "
+                "changed. Keep the pools of one of the two there."
             )
 
 

@@ -100,7 +100,10 @@ class PeerCopies:
             assert self._sender is not None, "it is connected"
             began = time.perf_counter()
             if not self._sender.copy(name):
-                raise RankError(f"The checkpoint of step {name.step} is no longer in the pool {self._pool_path!r}.")
+                raise RankError(
+                    f"The checkpoint of step {name.step} is no longer in the pool {self._pool_path!r}, although the "
+                    "ranks have just agreed on it. Is a second job using the pool? End it, and start all ranks again."
+                )
             own = msgpack.packb([time.perf_counter() - began, self._sender.n_bytes_sent, self._sender.uuid])
             found = [msgpack.unpackb(one) for one in self._meeting.exchange("first copies", own)]
             self._uuids = {uuid for _, _, uuid in found}

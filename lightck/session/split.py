@@ -96,8 +96,8 @@ def _warn_of_tensors_without_rule(capture: Capture, meeting: Meeting) -> None:
     if differing and meeting.rank == 0 and capture.layout.stages > 1:
         log.warning(
             "lightck: several ranks hold %s, and have different bytes there. Each rank gets its own back, but no other "
-            "number of ranks or stages can load them. If different tensors have got one name, correct the names that "
-            "rename of layout= makes; if they are parts of one tensor, give them a rule",
+            "number of ranks or stages can load them. If these are different tensors with the same name, correct the "
+            "names that rename of layout= makes; if they are parts of one tensor, give them a rule",
             listed(differing, 3),
         )
     elif differing and meeting.rank == 0:

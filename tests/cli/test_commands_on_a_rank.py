@@ -94,7 +94,7 @@ def test_the_logical_shape_and_the_pieces_of_each_tensor_are_listed(of_rank: Pat
     assert "0x3 of 1x3, 0 pieces" in lines["model/empty"]
     assert "6x2 of 12x2, 3 pieces" in lines["model/strided"]
     assert " of " not in lines["model/plain"]
-    assert "3 tensors are parts of logical tensors" in call("inspect", of_rank).stdout
+    assert "3 tensors are parts of tensors that the ranks hold together" in call("inspect", of_rank).stdout
 
 
 def test_a_damaged_part_is_named_with_its_logical_shape(of_rank: Path) -> None:

@@ -505,7 +505,7 @@ def test_a_loader_that_was_built_differently_is_refused(checkpoint):
     text = drifted(checkpoint, DataLoader(Noisy(), BATCH, num_workers=2, persistent_workers=True, generator=generator))
     for name in ("workers was 0 and is 2", "SequentialSampler", "persistent_workers was", "prefetch_factor was None"):
         assert name in text
-    assert "the number of its generators was 1 and is 0" in drifted(
+    assert "the number of its random generators was 1 and is 0" in drifted(
         checkpoint, DataLoader(Noisy(), BATCH, shuffle=True)
     )
     assert "class was" in drifted(checkpoint, [1, 2])
@@ -531,7 +531,7 @@ def test_a_loader_may_change_between_passes(caplog):
     ("other", "fact", "length"),
     [
         (lambda: DataLoader(Noisy(), 3, shuffle=True, generator=torch.Generator()), "batch_size was 2 and is 3", 4),
-        (lambda: DataLoader(Noisy(), BATCH, shuffle=True), "the number of its generators was 1 and is 0", 6),
+        (lambda: DataLoader(Noisy(), BATCH, shuffle=True), "the number of its random generators was 1 and is 0", 6),
         (lambda: DataLoader(Noisy(15), BATCH, shuffle=True, generator=torch.Generator()), "length was 6 and is 8", 8),
         (lambda: stateful(Noisy(), BATCH), "the kind of loader was 'plain' and is 'stateful'", 6),
         (lambda: [1, 2], "class was", 2),

@@ -135,7 +135,7 @@ def test_attach_on_one_rank_only_ends_after_the_timeout(pools):
         return str(caught.value)
 
     message = values(run_ranks(2, rank_body))[0]
-    assert "Rank 1 of 2 did not come within 1 seconds" in message
+    assert "Rank 1 of 2 did not reach this point of lightck.attach within 1 seconds" in message
     assert "group=False" in message
 
 

@@ -624,8 +624,8 @@ def test_a_corrected_rule_names_the_tensors_that_it_moves(pools):
     values(run_ranks(2, lambda rank: body(rank, Shard(0))))
     lines, recovered = values(run_ranks(2, lambda rank: body(rank, Fused(0, (4, 4)))))[0]
     assert not recovered.exact
-    assert "of model/weight each rank now holds another part" in recovered.reason
-    assert any("if a rule of layout= was corrected" in line for line in lines)
+    assert "layout= now gives each rank another part of model/weight" in recovered.reason
+    assert any("if the old rule was wrong" in line for line in lines)
 
 
 def test_a_pattern_that_is_no_regular_expression_is_named():

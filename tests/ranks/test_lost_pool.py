@@ -420,7 +420,7 @@ def test_a_lost_part_of_a_sharded_model_is_named(pools, name):
         assert isinstance(found, RankError)
         assert "The pool of rank 1 (host" in str(found)
         assert f"the directory {str(pools)!r} has no pool of rank 1 with a checkpoint" in str(found)
-        assert "No other pool has what this rank wrote, because the model is sharded" in str(found)
+        assert "No other pool has what this rank wrote, because the ranks hold parts of the model" in str(found)
     assert contents_of(pools) == before
 
 

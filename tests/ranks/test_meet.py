@@ -63,14 +63,14 @@ def test_answers_and_challenges_of_an_earlier_attempt_are_not_taken():
 def test_a_rank_that_does_not_come_is_named():
     results = run(4, exchanged, absent=(1, 3))
     assert isinstance(results[0], RankError)
-    assert "Ranks 1, 3 of 4 did not come within 2 seconds" in str(results[0])
+    assert "Ranks 1, 3 of 4 did not reach this point of lightck.attach within 2 seconds" in str(results[0])
     assert "group=False" in str(results[0])
     assert isinstance(results[2], RankError)
 
 
 def test_without_rank_0_the_others_name_it():
     results = run(2, exchanged, absent=(0,))
-    assert "Rank 0 of 2 did not come" in str(results[1])
+    assert "Rank 0 of 2 did not reach this point" in str(results[1])
 
 
 def test_an_error_of_one_rank_is_raised_on_all():

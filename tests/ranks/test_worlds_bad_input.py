@@ -292,8 +292,8 @@ def test_two_histories_in_one_directory_are_refused(pools):
     before = content(pools)
     for found in errors(run_ranks(2, attached("ddp 2", pools))):
         assert isinstance(found, RankError)
-        assert "lie two histories of one training: the newest start has reached step 2" in str(found)
-        assert "hold step 5" in str(found)
+        assert "lie pools of two continuations of one training: the newer one has reached step 2" in str(found)
+        assert "the older one step 5" in str(found)
     assert content(pools) == before
 
 

@@ -199,7 +199,10 @@ def encode_extras(entries: Sequence[Entry], *, has_group: bool = False, has_shar
 def _maps(entries: Sequence[Entry], has_group: bool, has_shares: bool) -> list[dict[str, object]]:
     counts = [n for entry in entries for n in _piece_counts(entry)]
     if sum(counts) > LIST_PIECES_MAX or sum(count**2 for count in counts) > LIST_PAIRS_MAX:
-        raise ValueError(f"the tensors have {sum(counts)} pieces together, which are too many for a pool")
+        raise ValueError(
+            f"The tensors of this rank have {sum(counts)} pieces together, more than a pool can list. A piece is a box "
+            "of elements of a whole tensor. Shard the tensors so that a rank holds fewer separate boxes of each."
+        )
     return [entry.to_map(has_group=has_group, has_shares=has_shares) for entry in entries]
 
 

@@ -153,14 +153,14 @@ def parse_share(item: object, local_shape: Ints, logical_shape: object, pieces: 
     if (bounds[0], bounds[-1]) != (0, shape[dim]) or ranks[-1] >= RANKS_MAX:
         raise DamagedError("share: its bounds do not divide the rows of the tensor, or a rank is too large")
     if type(item["place"]) is not int or not 0 <= item["place"] < n_ranks or type(item["whole"]) is not bool:
-        raise DamagedError("share: its place is none among its ranks, or it does not say whether it is whole")
+        raise DamagedError("share: its place is not the number of one of its ranks, or its key whole is not a bool")
     held = None if item["pieces"] is None else parse_pieces(item["pieces"], logical_shape, shape)
     if held is None and logical_shape != shape:
         raise DamagedError("share: the rank does not hold the whole tensor, and no pieces say what it holds")
     cut = Cut(tuple(shape), dim, tuple(bounds), tuple(ranks))
     share = Share(cut, item["place"], item["whole"], held)
     if 0 in cut.shape or written_part(share) != (local_shape, pieces):
-        raise DamagedError("share: the tensor is not what the rank writes of it")
+        raise DamagedError("share: the tensor in the pool is not the part that the bounds give to this rank")
     return share
 
 

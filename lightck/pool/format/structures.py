@@ -174,7 +174,7 @@ class Superblock:
                 "read the pool."
             )
         if incompat & INCOMPAT_SHARES and not incompat & INCOMPAT_GROUP:
-            raise DamagedError("it has shares, and is not the pool of a rank")
+            raise DamagedError("it says that the pool has shares of tensors, and not that it is the pool of a rank")
         if n_regions > (len(body) - _SUPER.size) // _REGION.size:
             raise DamagedError("it lists more regions than fit into it")
         slots: list[tuple[int, int]] = []
