@@ -32,7 +32,6 @@ SAFE = [
     safe("2 ranks, 2 given up, 2 crashes", 2, DP(2), 43_181, 1, give_ups=2, crashes=2),
     safe("2 ranks, 4 given up, last gate alone", 2, DP(2, early=False), 25_016, 2, give_ups=4, crashes=1),
     safe("3 ranks, 3 given up", 3, DP(3), 12_704, 1, give_ups=3),
-    safe("3 ranks, 2 given up, 1 crash", 3, DP(3), 119_752, 1, give_ups=2, crashes=1),
     safe("4 ranks, 2 given up", 4, DP(4), 39_733, 1, give_ups=2),
     safe("2 hosts, 3 given up", 3, DP(3), 62_504, 1, give_ups=3, hosts=((0, 1), (2,))),
     # arbitrary skips; the loss is bounded by the horizon alone
@@ -82,13 +81,9 @@ SAFE = [
     Row("all is reported", 2, DP(2), 43_181, {"crashes": 2, "give_ups": 2}, mutants.NoCounts, lost=1),
 ]
 LONG = [
-    safe("3 ranks, 3 given up, 1 crash", 3, DP(3), 283_943, 1, give_ups=3, crashes=1),
     safe("2 ranks, 3 given up, 2 crashes", 2, DP(2), 83_489, 1, give_ups=3, crashes=2),
-    safe("4 ranks, 1 given up, 1 crash", 4, DP(4), 213_455, 1, give_ups=1, crashes=1),
     safe("mesh 2 x 2, 1 crash, news come late", 4, mesh_2x2(), 21_923, 2, crashes=1, reads="earlier"),
-    safe("3 stages, 1 given up, 1 crash", 3, pipeline(3), 270_315, 2, give_ups=1, crashes=1),
     safe("2 ranks, 2 left out in a row, 1 crash", 2, DP(2), 87_420, 6, skips=2, crashes=1, horizon=5),
-    safe("relayouts, 2 ranks, 2 given up", 2, DP(2), 215_207, 1, files=1, give_ups=2),
 ]
 Counts, Unacknowledged, NeverForces = mutants.CountsSlots, mutants.ReadsUnacknowledged, mutants.NeverForces
 LATE = DP(2, early=False)
