@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightck.errors import UnsupportedError
 from lightck.state import rng
-from lightck.state.optimizer_wrappers import inner_of, refuse_unsupported, unsaved_tensors
+from lightck.state.optimizer_wrappers import inner_of, refuse_unsupported, tensors_in
 from lightck.state.partial_optimizer import PartialOptimizer, without_global_hooks
 from lightck.state.torch_classes import irreproducible_reason
 
@@ -26,6 +26,8 @@ MIN_RATIO = 1.5
 _PRIMES = (3, 5, 7, 2, 11, 13)
 """Sizes of a stand-in of n dimensions: the first n."""
 _STEPS = 3
+_ATTRIBUTE_DEPTH = 4
+"""Levels of containers in an attribute that are searched."""
 _NO_EQ: object = object.__eq__
 """What a class has as ``__eq__`` that compares identities only."""
 _SCALES = (1.0, 30.0, 0.1)
@@ -45,9 +47,9 @@ def refuse_unreplayable(optimizer: Optimizer) -> None:
         raise _refused(name, "it contains another optimizer")
     if PartialOptimizer.of(optimizer).is_torch:
         return
-    held = unsaved_tensors(optimizer, ()) or [key for key, v in vars(optimizer).items() if isinstance(v, nn.Module)]
-    if held:
-        raise _refused(name, f"its attribute {held[0]!r} holds tensors")
+    reached = _attribute_with_state(optimizer)
+    if reached is not None:
+        raise _refused(name, f"its attribute {reached!r} holds parameters, or a module")
     _Probe(optimizer).run()
 
 
@@ -90,6 +92,20 @@ def _refused(name: str, reason: str) -> UnsupportedError:
     )
 
 
+def _attribute_with_state(optimizer: Optimizer) -> str | None:
+    """Return the name of an attribute through which a step reaches tensors of the training, or None. (A step on chosen
+    tensors has the same attributes, and would change or read them.) Other tensors are constants, or a trial step
+    changes them."""
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for key, value in PartialOptimizer.of(optimizer).attributes.items():
+        if key != "defaults" and (
+            isinstance(value, nn.Module)
+            or any(id(t) in parameters or t.requires_grad for t in tensors_in(value, _ATTRIBUTE_DEPTH))
+        ):
+            return key
+    return None
+
+
 class _Probe:
     """Three steps on stand-ins: of all at once, and of each for itself."""
 
@@ -113,12 +129,17 @@ class _Probe:
     def _stand_ins(self, group: Mapping[str, Any]) -> list[tuple[torch.Tensor, dict[Any, Any]]]:
         """Return three stand-ins, with state, for each kind of parameter of the group."""
         found = []
-        kinds = {(p.dim(), p.dtype, p.device, bool(self._optimizer.state.get(p))): p for p in group["params"]}
-        for (dims, dtype, device, _), p in kinds.items():
+        kinds = {
+            (p.dim(), p.dtype, p.device, p.requires_grad, bool(self._optimizer.state.get(p))): p
+            for p in group["params"]
+        }
+        for (dims, dtype, device, *_), p in kinds.items():
             if dims > len(_PRIMES):
                 raise _refused(self._name, f"a parameter has {dims} dimensions")
             for _ in range(3):
                 tensor = torch.randn(_PRIMES[:dims], generator=self._generator).to(dtype=dtype, device=device)
+                vars(tensor).update(vars(p))
+                tensor.requires_grad_(p.requires_grad)
                 found.append((tensor, self._stand_in_state(p, tensor)))
         return found
 
@@ -138,7 +159,7 @@ class _Probe:
     def _run(self) -> None:
         whole = PartialOptimizer(type(self._optimizer), self._attributes())
         every = [pair for group in self._groups for pair in group]
-        alone = [(p.clone(), deepcopy(state)) for p, state in every]
+        alone = [(deepcopy(p), deepcopy(state)) for p, state in every]
         options = [_options(group) for group in self._optimizer.param_groups]
         for step in range(_STEPS):
             gradients = [self._gradient(p, step, number) for number, (p, _) in enumerate(every)]

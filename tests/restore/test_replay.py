@@ -223,6 +223,28 @@ def test_a_class_that_is_not_of_torch():
     assert_reached(run, bases, 5)
 
 
+class ByAttribute(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.requires_grad and p.grad is not None:
+                p.grad.mul_(p.scale)
+        return super().step(closure)
+
+
+def test_such_a_class_sees_the_attributes_of_the_parameters():
+    run_parameters = parameters(shapes=SMALL)
+    for i, p in enumerate(run_parameters.values()):
+        p.scale = 1.0 + i
+    run = Run(lambda ps: ByAttribute(ps, lr=0.1, momentum=0.9), run_parameters)
+    bases = run.bases()
+    for base in bases:
+        base.unit.parameter.scale = run_parameters[base.unit.name].scale
+        base.unit.parameter.requires_grad_()
+    replay(bases, run.updates, run.partial, 5)
+    for base in bases:
+        assert same(base.unit.parameter.detach(), run.states[5][base.unit.name][0])
+
+
 # -- several optimizers -----------------------------------------------------------------------------------------------
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
+import lookalikes as wild
 import pytest
 import torch
+from consumed_by_hand import Run, parameters
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from toys import same
 
 from lightck.errors import UnsupportedError
+from lightck.restore.replay import replay
 from lightck.state.replayable import refuse_low_ratio, refuse_unreplayable
 from lightck.state.torch_classes import TORCH_CLASSES
 
@@ -96,10 +100,37 @@ class CountingInAnObject(Plain):
         return 1.0
 
 
-class WithTensor(Plain):
+class WithParameters(Plain):
+    """Keeps its parameters in a list beside its groups."""
+
     def __init__(self, params: Any) -> None:
         super().__init__(params)
-        self.scales = [torch.ones(3)]
+        self.every = {"all": [p for group in self.param_groups for p in group["params"]]}
+
+    def scale(self) -> float:
+        return float(self.every["all"][0].norm())
+
+
+class WithAverage(Plain):
+    """Keeps a tensor of state in an attribute."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.norms = [torch.zeros(3)]
+
+    def scale(self) -> float:
+        return float(self.norms[0].add_(1.0).sum())
+
+
+class WithTable(Plain):
+    """Keeps a constant tensor in an attribute."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.table = {"signed": torch.linspace(1, 2, 3)}
+
+    def scale(self) -> float:
+        return float(self.table["signed"][1])
 
 
 class WithModel(Plain):
@@ -136,6 +167,22 @@ class Tuned(torch.optim.AdamW):
         return super().step(closure)
 
 
+class ReadsAttributes(Plain):
+    """Leaves frozen parameters alone, and takes the rate of a parameter from its attribute."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p.grad is not None:
+                    p.data.sub_(p.grad, alpha=p.rate)
+
+
+class CouplesTrained(Clipped):
+    def step(self, closure: Any = None) -> None:
+        if all(p.requires_grad for group in self.param_groups for p in group["params"]):
+            super().step()
+
+
 class SubclassOfAdagrad(torch.optim.Adagrad):
     """Its state is made by the constructor."""
 
@@ -143,12 +190,14 @@ class SubclassOfAdagrad(torch.optim.Adagrad):
 BAD = [
     (lambda ps: torch.optim.LBFGS(ps), "several gradients in a step"),
     (lambda ps: torch.optim.Adam(ps, differentiable=True), "differentiable=True"),
+    (CouplesTrained, "differently if others are"),
     (Clipped, "differently if others are updated with it"),
     (Noisy, "draws random numbers"),
     (CountingItself, "changes its attribute 'count'"),
     (CountingInAnObject, "changes its attribute 'notes'"),
-    (WithTensor, "attribute 'scales' holds tensors"),
-    (WithModel, "attribute 'teacher' holds tensors"),
+    (WithParameters, "attribute 'every' holds parameters, or a module"),
+    (WithModel, "attribute 'teacher' holds parameters, or a module"),
+    (WithAverage, "changes its attribute 'norms'"),
     (Around, "contains another optimizer"),
     (NeedsClosure, "a trial step on stand-ins failed"),
     (KeepsShared, "not the state of one parameter"),
@@ -181,7 +230,7 @@ def test_classes_of_torch_are_accepted(name):
     refuse_unreplayable(TORCH_CLASSES[name](tensors(), lr=0.1))
 
 
-@pytest.mark.parametrize("kind", [Plain, Counting, DecaysAll, Tuned, SubclassOfAdagrad])
+@pytest.mark.parametrize("kind", [Plain, Counting, DecaysAll, Tuned, WithTable, SubclassOfAdagrad])
 @pytest.mark.parametrize("has_state", [False, True])
 def test_other_classes_that_update_each_parameter_for_itself_are_accepted(kind, has_state):
     ps = tensors()
@@ -216,6 +265,42 @@ def test_a_trial_changes_nothing(kind):
     assert same((optimizer.state_dict(), [p.detach() for p in ps], [p.grad for p in ps]), before)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert called == []
+
+
+LOOKALIKES = [
+    kind
+    for kind in vars(wild).values()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and "lr" in inspect.signature(kind).parameters
+]
+
+
+@pytest.mark.parametrize(
+    "kind", [*LOOKALIKES, Plain, Counting, DecaysAll, Tuned, WithTable], ids=lambda it: it.__name__
+)
+def test_what_is_accepted_is_replayed_with_the_same_bits(kind):
+    def make(ps: Any) -> torch.optim.Optimizer:
+        return kind([{"params": ps[:1], "lr": 0.01}, {"params": ps[1:]}], lr=0.02)
+
+    ps = parameters(shapes=((17, 9), (9,), (3, 2, 2), (1,)))
+    try:
+        refuse_unreplayable(make(list(ps.values())))
+    except UnsupportedError:
+        assert kind.__name__ in {"EightBit", "Global", "NotADict", "Overriding", "ScheduleFree", "Simple"}
+        return
+    run = Run(make, ps)
+    bases = run.bases()
+    replay(bases, run.updates, run.partial, 5)
+    for base in bases:
+        assert same((base.unit.parameter, dict(base.unit.states[0])), run.states[5][base.unit.name])
+
+
+def test_attributes_of_parameters_are_those_of_the_training():
+    ps = tensors()
+    for p in ps:
+        p.rate = 0.1
+    refuse_unreplayable(ReadsAttributes(ps))
+    with pytest.raises(UnsupportedError, match="has no attribute 'rate'"):
+        refuse_unreplayable(ReadsAttributes(tensors()))
 
 
 def state_nbytes(optimizer: torch.optim.Optimizer) -> int:
