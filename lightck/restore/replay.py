@@ -21,6 +21,7 @@ import torch
 
 from lightck.errors import ReplayError, listed
 from lightck.state.consumed_update import ConsumedStep, ConsumedUpdate
+from lightck.state.fingerprint import flushes_denormals
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.unit_update import SLICE_NUMEL, Unit, is_free_of_threads, positions_of, update_unit
 
@@ -60,9 +61,15 @@ def replay(
         slice_numel: the number of elements of a slice; None: no slices.
 
     Raises:
-        ReplayError: an update is missing or cannot be made again, or ``check`` found a difference. The message names
-            the unit and the step. The units have bytes of different steps then.
+        ReplayError: an update is missing or cannot be made again, ``check`` found a difference, or this process
+            flushes denormal numbers to zero. The message names the unit and the step. The units have bytes of different
+            steps then.
     """
+    if flushes_denormals():
+        raise ReplayError(
+            "The updates cannot be made again: this process takes very small numbers for zero, and the training did "
+            "not. Call torch.set_flush_denormal(False) before the recovery."
+        )
     plan = _Plan(bases, updates, optimizers, to_step, check, slice_numel)
     parallel = [base for base in bases if plan.is_parallel(base)]
     in_turn = [base for base in bases if not plan.is_parallel(base)]

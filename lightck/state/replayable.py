@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightck.errors import UnsupportedError
 from lightck.state import rng
+from lightck.state.fingerprint import flushes_denormals
 from lightck.state.optimizer_wrappers import inner_of, refuse_unsupported, tensors_in
 from lightck.state.partial_optimizer import PartialOptimizer, without_global_hooks
 from lightck.state.torch_classes import irreproducible_reason
@@ -43,6 +44,8 @@ def refuse_unreplayable(optimizer: Optimizer) -> None:
         raise _refused(name, "it computes several gradients in a step, and couples all parameters")
     for group in optimizer.param_groups:
         _refuse_group(type(optimizer), group)
+    if flushes_denormals() and any(p.is_cpu for group in optimizer.param_groups for p in group["params"]):
+        raise _refused(name, "torch.set_flush_denormal(True) holds for some of torch's threads, and not for all")
     if inner_of(optimizer):
         raise _refused(name, "it contains another optimizer")
     if PartialOptimizer.of(optimizer).is_torch:

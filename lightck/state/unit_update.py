@@ -26,12 +26,11 @@ from lightck.state.torch_classes import ELEMENT_WISE, irreproducible_reason
 SLICE_NUMEL = 1 << 18
 """Elements of a slice: of float32, 1 MiB for each of parameter, gradient, and each tensor of state. (In nanoseconds of
 one processor for an element and a step, whole, 64 k and 256 k: Adam 4.3, 3.2, 2.7; NAdam 6.4, 3.5, 2.8; Adagrad 3.5,
-2.2, 1.6. A slice costs some 50 us more, and holds Python's lock meanwhile, so smaller ones are slower in parallel.)"""
+2.2, 1.6. A slice costs some 50 us more, and holds Python's lock meanwhile, so smaller ones are slower in parallel.
+Fused code, and SGD, which makes almost no temporary tensors, are not faster in slices.)"""
 _WIDE = (torch.float32, torch.float64)
 """Dtypes whose bits depend neither on the number of threads nor on slices."""
 _SLICEABLE = (Implementation.FOR_LOOP, Implementation.FOREACH)
-"""Implementations that read all memory once per operation. (A fused one reads it once per step.) SGD
-makes almost no temporary tensors either, and is not faster in slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +81,13 @@ def update_unit(
     )
     if reason is not None:
         raise ReplayError(reason)
-    is_sliced = slice_numel is not None and unit.parameter.numel() > slice_numel
+    numel = unit.parameter.numel()
+    is_sliced = slice_numel is not None and slice_numel < numel and optimizer.kind is not torch.optim.SGD
     try:
         _refuse_misfit(unit.parameter, state, gradient, implementation)
         step = _Step(consumed, position, _options(group, implementation, optimizer), implementation, optimizer)
         with intra_op_threads(1 if is_free_of_threads(unit, optimizer, gradient) else threads):
-            if is_sliced and step.is_same_in_slices(unit.parameter, state, gradient):
+            if is_sliced and is_sliceable(unit.parameter, state, gradient, optimizer, implementation):
                 assert isinstance(gradient, torch.Tensor)
                 assert slice_numel is not None
                 step.make_in_slices(unit.parameter, state, gradient, slice_numel)
@@ -109,6 +109,29 @@ def is_free_of_threads(unit: Unit, optimizer: PartialOptimizer, gradient: Gradie
         optimizer.is_torch
         and optimizer.kind in ELEMENT_WISE
         and all(t.is_cpu and (t.dtype in _WIDE or t.dtype == torch.int64) for t in tensors)
+    )
+
+
+def is_sliceable(
+    parameter: torch.Tensor,
+    state: Mapping[Any, Any],
+    gradient: Gradient,
+    optimizer: PartialOptimizer,
+    implementation: Implementation,
+) -> bool:
+    """Whether any slice of the memory of a unit's tensors can be updated for itself, with the same bits: the class is
+    element-wise, and all tensors are at least float32, and lie in memory in the same way. (A first update, which
+    creates the state, is made whole. Of fused code, only the bits of whole tensors are known.)"""
+    return (
+        bool(state)
+        and isinstance(gradient, torch.Tensor)
+        and optimizer.is_torch
+        and optimizer.kind in ELEMENT_WISE
+        and implementation in _SLICEABLE
+        and all(
+            t.dtype in _WIDE and is_dense_tensor(t) and t.stride() == parameter.stride()
+            for t in (parameter, gradient, *_full_size(parameter, state).values())
+        )
     )
 
 
@@ -177,21 +200,6 @@ class _Step:
             return [(self._options, tensors)]
         groups = self._consumed.groups
         return [(self._options, tensors) if g == self._position else (one.options, []) for g, one in enumerate(groups)]
-
-    def is_same_in_slices(self, parameter: torch.Tensor, state: dict[Any, Any], gradient: Gradient) -> bool:
-        """Whether slices give the same bits, and can be cut: all tensors are at least float32, and lie in memory in the
-        same way. A first update, which creates the state, is made whole."""
-        return (
-            bool(state)
-            and isinstance(gradient, torch.Tensor)
-            and self._optimizer.is_torch
-            and self._optimizer.kind in ELEMENT_WISE - {torch.optim.SGD}
-            and self._implementation in _SLICEABLE
-            and all(
-                t.dtype in _WIDE and is_dense_tensor(t) and t.stride() == parameter.stride()
-                for t in (parameter, gradient, *_full_size(parameter, state).values())
-            )
-        )
 
     def make_in_slices(
         self, parameter: torch.Tensor, state: dict[Any, Any], gradient: torch.Tensor, slice_numel: int

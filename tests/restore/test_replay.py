@@ -66,6 +66,27 @@ def test_only_the_updates_after_the_oldest_base_are_needed():
     assert_reached(run, bases, 5)
 
 
+@pytest.mark.parametrize("foreach", [None, False])
+def test_a_learning_rate_that_is_a_tensor(foreach):
+    run = small_run(make=lambda ps: torch.optim.AdamW(ps, lr=torch.tensor(0.05), foreach=foreach))
+    replay(bases := run.bases(), run.updates, run.partial, 5, slice_numel=4)
+    assert_reached(run, bases, 5)
+
+
+def test_tensors_whose_memory_is_in_another_order():
+    """Convolutions in channels_last, and a transposed matrix: the state that an update creates is in the same order."""
+    conv, matrix = (p.detach() for p in parameters(shapes=((8, 3, 5, 5), (11, 7))).values())
+    ps = {
+        "conv": torch.nn.Parameter(conv.to(memory_format=torch.channels_last)),
+        "matrix": torch.nn.Parameter(matrix.t()),
+    }
+    run = Run(adamw, ps)
+    bases = run.bases()
+    replay(bases, run.updates, run.partial, 5, slice_numel=64)
+    assert_reached(run, bases, 5)
+    assert bases[0].unit.states[0]["exp_avg"].stride() == ps["conv"].stride()
+
+
 def test_a_missing_update_is_named():
     run = small_run()
     with pytest.raises(ReplayError, match=r"step 3, 4 consumed is missing.*state of step 5 .*from step 1"):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from toys import same
 
-from lightck.errors import UnsupportedError
+from lightck.errors import ReplayError, UnsupportedError
 from lightck.restore.replay import replay
 from lightck.state.replayable import refuse_low_ratio, refuse_unreplayable
 from lightck.state.torch_classes import TORCH_CLASSES
@@ -223,6 +223,20 @@ def test_a_step_that_a_graph_may_make_is_refused():
     on_device = [torch.zeros(3, device="meta", requires_grad=True)]
     with pytest.raises(UnsupportedError, match=r"CUDA graph.*FullState\(\)"):
         refuse_unreplayable(torch.optim.Adam(on_device, capturable=True))
+
+
+def test_denormal_numbers_that_some_threads_flush_to_zero_are_refused():
+    """It holds for the threads of torch that begin later only."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot")
+    try:
+        with pytest.raises(UnsupportedError, match=r"set_flush_denormal\(True\) holds for some.*FullState\(\)"):
+            refuse_unreplayable(torch.optim.AdamW(tensors()))
+        with pytest.raises(ReplayError, match=r"Call torch.set_flush_denormal\(False\)"):
+            replay([], [], {}, 0)
+    finally:
+        torch.set_flush_denormal(False)
+    refuse_unreplayable(torch.optim.AdamW(tensors()))
 
 
 @pytest.mark.parametrize("name", sorted(set(TORCH_CLASSES) - {"LBFGS", "SparseAdam"}))
