@@ -34,6 +34,7 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     ├── NothingSavedError             (RuntimeError)        close(): lightck saw no update, so nothing was saved
     ├── StateChangedError             (RuntimeError)        a tensor was written while a checkpoint still needed it
     ├── FlushTimeoutError             (TimeoutError)        flush(timeout=) ran out of time
+    ├── ReplayError                   (RuntimeError)        an update cannot be made again, or not with the same bits
     ├── ExportError                   (OSError)             an exported file could not be written
     │   ├── ExportExistsError         (FileExistsError)     the file exists (pass overwrite), or is a pool
     │   ├── KeepError                 (OSError)             keep= could not export a checkpoint
@@ -214,6 +215,15 @@ class NothingSavedError(LightckError, RuntimeError):
 class StateChangedError(LightckError, RuntimeError):
     """A tensor was written, without a change of its version counter, while a checkpoint still needed its bytes. Raised
     with ``LIGHTCK_CHECK=1`` only. Without it, the checkpoint is dropped with a warning."""
+
+
+class ReplayError(LightckError, RuntimeError):
+    """An update that the pool holds as gradients cannot be made again, or not with the same bits. ``parameter`` is the
+    name of the parameter, and ``step`` the step whose update it is, or None."""
+
+    def __init__(self, message: str, parameter: str | None = None, step: int | None = None) -> None:
+        super().__init__(message)
+        self.parameter, self.step = parameter, step
 
 
 class ExportError(_SystemError):

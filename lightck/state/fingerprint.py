@@ -51,3 +51,9 @@ def _cuda() -> str | None:
     version = torch.version.cuda or torch.version.hip
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     return f"{torch.cuda.get_device_name()} (CUDA {version}, cuDNN {cudnn})"
+
+
+def flushes_denormals() -> bool:
+    """Whether this thread takes numbers below the normal range for zero (``torch.set_flush_denormal``). The threads
+    that help it do so only if they began later, so the number of threads decides bits then."""
+    return bool((torch.full((1,), 1e-39, dtype=torch.float32, device="cpu") * 1.0 == 0).item())

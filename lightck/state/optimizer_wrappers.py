@@ -171,18 +171,18 @@ def unsaved_tensors(optimizer: object, known: Collection[int]) -> list[str]:
     that are saved in any case. Tensors in ``state``, ``param_groups`` and ``defaults`` count as saved."""
     saved = {"state", "param_groups", "defaults"}
     depth = _DEPTH + 1  # ``state`` has one level more than another attribute: a dict for each parameter
-    own = set(known) | {id(t) for part in saved for t in _tensors_in(getattr(optimizer, part, None), depth)}
+    own = set(known) | {id(t) for part in saved for t in tensors_in(getattr(optimizer, part, None), depth)}
     attributes = {k: v for k, v in _attributes(optimizer).items() if k not in saved and not _is_optimizer(v)}
-    return [k for k, v in attributes.items() if any(id(t) not in own for t in _tensors_in(v, _DEPTH))]
+    return [k for k, v in attributes.items() if any(id(t) not in own for t in tensors_in(v, _DEPTH))]
 
 
-def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
+def tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
     """Yield the tensors in a value, through ``depth`` levels of lists, tuples and mappings."""
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple, Mapping)):
         for one in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors_in(one, depth - 1)
+            yield from tensors_in(one, depth - 1)
 
 
 class ScalerWatch:

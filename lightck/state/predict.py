@@ -14,7 +14,6 @@ side effect would change the training, and could not be undone. For another clas
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
@@ -25,8 +24,10 @@ from lightck.pool.format.layout import Entry, contiguous_stride
 from lightck.state import rng
 from lightck.state.inventory import OptimizerView, state_name
 from lightck.state.local_tensors import has_placements_of, local_of
+from lightck.state.partial_optimizer import without_global_hooks
 from lightck.state.parts import part_of
 from lightck.state.storable import dtype_name
+from lightck.state.torch_classes import foreign_code
 
 log = logging.getLogger("lightck")
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -58,39 +59,19 @@ def _predict(view: OptimizerView) -> Iterator[Entry]:
     """Yield the entries. Raises ``ValueError`` with the reason if they cannot be predicted."""
     if view.wraps:
         raise ValueError("it wraps another optimizer")
-    foreign = _foreign_code(type(view.optimizer))
+    foreign = foreign_code(type(view.optimizer))
     if foreign is not None:
         raise ValueError(f"{foreign} is not torch's own code, so it is not tried out beforehand")
     groups, stand_ins = _stand_ins(view)
     make: Any = type(view.optimizer)
     scratch: torch.optim.Optimizer = make(groups)
-    _step_without_hooks(scratch)
+    with without_global_hooks():
+        scratch.step()
     rules = {key: _rules(p, scratch.state.get(p, {})) for key, p in stand_ins.items()}
     for g, (group, names) in enumerate(zip(view.optimizer.param_groups, view.names, strict=True)):
         for name, p in zip(names, group["params"], strict=True):
             for state_key, (dtype, device, dims) in rules[_kind(g, p)].items():
                 yield _entry(name, p, state_key, dtype, device, dims)
-
-
-def _foreign_code(kind: type) -> str | None:
-    """Search an optimizer's class and its bases for code that is not torch's own. Return the name of the first class or
-    method with such code, or None if there is none."""
-    for one in kind.__mro__[:-1]:
-        if not _is_torch_module(one.__module__):
-            return one.__qualname__
-        for name, value in vars(one).items():
-            function = getattr(value, "__func__", value)
-            while function is not None:  # the functions that a decorator or a patch wraps
-                if not _is_torch_module(getattr(function, "__globals__", {}).get("__name__", "torch")):
-                    return f"{one.__qualname__}.{name}"
-                function = getattr(function, "__wrapped__", None)
-    return None
-
-
-def _is_torch_module(module: str) -> bool:
-    """Whether a module is part of torch. ``typing_extensions`` counts as a part, because torch marks deprecated methods
-    with it."""
-    return module.partition(".")[0] in ("torch", "typing_extensions")
 
 
 def _kind(group: int, p: torch.Tensor) -> tuple[object, ...]:
@@ -113,23 +94,6 @@ def _stand_ins(view: OptimizerView) -> tuple[list[dict[str, object]], dict[tuple
         options = deepcopy({key: group[key] for key in view.optimizer.defaults if key in group})
         groups.append({"params": [by_kind[kind] for kind in mine], **options})
     return groups, by_kind
-
-
-def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Call ``step`` without torch's global hooks, which belong to the user. Each ``step`` in the chain of
-    ``super().step()`` runs these hooks, so they are removed before the call and added again after it."""
-    module = sys.modules[torch.optim.Optimizer.__module__]
-    registries = [getattr(module, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
-    held = [dict(registry) for registry in registries]
-    try:
-        for registry in registries:
-            registry.clear()
-        optimizer.step()
-    finally:
-        for registry, hooks in zip(registries, held, strict=True):
-            registered_since = dict(registry)
-            registry.clear()
-            registry.update(hooks | registered_since)
 
 
 def _rules(p: torch.Tensor, state: dict[object, object]) -> dict[object, _StateRule]:

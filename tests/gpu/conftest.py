@@ -1,6 +1,7 @@
 """Tests that need a CUDA device; without one they are skipped, and nothing here is imported by the others.
 
-``LIGHTCK_TEST_DEVICE=cpu pytest tests/gpu/test_resume.py`` runs those trainings that need nothing of CUDA on the CPU.
+``LIGHTCK_TEST_DEVICE=cpu pytest tests/gpu/test_resume.py tests/gpu/test_replay_on_device.py`` runs what needs nothing
+of CUDA on the CPU.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            on_cpu = item.path.stem == "test_resume" and os.environ.get("LIGHTCK_TEST_DEVICE") == "cpu"
+            on_cpu = (
+                item.path.stem in ("test_resume", "test_replay_on_device")
+                and os.environ.get("LIGHTCK_TEST_DEVICE") == "cpu"
+            )
             if not (on_cpu or torch.cuda.is_available()):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,193 @@
+"""The state after update t, from older units and from what the updates since then consumed, with the bits of the run.
+
+A unit is a parameter with its optimizer state. Each unit starts at the step of its own base, and takes the updates that
+follow it, one after the other: element by element this is the computation of the training, which updates one parameter
+independently of all others. So units whose bits depend on no number of threads are replayed in parallel, with one
+intra-op thread each. All others are replayed one by one, with the number of threads of the training.
+
+Idea: gradients as exact differential checkpoints, as in LowDiff (Yao et al., 2025), with the real optimizer instead of
+a sum of gradients.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from lightck.errors import ReplayError, listed
+from lightck.state.consumed_update import ConsumedStep, ConsumedUpdate
+from lightck.state.fingerprint import flushes_denormals
+from lightck.state.partial_optimizer import PartialOptimizer
+from lightck.state.unit_update import SLICE_NUMEL, Unit, is_free_of_threads, positions_of, update_unit
+
+Check = Callable[[Unit, int], str | None]
+"""Called after each replayed update with the unit and the step that it has now. Returns None, or what differs from the
+training. Units that are replayed in parallel call it from several threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A unit as it was at the end of ``step``; its tensors hold these bytes, and are changed in place."""
+
+    unit: Unit
+    step: int
+
+
+def replay(
+    bases: Sequence[Base],
+    updates: Iterable[ConsumedUpdate],
+    optimizers: Mapping[int, PartialOptimizer],
+    to_step: int,
+    *,
+    check: Check | None = None,
+    workers: int | None = None,
+    slice_numel: int | None = SLICE_NUMEL,
+) -> None:
+    """Bring all units to the state of ``to_step``, in place.
+
+    Args:
+        bases: the units; each has the state of its own step.
+        updates: what the updates consumed. Those of every step after the oldest base up to ``to_step`` are needed.
+        optimizers: index of each optimizer -> what makes its steps.
+        to_step: a step that no base is younger than.
+        check: compares a unit with what is known of it after an update. The first difference ends the replay.
+        workers: how many units are replayed at the same time, where that gives the same bits; by default one for each
+            processor of this process.
+        slice_numel: the number of elements of a slice; None: no slices.
+
+    Raises:
+        ReplayError: an update is missing or cannot be made again, ``check`` found a difference, or this process
+            flushes denormal numbers to zero. The message names the unit and the step. The units have bytes of different
+            steps then.
+    """
+    if flushes_denormals():
+        raise ReplayError(
+            "The updates cannot be made again: this process takes very small numbers for zero, and the training did "
+            "not. Call torch.set_flush_denormal(False) before the recovery."
+        )
+    plan = _Plan(bases, updates, optimizers, to_step, check, slice_numel)
+    parallel = [base for base in bases if plan.is_parallel(base)]
+    in_turn = [base for base in bases if not plan.is_parallel(base)]
+    _replay_in_parallel(plan, parallel, workers or len(os.sched_getaffinity(0)))
+    for base in in_turn:
+        plan.replay(base)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One step of one optimizer in one update. ``positions``: name of a parameter -> the index of its group."""
+
+    consumed: ConsumedStep
+    optimizer: PartialOptimizer
+    positions: Mapping[str, int]
+
+
+class _Plan:
+    """What a replay of a unit needs to know, the same for all units."""
+
+    def __init__(
+        self,
+        bases: Sequence[Base],
+        updates: Iterable[ConsumedUpdate],
+        optimizers: Mapping[int, PartialOptimizer],
+        to_step: int,
+        check: Check | None,
+        slice_numel: int | None,
+    ) -> None:
+        self._to_step, self._check, self._slice_numel = to_step, check, slice_numel
+        self._optimizers = optimizers
+        self._updates = {update.step: update for update in updates}
+        self._parts = {step: _parts(update, optimizers) for step, update in self._updates.items()}
+        self.is_cancelled = threading.Event()
+        younger = [base.unit.name for base in bases if base.step > to_step]
+        if younger:
+            raise ReplayError(f"the bases of {listed(younger)} are younger than step {to_step}")
+        low = min((base.step for base in bases), default=to_step)
+        missing = [str(step) for step in range(low + 1, to_step + 1) if step not in self._updates]
+        if missing:
+            raise ReplayError(
+                f"what the update of step {listed(missing)} consumed is missing, so the state of step {to_step} cannot "
+                f"be made from step {low}"
+            )
+
+    def is_parallel(self, base: Base) -> bool:
+        """Whether other units may be replayed at the same time, each with one intra-op thread."""
+        found = [self._optimizers.get(index) for index in base.unit.states]
+        return all(one is not None and is_free_of_threads(base.unit, one) for one in found)
+
+    def replay(self, base: Base) -> None:
+        """Bring one unit to the last step."""
+        for step in range(base.step + 1, self._to_step + 1):
+            if self.is_cancelled.is_set():
+                return
+            try:
+                self._update(base.unit, step)
+            except ReplayError as error:
+                raise ReplayError(
+                    f"The update of step {step} of the parameter {base.unit.name!r} cannot be made again: {error}. An "
+                    "older checkpoint can be restored.",
+                    base.unit.name,
+                    step,
+                ) from error
+            difference = None if self._check is None else self._check(base.unit, step)
+            if difference is not None:
+                raise ReplayError(
+                    f"The replay of the parameter {base.unit.name!r} differs from the training after the update of "
+                    f"step {step}: {difference}. Something that lightck does not know of changed the parameter or its "
+                    "optimizer state, or this machine computes other bits. An older checkpoint can be restored.",
+                    base.unit.name,
+                    step,
+                )
+
+    def _update(self, unit: Unit, step: int) -> None:
+        threads = self._updates[step].threads
+        for part in self._parts[step]:
+            position = part.positions.get(unit.name)
+            if position is not None:
+                update_unit(
+                    unit, part.consumed, position, part.optimizer, threads=threads, slice_numel=self._slice_numel
+                )
+
+
+def _parts(update: ConsumedUpdate, optimizers: Mapping[int, PartialOptimizer]) -> list[_Part]:
+    """Return the steps of an update, in their order. Raises ``ReplayError`` for a step of an optimizer that is not
+    given or of another class, and ``UnsupportedError`` for one that torch does not reproduce."""
+    parts = []
+    for consumed in update.optimizer_steps:
+        optimizer = optimizers.get(consumed.optimizer)
+        if optimizer is None or optimizer.kind.__name__ != consumed.class_name:
+            found = "no optimizer is given" if optimizer is None else f"{optimizer.kind.__name__} is given"
+            raise ReplayError(
+                f"The update of step {update.step} was made by optimizer {consumed.optimizer}, a "
+                f"{consumed.class_name}, and {found} in its place. Create the optimizers as in the training.",
+                step=update.step,
+            )
+        parts.append(_Part(consumed, optimizer, positions_of(consumed)))
+    return parts
+
+
+def _replay_in_parallel(plan: _Plan, bases: Sequence[Base], workers: int) -> None:
+    """Replay these units, the largest first, in threads that use one intra-op thread each."""
+    if not bases:
+        return
+    ordered = sorted(bases, key=lambda base: base.unit.parameter.nbytes, reverse=True)
+    before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(
+        min(workers, len(ordered)), "lightck-replay", initializer=torch.set_num_threads, initargs=(1,)
+    )
+    try:
+        futures = [pool.submit(plan.replay, base) for base in ordered]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+    except BaseException:
+        plan.is_cancelled.set()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(before)  # for threads that begin later; this one always had its own number

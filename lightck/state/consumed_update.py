@@ -1,0 +1,89 @@
+"""What one update consumed, as plain data: gradients by name, options by value, and what else decides its bits.
+
+Made of these, the same update can be made again (``unit_update.py``), with the same bits as the update that the
+training made. Nothing here reads a live optimizer. Tensors are references: whoever holds such a record sees to it that
+nothing writes to them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+class Implementation(enum.Enum):
+    """Which code of an optimizer of ``torch.optim`` computed the update of a parameter. The values are stored."""
+
+    FOR_LOOP = "for-loop"
+    FOREACH = "foreach"
+    FOREACH_BESIDE_NEW = "foreach beside a tensor without momentum"
+    """The foreach code of SGD while another tensor of the same dtype and device got its first momentum. Then the
+    momentum of each tensor is updated for itself, which rounds differently below float32."""
+    FUSED = "fused"
+
+
+@dataclass(frozen=True, slots=True)
+class SparseGradient:
+    """A sparse gradient (COO). SGD computes other bits from a coalesced copy, so it is kept as it was.
+
+    indices: int64, (sparse dimensions, n). values: (n, *dense sizes). size: the shape of the parameter.
+    is_coalesced: whether the gradient said so.
+    """
+
+    indices: torch.Tensor
+    values: torch.Tensor
+    size: tuple[int, ...]
+    is_coalesced: bool
+
+
+Gradient = torch.Tensor | SparseGradient | None
+"""None: the parameter had no gradient, which is not a gradient of zeros. A dense gradient keeps its strides, because
+they decide bits below float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumedGroup:
+    """One parameter group as a step found it.
+
+    parameters: the names, in the order of the group. options: every option but ``params``, as a copy. implementation:
+    which code updates the group. exceptions: name -> implementation, for the parameters that another code updates.
+    """
+
+    parameters: tuple[str, ...]
+    options: Mapping[str, object]
+    implementation: Implementation
+    exceptions: Mapping[str, Implementation] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumedStep:
+    """What one call of one optimizer's ``step`` consumed.
+
+    optimizer: the index of the optimizer among the followed ones. class_name: the name of its class. gradients: the
+    name of every parameter of every group -> its gradient, or None if it had none. (A name that is missing is an
+    error, and no absent gradient.) The mapping may read a gradient at its first use. grad_scale, found_inf: the
+    attributes that a GradScaler sets for a fused optimizer, or None.
+    """
+
+    optimizer: int
+    class_name: str
+    groups: tuple[ConsumedGroup, ...]
+    gradients: Mapping[str, Gradient]
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumedUpdate:
+    """What the update consumed that made the state of ``step`` from the state of ``step`` - 1.
+
+    optimizer_steps: in the order in which they were made; an optimizer that made no step has none. threads: the number
+    of intra-op threads (``torch.get_num_threads()``) of the thread that made the update.
+    """
+
+    step: int
+    optimizer_steps: tuple[ConsumedStep, ...]
+    threads: int

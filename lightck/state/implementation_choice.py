@@ -1,0 +1,71 @@
+"""Which code updates each parameter of a group: the for-loop, foreach or fused implementation of ``torch.optim``.
+
+An option that is None lets torch choose at each step, by the parameters that have a gradient then. A single parameter,
+updated for itself, could be given to other code than in the training, and compute other bits. So the choice is made
+here, before the update, from the whole group. Source: ``_default_to_fused_or_foreach`` and the functional form of each
+optimizer in torch 2.13; the tests compare with the code that torch really calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from lightck.state.consumed_update import Implementation
+
+_Bucket = list[tuple[str, torch.Tensor]]
+
+
+def chosen_implementations(
+    kind: type, group: Mapping[str, Any], names: Sequence[str], state: Mapping[torch.Tensor, Any]
+) -> tuple[Implementation, dict[str, Implementation]]:
+    """Return the implementation that updates the parameters of a group, and name -> implementation for the parameters
+    that another one updates. To be called when the gradients are final, before the update.
+
+    kind: the class of the optimizer. group: one of its ``param_groups``. names: the names of the group's parameters, in
+    the same order. state: the optimizer's state.
+    """
+    chosen = _chosen(kind, group)
+    if chosen is not Implementation.FOREACH:
+        return chosen, {}
+    exceptions: dict[str, Implementation] = {}
+    for bucket in _buckets(names, group["params"]):
+        if issubclass(kind, torch.optim.Adagrad) and any(p.grad is not None and p.grad.is_sparse for _, p in bucket):
+            exceptions.update((name, Implementation.FOR_LOOP) for name, _ in bucket)
+        elif issubclass(kind, torch.optim.SGD) and group["momentum"] != 0:
+            has_momentum = [state.get(p, {}).get("momentum_buffer") is not None for _, p in bucket]
+            if any(has_momentum) and not all(has_momentum):
+                exceptions.update((name, Implementation.FOREACH_BESIDE_NEW) for name, _ in bucket)
+    return chosen, exceptions
+
+
+def _chosen(kind: type, group: Mapping[str, Any]) -> Implementation:
+    if group.get("fused"):
+        return Implementation.FUSED
+    if group.get("foreach"):
+        return Implementation.FOREACH
+    is_torchs_choice = "foreach" in group and group["foreach"] is None and group.get("fused") is None
+    if not is_torchs_choice or issubclass(kind, torch.optim.Adafactor):  # Adafactor takes the for-loop by default
+        return Implementation.FOR_LOOP
+    if (
+        issubclass(kind, torch.optim.Adam)
+        and isinstance(group.get("lr"), torch.Tensor)
+        and not group.get("capturable", False)
+    ):
+        return Implementation.FOR_LOOP
+    updated = [p for p in group["params"] if p.grad is not None]
+    choose: Any = torch_optimizer._default_to_fused_or_foreach
+    _, is_foreach = choose(updated, group.get("differentiable", False), use_fused=False)
+    return Implementation.FOREACH if is_foreach else Implementation.FOR_LOOP
+
+
+def _buckets(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> Iterator[_Bucket]:
+    """Yield the parameters with gradients that one foreach call updates together: those of a device and a dtype."""
+    found: dict[tuple[torch.device, torch.dtype], _Bucket] = {}
+    for name, p in zip(names, parameters, strict=True):
+        if p.grad is not None:
+            found.setdefault((p.device, p.dtype), []).append((name, p))
+    yield from found.values()
