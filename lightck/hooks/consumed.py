@@ -80,17 +80,16 @@ class _Hold:
     @property
     def was_written(self) -> bool:
         """Whether a version counter or an address has changed since the gradient was taken."""
-        return list(map(_signature_of, self.gradient.tensors)) != self.signatures
+        return _signatures_of(self.gradient.tensors) != self.signatures
 
 
 @dataclass(slots=True, eq=False)
 class _RunningStep:
-    """A ``step`` between its last pre-step hook and its end. holds: of all its gradients, copied ones included."""
+    """A ``step`` between its last pre-step hook and its end. unobserved: its gradients of an unobserved class, with
+    their tensors, because a gradient that is copied no longer has them."""
 
     step: ConsumedStep
-    holds: list[_Hold]
-    tensors: list[tuple[torch.Tensor, ...]]
-    """The tensors of each of ``holds``, because a gradient that is copied no longer has them."""
+    unobserved: list[tuple[_Hold, tuple[torch.Tensor, ...]]]
     reasons: list[str] = field(default_factory=list)
 
 
@@ -144,7 +143,11 @@ class ConsumedGradients(StepListener):
             return  # the step will change nothing, and is reported as skipped
         running = self._running[index] = self._take(index, optimizer)
         self._log_recycled()
-        self._end_copies(hold for hold in running.holds if hold.gradient.kind.deadline is Deadline.NOW)
+        self._end_copies(
+            hold
+            for gradient in running.step.gradients.values()
+            if (hold := self._held[gradient]).gradient.kind.deadline is Deadline.NOW
+        )
 
     def after_step(self, index: int) -> None:
         running = self._running.pop(index, None)
@@ -197,6 +200,13 @@ class ConsumedGradients(StepListener):
             if hold is not None:
                 self._let_go(hold, CopyResult.NOT_COPIED)
 
+    def forget(self) -> None:
+        """Release everything, after the hooks were removed. What is not copied is given up."""
+        self.give_up(list(self._held))
+        self._running.clear()
+        self._steps, self._reasons, self._names = [], [], {}
+        self._classes = GradientClasses()
+
     def _end_copies(self, holds: Iterable[_Hold]) -> None:
         """Have the copies of these gradients ended now, and release what was not copied."""
         due = [hold.gradient for hold in holds]
@@ -241,8 +251,7 @@ class ConsumedGradients(StepListener):
                 local = grad if type(grad) is torch.Tensor else local_of(grad)
                 history = self._classes.observe(p, grad, local, is_written=is_written, has_forward=self._has_forward)
                 gradient = _gradient_of(name, local, history.kind)
-                signatures = list(map(_signature_of, gradient.tensors))
-                holds.append(_Hold(gradient, history, index, self._update, signatures, []))
+                holds.append(_Hold(gradient, history, index, self._update, _signatures_of(gradient.tensors), []))
         gradients = {hold.gradient.name: hold.gradient for hold in holds}
         are_whole = [hold.history.n_captured <= 1 + WHOLE_RECORDS for hold in holds]
         expected = self._probation.read(index, list(gradients.values()), are_whole)
@@ -251,7 +260,8 @@ class ConsumedGradients(StepListener):
             self._held[hold.gradient] = hold
         kind = type(optimizer).__name__
         step = ConsumedStep(index, kind, tuple(groups), gradients, _copy_of(scale), _copy_of(found_inf))
-        return _RunningStep(step, holds, [hold.gradient.tensors for hold in holds])
+        unobserved = [(hold, hold.gradient.tensors) for hold in holds if hold.gradient.kind is GradientClass.UNOBSERVED]
+        return _RunningStep(step, unobserved)
 
     def _names_in(self, index: int, optimizer: Optimizer) -> list[tuple[str, ...]]:
         """Return the names of the parameters of each group, and ask for them again if the parameters have changed."""
@@ -262,27 +272,17 @@ class ConsumedGradients(StepListener):
         return known[1]
 
     def _find_writes_of_step(self, running: _RunningStep) -> None:
-        """Find gradients that the step has changed, although they are not of the class that says so."""
-        changed = self._changed_bytes(running)
-        for i, (hold, tensors) in enumerate(zip(running.holds, running.tensors, strict=True)):
-            if hold.gradient.kind is GradientClass.WRITTEN_BY_STEP:
-                continue
-            if i in changed or list(map(_signature_of, tensors)) != hold.signatures:
+        """Find gradients of an unobserved class that the step has changed. (Of the other classes ``copied`` finds what
+        wrote into a gradient before its copy ended, and it does not matter what it was.)"""
+        if not running.unobserved:
+            return
+        now = self._probation.read_whole([tensors for _, tensors in running.unobserved])
+        for (hold, tensors), blocks in zip(running.unobserved, now, strict=True):
+            is_equal = all(one.equals(other) for one, other in zip(hold.expected, blocks, strict=True))
+            if not is_equal or _signatures_of(tensors) != hold.signatures:
                 hold.history.fix(GradientClass.WRITTEN_BY_STEP)
                 if hold.gradient in self._held:
                     self._overwritten(hold, "The step itself has changed it.")
-
-    def _changed_bytes(self, running: _RunningStep) -> set[int]:
-        """Return the indices of gradients of an unobserved class whose bytes the step has changed."""
-        unobserved = [i for i, hold in enumerate(running.holds) if hold.gradient.kind is GradientClass.UNOBSERVED]
-        if not unobserved:
-            return set()
-        read = self._probation.read_whole([running.tensors[i] for i in unobserved])
-        return {
-            i
-            for i, after in zip(unobserved, read, strict=True)
-            if not all(one.equals(now) for one, now in zip(running.holds[i].expected, after, strict=True))
-        }
 
     def _log_recycled(self) -> None:
         if self._may_log_recycled and self._classes.has_recycled:
@@ -309,8 +309,8 @@ def _gradient_of(name: str, local: torch.Tensor, kind: GradientClass) -> Consume
     )
 
 
-def _signature_of(tensor: torch.Tensor) -> tuple[int, int]:
-    return version_counter_of(tensor), tensor.data_ptr()
+def _signatures_of(tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, int]]:
+    return [(version_counter_of(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
 def _copy_of(value: object) -> torch.Tensor | None:

@@ -1,8 +1,7 @@
 """Checksums of gradients before the update, to compare with the checksums of their copies.
 
 A version counter alone proves nothing: ``GradScaler.unscale_``, ``.grad.data`` and numpy do not move it. So the first
-gradients of each parameter are compared whole. Later the gradients take turns, with one block each, so that little is
-read at each update.
+gradients of each parameter are compared whole. Later the gradients take turns, one block at each update.
 """
 
 from __future__ import annotations
@@ -14,13 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.state.blocks import BUDGET_NBYTES, Blocks
+from lightck.state.blocks import Blocks, checksums
 from lightck.state.consumed_update import ConsumedGradient
 
 WHOLE_RECORDS = 3
 """This many gradients of each parameter, after the first one, are compared whole."""
-_IN_TURN_MAX = 8
-"""The largest number of gradients that are compared in turn at one update."""
 Checksums = npt.NDArray[np.uint32]
 
 
@@ -44,7 +41,8 @@ class ExpectedBlocks:
 
 
 class Probation:
-    """Chooses which blocks are compared, and reads them. ``block``: bytes that one checksum covers."""
+    """Chooses which blocks are compared, and reads them. ``block``: bytes that one checksum covers, a multiple of the
+    size of every element."""
 
     def __init__(self, block: int) -> None:
         self._block = block
@@ -58,46 +56,42 @@ class Probation:
         its copy must have. ``are_whole``: whether to compare all blocks of a gradient."""
         tensors = [gradient.tensors for gradient in gradients]
         rows = [row for i, is_whole in enumerate(are_whole) if is_whole for row in _whole_rows(i, tensors[i])]
-        return self._read_rows(rows + self._rows_in_turn(index, tensors, are_whole), len(tensors))
+        return self._read_rows(rows + self._row_in_turn(index, tensors, are_whole), len(tensors))
 
     def read_whole(self, gradients: Sequence[tuple[torch.Tensor, ...]]) -> list[list[ExpectedBlocks]]:
         """Read all blocks of gradients, each given as its tensors."""
         rows = [row for i, tensors in enumerate(gradients) for row in _whole_rows(i, tensors)]
         return self._read_rows(rows, len(gradients))
 
-    def _rows_in_turn(
+    def _row_in_turn(
         self, index: int, gradients: Sequence[tuple[torch.Tensor, ...]], are_whole: Sequence[bool]
     ) -> list[_Row]:
-        """Choose one block of each of the next gradients, up to the budget."""
-        rows: list[_Row] = []
-        budget, chosen, n = BUDGET_NBYTES, self._next.get(index, 0), len(gradients)
-        while budget > 0 and len(rows) < min(_IN_TURN_MAX, n):
-            turn, i = divmod(chosen, n)
-            if are_whole[i]:
-                break
-            tensors = gradients[i]
-            k = turn % len(tensors)
-            n_blocks = -(-tensors[k].nbytes // self._block)
-            first = (turn // len(tensors)) % n_blocks if n_blocks else 0
-            nbytes = min(self._block, tensors[k].nbytes - first * self._block)
-            if rows and nbytes > budget:
-                break
-            rows.append(_Row(i, k, plain_tensor(tensors[k]), first, nbytes))
-            budget -= nbytes
-            chosen += 1
-        self._next[index] = chosen
-        return rows
+        """Choose one block of the next gradient, and the block after it when this gradient has its turn again."""
+        chosen, n = self._next.get(index, 0), len(gradients)
+        if not n or are_whole[chosen % n]:
+            return []
+        self._next[index] = chosen + 1
+        turn, i = divmod(chosen, n)
+        turn, k = divmod(turn, len(gradients[i]))
+        plain = plain_tensor(gradients[i][k])
+        first = turn % max(-(-plain.nbytes // self._block), 1)
+        return [_Row(i, k, plain, first, min(self._block, plain.nbytes - first * self._block))]
 
     def _read_rows(self, rows: Sequence[_Row], n_gradients: int) -> list[list[ExpectedBlocks]]:
         expected: list[list[ExpectedBlocks]] = [[] for _ in range(n_gradients)]
         rows = [row for row in rows if row.nbytes]
-        if rows:
+        if not rows:
+            return expected
+        if len(rows) == 1:
+            begin, size = rows[0].first_block * self._block, rows[0].plain.element_size()
+            part = rows[0].plain.view(-1)[begin // size : (begin + rows[0].nbytes) // size]
+            read = checksums(part, self._block)  # one block, as at most updates: this takes less time
+        else:
             addresses = [row.plain.data_ptr() + row.first_block * self._block for row in rows]
-            sizes = [row.nbytes for row in rows]
-            read = Blocks.of(addresses, sizes, [0] * len(rows), self._block).checksums()
-            ends = np.cumsum([-(-size // self._block) for size in sizes])
-            for row, checksums in zip(rows, np.split(read, ends[:-1]), strict=True):
-                expected[row.gradient].append(ExpectedBlocks(row.tensor, row.first_block, checksums))
+            read = Blocks.of(addresses, [row.nbytes for row in rows], [0] * len(rows), self._block).checksums()
+        ends = np.cumsum([-(-row.nbytes // self._block) for row in rows])
+        for row, of_row in zip(rows, np.split(read, ends[:-1]) if len(rows) > 1 else [read], strict=True):
+            expected[row.gradient].append(ExpectedBlocks(row.tensor, row.first_block, of_row))
         return expected
 
 

@@ -98,7 +98,7 @@ class Captured(StepListener):
         self.capture = self.copies.capture = _Taking(self.copies, self._names_of, block=BLOCK)
         self.capture.training = self
         self.copies.on_update = self._update_made
-        self.boundary = Boundary(len(optimizers))
+        self.boundary = Boundary(sum(role.makes_updates for role in wrapper_roles(optimizers)))
         self._reported = 0
         self.before: list[Any] = []
         """Model and optimizers before each update."""

@@ -120,6 +120,7 @@ def test_scaled_gradients_with_skipped_steps(clips, fused):
         scaler.update()
     training.finish()
     assert len(training.copies.updates) == STEPS - 2
+    assert not training.copies.steps_discarded  # nothing was taken, and copied, in vain
     steps = [update.steps[0] for update in training.copies.updates]
     if fused and not clips:
         assert [float(step.grad_scale) for step in steps] == [8.0, 4.0, 4.0, 4.0]
@@ -437,6 +438,62 @@ def test_of_nested_steps_the_outermost_counts():
     assert len(training.copies.updates) == STEPS
     training.after_backward = inner[1::2]
     assert training.backward_differs()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Holds another optimizer, edits the gradients and lets it step, as SAM or Lookahead do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+        return self.inner.step(closure)
+
+
+def test_of_a_wrapper_and_the_optimizer_inside_the_wrapper_counts():
+    model = net()
+    inner = momentum(model)
+    wrapper = Wrapper(inner)
+    training = captured(model, wrapper, inner)
+    for number in range(3):
+        wrapper.zero_grad()
+        forward(model, number).backward()
+        whole = model[0].weight.grad.clone()
+        wrapper.step()
+        (step,) = training.copies.updates[-1].steps
+        assert (step.optimizer, step.class_name) == (0, "Wrapper")
+        assert torch.equal(training.exact[step.gradients["0.weight"]][0], whole)
+
+
+def test_an_optimizer_that_is_followed_later():
+    model, (first, second) = two_optimizers(shares=False)
+    training = captured(model, first)
+    training.hooks.report_gradients()  # once more changes nothing
+    training.optimizers = first, second
+    training.boundary.n_optimizers = 2
+    training.hooks.add([second])
+    for number in range(STEPS):
+        model.zero_grad()
+        forward(model, number).backward()
+        first.step()
+        second.step()
+    training.finish()
+    assert [len(update.steps) for update in training.copies.updates] == [2] * STEPS
+
+
+def test_nothing_is_held_after_the_end():
+    model = net()
+    training = captured(model, adamw(model))
+    iterate(training)
+    gradients = list(training.copies.updates[-1].gradients())
+    assert training.capture.held_nbytes
+    training.capture.forget()
+    assert not training.capture.held_nbytes
+    assert {one.result for one in gradients} == {CopyResult.NOT_COPIED}
 
 
 # -- buckets of DistributedDataParallel ------------------------------------------------------------------------------

@@ -205,7 +205,9 @@ def overwritten(one: Any, n_before: int, write: Any) -> ConsumedGradient:
 
 @pytest.mark.parametrize("n_before", [1, WHOLE_RECORDS])
 @pytest.mark.parametrize(
-    "write", [lambda g: g.data.mul_(2), lambda g: g.numpy().fill(3), lambda g: g.zero_()], ids=["data", "numpy", "zero"]
+    "write",
+    [lambda g: g.data.mul_(2), lambda g: g.numpy()[-1:].fill(3), lambda g: g.zero_()],
+    ids=["data", "one element", "zero"],
 )
 def test_a_gradient_that_is_written_before_its_copy_is_reported(one, n_before, write):
     _, _, training = one
@@ -237,10 +239,25 @@ def test_an_unannounced_write_is_found_in_turn():
     assert results.count(CopyResult.OVERWRITTEN) == 1
 
 
+def test_an_announced_write_is_found_at_once():
+    """After the first records too, and whichever block has its turn."""
+    weight = nn.Parameter(torch.zeros(8 * BLOCK // 4))
+    training = Captured(nn.ParameterList([weight]), optimizer := torch.optim.SGD([weight], lr=0.1))
+    one = weight, optimizer, training
+    for _ in range(1 + WHOLE_RECORDS):
+        step(one, torch.rand(weight.shape))
+        training.gate()
+    gradient = step(one, torch.rand(weight.shape))
+    weight.grad[-1] += 1
+    training.gate()
+    training.close()
+    assert gradient.result is CopyResult.OVERWRITTEN
+
+
 def test_all_gradients_have_their_turn():
     gradients = [ConsumedGradient(str(i), OWNED, (torch.rand(40 + i),)) for i in range(30)]
     probation, seen = Probation(BLOCK), set()
-    for _ in range(40):
+    for _ in range(30 * 5):
         for gradient, blocks in zip(gradients, probation.read(0, gradients, [False] * 30), strict=True):
             of_copy = [checksums(gradient.tensors[0], BLOCK)]
             assert all(one.matches(of_copy) for one in blocks)
@@ -252,7 +269,7 @@ def test_what_is_read_in_turn_is_bounded():
     large = [ConsumedGradient(str(i), OWNED, (torch.zeros(1 << 20),)) for i in range(3)]
     probation = Probation(1 << 20)
     for _ in range(12):
-        assert sum(map(len, probation.read(0, large, [False] * 3))) == 1
+        assert [len(one.checksums) for found in probation.read(0, large, [False] * 3) for one in found] == [1]
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------
