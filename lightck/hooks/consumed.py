@@ -46,6 +46,7 @@ _CLOSURE_AGAIN = (
 _CLOSURE_NEVER = "step() did not call its closure, so it is not known which gradients it consumed."
 _IN_BACKWARD = "Layers were updated inside the backward pass, and their gradients were not seen."
 _NO_STEP = "No step of an optimizer was seen."
+_OTHER_THREADS = "The number of intra-op threads changed between the steps of the optimizers."
 
 
 class GradientCopier(Protocol):
@@ -116,6 +117,8 @@ class ConsumedGradients(StepListener):
         self._steps: list[ConsumedStep] = []
         """The steps since the last update was complete."""
         self._reasons: list[str] = []
+        self._threads: set[int] = set()
+        """The numbers of intra-op threads with which these steps ran."""
         self._update = 0
         """Counts complete updates."""
         self._has_forward = False
@@ -142,10 +145,11 @@ class ConsumedGradients(StepListener):
         if isinstance(found_inf, torch.Tensor) and bool(found_inf.item()):
             return  # the step will change nothing, and is reported as skipped
         running = self._running[index] = self._take(index, optimizer)
+        self._threads.add(torch.get_num_threads())
         self._log_recycled()
         self._end_copies(
             hold
-            for gradient in running.step.gradients.values()
+            for gradient in running.step.present_gradients()
             if (hold := self._held[gradient]).gradient.kind.deadline is Deadline.NOW
         )
 
@@ -166,8 +170,12 @@ class ConsumedGradients(StepListener):
 
     def step_ended(self, step: int) -> None:
         reasons = self._reasons if self._steps or self._reasons else [_NO_STEP]
-        update = ConsumedUpdate(step, tuple(self._steps), tuple(dict.fromkeys(reasons)))
+        if len(self._threads) > 1:
+            reasons.append(_OTHER_THREADS)
+        threads = max(self._threads, default=torch.get_num_threads())
+        update = ConsumedUpdate(step, tuple(self._steps), threads, tuple(dict.fromkeys(reasons)))
         self._steps, self._reasons, self._has_forward = [], [], False
+        self._threads.clear()
         self._update += 1
         self._copier.consumed(update)
 
@@ -232,7 +240,7 @@ class ConsumedGradients(StepListener):
     def _discard(self, index: int) -> None:
         running = self._running.pop(index, None)
         if running is not None:
-            self.give_up(running.step.gradients.values())
+            self.give_up(running.step.present_gradients())
             self._copier.discarded(running.step)
 
     # -- taking ------------------------------------------------------------------------------------------
@@ -242,19 +250,20 @@ class ConsumedGradients(StepListener):
             self._classes.begin_update()
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         groups, holds = [], []
+        gradients: dict[str, ConsumedGradient | None] = {}
         for group, names in zip(optimizer.param_groups, self._names_in(index, optimizer), strict=True):
             found = [(p, name, p.grad) for p, name in zip(group["params"], names, strict=True) if p.grad is not None]
             implementation = implementation_of(optimizer, group, [p for p, _, _ in found])
             is_written = writes_gradients(optimizer, group, implementation, scale is not None)
             groups.append(ConsumedGroup(names, options_by_value(group), implementation))
+            gradients |= dict.fromkeys(names)
             for p, name, grad in found:
                 local = grad if type(grad) is torch.Tensor else local_of(grad)
                 history = self._classes.observe(p, grad, local, is_written=is_written, has_forward=self._has_forward)
-                gradient = _gradient_of(name, local, history.kind)
+                gradient = gradients[name] = _gradient_of(name, local, history.kind)
                 holds.append(_Hold(gradient, history, index, self._update, _signatures_of(gradient.tensors), []))
-        gradients = {hold.gradient.name: hold.gradient for hold in holds}
         are_whole = [hold.history.n_captured <= 1 + WHOLE_RECORDS for hold in holds]
-        expected = self._probation.read(index, list(gradients.values()), are_whole)
+        expected = self._probation.read(index, [hold.gradient for hold in holds], are_whole)
         for hold, blocks in zip(holds, expected, strict=True):
             hold.expected = blocks
             self._held[hold.gradient] = hold
@@ -298,11 +307,11 @@ def _gradient_of(name: str, local: torch.Tensor, kind: GradientClass) -> Consume
     if local.requires_grad:
         local = local.detach()  # the graph of a gradient need not be held
     if local.layout is torch.strided:
-        return ConsumedGradient(name, kind, (local,))
+        return ConsumedGradient(name, kind, (local,), local.stride())
     if local.layout is torch.sparse_coo:
         # The indices of an embedding's gradient are a view of the batch, which the loop may fill again at any moment.
         tensors = local._indices().clone(), local._values()
-        return ConsumedGradient(name, kind, tensors, tuple(local.shape), local.is_coalesced())
+        return ConsumedGradient(name, kind, tensors, (), tuple(local.shape), local.is_coalesced())
     raise UnsupportedError(
         f"The gradient of {name!r} has the layout {local.layout}. lightck can record dense gradients, and sparse ones "
         "of the layout torch.sparse_coo. Use one of these, or strategy=FullState()."

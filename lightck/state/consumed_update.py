@@ -70,12 +70,14 @@ class ConsumedGradient:
 
     name: of the parameter. tensors: a dense gradient as one tensor; of a sparse one the indices (int64,
     ``(n_sparse_dims, n_values)``) and the values; of a DTensor the local tensor. Empty as soon as ``result`` is not
-    ``HELD``. sparse_shape, is_coalesced: of a sparse gradient; an optimizer gives other bits for the coalesced one.
+    ``HELD``. strides: of a dense gradient, in elements; below float32 they decide bits. sparse_shape, is_coalesced: of
+    a sparse gradient; an optimizer gives other bits for the coalesced one.
     """
 
     name: str
     kind: GradientClass
     tensors: tuple[torch.Tensor, ...]
+    strides: tuple[int, ...] = ()
     sparse_shape: tuple[int, ...] | None = None
     is_coalesced: bool = False
     result: CopyResult = CopyResult.HELD
@@ -87,10 +89,10 @@ class ConsumedGradient:
 
 @dataclass(frozen=True, slots=True)
 class ConsumedGroup:
-    """One group of an optimizer. params: the names of its parameters, in order, also of those without a gradient.
+    """One group of an optimizer. parameters: the names of its parameters, in order, also of those without a gradient.
     options: every option but ``params``, by value."""
 
-    params: tuple[str, ...]
+    parameters: tuple[str, ...]
     options: dict[str, object]
     implementation: Implementation
 
@@ -99,34 +101,41 @@ class ConsumedGroup:
 class ConsumedStep:
     """What one ``step`` of one optimizer consumed.
 
-    optimizer: number of the optimizer, as in step events. gradients: by name; a parameter of ``groups`` that is missing
-    here had no gradient, which is not the same as a gradient of zeros. grad_scale, found_inf: what a GradScaler gave a
+    optimizer: number of the optimizer, as in step events. gradients: by name, for every parameter of ``groups``; None
+    if it had no gradient, which is not the same as a gradient of zeros. grad_scale, found_inf: what a GradScaler gave a
     fused optimizer, copied.
     """
 
     optimizer: int
     class_name: str
     groups: tuple[ConsumedGroup, ...]
-    gradients: dict[str, ConsumedGradient]
+    gradients: dict[str, ConsumedGradient | None]
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
+
+    def present_gradients(self) -> Iterator[ConsumedGradient]:
+        """Yield the gradients, without those that are absent."""
+        return (gradient for gradient in self.gradients.values() if gradient is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class ConsumedUpdate:
     """What one update consumed: the steps of all optimizers, in the order in which they ran.
 
-    step: the number of the update. reasons: why this data is not all that the update consumed; empty if it is.
+    step: the number of the update. optimizer_steps: in the order in which they ran. threads: the number of intra-op
+    threads of the thread that made the update. reasons: why this data is not all that the update consumed; empty if it
+    is.
     """
 
     step: int
-    steps: tuple[ConsumedStep, ...]
+    optimizer_steps: tuple[ConsumedStep, ...]
+    threads: int
     reasons: tuple[str, ...] = field(default=())
 
     def gradients(self) -> Iterator[ConsumedGradient]:
         """Yield all gradients, step by step. A parameter occurs twice if it was updated twice."""
-        for step in self.steps:
-            yield from step.gradients.values()
+        for step in self.optimizer_steps:
+            yield from step.present_gradients()
 
     @property
     def is_complete(self) -> bool:

@@ -162,11 +162,11 @@ class Captured(StepListener):
     def replayed(self, number: int, gradient_of: GradientOf) -> Any:
         """Return parameters and state after update ``number``, counted from 0, that runs again with other gradients."""
         model, optimizers = copy.deepcopy(self.before[number])
-        for step in self.copies.updates[number].steps:
+        for step in self.copies.updates[number].optimizer_steps:
             optimizer = optimizers[step.optimizer]
             for group, recorded in zip(optimizer.param_groups, step.groups, strict=True):
                 group.update(copy.deepcopy(recorded.options))
-                for name, p in zip(recorded.params, group["params"], strict=True):
+                for name, p in zip(recorded.parameters, group["params"], strict=True):
                     p.grad = gradient_of(step, name)
             if step.found_inf is not None:
                 optimizer.grad_scale, optimizer.found_inf = step.grad_scale, step.found_inf
@@ -215,7 +215,7 @@ class _Taking(ConsumedGradients):
 
     def _take(self, index: int, optimizer: torch.optim.Optimizer) -> Any:
         running = super()._take(index, optimizer)
-        for gradient in running.step.gradients.values():
+        for gradient in running.step.present_gradients():
             self.training.references[gradient] = gradient.tensors
             self.training.exact[gradient] = tuple(tensor.detach().clone() for tensor in gradient.tensors)
         return running
@@ -224,7 +224,8 @@ class _Taking(ConsumedGradients):
 def gradient_from(gradient: ConsumedGradient, tensors: Tensors) -> torch.Tensor:
     """Return a gradient as ``p.grad`` had it, from copies of its tensors."""
     if not gradient.is_sparse:
-        return tensors[0].clone()
+        made = torch.empty_strided(tensors[0].shape, gradient.strides, dtype=tensors[0].dtype)
+        return made.copy_(tensors[0])
     indices, values = (tensor.clone() for tensor in tensors)
     return torch.sparse_coo_tensor(
         indices, values, gradient.sparse_shape, is_coalesced=gradient.is_coalesced, check_invariants=True

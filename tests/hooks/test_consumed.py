@@ -121,10 +121,10 @@ def test_scaled_gradients_with_skipped_steps(clips, fused):
     training.finish()
     assert len(training.copies.updates) == STEPS - 2
     assert not training.copies.steps_discarded  # nothing was taken, and copied, in vain
-    steps = [update.steps[0] for update in training.copies.updates]
+    steps = [update.optimizer_steps[0] for update in training.copies.updates]
     if fused and not clips:
         assert [float(step.grad_scale) for step in steps] == [8.0, 4.0, 4.0, 4.0]
-        assert {gradient.kind for step in steps for gradient in step.gradients.values()} == {
+        assert {gradient.kind for step in steps for gradient in step.present_gradients()} == {
             GradientClass.WRITTEN_BY_STEP
         }
         assert training.elsewhere_differs(training.from_late)
@@ -156,7 +156,7 @@ def test_options_are_those_before_the_scheduler(is_tensor):
     training = captured(model, optimizer)
     iterate(training, after=lambda _: scheduler.step())
     training.finish()
-    groups = [update.steps[0].groups[0] for update in training.copies.updates]
+    groups = [update.optimizer_steps[0].groups[0] for update in training.copies.updates]
     rates = [float(group.options["lr"]) for group in groups]
     assert rates == pytest.approx([0.05 * 0.5**number for number in range(STEPS)])
     for before, after in itertools.pairwise(groups):
@@ -172,7 +172,7 @@ def test_options_that_can_be_changed_in_place_are_copied():
     iterate(training)
     optimizer.param_groups[0]["own"]["list"][1].zero_()
     optimizer.param_groups[0]["own"]["list"].append(2)
-    options = training.copies.updates[0].steps[0].groups[0].options
+    options = training.copies.updates[0].optimizer_steps[0].groups[0].options
     assert options["own"] == {"list": [1, torch.ones(1)]}
     assert options["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert "params" not in options
@@ -194,10 +194,9 @@ def test_an_absent_gradient_is_not_zero():
     absent = [
         number
         for number, update in enumerate(training.copies.updates)
-        if "second.0.weight" not in update.steps[0].gradients
+        if update.optimizer_steps[0].gradients["second.0.weight"] is None
     ]
     assert 0 < len(absent) < STEPS
-    assert "second.0.weight" in training.copies.updates[absent[0]].steps[0].groups[0].params
     shapes = {name: p.shape for name, p in model.named_parameters()}
 
     def as_zeros(step: Any, name: str) -> torch.Tensor:
@@ -233,7 +232,7 @@ def test_sparse_gradients_as_they_are(refills):
         model(inputs).sum().backward()
         optimizer.step()
     training.finish()
-    gradient = training.copies.updates[3].steps[0].gradients["words.weight"]
+    gradient = training.copies.updates[3].optimizer_steps[0].gradients["words.weight"]
     assert (gradient.sparse_shape, gradient.is_coalesced, gradient.kind) == ((5, 8), False, GradientClass.OWNED)
 
     def coalesced(step: Any, name: str) -> torch.Tensor | None:
@@ -253,7 +252,7 @@ def test_coalesced_and_empty_sparse_gradients():
         model.words.weight.grad = model.words.weight.grad.coalesce()
         optimizer.step()
     training.finish()
-    gradients = [update.steps[0].gradients["words.weight"] for update in training.copies.updates]
+    gradients = [update.optimizer_steps[0].gradients["words.weight"] for update in training.copies.updates]
     assert all(gradient.is_coalesced for gradient in gradients)
     assert training.copies.of[gradients[2]][1].shape == (0, 8)
 
@@ -366,10 +365,10 @@ def test_tied_weights_have_one_gradient():
     iterate(training)
     part.remove()
     training.finish()
-    (step,) = training.copies.updates[2].steps
+    (step,) = training.copies.updates[2].optimizer_steps
     assert "first.weight" in step.gradients
     assert "second.weight" not in step.gradients
-    assert len(step.gradients) == len(list(model.parameters()))
+    assert len(list(step.present_gradients())) == len(list(model.parameters()))
 
 
 def two_optimizers(shares: bool) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -395,10 +394,10 @@ def test_two_optimizers_in_the_order_of_their_steps(order):
             optimizers[index].step()
             model[0].bias.grad = model[0].bias.grad * 2  # the other optimizer consumes another gradient
     training.finish()
-    assert [step.optimizer for step in training.copies.updates[2].steps] == list(order)
+    assert [step.optimizer for step in training.copies.updates[2].optimizer_steps] == list(order)
     reverse = [copy.copy(update) for update in training.copies.updates]
     for update in reverse:
-        object.__setattr__(update, "steps", update.steps[::-1])
+        object.__setattr__(update, "optimizer_steps", update.optimizer_steps[::-1])
     training.copies.updates = reverse
     assert training.elsewhere_differs(training.from_copies)
 
@@ -412,7 +411,7 @@ def test_an_optimizer_that_steps_twice_in_an_update():
             forward(model, number + part).backward()
             optimizers[part].step()
     training.finish()
-    assert [step.optimizer for step in training.copies.updates[2].steps] == [0, 0, 1]
+    assert [step.optimizer for step in training.copies.updates[2].optimizer_steps] == [0, 0, 1]
 
 
 class Halved(torch.optim.SGD):
@@ -464,7 +463,7 @@ def test_of_a_wrapper_and_the_optimizer_inside_the_wrapper_counts():
         forward(model, number).backward()
         whole = model[0].weight.grad.clone()
         wrapper.step()
-        (step,) = training.copies.updates[-1].steps
+        (step,) = training.copies.updates[-1].optimizer_steps
         assert (step.optimizer, step.class_name) == (0, "Wrapper")
         assert torch.equal(training.exact[step.gradients["0.weight"]][0], whole)
 
@@ -482,7 +481,7 @@ def test_an_optimizer_that_is_followed_later():
         first.step()
         second.step()
     training.finish()
-    assert [len(update.steps) for update in training.copies.updates] == [2] * STEPS
+    assert [len(update.optimizer_steps) for update in training.copies.updates] == [2] * STEPS
 
 
 def test_nothing_is_held_after_the_end():
@@ -599,7 +598,7 @@ def test_a_step_that_raised_belongs_to_no_update():
     optimizer.step()
     assert [step.class_name for step in training.copies.steps_discarded] == ["Fails"]
     training.finish()
-    assert [len(update.steps) for update in training.copies.updates] == [1, 1]
+    assert [len(update.optimizer_steps) for update in training.copies.updates] == [1, 1]
 
 
 def test_a_step_that_creates_state_is_no_update():
@@ -628,10 +627,10 @@ def test_parameters_that_are_added_and_frozen_while_training_goes_on():
 
     iterate(training, after=change)
     training.finish()
-    seen = [sorted(update.steps[0].gradients) for update in training.copies.updates]
+    seen = [sorted(one.name for one in update.gradients()) for update in training.copies.updates]
     everything, frozen = ["0.bias", "0.weight", "2.bias", "2.weight"], ["0.bias", "2.bias", "2.weight"]
     assert seen == [everything[:2], everything[:2], everything, everything, frozen, frozen]
-    kind = training.copies.updates[2].steps[0].gradients["2.weight"].kind
+    kind = training.copies.updates[2].optimizer_steps[0].gradients["2.weight"].kind
     assert kind is GradientClass.UNOBSERVED
 
 
@@ -652,7 +651,7 @@ def test_the_implementation_of_each_group(options, implementation):
     training = captured(model, optimizer)
     iterate(training)
     training.finish()
-    assert training.copies.updates[0].steps[0].groups[-1].implementation is Implementation(implementation)
+    assert training.copies.updates[0].optimizer_steps[0].groups[-1].implementation is Implementation(implementation)
 
 
 # -- in a session ----------------------------------------------------------------------------------------------------
@@ -666,6 +665,25 @@ def test_a_session_reports_gradients_to_its_listeners(tmp_path):
         iterate(training)
         training.finish()
         assert [update.step for update in training.copies.updates] == list(range(1, STEPS + 1))
+
+
+def test_the_number_of_threads_is_that_of_the_update():
+    model, optimizers = two_optimizers(shares=False)
+    training = captured(model, *optimizers)
+    before = torch.get_num_threads()
+    try:
+        for threads in ((1, 1), (2, 2), (1, 2)):
+            model.zero_grad()
+            forward(model).backward()
+            for optimizer, number in zip(optimizers, threads, strict=True):
+                torch.set_num_threads(number)
+                optimizer.step()
+    finally:
+        torch.set_num_threads(before)
+    training.gate()
+    assert [update.threads for update in training.copies.updates[:2]] == [1, 2]
+    assert [update.is_complete for update in training.copies.updates] == [True, True, False]
+    assert "threads" in training.copies.updates[2].reasons[0]
 
 
 def test_what_is_validated_is_exact():
@@ -685,3 +703,4 @@ def test_what_is_validated_is_exact():
             assert gradient.result is CopyResult.VALIDATED
             expected = gradient_from(gradient, training.exact[gradient])
             assert torch.equal(gradient_from(gradient, training.copies.of[gradient]), expected.resolve_conj())
+            assert gradient.strides == ((1, 6) if gradient.name == "0" else (4, 1))

@@ -49,7 +49,7 @@ def step(one: Any, gradient: torch.Tensor | None) -> ConsumedGradient | None:
     weight, optimizer, training = one
     weight.grad = gradient
     optimizer.step()
-    return training.copies.updates[-1].steps[0].gradients.get("0")
+    return training.copies.updates[-1].optimizer_steps[0].gradients["0"]
 
 
 def kinds_of(one: Any, gradients: Sequence[torch.Tensor | None]) -> list[GradientClass | None]:
