@@ -90,6 +90,7 @@ class _RunningStep:
     their tensors, because a gradient that is copied no longer has them."""
 
     step: ConsumedStep
+    threads: int
     unobserved: list[tuple[_Hold, tuple[torch.Tensor, ...]]]
     reasons: list[str] = field(default_factory=list)
 
@@ -145,7 +146,6 @@ class ConsumedGradients(StepListener):
         if isinstance(found_inf, torch.Tensor) and bool(found_inf.item()):
             return  # the step will change nothing, and is reported as skipped
         running = self._running[index] = self._take(index, optimizer)
-        self._threads.add(torch.get_num_threads())
         self._log_recycled()
         self._end_copies(
             hold
@@ -160,6 +160,7 @@ class ConsumedGradients(StepListener):
             return
         self._find_writes_of_step(running)
         self._steps.append(running.step)
+        self._threads.add(running.threads)
         self._reasons += running.reasons
 
     def skipped_step(self, index: int) -> None:
@@ -198,6 +199,7 @@ class ConsumedGradients(StepListener):
         elif not all(one.matches(checksums) for one in hold.expected):
             self._overwritten(hold, "The checksum of its copy differs from that of the gradient before the update.")
         else:
+            hold.history.n_validated += gradient.kind is not GradientClass.UNOBSERVED
             self._let_go(hold, CopyResult.VALIDATED)
         return gradient.result is CopyResult.VALIDATED
 
@@ -262,7 +264,7 @@ class ConsumedGradients(StepListener):
                 history = self._classes.observe(p, grad, local, is_written=is_written, has_forward=self._has_forward)
                 gradient = gradients[name] = _gradient_of(name, local, history.kind)
                 holds.append(_Hold(gradient, history, index, self._update, _signatures_of(gradient.tensors), []))
-        are_whole = [hold.history.n_captured <= 1 + WHOLE_RECORDS for hold in holds]
+        are_whole = [hold.history.n_validated < WHOLE_RECORDS for hold in holds]
         expected = self._probation.read(index, [hold.gradient for hold in holds], are_whole)
         for hold, blocks in zip(holds, expected, strict=True):
             hold.expected = blocks
@@ -270,7 +272,7 @@ class ConsumedGradients(StepListener):
         kind = type(optimizer).__name__
         step = ConsumedStep(index, kind, tuple(groups), gradients, _copy_of(scale), _copy_of(found_inf))
         unobserved = [(hold, hold.gradient.tensors) for hold in holds if hold.gradient.kind is GradientClass.UNOBSERVED]
-        return _RunningStep(step, unobserved)
+        return _RunningStep(step, torch.get_num_threads(), unobserved)
 
     def _names_in(self, index: int, optimizer: Optimizer) -> list[tuple[str, ...]]:
         """Return the names of the parameters of each group, and ask for them again if the parameters have changed."""

@@ -29,12 +29,12 @@ class GradientHistory:
     param: weakref.ref[torch.Tensor]
     newest: weakref.ref[torch.Tensor]
     kind: GradientClass = GradientClass.UNOBSERVED
-    n_captured: int = 0
-    """How many gradients of the parameter updates have consumed, the newest one included."""
+    n_validated: int = 0
+    """How many copies of its gradients, after the first gradient, were right."""
     fixed: GradientClass | None = None
     """The class of all further gradients, once it was seen that something writes into them."""
     was_none: bool = False
-    """Whether the parameter had no gradient when the forward pass after the newest gradient had ended."""
+    """Whether the parameter had no gradient when the first forward pass after the newest gradient had ended."""
 
     def fix(self, kind: GradientClass) -> None:
         """Copy the further gradients of the parameter before the update begins."""
@@ -70,7 +70,6 @@ class GradientClasses:
             is_same = history.newest() is grad
             history.newest = weakref.ref(grad)
             history.kind = self._class_of(history, is_same, local, is_written, has_forward)
-        history.n_captured += 1
         history.was_none = False
         if history.kind is not GradientClass.OWNED:
             self._returning.append(history)
@@ -96,10 +95,12 @@ class GradientClasses:
         self._returning.clear()
 
     def forward_ended(self) -> None:
-        """Observe which gradients are set to None before the backward pass."""
+        """Observe which gradients are set to None before the next backward pass. Only the first forward pass after an
+        update says so, because with accumulation the next ones find the gradients of the first backward pass."""
         for history in self._returning:
             param = history.param()
             history.was_none = param is not None and param.grad is None
+        self._returning.clear()
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,8 @@ from lightck.state.blocks import Blocks, checksums
 from lightck.state.consumed_update import ConsumedGradient
 
 WHOLE_RECORDS = 3
-"""This many gradients of each parameter, after the first one, are compared whole."""
+"""The gradients of a parameter are compared whole until this many copies were right. The gradient of the unobserved
+class does not count."""
 Checksums = npt.NDArray[np.uint32]
 
 

@@ -498,7 +498,9 @@ def test_nothing_is_held_after_the_end():
 # -- buckets of DistributedDataParallel ------------------------------------------------------------------------------
 
 
-def _with_buckets(rank: int, bias: bool, zeroes_late: bool) -> tuple[list[set[GradientClass]], bool]:
+def _with_buckets(
+    rank: int, bias: bool, zeroes_late: bool = False, accumulates: bool = False
+) -> tuple[list[set[GradientClass]], bool]:
     torch.set_num_threads(1)
     module = net(bias=bias) if bias else nn.Sequential(nn.Linear(4, 2, bias=False))
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
@@ -507,6 +509,9 @@ def _with_buckets(rank: int, bias: bool, zeroes_late: bool) -> tuple[list[set[Gr
     for number in range(STEPS):
         if not zeroes_late:
             optimizer.zero_grad()
+        if accumulates:
+            with model.no_sync():
+                forward(model, 50 + 2 * number + rank).backward()
         loss = forward(model, 2 * number + rank)
         if zeroes_late:
             optimizer.zero_grad()
@@ -518,9 +523,13 @@ def _with_buckets(rank: int, bias: bool, zeroes_late: bool) -> tuple[list[set[Gr
     return [kinds(training, number) for number in range(STEPS)], training.elsewhere_differs(training.from_late)
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["one bucket", "a bucket of one parameter"])
-def test_views_of_buckets_are_copied_before_the_next_backward(bias):
-    for found, late_differs in values(run_ranks(2, lambda rank: _with_buckets(rank, bias, zeroes_late=False))):
+@pytest.mark.parametrize(
+    ("bias", "accumulates"),
+    [(True, False), (False, False), (True, True)],
+    ids=["one bucket", "a bucket of one parameter", "accumulation"],
+)
+def test_views_of_buckets_are_copied_before_the_next_backward(bias, accumulates):
+    for found, late_differs in values(run_ranks(2, lambda rank: _with_buckets(rank, bias, accumulates=accumulates))):
         assert found[0] == {GradientClass.UNOBSERVED}
         assert found[1:] == [{GradientClass.VIEW}] * (STEPS - 1)
         assert late_differs

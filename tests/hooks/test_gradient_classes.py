@@ -241,6 +241,18 @@ def test_an_unannounced_write_is_found_in_turn():
     assert results.count(CopyResult.OVERWRITTEN) == 1
 
 
+def test_gradients_are_compared_whole_until_some_were_copied(one):
+    """Updates without copies prove nothing."""
+    _, _, training = one
+    training.copies.copies_when_due = False
+    for _ in range(2 * WHOLE_RECORDS):
+        training.capture.give_up([step(one, torch.rand(64))])
+    gradient = step(one, torch.rand(64))
+    one[0].grad.numpy()[-1] = 3
+    training.gate()
+    assert gradient.result is CopyResult.OVERWRITTEN
+
+
 def test_an_announced_write_is_found_at_once():
     """After the first records too, and whichever block has its turn."""
     weight = nn.Parameter(torch.zeros(8 * BLOCK // 4))
