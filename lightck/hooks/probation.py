@@ -81,18 +81,17 @@ class Probation:
     def _read_rows(self, rows: Sequence[_Row], n_gradients: int) -> list[list[ExpectedBlocks]]:
         expected: list[list[ExpectedBlocks]] = [[] for _ in range(n_gradients)]
         rows = [row for row in rows if row.nbytes]
-        if not rows:
-            return expected
-        if len(rows) == 1:
-            begin, size = rows[0].first_block * self._block, rows[0].plain.element_size()
-            part = rows[0].plain.view(-1)[begin // size : (begin + rows[0].nbytes) // size]
-            read = checksums(part, self._block)  # one block, as at most updates: this takes less time
-        else:
+        if len(rows) == 1:  # as at most updates, and this takes less time
+            row = rows[0]
+            begin, size = row.first_block * self._block, row.plain.element_size()
+            part = row.plain.view(-1)[begin // size : (begin + row.nbytes) // size]
+            expected[row.gradient].append(ExpectedBlocks(row.tensor, row.first_block, checksums(part, self._block)))
+        elif rows:
             addresses = [row.plain.data_ptr() + row.first_block * self._block for row in rows]
             read = Blocks.of(addresses, [row.nbytes for row in rows], [0] * len(rows), self._block).checksums()
-        ends = np.cumsum([-(-row.nbytes // self._block) for row in rows])
-        for row, of_row in zip(rows, np.split(read, ends[:-1]) if len(rows) > 1 else [read], strict=True):
-            expected[row.gradient].append(ExpectedBlocks(row.tensor, row.first_block, of_row))
+            ends = np.cumsum([-(-row.nbytes // self._block) for row in rows])
+            for row, of_row in zip(rows, np.split(read, ends[:-1]), strict=True):
+                expected[row.gradient].append(ExpectedBlocks(row.tensor, row.first_block, of_row))
         return expected
 
 

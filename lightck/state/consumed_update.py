@@ -34,7 +34,9 @@ class GradientClass(Enum):
 
     @property
     def deadline(self) -> Deadline:
-        return _DEADLINES.get(self, Deadline.NOW)
+        if self is GradientClass.OWNED:
+            return Deadline.GATE
+        return Deadline.BACKWARD if self is GradientClass.VIEW else Deadline.NOW
 
 
 class Deadline(Enum):
@@ -46,9 +48,6 @@ class Deadline(Enum):
     """Before the next backward pass begins."""
     GATE = "gate"
     """Before the next update begins."""
-
-
-_DEADLINES = {GradientClass.OWNED: Deadline.GATE, GradientClass.VIEW: Deadline.BACKWARD}
 
 
 class CopyResult(Enum):
