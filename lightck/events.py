@@ -82,6 +82,11 @@ class StepListener:
     def update_begins(self) -> None:
         """Every listener has returned from ``gate``; the update begins."""
 
+    def gradients_final(self, index: int, optimizer: Optimizer) -> None:
+        """The gradients and options that the ``step`` of ``optimizer`` will consume are final: all other pre-step hooks
+        have returned, and the closure, if there is one, has returned for the first time. Reported only after
+        ``Hooks.report_gradients``, and again if ``step`` calls its closure again."""
+
     def after_step(self, index: int) -> None:
         """The ``step`` of a followed optimizer made an update and returned."""
 
@@ -234,6 +239,9 @@ class StepEvents(StepListener):
 
     def update_begins(self) -> None:
         self._emit("update_begins")
+
+    def gradients_final(self, index: int, optimizer: Optimizer) -> None:
+        self._emit("gradients_final", index, optimizer)
 
     def after_step(self, index: int) -> None:
         self._emit("after_step", index)

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from lightck.events import StepListener
 from lightck.hooks import own_hooks
@@ -54,6 +55,9 @@ class Hooks:
         """Optimizer index -> the frame of torch's wrapper function around its running ``step``."""
         self._reported_step_frame: FrameType | None = None
         """While the user's post-step hooks run: the frame of the ``step`` whose update was reported. Otherwise None."""
+        self._reports_gradients = False
+        self._last_hooks: dict[int, RemovableHandle] = {}
+        """id of an optimizer -> the handle of its hook that reports ``gradients_final``."""
         before_any, after_any = self._hooks_of_any_step()
         self.handles: list[own_hooks.Handle] = [
             model.register_forward_pre_hook(own_hooks.ModuleHook(self._forward_pre), with_kwargs=True),
@@ -76,10 +80,24 @@ class Hooks:
             self.handles += optimizer.register_step_pre_hook(self._step_pre), post
             # lightck's hook runs before the user's post hooks. So the update is reported even if a user's hook raises.
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, post, last=False)
+            if self._reports_gradients:
+                self._add_last_hook(optimizer)
         for optimizer in optimizers:
             layers = layerwise_of(optimizer)
             if layers is not None:
                 self.handles.append(layers.add_listener(self._events, self._index(optimizer)))
+
+    def report_gradients(self) -> None:
+        """Report ``gradients_final`` from now on, also for optimizers that are added later."""
+        if not self._reports_gradients:
+            self._reports_gradients = True
+            for optimizer in filter(has_hooks, self._optimizers):
+                self._add_last_hook(optimizer)
+
+    def _add_last_hook(self, optimizer: Optimizer) -> None:
+        handle = optimizer.register_step_pre_hook(self._step_pre_last)
+        self._last_hooks[id(optimizer)] = handle
+        self.handles.append(handle)
 
     def follows(self, optimizer: object) -> bool:
         """Whether this optimizer is followed."""
@@ -90,6 +108,7 @@ class Hooks:
         self._optimizers.clear()
         self._index_by_id.clear()
         self._stepping.clear()
+        self._last_hooks.clear()
         self._reported_step_frame = None
 
     @property
@@ -151,6 +170,34 @@ class Hooks:
         if not is_of_torch:
             self._events.gate()
         return own_hooks.with_closure(args, kwargs, self._wrapped(closure, gate_after_first=is_of_torch))
+
+    @counted
+    def _step_pre_last(
+        self, optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> own_hooks.Call | None:
+        """Report ``gradients_final`` for the outermost ``step``, which ``_step_pre`` has recorded. This hook runs after
+        all other pre-step hooks, because they may change gradients and options."""
+        index = self._index(optimizer)
+        if self._stepping.get(index) is not sys._getframe(_STEP_FRAME):
+            return None
+        closure = own_hooks.closure_of(args, kwargs)
+        if closure is None:
+            self._events.gradients_final(index, optimizer)
+            return None
+
+        def reporting(*args: object, **kwargs: object) -> object:
+            result = closure(*args, **kwargs)
+            self._events.gradients_final(index, optimizer)
+            return result
+
+        return own_hooks.with_closure(args, kwargs, reporting)
+
+    def _keep_last(self, optimizer: Optimizer) -> None:
+        """Move the hook that reports ``gradients_final`` behind hooks that the user registered later. torch calls this
+        before it iterates over the hooks of the optimizer."""
+        handle = self._last_hooks.get(id(optimizer))
+        if handle is not None and next(reversed(optimizer._optimizer_step_pre_hooks), None) != handle.id:
+            own_hooks.move_to_end(optimizer._optimizer_step_pre_hooks, handle, last=True)
 
     def _is_inside(self, index: int, frame: FrameType | None) -> bool:
         """Whether this ``step`` runs inside the ``step`` of a wrapper, or inside another ``step`` of the same optimizer
@@ -216,6 +263,7 @@ class Hooks:
             if hooks is not None and not hooks.follows(optimizer):
                 hooks._unknown_step(optimizer)
             elif hooks is not None:
+                hooks._keep_last(optimizer)
                 hooks.meter.count_hook(hooks.seconds_per_hook)
 
         def after(*_: object) -> None:

@@ -7,11 +7,14 @@ nothing writes to them.
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+
+from lightck.state.options_watch import is_immutable
 
 
 class Implementation(enum.Enum):
@@ -87,3 +90,20 @@ class ConsumedUpdate:
     step: int
     optimizer_steps: tuple[ConsumedStep, ...]
     threads: int
+
+
+def options_by_value(group: Mapping[str, object]) -> dict[str, object]:
+    """Return every option of a group but ``params``, so that no later change of the group changes the result."""
+    return {key: _by_value(value) for key, value in group.items() if key != "params"}
+
+
+def _by_value(value: object) -> object:
+    if is_immutable(value):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)  # torch treats lr with a gradient apart
+    if type(value) is list:
+        return [_by_value(each) for each in value]
+    if type(value) is dict:
+        return {key: _by_value(each) for key, each in value.items()}
+    return copy.deepcopy(value)

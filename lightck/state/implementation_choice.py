@@ -1,4 +1,5 @@
-"""Which code updates each parameter of a group: the for-loop, foreach or fused implementation of ``torch.optim``.
+"""Which code updates each parameter of a group: the for-loop, foreach or fused implementation of ``torch.optim``; and
+whether it changes the gradients.
 
 An option that is None lets torch choose at each step, by the parameters that have a gradient then. A single parameter,
 updated for itself, could be given to other code than in the training, and compute other bits. So the choice is made
@@ -43,7 +44,8 @@ def chosen_implementations(
 
 
 def _chosen(kind: type, group: Mapping[str, Any]) -> Implementation:
-    if group.get("fused"):
+    is_sgd = issubclass(kind, torch.optim.SGD)  # SGD looks at foreach first, the other classes at fused
+    if group.get("fused") and not (is_sgd and group.get("foreach")):
         return Implementation.FUSED
     if group.get("foreach"):
         return Implementation.FOREACH
@@ -58,8 +60,25 @@ def _chosen(kind: type, group: Mapping[str, Any]) -> Implementation:
         return Implementation.FOR_LOOP
     updated = [p for p in group["params"] if p.grad is not None]
     choose: Any = torch_optimizer._default_to_fused_or_foreach
-    _, is_foreach = choose(updated, group.get("differentiable", False), use_fused=False)
+    # SGD does not pass ``differentiable`` on to this choice.
+    _, is_foreach = choose(updated, bool(group.get("differentiable")) and not is_sgd, use_fused=False)
     return Implementation.FOREACH if is_foreach else Implementation.FOR_LOOP
+
+
+def writes_gradients(kind: type, options: Mapping[str, Any], implementation: Implementation, has_scale: bool) -> bool:
+    """Whether an update by a class of ``torch.optim`` changes the gradients of a group. ``options``: of the group.
+    ``has_scale``: whether a GradScaler gave the optimizer a scale (``grad_scale``), by which a fused kernel divides the
+    gradients in place. False for any other class: then only comparing the gradients shows what its ``step`` does."""
+    if implementation is Implementation.FUSED:
+        return has_scale
+    if not issubclass(kind, torch.optim.SGD):
+        return False
+    decay = options.get("weight_decay")
+    if isinstance(decay, torch.Tensor) and decay.requires_grad:
+        return True  # torch adds the decay to the gradient in place
+    # With foreach and nesterov, the momentum is added in place to the gradient, or to its sum with the decay.
+    is_foreach = implementation in (Implementation.FOREACH, Implementation.FOREACH_BESIDE_NEW)
+    return is_foreach and bool(options.get("nesterov")) and not decay and not options.get("maximize")
 
 
 def _buckets(names: Sequence[str], parameters: Sequence[torch.Tensor]) -> Iterator[_Bucket]:

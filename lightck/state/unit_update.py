@@ -20,6 +20,7 @@ import torch
 from lightck.errors import ReplayError
 from lightck.state.consumed_update import ConsumedGroup, ConsumedStep, Gradient, Implementation, SparseGradient
 from lightck.state.device_transfers import is_dense_tensor
+from lightck.state.implementation_choice import writes_gradients
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.torch_classes import ELEMENT_WISE, irreproducible_reason
 
@@ -154,16 +155,6 @@ def intra_op_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def writes_gradient(options: Mapping[str, Any], consumed: ConsumedStep, implementation: Implementation) -> bool:
-    """Whether a step of a class of ``torch.optim`` writes to the gradient: SGD with nesterov in the foreach
-    implementation where nothing made a copy before, and a fused one that unscales."""
-    if implementation is Implementation.FUSED:
-        return consumed.grad_scale is not None
-    is_foreach = implementation in (Implementation.FOREACH, Implementation.FOREACH_BESIDE_NEW)
-    has_copy = bool(options.get("weight_decay")) or bool(options.get("maximize"))
-    return is_foreach and bool(options.get("nesterov")) and not has_copy
-
-
 class _Step:
     """One step of one optimizer on tensors of one parameter."""
 
@@ -178,7 +169,8 @@ class _Step:
         """``position``: the index of the parameter's group. ``options``: of this group."""
         self._consumed, self._position, self._options = consumed, position, options
         self._implementation, self._optimizer = implementation, optimizer
-        self._is_copied = not optimizer.is_torch or writes_gradient(options, consumed, implementation)
+        has_scale = consumed.grad_scale is not None
+        self._is_copied = not optimizer.is_torch or writes_gradients(optimizer.kind, options, implementation, has_scale)
 
     def make(self, parameter: torch.Tensor, state: dict[Any, Any], gradient: Gradient) -> None:
         """``parameter`` and ``state`` are changed in place."""

@@ -1,0 +1,327 @@
+"""Takes what each update is about to consume: gradients by reference, options by value.
+
+The gradients are taken in the last of all pre-step hooks, or when a closure has returned for the first time: after
+accumulation, all-reduce, unscaling, clipping, and any other edit. Of nested ``step`` calls the outermost counts.
+
+A gradient is held until its copy has ended and was validated, or until it is given up. So at most one more set of
+gradients than the training's own is in memory, and it is released part by part. Whoever copies (``GradientCopier``) has
+time until the deadline of the gradient's class, and may take none of it on trust: ``copied`` compares the version
+counter, and in turn the checksums, with those of the gradient before the update.
+
+All methods are called on the thread that trains.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from lightck.errors import UnsupportedError
+from lightck.events import StepListener
+from lightck.hooks.captured_update import (
+    CapturedStep,
+    CapturedUpdate,
+    CopyResult,
+    Deadline,
+    GradientClass,
+    HeldGradient,
+)
+from lightck.hooks.gradient_classes import GradientClasses, GradientHistory
+from lightck.hooks.probation import WHOLE_RECORDS, Checksums, ExpectedBlocks, Probation
+from lightck.state.consumed_update import ConsumedGroup, options_by_value
+from lightck.state.implementation_choice import chosen_implementations, writes_gradients
+from lightck.state.local_tensors import local_of
+from lightck.state.signatures import version_counter_of
+
+log = logging.getLogger("lightck")
+_CLOSURE_AGAIN = (
+    "step() called its closure more than once, so it consumed other gradients than those of the first call."
+)
+_CLOSURE_NEVER = "step() did not call its closure, so it is not known which gradients it consumed."
+_IN_BACKWARD = "Layers were updated inside the backward pass, and their gradients were not seen."
+_NO_STEP = "No step of an optimizer was seen."
+_OTHER_THREADS = "The number of intra-op threads changed between the steps of the optimizers."
+
+
+class GradientCopier(Protocol):
+    """Copies gradients. Each copy is reported to ``ConsumedGradients.copied``."""
+
+    def copies_due_now(self, gradients: Sequence[HeldGradient]) -> None:
+        """The copies of these gradients must have ended, and be reported, when this method returns. A gradient that is
+        not reported is released without a copy."""
+
+    def consumed(self, update: CapturedUpdate) -> None:
+        """An update was made. Those of its gradients that are held may be copied in the background."""
+
+    def overwritten(self, gradient: HeldGradient, reason: str) -> None:
+        """The gradient was written before its copy ended: its copy must not be used."""
+
+    def discarded(self, step: CapturedStep) -> None:
+        """This step changed nothing, or raised: it belongs to no update, and copies of its gradients are not needed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Hold:
+    """A gradient whose copy is not validated yet. signatures: version counter and address of each tensor before the
+    update."""
+
+    gradient: HeldGradient
+    history: GradientHistory
+    index: int
+    update: int
+    signatures: list[tuple[int, int]]
+    expected: list[ExpectedBlocks]
+
+    @property
+    def was_written(self) -> bool:
+        """Whether a version counter or an address has changed since the gradient was taken."""
+        return _signatures_of(self.gradient.tensors) != self.signatures
+
+
+@dataclass(slots=True, eq=False)
+class _RunningStep:
+    """A ``step`` between its last pre-step hook and its end. unobserved: its gradients of an unobserved class, with
+    their tensors, because a gradient that is copied no longer has them."""
+
+    step: CapturedStep
+    threads: int
+    unobserved: list[tuple[_Hold, tuple[torch.Tensor, ...]]]
+    reasons: list[str] = field(default_factory=list)
+
+
+class ConsumedGradients(StepListener):
+    """What the updates of one session consumed. The hooks must report gradients (``Hooks.report_gradients``)."""
+
+    def __init__(
+        self,
+        copier: GradientCopier,
+        names_of: Callable[[Optimizer], Sequence[Sequence[str]]],
+        *,
+        block: int,
+    ) -> None:
+        """``names_of``: returns, for each group of an optimizer, the names of its parameters. ``block``: bytes that one
+        checksum covers."""
+        self._copier, self._names_of = copier, names_of
+        self._classes, self._block = GradientClasses(), block
+        self._probation = Probation(block)
+        self._names: dict[int, tuple[list[list[int]], list[tuple[str, ...]]]] = {}
+        """Index of an optimizer -> ids and names of the parameters of each group."""
+        self._held: dict[HeldGradient, _Hold] = {}
+        self._running: dict[int, _RunningStep] = {}
+        """Index of an optimizer -> its running step."""
+        self._steps: list[CapturedStep] = []
+        """The steps since the last update was complete."""
+        self._reasons: list[str] = []
+        self._threads: set[int] = set()
+        """The numbers of intra-op threads with which these steps ran."""
+        self._update = 0
+        """Counts complete updates."""
+        self._has_forward = False
+        """Whether a forward pass has ended since the last update was complete."""
+        self._may_log_recycled = True
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the gradients that are held."""
+        return sum(tensor.nbytes for gradient in self._held for tensor in gradient.tensors)
+
+    # -- step events -------------------------------------------------------------------------------------
+
+    def before_step(self, index: int, bypasses_wrapper: bool, has_gradients: bool) -> None:
+        self._discard(index)  # a step that raised is not ended by an event
+
+    def gradients_final(self, index: int, optimizer: Optimizer) -> None:
+        running = self._running.get(index)
+        if running is not None:
+            running.reasons.append(_CLOSURE_AGAIN)
+            return
+        self._end_earlier(index)
+        found_inf = getattr(optimizer, "found_inf", None)
+        if isinstance(found_inf, torch.Tensor) and bool(found_inf.item()):
+            return  # the step will change nothing, and is reported as skipped
+        running = self._running[index] = self._take(index, optimizer)
+        self._log_recycled()
+        self._end_copies(
+            hold
+            for gradient in running.step.present_gradients()
+            if (hold := self._held[gradient]).gradient.kind.deadline is Deadline.NOW
+        )
+
+    def after_step(self, index: int) -> None:
+        running = self._running.pop(index, None)
+        if running is None:
+            self._reasons.append(_CLOSURE_NEVER)
+            return
+        self._find_writes_of_step(running)
+        self._steps.append(running.step)
+        self._threads.add(running.threads)
+        self._reasons += running.reasons
+
+    def skipped_step(self, index: int) -> None:
+        self._discard(index)
+
+    def layers_begin(self, index: int) -> None:
+        self._reasons.append(_IN_BACKWARD)
+
+    def step_ended(self, step: int) -> None:
+        reasons = self._reasons if self._steps or self._reasons else [_NO_STEP]
+        if len(self._threads) > 1:
+            reasons.append(_OTHER_THREADS)
+        threads = max(self._threads, default=torch.get_num_threads())
+        update = CapturedUpdate(step, tuple(self._steps), threads, tuple(dict.fromkeys(reasons)))
+        self._steps, self._reasons, self._has_forward = [], [], False
+        self._threads.clear()
+        self._update += 1
+        self._copier.consumed(update)
+
+    def forward_ended(self) -> None:
+        self._classes.forward_ended()
+        self._has_forward = True
+        self._end_copies(hold for hold in self._held.values() if hold.gradient.kind.deadline is Deadline.BACKWARD)
+
+    # -- copies ------------------------------------------------------------------------------------------
+
+    def copied(self, gradient: HeldGradient, checksums: Sequence[Checksums]) -> bool:
+        """Report that the copy of a gradient has ended. ``checksums``: of the copy, for each tensor of the gradient:
+        the CRC-32C of every ``block`` bytes of its elements in row-major order. Returns whether the copy is right.
+        If not, ``GradientCopier.overwritten`` was called. In both cases the gradient is released."""
+        hold = self._held.get(gradient)
+        if hold is None:
+            return gradient.result is CopyResult.VALIDATED
+        if hold.was_written:
+            self._overwritten(hold, "Its version counter or its address has changed.")
+        elif not all(one.matches(checksums) for one in hold.expected):
+            self._overwritten(hold, "The checksum of its copy differs from that of the gradient before the update.")
+        else:
+            hold.history.n_validated += gradient.kind is not GradientClass.UNOBSERVED
+            self._let_go(hold, CopyResult.VALIDATED)
+        return gradient.result is CopyResult.VALIDATED
+
+    def give_up(self, gradients: Iterable[HeldGradient]) -> None:
+        """Release gradients that are not copied, and will not be."""
+        for gradient in gradients:
+            hold = self._held.get(gradient)
+            if hold is not None:
+                self._let_go(hold, CopyResult.NOT_COPIED)
+
+    def forget(self) -> None:
+        """Release everything, after the hooks were removed. What is not copied is given up."""
+        self.give_up(list(self._held))
+        self._running.clear()
+        self._steps, self._reasons, self._names = [], [], {}
+        self._classes = GradientClasses()
+
+    def _end_copies(self, holds: Iterable[_Hold]) -> None:
+        """Have the copies of these gradients ended now, and release what was not copied."""
+        due = [hold.gradient for hold in holds]
+        if due:
+            self._copier.copies_due_now(due)
+            self.give_up(due)
+
+    def _end_earlier(self, index: int) -> None:
+        """Have the copies of earlier updates ended, and of an earlier step of the same optimizer. Otherwise more than
+        one set of gradients would be held."""
+        self._end_copies([hold for hold in self._held.values() if hold.update != self._update or hold.index == index])
+
+    def _overwritten(self, hold: _Hold, reason: str) -> None:
+        if hold.gradient.kind.deadline is not Deadline.NOW:
+            hold.history.fix(GradientClass.RECYCLED)
+        self._let_go(hold, CopyResult.OVERWRITTEN)
+        self._copier.overwritten(hold.gradient, reason)
+
+    def _let_go(self, hold: _Hold, result: CopyResult) -> None:
+        del self._held[hold.gradient]
+        hold.gradient.result, hold.gradient.tensors = result, ()
+
+    def _discard(self, index: int) -> None:
+        running = self._running.pop(index, None)
+        if running is not None:
+            self.give_up(running.step.present_gradients())
+            self._copier.discarded(running.step)
+
+    # -- taking ------------------------------------------------------------------------------------------
+
+    def _take(self, index: int, optimizer: Optimizer) -> _RunningStep:
+        if not self._steps and not self._running:
+            self._classes.begin_update()
+        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        groups, holds = [], []
+        gradients: dict[str, HeldGradient | None] = {}
+        for group, names in zip(optimizer.param_groups, self._names_in(index, optimizer), strict=True):
+            found = [(p, name, p.grad) for p, name in zip(group["params"], names, strict=True) if p.grad is not None]
+            implementation, exceptions = chosen_implementations(type(optimizer), group, names, optimizer.state)
+            is_written = writes_gradients(type(optimizer), group, implementation, scale is not None)
+            groups.append(ConsumedGroup(names, options_by_value(group), implementation, exceptions))
+            gradients |= dict.fromkeys(names)
+            for p, name, grad in found:
+                local = grad if type(grad) is torch.Tensor else local_of(grad)
+                history = self._classes.observe(p, grad, local, is_written=is_written, has_forward=self._has_forward)
+                gradient = gradients[name] = _gradient_of(name, local, history.kind)
+                holds.append(_Hold(gradient, history, index, self._update, _signatures_of(gradient.tensors), []))
+        are_whole = [hold.history.n_validated < WHOLE_RECORDS for hold in holds]
+        expected = self._probation.read(index, [hold.gradient for hold in holds], are_whole)
+        for hold, blocks in zip(holds, expected, strict=True):
+            hold.expected = blocks
+            self._held[hold.gradient] = hold
+        kind = type(optimizer).__name__
+        step = CapturedStep(index, kind, tuple(groups), gradients, _copy_of(scale), _copy_of(found_inf))
+        unobserved = [(hold, hold.gradient.tensors) for hold in holds if hold.gradient.kind is GradientClass.UNOBSERVED]
+        return _RunningStep(step, torch.get_num_threads(), unobserved)
+
+    def _names_in(self, index: int, optimizer: Optimizer) -> list[tuple[str, ...]]:
+        """Return the names of the parameters of each group, and ask for them again if the parameters have changed."""
+        ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
+        known = self._names.get(index)
+        if known is None or known[0] != ids:
+            known = self._names[index] = ids, list(map(tuple, self._names_of(optimizer)))
+        return known[1]
+
+    def _find_writes_of_step(self, running: _RunningStep) -> None:
+        """Find gradients of an unobserved class that the step has changed. (Of the other classes ``copied`` finds what
+        wrote into a gradient before its copy ended, and it does not matter what it was.)"""
+        if not running.unobserved:
+            return
+        now = self._probation.read_whole([tensors for _, tensors in running.unobserved])
+        for (hold, tensors), blocks in zip(running.unobserved, now, strict=True):
+            is_equal = all(one.equals(other) for one, other in zip(hold.expected, blocks, strict=True))
+            if not is_equal or _signatures_of(tensors) != hold.signatures:
+                hold.history.fix(GradientClass.WRITTEN_BY_STEP)
+                if hold.gradient in self._held:
+                    self._overwritten(hold, "The step itself has changed it.")
+
+    def _log_recycled(self) -> None:
+        if self._may_log_recycled and self._classes.has_recycled:
+            self._may_log_recycled = False
+            log.warning(
+                "lightck: the loop zeroes gradients in place, so each of them is copied inside optimizer.step(), "
+                "before the update begins. Call zero_grad() without set_to_none=False, and they are copied in the "
+                "background"
+            )
+
+
+def _gradient_of(name: str, local: torch.Tensor, kind: GradientClass) -> HeldGradient:
+    if local.requires_grad:
+        local = local.detach()  # the graph of a gradient need not be held
+    if local.layout is torch.strided:
+        return HeldGradient(name, kind, (local,), local.stride())
+    if local.layout is torch.sparse_coo:
+        # The indices of an embedding's gradient are a view of the batch, which the loop may fill again at any moment.
+        tensors = local._indices().clone(), local._values()
+        return HeldGradient(name, kind, tensors, (), tuple(local.shape), local.is_coalesced())
+    raise UnsupportedError(
+        f"The gradient of {name!r} has the layout {local.layout}. lightck can record dense gradients, and sparse ones "
+        "of the layout torch.sparse_coo. Use one of these, or strategy=FullState()."
+    )
+
+
+def _signatures_of(tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, int]]:
+    return [(version_counter_of(tensor), tensor.data_ptr()) for tensor in tensors]
+
+
+def _copy_of(value: object) -> torch.Tensor | None:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else None

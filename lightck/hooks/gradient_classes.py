@@ -1,0 +1,118 @@
+"""Observes, for each parameter, who writes into the memory of its gradients.
+
+A gradient is copied in the background only if nothing writes into it until the copy has ended. What a loop does with a
+gradient shows at the next update: whether the parameter has another tensor as its gradient, and whether the memory of
+this tensor belongs to it alone. So the first gradient of a parameter is of an unobserved class.
+
+Identity is observed with weak references, which keep no memory. The address of a gradient would prove nothing, because
+torch gives the memory of a released gradient to the next one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from lightck.hooks.captured_update import GradientClass
+
+_OWN_USES = 2
+"""References to the storage of a tensor that owns its memory alone: of the tensor, and of the object with which the
+storage is asked."""
+
+
+@dataclass(slots=True, eq=False)
+class GradientHistory:
+    """What was observed of the gradients of one parameter. kind: the class of the newest gradient."""
+
+    param: weakref.ref[torch.Tensor]
+    newest: weakref.ref[torch.Tensor]
+    kind: GradientClass = GradientClass.UNOBSERVED
+    n_validated: int = 0
+    """How many copies of its gradients, after the first gradient, were right."""
+    fixed: GradientClass | None = None
+    """The class of all further gradients, once it was seen that something writes into them."""
+    was_none: bool = False
+    """Whether the parameter had no gradient when the first forward pass after the newest gradient had ended."""
+
+    def fix(self, kind: GradientClass) -> None:
+        """Copy the further gradients of the parameter before the update begins."""
+        if self.fixed is not GradientClass.WRITTEN_BY_STEP:
+            self.fixed = kind
+
+
+class GradientClasses:
+    """The histories of all parameters."""
+
+    def __init__(self) -> None:
+        self._histories: dict[int, GradientHistory] = {}
+        """id of a parameter -> its history. The weak reference in the history shows whether the id was reused."""
+        self._returning: list[GradientHistory] = []
+        """Of the newest gradients, those whose memory may be that of the next gradient too."""
+        self.has_recycled = False
+        """Whether a gradient was ever found to be recycled."""
+
+    def observe(
+        self, param: torch.Tensor, grad: torch.Tensor, local: torch.Tensor, *, is_written: bool, has_forward: bool
+    ) -> GradientHistory:
+        """Return the history of a parameter, with the class of its gradient.
+
+        grad: ``param.grad``. local: the tensor with its bytes; another one only if ``grad`` is a DTensor. is_written:
+        whether the update is known to change this gradient. has_forward: whether a forward pass was seen to end since
+        the newest gradient, so that there is a moment before the backward pass.
+        """
+        history = self._histories.get(id(param))
+        if history is None or history.param() is not param:
+            history = self._histories[id(param)] = GradientHistory(weakref.ref(param), weakref.ref(grad))
+            history.kind = GradientClass.WRITTEN_BY_STEP if is_written else GradientClass.UNOBSERVED
+        else:
+            is_same = history.newest() is grad
+            history.newest = weakref.ref(grad)
+            history.kind = self._class_of(history, is_same, local, is_written, has_forward)
+        history.was_none = False
+        if history.kind is not GradientClass.OWNED:
+            self._returning.append(history)
+        return history
+
+    def _class_of(
+        self, history: GradientHistory, is_same: bool, local: torch.Tensor, is_written: bool, has_forward: bool
+    ) -> GradientClass:
+        if is_written:
+            return GradientClass.WRITTEN_BY_STEP
+        if history.fixed is not None:
+            return history.fixed
+        if not is_same and not shares_memory(local):
+            return GradientClass.OWNED
+        if is_same and not history.was_none:
+            history.fix(GradientClass.RECYCLED)
+            self.has_recycled = True
+            return GradientClass.RECYCLED
+        return GradientClass.VIEW if has_forward else GradientClass.RECYCLED
+
+    def begin_update(self) -> None:
+        """The gradients that are observed from now on belong to another update."""
+        self._returning.clear()
+
+    def forward_ended(self) -> None:
+        """Observe which gradients are set to None before the next backward pass. Only the first forward pass after an
+        update says so, because with accumulation the next ones find the gradients of the first backward pass."""
+        for history in self._returning:
+            param = history.param()
+            history.was_none = param is not None and param.grad is None
+        self._returning.clear()
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a gradient may belong to other tensors too, or was not allocated by torch (numpy). A bucket
+    of DistributedDataParallel with one parameter is as large as its gradient, so the size alone proves nothing. Of a
+    sparse gradient the values count."""
+    is_sparse = tensor.layout is not torch.strided
+    values = tensor._values() if is_sparse else tensor
+    storage = values.untyped_storage()
+    return (
+        storage.nbytes() != values.nbytes
+        # ``_values()`` is another tensor with the same storage
+        or torch._C._storage_Use_Count(storage._cdata) > _OWN_USES + is_sparse
+        or not storage.resizable()
+    )

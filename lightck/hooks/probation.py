@@ -1,0 +1,119 @@
+"""Checksums of gradients before the update, to compare with the checksums of their copies.
+
+A version counter alone proves nothing: ``GradScaler.unscale_``, ``.grad.data`` and numpy do not move it. So the first
+gradients of each parameter are compared whole. Later the gradients take turns, one block at each update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lightck.hooks.captured_update import HeldGradient
+from lightck.state.blocks import Blocks, checksums
+
+WHOLE_RECORDS = 3
+"""The gradients of a parameter are compared whole until this many copies were right. The gradient of the unobserved
+class does not count."""
+Checksums = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedBlocks:
+    """Checksums of successive blocks of one of the tensors of a gradient. first_block: number of the first one."""
+
+    tensor: int
+    first_block: int
+    checksums: Checksums
+
+    def matches(self, of_copy: Sequence[Checksums]) -> bool:
+        """Whether a copy has these checksums. ``of_copy``: for each tensor of the gradient, the checksums of all
+        blocks."""
+        found = of_copy[self.tensor][self.first_block : self.first_block + len(self.checksums)]
+        return bool(np.array_equal(found, self.checksums))
+
+    def equals(self, other: ExpectedBlocks) -> bool:
+        same_place = (self.tensor, self.first_block) == (other.tensor, other.first_block)
+        return same_place and bool(np.array_equal(self.checksums, other.checksums))
+
+
+class Probation:
+    """Chooses which blocks are compared, and reads them. ``block``: bytes that one checksum covers, a multiple of the
+    size of every element."""
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self._next: dict[int, int] = {}
+        """Number of an optimizer -> how many gradients of it were chosen in turn so far."""
+
+    def read(
+        self, index: int, gradients: Sequence[HeldGradient], are_whole: Sequence[bool]
+    ) -> list[list[ExpectedBlocks]]:
+        """Read the chosen blocks of the gradients that optimizer ``index`` consumes, and return for each gradient what
+        its copy must have. ``are_whole``: whether to compare all blocks of a gradient."""
+        tensors = [gradient.tensors for gradient in gradients]
+        rows = [row for i, is_whole in enumerate(are_whole) if is_whole for row in _whole_rows(i, tensors[i])]
+        return self._read_rows(rows + self._row_in_turn(index, tensors, are_whole), len(tensors))
+
+    def read_whole(self, gradients: Sequence[tuple[torch.Tensor, ...]]) -> list[list[ExpectedBlocks]]:
+        """Read all blocks of gradients, each given as its tensors."""
+        rows = [row for i, tensors in enumerate(gradients) for row in _whole_rows(i, tensors)]
+        return self._read_rows(rows, len(gradients))
+
+    def _row_in_turn(
+        self, index: int, gradients: Sequence[tuple[torch.Tensor, ...]], are_whole: Sequence[bool]
+    ) -> list[_Row]:
+        """Choose one block of the next gradient, and the block after it when this gradient has its turn again."""
+        chosen, n = self._next.get(index, 0), len(gradients)
+        if not n or are_whole[chosen % n]:
+            return []
+        self._next[index] = chosen + 1
+        turn, i = divmod(chosen, n)
+        turn, k = divmod(turn, len(gradients[i]))
+        plain = plain_tensor(gradients[i][k])
+        first = turn % max(-(-plain.nbytes // self._block), 1)
+        return [_Row(i, k, plain, first, min(self._block, plain.nbytes - first * self._block))]
+
+    def _read_rows(self, rows: Sequence[_Row], n_gradients: int) -> list[list[ExpectedBlocks]]:
+        expected: list[list[ExpectedBlocks]] = [[] for _ in range(n_gradients)]
+        rows = [row for row in rows if row.nbytes]
+        if len(rows) == 1:  # as at most updates, and this takes less time
+            row = rows[0]
+            begin, size = row.first_block * self._block, row.plain.element_size()
+            part = row.plain.view(-1)[begin // size : (begin + row.nbytes) // size]
+            expected[row.gradient].append(ExpectedBlocks(row.tensor, row.first_block, checksums(part, self._block)))
+        elif rows:
+            addresses = [row.plain.data_ptr() + row.first_block * self._block for row in rows]
+            read = Blocks.of(addresses, [row.nbytes for row in rows], [0] * len(rows), self._block).checksums()
+            ends = np.cumsum([-(-row.nbytes // self._block) for row in rows])
+            for row, of_row in zip(rows, np.split(read, ends[:-1]), strict=True):
+                expected[row.gradient].append(ExpectedBlocks(row.tensor, row.first_block, of_row))
+        return expected
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """Bytes to read: of tensor ``tensor`` of gradient ``gradient``, from ``first_block`` on."""
+
+    gradient: int
+    tensor: int
+    plain: torch.Tensor
+    first_block: int
+    nbytes: int
+
+
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its elements in row-major order, in host memory, as checksums and copies have them. The
+    tensor itself if it is so already."""
+    if tensor.is_contiguous() and tensor.device.type == "cpu" and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _whole_rows(gradient: int, tensors: Sequence[torch.Tensor]) -> list[_Row]:
+    plain = enumerate(map(plain_tensor, tensors))
+    return [_Row(gradient, k, tensor, 0, tensor.nbytes) for k, tensor in plain]
