@@ -33,12 +33,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lightck.pool.commit_log import CommitLog, candidates
+from lightck.pool.format.gradients import IN_RECORD
+from lightck.pool.format.structures import RECORD_SLOTS_MAX
 
-RECORDS_MAX = 255
-"""Maximum number of record slots: a commit record names its slot in 8 bits."""
 BASE_EVERY_MIN = 2
-IN_RECORD = 2
-"""In the place of the number of a home: the unit lies whole in the gradient record of the step after ``Bases.step``."""
 
 Steps = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -91,11 +89,11 @@ def problem_of(base_every: int, log_records: int | None, interval: int = 1, *, i
             f"log_records={records} is too small for base_every={base_every} and interval={interval}: a crash could "
             f"lose every checkpoint. Use at least {least}."
         )
-    if records > RECORDS_MAX:
+    if records > RECORD_SLOTS_MAX:
         name = f"base_every={base_every} needs" if log_records is None else "log_records is"
-        cure = f", or log_records of {least} to {RECORDS_MAX}" if least <= RECORDS_MAX else ""
+        cure = f", or log_records of {least} to {RECORD_SLOTS_MAX}" if least <= RECORD_SLOTS_MAX else ""
         return (
-            f"{name} {records} records, and a pool has at most {RECORDS_MAX}. Choose a smaller base_every"
+            f"{name} {records} records, and a pool has at most {RECORD_SLOTS_MAX}. Choose a smaller base_every"
             f"{cure if log_records is None else ' or log_records'}."
         )
     return None
@@ -117,7 +115,8 @@ class Bases:
     """The bases of all units, as parallel arrays by the number of the unit. The arrays are never changed."""
 
     home: Homes
-    """The home of the base, 0 or 1; the older base is in the other one. Or ``IN_RECORD``."""
+    """The home of the base, 0 or 1; the older base is in the other one. Or ``IN_RECORD``: the unit lies whole in the
+    gradient record of the step after ``step``."""
     generation: Steps
     """Generation with which the base was written, which seeds its block checksums; 0: there is none."""
     step: Steps

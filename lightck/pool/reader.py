@@ -81,6 +81,7 @@ class PoolReader:
     """An open pool. The constructor raises ``PoolError`` if this lightck cannot read the pool."""
 
     def __init__(self, container: Container, path: str) -> None:
+        """Raises ``PoolError``, also if the pool has gradient records."""
         self.container = container
         self.path = path
         fd, places = container.reads_from
@@ -156,6 +157,7 @@ class PoolReader:
                 problems.append(err)
         if found:
             superblock = self._matching_superblock(found[0], found[-1])
+            self._refuse_gradients(superblock)
             self._check_size(superblock)
             return superblock
         for problem in problems:
@@ -179,6 +181,14 @@ class PoolReader:
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first
+
+    def _refuse_gradients(self, superblock: Superblock) -> None:
+        """Raise ``FormatError`` if the pool has gradient records: its tensors cannot be read alone."""
+        if superblock.has_gradients:
+            raise FormatError(
+                f"The pool {self.path!r} holds gradient checkpoints, which have to be replayed. This lightck knows "
+                "their format and cannot read them yet. Install a newer lightck to read the pool."
+            )
 
     def _check_size(self, superblock: Superblock) -> None:
         if superblock.nbytes != self.container.nbytes:

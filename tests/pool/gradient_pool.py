@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightck.pool.commit_log import CommitLog, candidates
+from lightck.pool.format.gradients import IN_RECORD
 from lightck.pool.format.structures import KIND_ADOPTION, KIND_CHECKPOINT, CommitRecord
 from lightck.pool.gradient_log import (
-    IN_RECORD,
     Bases,
     GradientLog,
     GradientRecord,

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightck.pool.commit_log import CommitLog
-from lightck.pool.format.structures import KIND_ADOPTION, KIND_CHECKPOINT, CommitRecord
+from lightck.pool.format.structures import KIND_ADOPTION, KIND_CHECKPOINT, RECORD_SLOTS_MAX, CommitRecord
 from lightck.pool.gradient_log import (
-    RECORDS_MAX,
     GradientLog,
     GradientRecord,
     RecordPlan,
@@ -429,7 +428,7 @@ def test_what_is_refused(arguments: Any, in_group: bool, words: str) -> None:
 
 
 def test_a_pool_has_no_more_record_slots_than_a_commit_record_can_name() -> None:
-    assert RECORDS_MAX == 255
+    assert RECORD_SLOTS_MAX == 255
     assert problem_of(128, None) is None
     assert problem_of(129, 255) is None
 
