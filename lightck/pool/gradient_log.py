@@ -360,6 +360,7 @@ class GradientLog:
             due |= more & self._is_harmless(bases, (due | more) & has_home, step)
         units, in_record = np.flatnonzero(due & has_home), np.flatnonzero(due & ~has_home & is_full)
         after = bases.renewed(units, homes[units], step, generation).moved_to_record(in_record, step)
+        after = after.without_older(after.older_step + 1 < (retained[0].step if retained else step))
         whole = np.union1d(np.flatnonzero(outside), in_record)
         checkpoint = LoggedCheckpoint(step, generation, after, (*retained, GradientRecord(step, generation, slot)))
         return RecordPlan(step, generation, slot, units, homes[units], whole, checkpoint, changed)

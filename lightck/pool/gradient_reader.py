@@ -38,6 +38,7 @@ from lightck.pool.format.structures import (
     unpack_slot_header,
     uuid_words,
 )
+from lightck.pool.gradient_log import Bases, GradientRecord, LoggedCheckpoint
 from lightck.pool.reader import READ_DTYPE, PoolReader, read_threads
 from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error
 
@@ -84,7 +85,8 @@ class GradientCheckpoint:
         self._crcs = np.frombuffer(manifest, "<u4", header.crcs_count, header.crcs_offset)
         self._homes = [number for number, entry in enumerate(reader.entries) if entry.place == HOME_PLACE]
         self.part = GradientPart.unpack(manifest, header, sb, len(self._homes))
-        self._rows: Rows = checked_homes(self._records, reader.entries, len(self._crcs), self.part, header, sb.block)
+        self.rows: Rows = checked_homes(self._records, reader.entries, len(self._crcs), self.part, header, sb.block)
+        """For each entry in a home, in the order of the layout table, where its base lies (``HOME_ROW_DTYPE``)."""
         self.state = manifest[header.state_offset : header.state_offset + header.state_nbytes]
         """The small state."""
         self.in_record = self._tensors_in_record()
@@ -117,9 +119,13 @@ class GradientCheckpoint:
             found[entry.name] = StoredTensor(entry, number, base + offset, generation, step, crcs)
         return found
 
+    def name_of(self, row: int) -> str:
+        """Return the name of the tensor whose base ``rows[row]`` describes."""
+        return self._entries[self._homes[row]].name
+
     def bases(self) -> Iterator[StoredTensor]:
         """Yield the base of each tensor that lies in a home."""
-        return self._in_homes(self._rows, self._crcs)
+        return self._in_homes(self.rows, self._crcs)
 
     def older_bases(self) -> Iterator[StoredTensor]:
         """Yield the older bases to which the chain reaches back. They can stand in for damaged bases."""
@@ -131,7 +137,7 @@ class GradientCheckpoint:
         """Return the names of tensors that lie whole in a record, and in no home."""
         return [
             self._entries[number].name
-            for number, row in zip(self._homes, self._rows, strict=True)
+            for number, row in zip(self._homes, self.rows, strict=True)
             if row["generation"] and row["home"] == IN_RECORD
         ]
 
@@ -147,8 +153,8 @@ class GradientCheckpoint:
     def needed_records(self) -> list[ChainEntry]:
         """Return the records of the chain without which the checkpoint cannot be recovered from its bases, oldest
         first."""
-        present = self._rows["generation"] > 0
-        low = int(self._rows["step"][present].min(initial=self.step))
+        present = self.rows["generation"] > 0
+        low = int(self.rows["step"][present].min(initial=self.step))
         return [one for one in self.part.chain if one.step > low]
 
     def read(self, tensors: Sequence[tuple[StoredTensor, int]]) -> None:
@@ -220,6 +226,26 @@ def named_by(record: CommitRecord) -> ChainEntry:
 def committed(reader: PoolReader) -> list[ChainEntry]:
     """Return the checkpoints that commit records name, newest first."""
     return [named_by(record) for record in candidates(reader.commit_log())]
+
+
+def logged_checkpoint(one: GradientCheckpoint, units: Sequence[Sequence[str]]) -> LoggedCheckpoint:
+    """Return the checkpoint as the gradient log sees it. ``units``: for each unit, the names of its tensors. Raises
+    ``DamagedError`` if a unit has no base, or if its tensors have bases of different steps."""
+    numbers = {one.name_of(number): row for number, row in enumerate(one.rows.tolist())}
+    older = {one.name_of(number): row for number, row in enumerate(one.part.older.tolist())}
+    columns: list[tuple[int, int, int, int, int]] = []
+    for names in units:
+        bases = {(row[4], row[0], row[1]) for row in map(numbers.__getitem__, names) if row[0]}
+        before = {older[name][:2] for name in names if numbers[name][0]}
+        if len(bases) != 1:
+            raise DamagedError(f"the tensors of {names[0]!r} have no base, or bases of different steps")
+        columns.append((*bases.pop(), *(before.pop() if len(before) == 1 else (0, 0))))
+    home, generation, step, older_generation, older_step = np.array(columns, np.int64).reshape(-1, 5).T
+    generation = np.where(home == IN_RECORD, 0, generation)
+    bases_of_units = Bases(home.astype(np.uint8), generation, step, step, older_generation, older_step)
+    chain = (*one.part.chain, one.named)
+    records = tuple(GradientRecord(named.step, named.generation, named.slot) for named in chain)
+    return LoggedCheckpoint(one.step, one.header.generation, bases_of_units, records)
 
 
 def problems_of(reader: PoolReader, one: GradientCheckpoint) -> list[str]:

@@ -331,6 +331,18 @@ def test_after_a_hole_the_next_checkpoint_is_full_and_has_no_chain() -> None:
     assert len(third.units) < 6
 
 
+def test_an_older_base_that_cannot_stand_in_is_not_named() -> None:
+    """The format has no negative step: an older base from before a hole at step 0 would have one."""
+    log, _ = trained(new_log(3), 1)
+    log = log.with_hole(0, all_of(log))
+    for _ in range(30):
+        log, (plan,) = trained(log, 1)
+        bases, first = plan.checkpoint.bases, plan.checkpoint.records[0].step
+        assert (bases.older_step[bases.older_generation > 0] >= max(first - 1, 0)).all()
+        if plan.step in (7, 20):
+            log = log.with_hole(log.step, np.array([True, False, True, False, False, True]))
+
+
 def test_a_given_up_record_is_a_hole_and_its_homes_hold_nothing() -> None:
     log, _ = trained(new_log(3), 9)
     plan = log.next_record(100, all_of(log))

@@ -15,7 +15,15 @@ from gradient_pools_by_hand import FACTORS, UNITS, HandPool
 
 from lightck.errors import FormatError
 from lightck.pool.format.structures import DamagedError
-from lightck.pool.gradient_reader import GradientCheckpoint, StoredTensor, checkpoint_of, committed, problems_of
+from lightck.pool.gradient_log import GradientLog
+from lightck.pool.gradient_reader import (
+    GradientCheckpoint,
+    StoredTensor,
+    checkpoint_of,
+    committed,
+    logged_checkpoint,
+    problems_of,
+)
 from lightck.pool.reader import PoolReader, open_pool
 
 
@@ -159,6 +167,21 @@ def compare(reader: PoolReader, one: GradientCheckpoint, hand: HandPool) -> None
                 raise
             state = replayed(reader, one, older[base.entry.name])
         assert np.array_equal(state, hand.history[one.step][base.entry.name]), (one.step, base.entry.name)
+
+
+def test_a_training_goes_on_from_what_was_read(hand: HandPool, reader: PoolReader) -> None:
+    units = [[name for name in FACTORS if name.split("/")[1] == unit] for unit in UNITS]
+    found, kept = logged_checkpoint(newest(reader), units), hand.log.protected[-1]
+    assert (found.step, found.generation, found.records) == (kept.step, kept.generation, kept.records)
+    for name in ("home", "generation", "step", "older_generation", "older_step"):
+        assert getattr(found.bases, name).tolist() == getattr(kept.bases, name).tolist(), name
+    log = GradientLog.new(3, 5, [0, 1], -1).adopted(found)
+    assert log.needed_slots() == hand.log.needed_slots()
+    plan = log.next_record(100, np.array([True, True]))
+    assert plan is not None
+    assert plan.slot not in hand.log.needed_slots()
+    with pytest.raises(DamagedError, match="bases of different steps"):
+        logged_checkpoint(newest(reader), [list(FACTORS)])
 
 
 def test_a_second_reader_sees_the_same(hand: HandPool, reader: PoolReader) -> None:
