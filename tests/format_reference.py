@@ -253,16 +253,17 @@ class Pool:
             raise AssertionError("no superblock")
         sb = fields(SUPERBLOCK, SUPERBLOCK_FIELDS, raw)
         assert (sb["endian"], sb["major"], sb["zero"]) == (0x01020304, 1, 0)
-        assert sb["incompat"] in (0, 1, 3)
         assert sb["nbytes"] == len(self.data)
-        slots = []
-        for i in range(sb["regions"]):
-            kind, index, offset, nbytes, zero = struct.unpack_from("<IIQQQ", raw, 168 + 32 * i)
+        assert not raw[168 + 32 * sb["regions"] : 4088].strip(b"\0")
+        regions = [struct.unpack_from("<IIQQQ", raw, 168 + 32 * i) for i in range(sb["regions"])]
+        return sb, self._slots(sb, regions)
+
+    def _slots(self, sb: Fields, regions: list[tuple[int, ...]]) -> list[tuple[int, int]]:
+        assert sb["incompat"] in (0, 1, 3)
+        for i, (kind, index, offset, nbytes, zero) in enumerate(regions):
             assert (kind, index, zero) == (1, i, 0)
             assert offset % (1 << 21) == nbytes % (1 << 21) == 0
-            slots.append((offset, nbytes))
-        assert not raw[168 + 32 * sb["regions"] : 4088].strip(b"\0")
-        return sb, slots
+        return [region[2:4] for region in regions]
 
     def _table(self) -> list[Fields]:
         sb = self.superblock
@@ -270,7 +271,7 @@ class Pool:
             table = self.data[at : at + sb["table_nbytes"]]
             if blake2b(table, digest_size=16).digest() == sb["table_hash"]:
                 decoded = MessagePack.decode(table)
-                assert list(decoded) == (["group", "entries"] if sb["incompat"] else ["entries"])
+                assert list(decoded) == (["group", "entries"] if sb["incompat"] & 1 else ["entries"])
                 self.group = decoded.get("group")
                 return list(decoded["entries"])
         raise AssertionError("no layout table")
@@ -388,3 +389,101 @@ class Pool:
             == crcs[record["crc"] + at // block]
             for at in range(0, len(data), block)
         )
+
+
+# -- pools with gradient records -------------------------------------------------------------------------------------
+
+HOME_ROW_FIELDS = split("generation step offset crc home")
+PART = struct.Struct("<8sIIIIQ")
+CHAIN = struct.Struct("<QQQIBBH")
+CHAIN_FIELDS = split("step generation manifest_hash manifest_nbytes slot manifest_index flags")
+
+
+@dataclass
+class GradientCheckpoint:
+    """A gradient record and what its manifest names, verified in every block. Of a checkpoint that is not the newest,
+    bases may be missing."""
+
+    manifest: Fields
+    chain: list[Fields]
+    bases: dict[str, tuple[int, bytes]]
+    """Name -> the newest step whose state the base is, and its bytes."""
+    older: dict[str, tuple[int, bytes]]
+    record: dict[str, bytes]
+    sentinels: list[int]
+
+
+class GradientPool(Pool):
+    """The same for a pool with the incompat flag 4, where no tensor is tied and none appeared later."""
+
+    def _slots(self, sb: Fields, regions: list[tuple[int, ...]]) -> list[tuple[int, int]]:
+        assert sb["incompat"] & 4
+        (kind, index, offset, nbytes, count), *homes = regions
+        assert (kind, index) == (1, 0)
+        assert 2 <= count <= 255
+        assert [(home[0], home[1], home[4]) for home in homes] == [(2, 0, 0), (2, 1, 0)]
+        assert len({home[3] for home in homes}) == 1
+        self.homes = [home[2] for home in homes]
+        slots = [(offset + i * nbytes, nbytes) for i in range(count)]
+        places = [(home[2], home[2] + home[3]) for home in homes] + [(at, at + n) for at, n in slots]
+        assert all(a[1] <= b[0] for a, b in zip(sorted(places), sorted(places)[1:], strict=False))
+        assert 8 <= sb["ring_lines"] <= 64
+        return slots
+
+    def named(self, named: Fields) -> GradientCheckpoint:
+        """What a commit record or a chain entry names."""
+        sb = self.superblock
+        base = self.slots[named["slot"]][0]
+        at = base + sb["manifest_offset"] + named["manifest_index"] * sb["manifest_nbytes"]
+        raw = self.data[at : at + named["manifest_nbytes"]]
+        assert crc64(sb["uuid"] + raw) == named["manifest_hash"]
+        assert self.slot_generation(named["slot"]) == named.get("payload_generation", named["generation"])
+        manifest = fields(MANIFEST, MANIFEST_FIELDS, raw)
+        assert (manifest["step"], manifest["table_hash"]) == (named["step"], sb["table_hash"])
+        crcs = list(struct.unpack_from(f"<{manifest['crcs_count']}I", raw, manifest["crcs_offset"]))
+        older, older_crcs, chain, sentinels = self._part(manifest, raw)
+        found = GradientCheckpoint(manifest, chain, {}, {}, {}, sentinels)
+        in_homes = [number for number, entry in enumerate(self.entries) if entry["place"] == "home"]
+        for number, entry in enumerate(self.entries):
+            row = fields(RECORD, HOME_ROW_FIELDS, raw, 128 + 32 * number)
+            if row["generation"] == 0:
+                continue
+            assert row["offset"] == entry["offset"]
+            assert (entry["role"] == "gradient") == entry["name"].startswith("gradient/")
+            if entry["place"] == "home":
+                self._add(found.bases, number, row, manifest, crcs)
+                before = older[in_homes.index(number)]
+                assert before["generation"] == 0 or before["home"] == 1 - row["home"]
+                self._add(found.older, number, before, manifest, older_crcs)
+            else:
+                data = self.data[base + entry["offset"] :][: entry["nbytes"]]
+                assert self._verifies(data, number, row, manifest["origin"], crcs)
+                found.record[entry["name"]] = data
+        return found
+
+    def _add(
+        self, bases: dict[str, tuple[int, bytes]], number: int, row: Fields, manifest: Fields, crcs: list[int]
+    ) -> None:
+        """Add a base, unless it was overwritten since the checkpoint."""
+        entry = self.entries[number]
+        data = self.data[self.homes[row["home"]] + entry["offset"] :][: entry["nbytes"]]
+        if row["generation"] and self._verifies(data, number, row, manifest["origin"], crcs):
+            bases[entry["name"]] = row["step"], data
+
+    def _part(self, manifest: Fields, raw: bytes) -> tuple[list[Fields], list[int], list[Fields], list[int]]:
+        """Older bases, their checksums, chain, sentinels."""
+        at = -(-(manifest["state_offset"] + manifest["state_nbytes"]) // 8) * 8
+        magic, n_older, n_crcs, n_chain, n_sentinels, zero = PART.unpack_from(raw, at)
+        assert (magic, zero) == (b"LCKGRAD1", 0)
+        assert n_older == sum(entry["place"] == "home" for entry in self.entries)
+        at += 32
+        older = [fields(RECORD, HOME_ROW_FIELDS, raw, at + 32 * i) for i in range(n_older)]
+        at += 32 * n_older
+        crcs = list(struct.unpack_from(f"<{n_crcs}I", raw, at))
+        at += 4 * n_crcs
+        chain = [fields(CHAIN, CHAIN_FIELDS, raw, at + 32 * i) for i in range(n_chain)]
+        at += 32 * n_chain
+        sentinels = list(struct.unpack_from(f"<{n_sentinels}I", raw, at))
+        assert at + 4 * n_sentinels == len(raw)
+        assert [one["step"] for one in chain] == list(range(manifest["step"] - n_chain, manifest["step"]))
+        return older, crcs, chain, sentinels

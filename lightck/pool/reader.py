@@ -80,7 +80,10 @@ STRUCK_REASON = (
 class PoolReader:
     """An open pool. The constructor raises ``PoolError`` if this lightck cannot read the pool."""
 
-    def __init__(self, container: Container, path: str) -> None:
+    def __init__(self, container: Container, path: str, *, gradients: bool = False) -> None:
+        """``gradients``: whether the caller reads a pool with gradient records too (``pool/gradient_reader.py``); if
+        not, such a pool is refused. Raises ``PoolError``."""
+        self._reads_gradients = gradients
         self.container = container
         self.path = path
         fd, extents = container.reads_from
@@ -162,6 +165,7 @@ class PoolReader:
                 problems.append(err)
         if found:
             superblock = self._matching_superblock(found[0], found[-1])
+            self._refuse_gradients(superblock)
             self._check_size(superblock)
             return superblock
         for problem in problems:
@@ -185,6 +189,14 @@ class PoolReader:
         if first != last and not read_commit_log(first, self.read).records and read_commit_log(last, self.read).records:
             return last
         return first
+
+    def _refuse_gradients(self, superblock: Superblock) -> None:
+        """Raise ``FormatError`` if the pool has gradient records, and the caller would take a base for a tensor."""
+        if superblock.has_gradients and not self._reads_gradients:
+            raise FormatError(
+                f"The pool {self.path!r} holds gradient checkpoints, which have to be replayed. This lightck knows "
+                "their format and cannot read them yet. Install a newer lightck to read the pool."
+            )
 
     def _check_size(self, superblock: Superblock) -> None:
         if superblock.nbytes != self.container.nbytes:
@@ -214,10 +226,11 @@ class PoolReader:
     def _parsed(self, table: bytes) -> tuple[Entry, ...]:
         """Parse the layout table, and set ``group``. Raises ``DamagedError``."""
         sb = self.superblock
+        low, high, home_nbytes = sb.payload_offset, sb.reserve_offset, sb.home_nbytes if sb.has_gradients else None
         if not sb.has_group:
-            return layout.decode(table, low=sb.payload_offset, high=sb.reserve_offset)
+            return layout.decode(table, low=low, high=high, home_nbytes=home_nbytes)
         self.group, entries = layout.decode_of_rank(
-            table, low=sb.payload_offset, high=sb.reserve_offset, has_shares=sb.has_shares
+            table, low=low, high=high, has_shares=sb.has_shares, home_nbytes=home_nbytes
         )
         return entries
 
@@ -307,6 +320,7 @@ class PoolReader:
 
     def _checkpoint(self, record: CommitRecord) -> StoredCheckpoint:
         sb = self.superblock
+        assert not sb.has_gradients, "its tensors cannot be read alone"
         if self.has_lost_slot(record):
             raise DamagedError(
                 STRUCK_REASON if self._is_struck(record.slot) else "its slot was reused by a newer checkpoint"
@@ -533,22 +547,23 @@ def read_threads() -> int:
     return min(len(os.sched_getaffinity(0)), THREADS_MAX)
 
 
-def open_pool(path: str, backend: str = "auto", *, write: bool = False) -> PoolReader:
+def open_pool(path: str, backend: str = "auto", *, write: bool = False, gradients: bool = False) -> PoolReader:
     """Open an existing pool. ``backend``: as the parameter ``name`` of ``backend_for``. ``write``: call
-    ``refuse_unwritable``, then open the container for reading and writing. Raises ``PoolError``."""
+    ``refuse_unwritable``, then open the container for reading and writing. ``gradients``: as for ``PoolReader``. Raises
+    ``PoolError``."""
     from lightck.pool.storage.backends import backend_for
 
     emulation.active_profile()  # the first call reads LIGHTCK_EMULATE, so that reads are slowed down too
     kind = backend_for(path, backend)
     if write:  # check before the open for writing, which changes the backend's own structures in the file (PMDK)
-        with contextlib.closing(_reader_of(kind.open(path, write=False), path)) as reader:
+        with contextlib.closing(_reader_of(kind.open(path, write=False), path, gradients)) as reader:
             refuse_unwritable(reader)
-    return _reader_of(kind.open(path, write=write), path)
+    return _reader_of(kind.open(path, write=write), path, gradients)
 
 
-def _reader_of(container: Container, path: str) -> PoolReader:
+def _reader_of(container: Container, path: str, gradients: bool) -> PoolReader:
     with undo_on_error(container.close):
-        return PoolReader(container, path)
+        return PoolReader(container, path, gradients=gradients)
 
 
 def refuse_unwritable(reader: PoolReader) -> None:

@@ -9,16 +9,22 @@ import os
 import random
 import struct
 from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
 
 from crash import container, mutations
 from crash.document import Base
 from crash.messages import Node, parse
 from lightck.errors import LightckError
 from lightck.pool.format import layout
+from lightck.pool.format.gradients import HOME_ROW_DTYPE, ChainEntry, GradientPart, checked_homes, part_offset
 from lightck.pool.format.group import GroupIdentity
 from lightck.pool.format.pieces import Placement, Shard, StridedShard, flat_pieces, local_pieces
 from lightck.pool.format.shares import Cut, Share, dim_to_divide
 from lightck.pool.format.structures import (
+    INCOMPAT_GRADIENTS,
+    MIB,
     NEXT_ENTRIES_MAX,
     NEXT_NBYTES,
     SUPERBLOCK_NBYTES,
@@ -51,6 +57,8 @@ class Inputs:
         self._rng_tree = _part(base, b"\xa3rng")
         self._rank_tree = parse(layout.encode(_parts(), _GROUP))
         self._shares_tree = parse(layout.encode(_shares(), _GROUP, has_shares=True))
+        self._homes_tree = parse(layout.encode(_in_homes(), has_homes=True))
+        self._with_homes = _superblock_with_homes(base.sb)
         is_pmdk = good.startswith(pmdk_file.SIGNATURE)
         self._container = container.Base.of(good) if is_pmdk else None
         if is_pmdk:
@@ -69,6 +77,9 @@ class Inputs:
             self._extras,
             self._table_of_rank,
             self._table_with_shares,
+            self._table_with_homes,
+            self._homes,
+            self._bases,
             self._state,
             self._values,
             self._random_state,
@@ -130,6 +141,32 @@ class Inputs:
         data = data if rng.random() < 0.8 else mutations.damaged(rng, data)
         layout.decode_of_rank(data, low=0, high=1 << 40, has_shares=True)
 
+    def _table_with_homes(self, rng: random.Random) -> None:
+        data = mutations.changed_tree(rng, self._homes_tree)
+        data = data if rng.random() < 0.8 else mutations.damaged(rng, data)
+        layout.decode(data, low=0, high=1 << 40, home_nbytes=1 << 40)
+
+    def _homes(self, rng: random.Random) -> None:
+        body = bytearray(self._with_homes.pack()[:-8])
+        for _ in range(rng.choice((1, 2, 4))):
+            mutations.word(rng, body, 8, 168 + 32 * 3, self._with_homes.nbytes)
+        Superblock.unpack(bytes(body) + _U64.pack(crc64(bytes(body))))
+
+    def _bases(self, rng: random.Random) -> None:
+        """What a manifest says of bases and of the chain, with records that say something else."""
+        header = ManifestHeader(20, 1, 9, 9, bytes(16), bytes(16), 3, 3, 224, 9, 260, 0, 260, 4, 1)
+        records, part = (
+            bytearray(_rows((16, 7, 0, 0, 0), (14, 6, 256, 1, 1), (20, 9, 0, 2, 0)).tobytes()),
+            _part_of_bases(),
+        )
+        data = bytearray(bytes(part_offset(header)) + part.pack())
+        for _ in range(rng.choice((0, 1, 2, 4))):
+            mutations.word(rng, data, part_offset(header), len(data), len(data))
+            mutations.word(rng, records, 0, len(records), len(data))
+        sent = bytes(data[: rng.choice((len(data), len(data), rng.randrange(len(data))))])
+        found = GradientPart.unpack(sent, header, self._with_homes, 2)
+        checked_homes(np.frombuffer(bytes(records), HOME_ROW_DTYPE), _in_homes(), 9, found, header, MIB)
+
     def _state(self, rng: random.Random) -> None:
         checkpoint = self._base.checkpoints[0]
         Contents.parse(mutations.changed_tree(rng, checkpoint.state_tree), 1, 1, {})
@@ -190,6 +227,32 @@ def _shares() -> list[layout.Entry]:
         cut = Cut(entry.shape, dim, (0, rows // 2, rows), (1, 3))
         found.append(layout.entry_of_share(entry, Share(cut, 1, is_whole=number == 2)))
     return layout.place(found, 0)[0]
+
+
+def _in_homes() -> list[layout.Entry]:
+    """Entries of a pool with gradient records: two tensors in homes, and a gradient."""
+    plain = layout.Entry("model/a", "param", "float32", (4,), (1,), 16)
+    exp_avg = plain._replace(name="optimizer/a/exp_avg", role="optimizer", offset=256, place=layout.HOME_PLACE)
+    gradient = plain._replace(name="gradient/model/a", role=layout.GRADIENT_ROLE)
+    return [plain._replace(place=layout.HOME_PLACE), exp_avg, gradient]
+
+
+def _superblock_with_homes(sb: Superblock) -> Superblock:
+    first, nbytes = sb.slots[0]
+    slots = tuple((first + i * nbytes, nbytes) for i in range(5))
+    homes = tuple((first + 5 * nbytes + i * 2 * MIB, 2 * MIB) for i in range(2))
+    end = homes[1][0] + homes[1][1]
+    return replace(sb, compat=0, incompat=INCOMPAT_GRADIENTS, slots=slots, homes=homes, nbytes=end)
+
+
+def _rows(*rows: tuple[int, int, int, int, int]) -> np.ndarray:
+    return np.array(list(rows), HOME_ROW_DTYPE)
+
+
+def _part_of_bases() -> GradientPart:
+    chain = tuple(ChainEntry(step, 2 * step + 2, step, 300, step % 5, step % 2, 1) for step in (7, 8))
+    older = _rows((10, 4, 0, 0, 1), (0, 0, 0, 0, 0))
+    return GradientPart(older, np.array([11], np.uint32), chain, np.array([1, 2], np.uint32))
 
 
 def _part(base: Base, key: bytes) -> Node:

@@ -32,6 +32,11 @@ LIST_PIECES_MAX, LIST_PAIRS_MAX = 1 << 20, 1 << 28
 the numbers of pieces, which limits the memory. ``LIST_PAIRS_MAX``: of the squares of these numbers, which limits the
 time, because the pieces of an entry are compared with each other."""
 ROLES = ("param", "buffer", "optimizer", "state")
+GRADIENT_ROLE, GRADIENT_PREFIX = "gradient", "gradient/"
+"""Role, and beginning of the name, of the entries that hold gradients. Only pools with gradient records have them."""
+SLOT_PLACE, HOME_PLACE = "slot", "home"
+HOME_ROLES = ("param", "optimizer")
+"""Roles of the entries that can lie in homes."""
 
 # Bytes per element of every dtype name that a table may contain. The pool knows names and sizes, but not torch.
 ITEM_NBYTES = {
@@ -66,6 +71,9 @@ class Entry(NamedTuple):
     """If several ranks divide the tensor that the rank holds: which of its rows this tensor consists of. None: they do
     not divide it. The entry of a share has pieces, also if the rank holds the whole logical tensor. Only a pool with
     shares stores this field."""
+    place: str = SLOT_PLACE
+    """Whether ``offset`` counts from the start of a slot ("slot") or of a home ("home"). Only a pool with gradient
+    records stores it."""
 
     @property
     def held_pieces(self) -> tuple[Piece, ...] | None:
@@ -79,14 +87,19 @@ class Entry(NamedTuple):
 
     def can_hold(self, other: Entry) -> bool:
         """Whether this extent can hold the tensor that ``other`` describes: same dtype, shape, strides, alias, device,
-        pieces and share."""
+        pieces, share and place."""
         return (self.dtype, self.shape, self.stride, self.alias, self.device) == (
             other.dtype,
             other.shape,
             other.stride,
             other.alias,
             other.device,
-        ) and (self.logical_shape, self.pieces, self.share) == (other.logical_shape, other.pieces, other.share)
+        ) and (self.logical_shape, self.pieces, self.share, self.place) == (
+            other.logical_shape,
+            other.pieces,
+            other.share,
+            other.place,
+        )
 
     def is_same_tensor(self, other: Entry) -> bool:
         """Whether the logical tensors have the same name, dtype and shape. (The two entries may hold different parts of
@@ -94,25 +107,42 @@ class Entry(NamedTuple):
         one, two = (entry.shape if entry.logical_shape is None else entry.logical_shape for entry in (self, other))
         return (self.name, self.dtype, one) == (other.name, other.dtype, two)
 
-    def to_map(self, *, has_group: bool = False, has_shares: bool = False) -> dict[str, object]:
+    def to_map(
+        self, *, has_group: bool = False, has_shares: bool = False, has_homes: bool = False
+    ) -> dict[str, object]:
         """Return the entry as the map that the table contains. ``has_group``: whether the pool is that of a rank. If
         it is not, the last four keys of the map carry no information: they are None, or follow from the shape.
-        ``has_shares``: whether it is a pool with shares.
+        ``has_shares``: whether it is a pool with shares. ``has_homes``: whether it is one with gradient records.
 
-        Raises ``ValueError`` if pieces or share are invalid, if the entry has pieces and the pool is not that of a
-        rank, or if it has a share and the pool is not one with shares."""
+        Raises ``ValueError`` if pieces, share or place are invalid, or if the entry has pieces, a share or a place that
+        such a pool cannot store."""
         plain: dict[str, object] = dict(zip(_PLAIN_FIELDS, self, strict=False))
         plain |= {"shape": list(self.shape), "stride": list(self.stride)}
+        place = self._place_field(has_homes)
         if has_group:
-            return plain | self._rank_fields() | self._share_field(has_shares)
+            return plain | self._rank_fields() | self._share_field(has_shares) | place
         if self.logical_shape is not None or self.pieces is not None:
             raise ValueError(f"{self.name!r} is a part of a tensor, and only the pool of a rank can hold parts")
-        return plain | {
-            "global_shape": list(self.shape),
-            "placements": None,
-            "mesh": None,
-            "offsets": [0] * len(self.shape),
-        }
+        return (
+            plain
+            | {
+                "global_shape": list(self.shape),
+                "placements": None,
+                "mesh": None,
+                "offsets": [0] * len(self.shape),
+            }
+            | place
+        )
+
+    def _place_field(self, has_homes: bool) -> dict[str, object]:
+        if not has_homes and (self.place != SLOT_PLACE or self.role == GRADIENT_ROLE):
+            raise ValueError(
+                f"{self.name!r} is a gradient or lies in a home: only a pool with gradient records has both"
+            )
+        problem = _place_problem(self.place, self.role, self.name, self.alias)
+        if problem is not None:
+            raise ValueError(f"{self.name!r} cannot be stored: {problem}")
+        return {"place": self.place} if has_homes else {}
 
     def _rank_fields(self) -> dict[str, object]:
         if self.logical_shape is None and self.pieces is None:
@@ -137,7 +167,18 @@ class Entry(NamedTuple):
         return {"share": item}
 
 
-_PLAIN_FIELDS, _RANK_FIELDS = Entry._fields[:-3], Entry._fields[-3:-1]
+_PLAIN_FIELDS, _RANK_FIELDS = Entry._fields[:-4], Entry._fields[-4:-2]
+
+
+def _place_problem(place: object, role: str, name: str, alias: str | None) -> str | None:
+    """Return what is wrong with the place of an entry, or with its role as a gradient; None if nothing is."""
+    if place != SLOT_PLACE and place != HOME_PLACE:
+        return "its place is neither a slot nor a home"
+    if place == HOME_PLACE and (role not in HOME_ROLES or alias is not None):
+        return "it lies in a home, and is not a parameter or optimizer state with bytes of its own"
+    if (role == GRADIENT_ROLE) != name.startswith(GRADIENT_PREFIX):
+        return "its name and its role do not agree whether it is a gradient"
+    return None
 
 
 def entry_of_share(entry: Entry, share: Share) -> Entry:
@@ -182,28 +223,39 @@ def blocks_of(nbytes: int, block: int) -> int:
     return -(-nbytes // block)
 
 
-def encode(entries: Sequence[Entry], group: GroupIdentity | None = None, *, has_shares: bool = False) -> bytes:
+def encode(
+    entries: Sequence[Entry],
+    group: GroupIdentity | None = None,
+    *,
+    has_shares: bool = False,
+    has_homes: bool = False,
+) -> bytes:
     """Return the layout table of these entries. ``group``: the identity of a rank's pool; None if the pool is not
-    that of a rank. ``has_shares``: whether it is a pool with shares. Raises ``ValueError`` as ``Entry.to_map`` does."""
+    that of a rank. ``has_shares``: whether it is a pool with shares. ``has_homes``: whether it is one with gradient
+    records. Raises ``ValueError`` as ``Entry.to_map`` does."""
     head = {} if group is None else {"group": group.to_map()}
-    maps = _maps(entries, group is not None, has_shares)
+    maps = _maps(entries, group is not None, has_shares, has_homes)
     return bytes(msgpack.packb(head | {"entries": maps}, use_bin_type=True))
 
 
-def encode_extras(entries: Sequence[Entry], *, has_group: bool = False, has_shares: bool = False) -> bytes:
+def encode_extras(
+    entries: Sequence[Entry], *, has_group: bool = False, has_shares: bool = False, has_homes: bool = False
+) -> bytes:
     """Return the extra entries as a manifest contains them; empty if there are none. ``has_group``: whether the pool is
-    that of a rank. ``has_shares``: whether it is one with shares. Raises ``ValueError`` as ``Entry.to_map`` does."""
-    return bytes(msgpack.packb(_maps(entries, has_group, has_shares), use_bin_type=True)) if entries else b""
+    that of a rank. ``has_shares``: whether it is one with shares. ``has_homes``: whether it is one with gradient
+    records. Raises ``ValueError`` as ``Entry.to_map`` does."""
+    maps = _maps(entries, has_group, has_shares, has_homes)
+    return bytes(msgpack.packb(maps, use_bin_type=True)) if entries else b""
 
 
-def _maps(entries: Sequence[Entry], has_group: bool, has_shares: bool) -> list[dict[str, object]]:
+def _maps(entries: Sequence[Entry], has_group: bool, has_shares: bool, has_homes: bool) -> list[dict[str, object]]:
     counts = [n for entry in entries for n in _piece_counts(entry)]
     if sum(counts) > LIST_PIECES_MAX or sum(count**2 for count in counts) > LIST_PAIRS_MAX:
         raise ValueError(
             f"The tensors of this rank have {sum(counts)} pieces together, more than a pool can list. A piece is a box "
             "of elements of a whole tensor. Shard the tensors so that a rank holds fewer separate boxes of each."
         )
-    return [entry.to_map(has_group=has_group, has_shares=has_shares) for entry in entries]
+    return [entry.to_map(has_group=has_group, has_shares=has_shares, has_homes=has_homes) for entry in entries]
 
 
 def _piece_counts(entry: Entry) -> tuple[int, int]:
@@ -256,26 +308,33 @@ _PLAIN_KEYS = {*_PLAIN_FIELDS, "global_shape", "placements", "mesh", "offsets"}
 _RANK_KEYS = {*_PLAIN_FIELDS, *_RANK_FIELDS}
 
 
-def decode(table: bytes, *, low: int, high: int) -> tuple[Entry, ...]:
+def decode(table: bytes, *, low: int, high: int, home_nbytes: int | None = None) -> tuple[Entry, ...]:
     """Parse the layout table of a pool that is not that of a rank. Every extent must lie in [low, high), in offsets
-    from the start of a slot. Raises ``DamagedError``."""
-    return _table_entries(_items(table, ("entries",)), low, high, has_group=False)
+    from the start of a slot. ``home_nbytes``: length of a home, in which extents may lie, too; None: the pool is not
+    one with gradient records. Raises ``DamagedError``."""
+    return _table_entries(_items(table, ("entries",)), low, high, has_group=False, home_nbytes=home_nbytes)
 
 
 def decode_of_rank(
-    table: bytes, *, low: int, high: int, has_shares: bool = False
+    table: bytes, *, low: int, high: int, has_shares: bool = False, home_nbytes: int | None = None
 ) -> tuple[GroupIdentity, tuple[Entry, ...]]:
     """``decode`` for the pool of a rank: parse its group and its entries. ``has_shares``: whether it is a pool with
     shares. Raises ``DamagedError``."""
     items = _items(table, ("group", "entries"), has_group=True)
     group = GroupIdentity.parse(next(items))
-    return group, _table_entries(items, low, high, has_group=True, has_shares=has_shares)
+    return group, _table_entries(items, low, high, has_group=True, has_shares=has_shares, home_nbytes=home_nbytes)
 
 
 def _table_entries(
-    items: Iterator[object], low: int, high: int, *, has_group: bool, has_shares: bool = False
+    items: Iterator[object],
+    low: int,
+    high: int,
+    *,
+    has_group: bool,
+    has_shares: bool = False,
+    home_nbytes: int | None,
 ) -> tuple[Entry, ...]:
-    entries = _checked(items, low, high, has_group, has_shares)
+    entries = _checked(items, low, high, has_group, has_shares, home_nbytes)
     by_name = {e.name: e for e in entries}
     if len(by_name) != len(entries):
         raise DamagedError("layout table: a name occurs twice")
@@ -284,15 +343,27 @@ def _table_entries(
 
 
 def decode_extras(
-    data: bytes, *, low: int, high: int, has_group: bool = False, has_shares: bool = False
+    data: bytes,
+    *,
+    low: int,
+    high: int,
+    has_group: bool = False,
+    has_shares: bool = False,
+    has_homes: bool = False,
 ) -> tuple[Entry, ...]:
     """Parse the extra entries, which were added after the pool was created. ``has_group``: whether the pool is that of
-    a rank. ``has_shares``: whether it is one with shares. Raises ``DamagedError``.
+    a rank. ``has_shares``: whether it is one with shares. ``has_homes``: whether it is one with gradient records; no
+    extra entry lies in a home. Raises ``DamagedError``.
 
     A name can occur more than once, because a tensor whose dtype or size changed can have an old entry beside its
     present one. An alias can name an entry of the table. So aliases are checked later, among the entries that are
     present in one checkpoint (``check_ties``)."""
-    return _checked(_items(data, (), has_group), low, high, has_group, has_shares) if data else ()
+    if not data:
+        return ()
+    entries = _checked(_items(data, (), has_group), low, high, has_group, has_shares, 0 if has_homes else None)
+    if any(entry.place == HOME_PLACE for entry in entries):
+        raise DamagedError("list of tensors: a tensor that appeared later lies in a home")
+    return entries
 
 
 def check_aliases(present: Mapping[str, Entry]) -> None:
@@ -334,7 +405,7 @@ def _items(data: bytes, keys: Sequence[str], has_group: bool = False) -> Iterato
         max_bin_len=ID_NBYTES if has_group else 0,
         max_str_len=NAME_NBYTES_MAX,
         max_array_len=PIECES_MAX if has_group else NDIM_MAX,
-        max_map_len=len(_PLAIN_KEYS),
+        max_map_len=len(_PLAIN_KEYS) + 1,
         max_buffer_size=len(data),
     )
     try:
@@ -359,21 +430,27 @@ def _items(data: bytes, keys: Sequence[str], has_group: bool = False) -> Iterato
         raise DamagedError(f"list of tensors: {err or type(err).__name__}") from err
 
 
-def _checked(items: Iterator[object], low: int, high: int, has_group: bool, has_shares: bool) -> tuple[Entry, ...]:
-    """Parse the items, and check that the extents lie in [low, high) and do not overlap. Raises ``DamagedError``."""
-    entries = tuple(_rank_entries(items, has_shares) if has_group else map(_entry, items))
-    at = low
-    for entry in sorted((e for e in entries if e.nbytes), key=attrgetter("offset")):
-        if entry.offset % EXTENT_ALIGN or entry.offset < at or entry.offset + entry.nbytes > high:
-            raise DamagedError(f"list of tensors: extent of {entry.name!r} is out of place")
-        at = entry.offset + entry.nbytes
+def _checked(
+    items: Iterator[object], low: int, high: int, has_group: bool, has_shares: bool, home_nbytes: int | None
+) -> tuple[Entry, ...]:
+    """Parse the items, and check that the extents lie in [low, high), or in a home, and do not overlap. Raises
+    ``DamagedError``."""
+    has_homes = home_nbytes is not None
+    keys = (_RANK_KEYS if has_group else _PLAIN_KEYS) | ({"place"} if has_homes else set())
+    entries = tuple(_rank_entries(items, keys, has_shares) if has_group else (_entry(item, keys) for item in items))
+    for place, first, end in ((SLOT_PLACE, low, high), (HOME_PLACE, 0, home_nbytes or 0)):
+        at = first
+        for entry in sorted((e for e in entries if e.nbytes and e.place == place), key=attrgetter("offset")):
+            if entry.offset % EXTENT_ALIGN or entry.offset < at or entry.offset + entry.nbytes > end:
+                raise DamagedError(f"list of tensors: extent of {entry.name!r} is out of place")
+            at = entry.offset + entry.nbytes
     return entries
 
 
-def _rank_entries(items: Iterator[object], has_shares: bool) -> Iterator[Entry]:
+def _rank_entries(items: Iterator[object], keys: set[str], has_shares: bool) -> Iterator[Entry]:
     """Parse the entries of a rank's pool. Raises ``DamagedError``."""
     n_pieces = n_pairs = 0
-    keys = {*_RANK_KEYS, "share"} if has_shares else _RANK_KEYS
+    keys = keys | {"share"} if has_shares else keys
     for item in items:
         entry = _entry(item, keys)
         assert isinstance(item, dict), "_entry refuses anything else"
@@ -390,7 +467,7 @@ def _rank_entries(items: Iterator[object], has_shares: bool) -> Iterator[Entry]:
         yield entry
 
 
-def _entry(item: object, keys: set[str] = _PLAIN_KEYS) -> Entry:
+def _entry(item: object, keys: set[str]) -> Entry:
     """Parse one entry, without its pieces. ``keys``: the keys that it must have. Raises ``DamagedError``."""
     if not isinstance(item, dict) or item.keys() != keys:
         raise DamagedError("list of tensors: an entry has the wrong keys")
@@ -403,13 +480,21 @@ def _entry(item: object, keys: set[str] = _PLAIN_KEYS) -> Entry:
         raise DamagedError("list of tensors: an entry has a number out of range")
     if not type(shape) is type(stride) is list or not _INT.issuperset(map(type, shape + stride)):
         raise DamagedError("list of tensors: an entry has a shape or stride that is no list of numbers")
-    if not (type(role) is type(dtype) is str and role in ROLES and dtype in ITEM_NBYTES and len(shape) == len(stride)):
+    has_place = "place" in keys
+    is_role = type(role) is str and (role in ROLES or (has_place and role == GRADIENT_ROLE))
+    if not (is_role and type(dtype) is str and dtype in ITEM_NBYTES and len(shape) == len(stride)):
         raise DamagedError(f"list of tensors: {name!r} has an unknown role or dtype, or a wrong number of strides")
     shape, stride = tuple(shape), tuple(stride)
     numel = _dense_numel(shape, stride)
     if numel is None or nbytes != (0 if alias is not None else numel * ITEM_NBYTES[dtype]):
         raise DamagedError(f"list of tensors: shape, stride and size of {name!r} do not go together")
-    return Entry(name, role, dtype, shape, stride, nbytes, device, offset, layer, alias)
+    entry = Entry(name, role, dtype, shape, stride, nbytes, device, offset, layer, alias)
+    if not has_place:
+        return entry
+    problem = _place_problem(item["place"], role, name, alias)
+    if problem is not None:
+        raise DamagedError(f"list of tensors: {name!r}: {problem}")
+    return entry._replace(place=item["place"])
 
 
 # The cache is small, because a hostile table can contain many shapes with equal hashes, and each of these shapes is

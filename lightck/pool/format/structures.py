@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightck._native import ffi, lib
@@ -28,7 +29,10 @@ INCOMPAT_GROUP = 1
 """Feature flag of ``Superblock.incompat``: the pool is that of a rank (docs/format.md, "Pools of a rank")."""
 INCOMPAT_SHARES = 2
 """Feature flag of ``Superblock.incompat``: of some tensors the pool holds only the rows that its rank writes."""
-RO_COMPAT_KNOWN, INCOMPAT_KNOWN = 0, INCOMPAT_GROUP | INCOMPAT_SHARES
+INCOMPAT_GRADIENTS = 4
+"""Feature flag of ``Superblock.incompat``: slots hold gradient records, and bases lie in homes (docs/format.md, "Pools
+with gradient records")."""
+RO_COMPAT_KNOWN, INCOMPAT_KNOWN = 0, INCOMPAT_GROUP | INCOMPAT_SHARES | INCOMPAT_GRADIENTS
 """The feature flags that this lightck knows. ``RO_COMPAT``: flags that only a writer must know. ``INCOMPAT``: flags
 that readers and writers must know."""
 
@@ -47,6 +51,10 @@ EXTENT_ALIGN, LARGE_EXTENT_ALIGN, LARGE_EXTENT = 256, 4 * KIB, MIB
 BLOCK_MAX = MIB
 """Maximum bytes per block checksum, and the value in a new pool."""
 SLOTS_MAX = 8
+RECORD_SLOTS_MAX = 255
+"""Maximum number of slots of a pool with gradient records: a commit record names its slot in 8 bits."""
+GRADIENT_RING_LINES_MIN = 8
+"""Minimum number of commit records in a pool with gradient records: few checkpoints need one."""
 TABLE_NBYTES_MAX = 256 * MIB
 
 COMMIT_RECORD_NBYTES = SLOT_HEADER_NBYTES = 64
@@ -58,7 +66,7 @@ MANIFEST_HEADER_NBYTES = 128
 TENSOR_RECORD_NBYTES = 32
 NEXT_MAGIC = b"LCKNEXT1"
 NEXT_OFFSET, NEXT_NBYTES = 2 * KIB, 2 * KIB
-REGION_SLOT = 1
+REGION_SLOT, REGION_HOME = 1, 2
 U32_MAX = (1 << 32) - 1
 NUMBER_MAX = 1 << 63
 """Generations, incarnations, steps and iterations are below this. A structure with a larger number is damaged."""
@@ -119,6 +127,8 @@ class Superblock:
     """Where the reserve of a slot begins: the space for extra entries, which are added after the pool was created."""
     slots: tuple[tuple[int, int], ...]
     """(offset, nbytes) of each slot."""
+    homes: tuple[tuple[int, int], ...] = ()
+    """(offset, nbytes) of the two homes in a pool with gradient records. Its slots lie one after the other."""
 
     def pack(self) -> bytes:
         head = _SUPER.pack(
@@ -142,12 +152,17 @@ class Superblock:
             self.manifest_nbytes,
             self.payload_offset,
             self.reserve_offset,
-            len(self.slots),
+            len(self.homes) + 1 if self.has_gradients else len(self.slots),
             0,
         )
-        regions = b"".join(_REGION.pack(REGION_SLOT, i, off, n, 0) for i, (off, n) in enumerate(self.slots))
-        body = (head + regions).ljust(SUPERBLOCK_NBYTES - 8, b"\0")
+        body = (head + self._packed_regions()).ljust(SUPERBLOCK_NBYTES - 8, b"\0")
         return body + _U64.pack(crc64(body))
+
+    def _packed_regions(self) -> bytes:
+        if not self.has_gradients:
+            return b"".join(_REGION.pack(REGION_SLOT, i, off, n, 0) for i, (off, n) in enumerate(self.slots))
+        homes = b"".join(_REGION.pack(REGION_HOME, i, off, n, 0) for i, (off, n) in enumerate(self.homes))
+        return _REGION.pack(REGION_SLOT, 0, *self.slots[0], len(self.slots)) + homes
 
     @classmethod
     def unpack(cls, data: bytes) -> Superblock:
@@ -177,11 +192,15 @@ class Superblock:
             raise DamagedError("it says that the pool has shares of tensors, and not that it is the pool of a rank")
         if n_regions > (len(body) - _SUPER.size) // _REGION.size:
             raise DamagedError("it lists more regions than fit into it")
-        slots: list[tuple[int, int]] = []
-        for i in range(n_regions):
-            kind, index, off, length, _ = _REGION.unpack_from(body, _SUPER.size + i * _REGION.size)
-            if kind == REGION_SLOT and index == len(slots):
-                slots.append((off, length))
+        regions = [_REGION.unpack_from(body, _SUPER.size + i * _REGION.size) for i in range(n_regions)]
+        homes: list[tuple[int, int]] = []
+        if incompat & INCOMPAT_GRADIENTS:
+            slots, homes = _slots_and_homes(regions)
+        else:
+            slots = []
+            for kind, index, off, length, _ in regions:
+                if kind == REGION_SLOT and index == len(slots):
+                    slots.append((off, length))
         uuid, nbytes, ring_offset, ring_lines, ring_stride, table_a, table_b, *rest = fixed
         table_nbytes, table_hash, block, manifest_offset, manifest_nbytes, payload_offset, reserve_offset = rest
         sb = cls(
@@ -202,6 +221,7 @@ class Superblock:
             payload_offset=payload_offset,
             reserve_offset=reserve_offset,
             slots=tuple(slots),
+            homes=tuple(homes),
         )
         sb._check_geometry()
         return sb
@@ -210,19 +230,23 @@ class Superblock:
         """Check all that later code relies on, so that no offset in a hostile file leads outside of the file. Raises
         ``DamagedError``."""
         slot_nbytes = {n for _, n in self.slots}
+        first = min((off for off, _ in (*self.slots, *self.homes)), default=0)
+        slots_max = RECORD_SLOTS_MAX if self.has_gradients else SLOTS_MAX
+        lines_min = GRADIENT_RING_LINES_MIN if self.has_gradients else 2 * len(self.slots)
         ok = (
             self.nbytes < NUMBER_MAX
-            and 2 <= len(self.slots) <= SLOTS_MAX
+            and 2 <= len(self.slots) <= slots_max
             and len(slot_nbytes) == 1
+            and self._homes_fit()
             and all(off % PAGE == 0 and off + n <= self.nbytes for off, n in self.slots)
             and all(a + n <= b for (a, n), (b, _) in zip(self.slots, self.slots[1:], strict=False))
             and self.ring_stride >= COMMIT_RECORD_NBYTES
             and self.ring_stride % 8 == 0
             and self.ring_offset % 8 == 0
-            and 2 * len(self.slots) <= self.ring_lines <= RING_LINES_MAX
-            and self.ring_offset + self.ring_lines * self.ring_stride <= self.slots[0][0]
+            and lines_min <= self.ring_lines <= RING_LINES_MAX
+            and self.ring_offset + self.ring_lines * self.ring_stride <= first
             and self.table_nbytes <= TABLE_NBYTES_MAX
-            and all(off + self.table_nbytes <= self.slots[0][0] for off in self.table_offsets)
+            and all(off + self.table_nbytes <= first for off in self.table_offsets)
             and 256 <= self.block <= BLOCK_MAX
             and self.block % 256 == 0
             and self.manifest_offset >= SLOT_HEADER_NBYTES
@@ -232,6 +256,30 @@ class Superblock:
         )
         if not ok:
             raise DamagedError("its offsets and sizes do not go together")
+
+    def _homes_fit(self) -> bool:
+        """Whether the homes, if there are any, lie in the pool beside each other and beside the slots."""
+        if not self.homes:
+            return not self.has_gradients
+        (a, n), (b, m) = self.homes
+        (low, _), (high, length) = self.slots[0], self.slots[-1]
+        runs = sorted([(a, a + n), (b, b + m), (low, high + length)])
+        return (
+            n == m > 0
+            and a % PAGE == b % PAGE == 0
+            and runs[-1][1] <= self.nbytes
+            and all(one[1] <= two[0] for one, two in pairwise(runs))
+        )
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the slots hold gradient records, and the bases lie in homes."""
+        return bool(self.incompat & INCOMPAT_GRADIENTS)
+
+    @property
+    def home_nbytes(self) -> int:
+        """Length of each home; 0 if there are none."""
+        return self.homes[0][1] if self.homes else 0
 
     @property
     def has_next_batch(self) -> bool:
@@ -265,6 +313,20 @@ class Superblock:
     def commit_record_offset(self, position: int) -> int:
         """Return the offset of a commit record in the pool. ``position``: its position in the commit log, from 0."""
         return self.ring_offset + position * self.ring_stride
+
+
+def _slots_and_homes(
+    regions: list[tuple[int, int, int, int, int]],
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return the slots and the homes that the regions of a pool with gradient records describe: one region for all
+    slots, one for each home. Raises ``DamagedError``."""
+    kinds = [(kind, index) for kind, index, *_ in regions]
+    if kinds != [(REGION_SLOT, 0), (REGION_HOME, 0), (REGION_HOME, 1)] or regions[1][4] or regions[2][4]:
+        raise DamagedError("its regions are not those of a pool with gradient records")
+    _, _, offset, nbytes, count = regions[0]
+    if count > RECORD_SLOTS_MAX:
+        raise DamagedError("it has more slots than a pool may have")
+    return [(offset + i * nbytes, nbytes) for i in range(count)], [region[2:4] for region in regions[1:]]
 
 
 _COMMIT_RECORD = struct.Struct("<QQQQQIBBBBQ")

@@ -1,0 +1,446 @@
+"""The gradient log: which places of a pool a gradient checkpoint needs, and which may be written next.
+
+A *unit* is a parameter with its optimizer state. It has two *homes*, extents for all of it. Its *base* is the newest
+complete copy of it in a home. A *gradient record* is what one update consumed; records lie in a ring of slots. A unit's
+state at step t is its base, updated again with the records after the base. A checkpoint is *full* if no unit needs a
+record.
+
+These are pure functions over immutable values: the pool's writer performs what a ``RecordPlan`` says, and then says how
+it ended (``GradientLog.with_record``, ``with_commit``, ``with_hole``). Nothing here knows of bytes or of torch.
+
+Invariants (a checkpoint *needs* the bases that it names, and the records after the oldest of them):
+
+1. No plan overwrites a place that a protected checkpoint needs. Protected is the newest committed checkpoint; in a
+   group of ranks also the one before it.
+2. The records of a checkpoint have no hole: their steps are consecutive, up to the checkpoint's own.
+3. A unit is written to a home that no protected checkpoint names as its base.
+4. After an update without a good record (a *hole*), the next checkpoint is full.
+
+With at least ``tolerant_records`` slots, a checkpoint at rest also survives any one damaged place of the pool. For
+that, the other home of each unit must stand in for its base: it holds an older base, and the log reaches back to it.
+Where it does not (after a hole; a unit that slept, so that its old records have left the log), the unit is written once
+more. ``tests/pool/test_gradient_log.py`` checks all of this on a model of a pool, in which a crash may come after every
+store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck.pool.commit_log import CommitLog, candidates
+from lightck.pool.format.gradients import IN_RECORD
+from lightck.pool.format.structures import RECORD_SLOTS_MAX
+
+BASE_EVERY_MIN = 2
+
+Steps = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Homes = npt.NDArray[np.uint8]
+Units = npt.NDArray[np.int64]
+
+
+# -- how many records --------------------------------------------------------------------------------------------------
+
+
+def records_min(base_every: int, interval: int = 1, *, in_group: bool = False) -> int:
+    """Return the smallest number of record slots with which a crash at any moment loses no committed checkpoint.
+
+    A checkpoint needs the last ``base_every - 1`` records, and while the next one is made, its records lie beside them.
+    In a group, the checkpoint before the newest one stays too."""
+    if in_group:
+        return base_every + 2 * interval - 1
+    return base_every + min(interval, base_every) - 1
+
+
+def tolerant_records(base_every: int) -> int:
+    """Return the smallest number of record slots with which the other home of each unit stands in for its base."""
+    return 2 * base_every - 1
+
+
+def records_default(base_every: int, interval: int = 1, *, in_group: bool = False) -> int:
+    """Return the number of record slots of a new pool, if the user does not choose it."""
+    return max(tolerant_records(base_every), records_min(base_every, interval, in_group=in_group))
+
+
+def problem_of(base_every: int, log_records: int | None, interval: int = 1, *, in_group: bool = False) -> str | None:
+    """Return why these arguments cannot be used together, with the values that can; None if they can.
+    ``log_records``: the number of record slots; None: ``records_default``."""
+    if base_every < BASE_EVERY_MIN:
+        return (
+            f"base_every={base_every} is less than {BASE_EVERY_MIN}: every checkpoint would be full. Use FullState()."
+        )
+    if interval < 1:
+        return f"interval={interval} is less than 1."
+    if in_group and base_every < 2 * interval:
+        return (
+            f"base_every={base_every} is less than twice the interval ({interval}). In a group of ranks two "
+            "checkpoints stay loadable, so a unit would have no home that may be overwritten. Choose base_every of at "
+            f"least {2 * interval}."
+        )
+    least = records_min(base_every, interval, in_group=in_group)
+    records = records_default(base_every, interval, in_group=in_group) if log_records is None else log_records
+    if records < least:
+        return (
+            f"log_records={records} is too small for base_every={base_every} and interval={interval}: a crash could "
+            f"lose every checkpoint. Use at least {least}."
+        )
+    if records > RECORD_SLOTS_MAX:
+        name = f"base_every={base_every} needs" if log_records is None else "log_records is"
+        cure = f", or log_records of {least} to {RECORD_SLOTS_MAX}" if least <= RECORD_SLOTS_MAX else ""
+        return (
+            f"{name} {records} records, and a pool has at most {RECORD_SLOTS_MAX}. Choose a smaller base_every"
+            f"{cure if log_records is None else ' or log_records'}."
+        )
+    return None
+
+
+# -- what a checkpoint is ----------------------------------------------------------------------------------------------
+
+
+class GradientRecord(NamedTuple):
+    """One gradient record: what the update of ``step`` consumed, in a slot of the ring."""
+
+    step: int
+    generation: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bases:
+    """The bases of all units, as parallel arrays by the number of the unit. The arrays are never changed."""
+
+    home: Homes
+    """The home of the base, 0 or 1; the older base is in the other one. Or ``IN_RECORD``: the unit lies whole in the
+    gradient record of the step after ``step``."""
+    generation: Steps
+    """Generation with which the base was written, which seeds its block checksums; 0: there is none."""
+    step: Steps
+    """The newest step whose state the base is. It grows while the unit has no update. The unit needs the records of the
+    steps after it."""
+    written: Steps
+    """The step at which the base was written. After an adoption it is not known, and ``step`` stands for it."""
+    older_generation: Steps
+    """Generation of the older base; 0: the other home holds nothing that could stand in for the base."""
+    older_step: Steps
+    """The newest step whose state the older base is."""
+
+    @classmethod
+    def none(cls, n_units: int, step: int) -> Bases:
+        """No unit has a base. ``step``: of no checkpoint."""
+        zeros, steps = np.zeros(n_units, np.int64), np.full(n_units, step, np.int64)
+        return cls(np.ones(n_units, np.uint8), zeros, steps, steps, zeros, steps)
+
+    def advanced(self, step: int, changed: Mask) -> Bases:
+        """Return the bases after the update of ``step``, which changed these units: for all others, what was their
+        state before it is their state after it."""
+        same = ~changed
+        current = same & (self.step == step - 1) & (self.home != IN_RECORD)
+        older = same & (self.older_step == step - 1)
+        return replace(self, step=np.where(current, step, self.step), older_step=np.where(older, step, self.older_step))
+
+    def changed_after(self, step: int, units: Mask) -> Bases:
+        """Return the bases after these units changed, and no record says how: no base is their state at ``step`` or
+        later."""
+        before = step - 1
+        return replace(
+            self,
+            step=np.where(units, np.minimum(self.step, before), self.step),
+            older_step=np.where(units, np.minimum(self.older_step, before), self.older_step),
+        )
+
+    def without_older(self, units: Mask | Units) -> Bases:
+        """Return the bases without the older bases of these units."""
+        older = self.older_generation.copy()
+        older[units] = 0
+        return replace(self, older_generation=older)
+
+    def renewed(self, units: Units, homes: Homes, step: int, generation: int) -> Bases:
+        """Return the bases after these units were written to these homes."""
+        columns = {name: getattr(self, name).copy() for name in self.__slots__}
+        before = self.home[units]
+        moved = units[(before != homes) & (before != IN_RECORD)]
+        columns["older_generation"][units[before == IN_RECORD]] = 0
+        columns["older_generation"][moved], columns["older_step"][moved] = self.generation[moved], self.step[moved]
+        columns["home"][units], columns["generation"][units] = homes, generation
+        columns["step"][units] = columns["written"][units] = step
+        return Bases(**columns)
+
+    def moved_to_record(self, units: Units, step: int) -> Bases:
+        """Return the bases after these units, which have no usable base, were written whole into the record of
+        ``step``."""
+        columns = {name: getattr(self, name).copy() for name in self.__slots__}
+        columns["home"][units] = IN_RECORD
+        columns["generation"][units] = columns["older_generation"][units] = 0
+        columns["step"][units] = columns["written"][units] = step - 1
+        return Bases(**columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoggedCheckpoint:
+    """A checkpoint as the log sees it."""
+
+    step: int
+    generation: int
+    bases: Bases
+    records: tuple[GradientRecord, ...]
+    """All records of consecutive steps up to its own, which is the last one, that were in the log when it was made.
+    Those up to ``low`` it does not need; an older base may."""
+
+    @property
+    def low(self) -> int:
+        """The step of the oldest state that a unit is recovered from: the records after it are needed."""
+        return min(int(self.bases.step.min(initial=self.step)), self.step)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no unit needs the record of an earlier step."""
+        return self.low >= self.step - 1 and not ((self.bases.step < self.step) & (self.bases.home != IN_RECORD)).any()
+
+    @property
+    def needed_records(self) -> tuple[GradientRecord, ...]:
+        """The records without which the checkpoint cannot be recovered. Its own one is among them: it holds the
+        manifest and the small state."""
+        return tuple(one for one in self.records if one.step > self.low or one.step == self.step)
+
+    def needs_home(self, home: int) -> Mask:
+        """For each unit, whether the checkpoint needs this home of it."""
+        return np.equal(self.bases.home, home)
+
+
+# -- the next record ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordPlan:
+    """Where the record of one update goes, and which units are written with it."""
+
+    step: int
+    generation: int
+    slot: int
+    units: Units
+    """The units that are written to a home."""
+    homes: Homes
+    """The home of each of them."""
+    whole: Units
+    """The units that are written whole into the record, in the place of their gradient."""
+    checkpoint: LoggedCheckpoint
+    """What a commit of this record makes the newest checkpoint."""
+    changed: Mask
+    """The units whose state the update (or a write outside of it) changed."""
+
+    @property
+    def chain(self) -> tuple[GradientRecord, ...]:
+        """The records before this one that the manifest names, oldest first."""
+        return self.checkpoint.records[:-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientLog:
+    """What a writer knows of the homes and record slots of its pool, after the update of ``step``."""
+
+    base_every: int
+    group: Units
+    """For each unit its group, from 0 to ``base_every - 1``: it is due at the steps that are congruent to it."""
+    n_protected: int
+    """How many committed checkpoints stay loadable: 1, or 2 in a group of ranks."""
+    step: int
+    bases: Bases
+    records: tuple[GradientRecord, ...]
+    """The records of consecutive steps up to ``step``; empty after a hole."""
+    protected: tuple[LoggedCheckpoint, ...]
+    """The checkpoints that stay loadable, oldest first."""
+    fallback: Bases
+    """The bases of the newest committed checkpoint, with what updates have done to units since then."""
+    slot_generations: tuple[int, ...]
+    """For each record slot the generation of its content; 0: nothing that is of use."""
+    has_one_before: bool = False
+    """Whether another checkpoint was protected until the newest one was committed. So it is intact, as long as nothing
+    is written."""
+
+    # -- beginnings
+
+    @classmethod
+    def new(
+        cls, base_every: int, n_records: int, group: Sequence[int], step: int, *, in_group: bool = False
+    ) -> GradientLog:
+        """The log of a pool without checkpoints. ``step``: the last step that has no record; the next checkpoint is
+        full."""
+        bases = Bases.none(len(group), step - 1)
+        n_protected = 2 if in_group else 1
+        units = np.asarray(group, np.int64)
+        return cls(base_every, units, n_protected, step, bases, (), (), bases, (0,) * n_records)
+
+    def adopted(self, checkpoint: LoggedCheckpoint) -> GradientLog:
+        """The log after a training went on from a checkpoint. ``checkpoint.bases`` are the bases from which it was
+        recovered. What a crash has left in the other homes is not known, so older bases do not count."""
+        bases = checkpoint.bases.without_older(np.ones(len(self.group), np.bool_))
+        bases = replace(bases, written=bases.step)
+        kept = {one.slot: one.generation for one in checkpoint.needed_records}
+        return replace(
+            self,
+            step=checkpoint.step,
+            bases=bases,
+            fallback=bases,
+            records=checkpoint.needed_records,
+            protected=(replace(checkpoint, bases=bases, records=checkpoint.needed_records),),
+            slot_generations=tuple(kept.get(slot, 0) for slot in range(len(self.slot_generations))),
+            has_one_before=False,
+        )
+
+    # -- what is needed
+
+    @property
+    def is_tolerant(self) -> bool:
+        """Whether the log has room for older bases to stand in for damaged ones."""
+        return len(self.slot_generations) >= tolerant_records(self.base_every)
+
+    @property
+    def must_be_full(self) -> bool:
+        """Whether the next checkpoint must be full, because there is no record of the last update."""
+        return not self.records
+
+    def needs_home(self, home: int) -> Mask:
+        """For each unit, whether a protected checkpoint needs this home of it."""
+        needed = np.zeros(len(self.group), np.bool_)
+        for one in self.protected:
+            needed |= one.needs_home(home)
+        return needed
+
+    def needed_slots(self) -> frozenset[int]:
+        """The record slots that a protected checkpoint needs."""
+        return frozenset(record.slot for one in self.protected for record in one.needed_records)
+
+    def survives_damage(self) -> bool:
+        """Whether any one place of the pool, at rest, may be damaged, and not all is lost: the other home of each unit
+        stands in for its base, and there is a checkpoint before the newest one, in case that its manifest or its commit
+        record is damaged. (Of a damaged gradient record, the checkpoint before it survives.)"""
+        if not self.protected or not self.has_one_before:
+            return False
+        newest = self.protected[-1]
+        bases, first = newest.bases, newest.records[0].step
+        return bool(((bases.older_generation > 0) & (bases.older_step + 1 >= first)).all())
+
+    # -- the next record
+
+    def next_record(self, generation: int, updated: Mask, written_outside: Mask | None = None) -> RecordPlan | None:
+        """Plan the record of the step after ``step``. Returns None if no record slot is free: in a group, until another
+        checkpoint is common; after a recovery from an older base, until the pool was replaced by a new one.
+
+        ``updated``: the units that the update changed. ``written_outside``: the units that were written since then,
+        outside of ``step()``, so that no gradient leads to their state."""
+        outside = np.zeros(len(self.group), np.bool_) if written_outside is None else written_outside
+        changed = updated | outside
+        bases = self.bases.advanced(self.step + 1, changed)
+        plan = self._plan(generation, bases, changed, outside, is_full=self.must_be_full)
+        if plan is not None and plan.checkpoint.records[0].step > plan.checkpoint.low + 1:
+            plan = self._plan(generation, bases, changed, outside, is_full=True)
+        return plan
+
+    def _plan(self, generation: int, bases: Bases, changed: Mask, outside: Mask, *, is_full: bool) -> RecordPlan | None:
+        step = self.step + 1
+        homes, has_home = self._free_homes(bases)
+        if is_full:
+            due = bases.step < step
+        else:
+            due = bases.step < step - (step - self.group) % self.base_every
+            due &= self._is_harmless(bases, due & has_home, step)
+        slot = self._free_slot(_low_after(bases, due & has_home, step))
+        if slot is None:
+            return None
+        retained = self._retained_after(slot)
+        if self.is_tolerant:
+            first = retained[0].step if retained else step
+            more = (bases.older_generation == 0) | (bases.older_step + 1 < first)
+            more &= ~due & has_home & (homes != bases.home) & (bases.generation > 0)
+            due |= more & self._is_harmless(bases, (due | more) & has_home, step)
+        units, in_record = np.flatnonzero(due & has_home), np.flatnonzero(due & ~has_home & is_full)
+        after = bases.renewed(units, homes[units], step, generation).moved_to_record(in_record, step)
+        after = after.without_older(after.older_step + 1 < (retained[0].step if retained else step))
+        whole = np.union1d(np.flatnonzero(outside), in_record)
+        checkpoint = LoggedCheckpoint(step, generation, after, (*retained, GradientRecord(step, generation, slot)))
+        return RecordPlan(step, generation, slot, units, homes[units], whole, checkpoint, changed)
+
+    def _free_homes(self, bases: Bases) -> tuple[Homes, Mask]:
+        """Return the home to which each unit may be written, and whether there is one."""
+        taken = np.stack([self.needs_home(0), self.needs_home(1)])
+        units = np.arange(len(self.group))
+        homes = np.where(bases.home == IN_RECORD, 0, 1 - bases.home % IN_RECORD).astype(np.uint8)
+        homes = np.where(taken[homes, units], 1 - homes, homes).astype(np.uint8)
+        return homes, ~taken[homes, units]
+
+    def _is_harmless(self, bases: Bases, written: Mask, step: int) -> Mask:
+        """For each unit, whether its older base may be overwritten although a record may turn out damaged later. The
+        checkpoint before a damaged record needs the base from before that record. ``written``: the units that would be
+        written."""
+        if not self.is_tolerant:
+            return np.ones(len(self.group), np.bool_)
+        return bases.written <= min(_low_after(bases, written, step), step - 1)
+
+    def _free_slot(self, low: int) -> int | None:
+        """Return the slot for the next record: of those that nothing needs, the one with the oldest content. ``low``:
+        of the next checkpoint, which needs the records after it."""
+        needed = self.needed_slots() | {record.slot for record in self.records if record.step > low}
+        free = [slot for slot in range(len(self.slot_generations)) if slot not in needed]
+        return min(free, key=self.slot_generations.__getitem__, default=None)
+
+    def _retained_after(self, slot: int) -> tuple[GradientRecord, ...]:
+        """Return the records of consecutive steps up to ``step`` that remain if this slot is overwritten."""
+        last = max((n for n, record in enumerate(self.records) if record.slot == slot), default=-1)
+        return self.records[last + 1 :]
+
+    # -- what became of it
+
+    def with_record(self, plan: RecordPlan) -> GradientLog:
+        """The log after the record of this plan, and its units, were written (or their writes were begun)."""
+        slots = list(self.slot_generations)
+        slots[plan.slot] = plan.generation
+        return replace(
+            self,
+            step=plan.step,
+            bases=plan.checkpoint.bases,
+            records=plan.checkpoint.records,
+            fallback=self.fallback.advanced(plan.step, plan.changed).without_older(plan.units),
+            slot_generations=tuple(slots),
+        )
+
+    def with_commit(self, plan: RecordPlan) -> GradientLog:
+        """The log after the last record was committed: its checkpoint is the newest one now."""
+        assert self.step == plan.step
+        protected = (*self.protected, plan.checkpoint)[-self.n_protected :]
+        return replace(self, protected=protected, fallback=self.bases, has_one_before=bool(self.protected))
+
+    def with_hole(self, step: int, changed: Mask) -> GradientLog:
+        """The log after the update of ``step`` left no good record: its record was given up, it was not saved, or it
+        failed in the middle. Also after something else changed units (``load_state_dict``); then ``step`` is that of
+        the last update. Records that were not committed yet are given up with it. ``changed``: the units that the
+        update, or what else it was, changed."""
+        # What the update of ``self.step`` changed is known already: a unit that is not in ``changed`` may be among it.
+        bases = self.fallback if step == self.step else self.fallback.advanced(step, changed)
+        bases = bases.changed_after(step, changed)
+        newest = self.protected[-1].generation if self.protected else 0
+        slots = tuple(0 if generation > newest else generation for generation in self.slot_generations)
+        return replace(self, step=step, bases=bases, fallback=bases, records=(), slot_generations=slots)
+
+
+def _low_after(bases: Bases, written: Mask, step: int) -> int:
+    """Return ``LoggedCheckpoint.low`` of a checkpoint of ``step`` with which these units are written."""
+    return min(int(np.where(written, step, bases.step).min(initial=step)), step)
+
+
+def next_position(commit_log: CommitLog, n_kept: int, ring_lines: int, after: int) -> int:
+    """Return the position for the next commit record in the pool of a gradient log: the first one after ``after``, in
+    the order of the ring, whose record is not needed. Needed is the newest record of each of the ``n_kept`` newest
+    checkpoints: of the newest one, and of those that recovery takes if its record or its manifest is damaged. (Older
+    checkpoints are found through the chain in its manifest.)"""
+    kept = {(one.incarnation, one.generation) for one in candidates(commit_log)[:n_kept]}
+    protected = {p for p, one in commit_log.records.items() if (one.incarnation, one.generation) in kept}
+    for distance in range(1, ring_lines + 1):
+        position = (after + distance) % ring_lines
+        if position not in protected:
+            return position
+    raise AssertionError("a commit log has more positions than checkpoints are kept")

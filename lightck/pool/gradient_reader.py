@@ -1,0 +1,272 @@
+"""Read a pool with gradient records: checkpoints, their bases and older bases, the records of their chains.
+
+What is read here is not the state of a checkpoint yet: that is a base, updated again with the gradients of the records
+after it. Nothing here knows of updates, and nothing is written. As in ``pool/reader.py``, every structure is copied and
+checked before it is used, and blocks are verified while they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lightck import _native
+from lightck._native import ffi, lib
+from lightck.pool.commit_log import candidates
+from lightck.pool.format import layout
+from lightck.pool.format.gradients import (
+    CHAIN_COMMITTED,
+    HOME_ROW_DTYPE,
+    IN_RECORD,
+    ChainEntry,
+    Crcs,
+    GradientPart,
+    Rows,
+    checked_homes,
+    first_step,
+)
+from lightck.pool.format.layout import HOME_PLACE, SLOT_PLACE, Entry, blocks_of
+from lightck.pool.format.structures import (
+    MANIFEST_HEADER_NBYTES,
+    SLOT_HEADER_NBYTES,
+    CommitRecord,
+    DamagedError,
+    ManifestHeader,
+    manifest_hash,
+    unpack_slot_header,
+    uuid_words,
+)
+from lightck.pool.gradient_log import Bases, GradientRecord, LoggedCheckpoint
+from lightck.pool.reader import READ_DTYPE, PoolReader, read_threads
+from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error
+
+
+class StoredTensor(NamedTuple):
+    """Verified bytes of one tensor in the pool: a base, an older base, or what a record holds."""
+
+    entry: Entry
+    number: int
+    """Of its tensor record, which seeds its block checksums."""
+    offset: int
+    """In the pool."""
+    generation: int
+    step: int
+    """Of a base: the newest step whose state it is. Else the step of the record."""
+    crcs: Crcs
+    """The checksums of its blocks."""
+
+
+class GradientCheckpoint:
+    """One gradient record with its manifest, which describes a checkpoint. The manifest is checked at construction."""
+
+    def __init__(self, reader: PoolReader, named: ChainEntry, manifest: bytes) -> None:
+        """``named``: what a commit record, or a chain, says of it. Raises ``DamagedError`` if the parts of the manifest
+        contradict each other."""
+        self.reader, self.named = reader, named
+        sb = reader.superblock
+        self.header = header = ManifestHeader.unpack(manifest)
+        identity = (header.generation, header.step, header.slot, header.table_hash)
+        if identity != (named.generation, named.step, named.slot, sb.table_hash):
+            raise DamagedError("its manifest belongs to another checkpoint")
+        extras = layout.decode_extras(
+            manifest[header.extras_offset : header.extras_offset + header.extras_nbytes],
+            low=sb.reserve_offset,
+            high=sb.slot_nbytes,
+            has_group=sb.has_group,
+            has_shares=sb.has_shares,
+            has_homes=True,
+        )
+        self._entries = (*reader.entries, *extras)
+        if (header.n_table_entries, header.n_records) != (len(reader.entries), len(self._entries)):
+            raise DamagedError("its manifest has a wrong number of records")
+        self._records = np.frombuffer(manifest, HOME_ROW_DTYPE, header.n_records, MANIFEST_HEADER_NBYTES)
+        self._crcs = np.frombuffer(manifest, "<u4", header.crcs_count, header.crcs_offset)
+        self._homes = [number for number, entry in enumerate(reader.entries) if entry.place == HOME_PLACE]
+        self.part = GradientPart.unpack(manifest, header, sb, len(self._homes))
+        self.rows: Rows = checked_homes(self._records, reader.entries, len(self._crcs), self.part, header, sb.block)
+        """For each entry in a home, in the order of the layout table, where its base lies (``HOME_ROW_DTYPE``)."""
+        self.state = manifest[header.state_offset : header.state_offset + header.state_nbytes]
+        """The small state."""
+        self.in_record = self._tensors_in_record()
+        """What the record holds: gradients, and tensors that are whole in it. Name -> tensor."""
+
+    @property
+    def step(self) -> int:
+        return self.header.step
+
+    @property
+    def first_step(self) -> int:
+        """The step of the oldest record that the chain names."""
+        return first_step(self.part.chain, self.header)
+
+    def _tensors_in_record(self) -> dict[str, StoredTensor]:
+        sb, found = self.reader.superblock, dict[str, StoredTensor]()
+        base = sb.slots[self.header.slot][0]
+        for number, (entry, row) in enumerate(zip(self._entries, self._records.tolist(), strict=True)):
+            generation, step, offset, crc, zero = row
+            if entry.place != SLOT_PLACE or not generation:
+                continue
+            n_blocks = blocks_of(entry.nbytes, sb.block)
+            if offset != entry.offset or crc + n_blocks > len(self._crcs) or zero:
+                raise DamagedError(f"its record of {entry.name!r} is out of place")
+            if (generation, step) != (self.header.generation, self.header.step):
+                raise DamagedError(f"its record of {entry.name!r} is of another checkpoint")
+            if entry.name in found:
+                raise DamagedError(f"it holds {entry.name!r} twice")
+            crcs = self._crcs[crc : crc + n_blocks]
+            found[entry.name] = StoredTensor(entry, number, base + offset, generation, step, crcs)
+        return found
+
+    def name_of(self, row: int) -> str:
+        """Return the name of the tensor whose base ``rows[row]`` describes."""
+        return self._entries[self._homes[row]].name
+
+    def bases(self) -> Iterator[StoredTensor]:
+        """Yield the base of each tensor that lies in a home."""
+        return self._in_homes(self.rows, self._crcs)
+
+    def older_bases(self) -> Iterator[StoredTensor]:
+        """Yield the older bases to which the chain reaches back. They can stand in for damaged bases."""
+        for base in self._in_homes(self.part.older, self.part.older_crcs):
+            if base.step + 1 >= self.first_step:
+                yield base
+
+    def without_home(self) -> list[str]:
+        """Return the names of tensors that lie whole in a record, and in no home."""
+        return [
+            self._entries[number].name
+            for number, row in zip(self._homes, self.rows, strict=True)
+            if row["generation"] and row["home"] == IN_RECORD
+        ]
+
+    def _in_homes(self, rows: Rows, crcs: Crcs) -> Iterator[StoredTensor]:
+        sb = self.reader.superblock
+        for number, row in zip(self._homes, rows.tolist(), strict=True):
+            generation, step, offset, crc, home = row
+            if generation and home < IN_RECORD:
+                entry = self._entries[number]
+                found = crcs[crc : crc + blocks_of(entry.nbytes, sb.block)]
+                yield StoredTensor(entry, number, sb.homes[home][0] + offset, generation, step, found)
+
+    def needed_records(self) -> list[ChainEntry]:
+        """Return the records of the chain without which the checkpoint cannot be recovered from its bases, oldest
+        first."""
+        present = self.rows["generation"] > 0
+        low = int(self.rows["step"][present].min(initial=self.step))
+        return [one for one in self.part.chain if one.step > low]
+
+    def read(self, tensors: Sequence[tuple[StoredTensor, int]]) -> None:
+        """Read tensors on several threads, each to the memory at its address; 0: only verify its bytes. Raises
+        ``DamagedError`` at the first bad block, and ``PoolIOError``."""
+        tensors = [one for one in tensors if one[0].entry.nbytes]
+        if not tensors:
+            return
+        reads = np.zeros(len(tensors), READ_DTYPE)
+        for name in ("number", "generation", "offset"):
+            column = {"number": "tensor", "offset": "off"}.get(name, name)
+            reads[column] = [getattr(one, name) for one, _ in tensors]
+        reads["nbytes"] = [one.entry.nbytes for one, _ in tensors]
+        reads["crcs"] = [one.crcs.ctypes.data for one, _ in tensors]
+        reads["dst"] = [address for _, address in tensors]
+        bad = ffi.new("uint64_t[2]")
+        status = lib.lck_read_many(
+            *self.reader.read_arguments,
+            ffi.cast("lck_read *", reads.ctypes.data),
+            len(reads),
+            self.reader.superblock.block,
+            *uuid_words(self.header.origin),
+            read_threads(),
+            bad,
+            bad + 1,
+        )
+        self._refuse_bad(status, tensors[bad[0]][0], bad[1])
+
+    def _refuse_bad(self, status: int, tensor: StoredTensor, block: int) -> None:
+        name = tensor.entry.name
+        if status == lib.LCK_ECHECKSUM:
+            raise DamagedError(f"block {block} of {name!r} does not match its checksum")
+        if status == lib.LCK_ESHORT or is_medium_error(_native.errno_of(status)):
+            raise DamagedError(f"block {block} of {name!r} cannot be read: {_native.reason(status)}")
+        if status != lib.LCK_OK:
+            fact = f"The tensor {name!r} in the pool {self.reader.path!r} cannot be read"
+            raise io_error(fact, _native.errno_of(status), _native.reason(status))
+
+
+def checkpoint_of(reader: PoolReader, named: ChainEntry) -> GradientCheckpoint:
+    """Return the checkpoint that a commit record (``named_by``) or a chain names. Raises ``DamagedError`` with the
+    reason if it was overwritten or its manifest fails a check, and ``PoolIOError``."""
+    sb = reader.superblock
+    with as_io_error(f"The checkpoint of step {named.step} in the pool {reader.path!r} cannot be read"):
+        header = unpack_slot_header(reader.read(sb.slots[named.slot][0], SLOT_HEADER_NBYTES), named.slot, sb.uuid)
+        if (header or 0) > named.generation:
+            raise DamagedError("its slot was reused by a newer gradient record")
+        if named.manifest_nbytes > sb.manifest_nbytes:
+            raise DamagedError("its manifest is larger than the space for it")
+        manifest = reader.read(sb.manifest_at(named.slot, named.manifest_index), named.manifest_nbytes)
+        if len(manifest) != named.manifest_nbytes or manifest_hash(sb.uuid, manifest) != named.manifest_hash:
+            raise DamagedError("its manifest does not match what names it")
+        return GradientCheckpoint(reader, named, manifest)
+
+
+def named_by(record: CommitRecord) -> ChainEntry:
+    """Return what a commit record says of its checkpoint, as a chain would."""
+    return ChainEntry(
+        record.step,
+        record.payload_generation,
+        record.manifest_hash,
+        record.manifest_nbytes,
+        record.slot,
+        record.manifest_index,
+        CHAIN_COMMITTED,
+    )
+
+
+def committed(reader: PoolReader) -> list[ChainEntry]:
+    """Return the checkpoints that commit records name, newest first."""
+    return [named_by(record) for record in candidates(reader.commit_log())]
+
+
+def logged_checkpoint(one: GradientCheckpoint, units: Sequence[Sequence[str]]) -> LoggedCheckpoint:
+    """Return the checkpoint as the gradient log sees it. ``units``: for each unit, the names of its tensors. Raises
+    ``DamagedError`` if a unit has no base, or if its tensors have bases of different steps."""
+    numbers = {one.name_of(number): row for number, row in enumerate(one.rows.tolist())}
+    older = {one.name_of(number): row for number, row in enumerate(one.part.older.tolist())}
+    columns: list[tuple[int, int, int, int, int]] = []
+    for names in units:
+        bases = {(row[4], row[0], row[1]) for row in map(numbers.__getitem__, names) if row[0]}
+        before = {older[name][:2] for name in names if numbers[name][0]}
+        if len(bases) != 1:
+            raise DamagedError(f"the tensors of {names[0]!r} have no base, or bases of different steps")
+        columns.append((*bases.pop(), *(before.pop() if len(before) == 1 else (0, 0))))
+    home, generation, step, older_generation, older_step = np.array(columns, np.int64).reshape(-1, 5).T
+    generation = np.where(home == IN_RECORD, 0, generation)
+    bases_of_units = Bases(home.astype(np.uint8), generation, step, step, older_generation, older_step)
+    chain = (*one.part.chain, one.named)
+    records = tuple(GradientRecord(named.step, named.generation, named.slot) for named in chain)
+    return LoggedCheckpoint(one.step, one.header.generation, bases_of_units, records)
+
+
+def problems_of(reader: PoolReader, one: GradientCheckpoint) -> list[str]:
+    """Verify everything that a checkpoint needs to be recovered from its bases: the bases, its own record, and the
+    records after the oldest base. Returns what is damaged; empty: nothing is. Raises ``PoolIOError``."""
+    found = []
+    for base in one.bases():
+        found += _problem(one, [base], f"base of step {base.step}")
+    for named in one.needed_records():
+        try:
+            record = checkpoint_of(reader, named)
+        except DamagedError as err:
+            found.append(f"gradient record of step {named.step}: {err}")
+            continue
+        found += _problem(record, list(record.in_record.values()), f"gradient record of step {named.step}")
+    return found + _problem(one, list(one.in_record.values()), f"gradient record of step {one.step}")
+
+
+def _problem(one: GradientCheckpoint, tensors: Sequence[StoredTensor], words: str) -> list[str]:
+    try:
+        one.read([(tensor, 0) for tensor in tensors])
+    except DamagedError as err:
+        return [f"{words}: {err}"]
+    return []
