@@ -22,9 +22,12 @@ from lightck.hooks.captured_update import CapturedStep, CapturedUpdate, HeldGrad
 from lightck.hooks.consumed import ConsumedGradients
 from lightck.hooks.hooks import Hooks
 from lightck.hooks.probation import plain_tensor
+from lightck.restore.replay import Base, replay
 from lightck.state.blocks import checksums
 from lightck.state.inventory import OptimizerView
 from lightck.state.optimizer_wrappers import wrapper_roles
+from lightck.state.partial_optimizer import PartialOptimizer
+from lightck.state.unit_update import Unit
 from lightck.stats import Meter
 
 BLOCK = 64
@@ -173,6 +176,27 @@ class Captured(StepListener):
             optimizer.step()
         return everything(model, *optimizers)
 
+    def replayed_in_a_row(self) -> Any:
+        """Return parameters and state after all updates, made again one parameter at a time, as a recovery does."""
+        model, optimizers = copy.deepcopy(self.before[0])
+        names = {id(p): name for name, p in model.named_parameters()}
+        states: dict[int, dict[int, Any]] = {}
+        parameters: dict[int, torch.Tensor] = {}
+        for index, optimizer in enumerate(optimizers):
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                parameters[id(p)] = p
+                states.setdefault(id(p), {})[index] = optimizer.state[p]
+        updates = [update.consumed(self.copies.of.__getitem__) for update in self.copies.updates]
+        begin = updates[0].step - 1
+        bases = [Base(Unit(names[key], p, states[key]), begin) for key, p in parameters.items()]
+        replay(bases, updates, {i: PartialOptimizer.of(one) for i, one in enumerate(optimizers)}, updates[-1].step)
+        for optimizer, live in zip(optimizers, self.optimizers, strict=True):
+            for p in [p for p, state in optimizer.state.items() if not state]:
+                del optimizer.state[p]  # asked for above
+            for group, now in zip(optimizer.param_groups, live.param_groups, strict=True):
+                group.update(copy.deepcopy({key: value for key, value in now.items() if key != "params"}))
+        return everything(model, *optimizers)
+
     def from_copies(self, step: CapturedStep, name: str) -> torch.Tensor | None:
         gradient = step.gradients.get(name)
         return None if gradient is None else gradient_from(gradient, self.copies.of[gradient])
@@ -185,13 +209,15 @@ class Captured(StepListener):
         """Whether update ``number`` runs again with the same bits. By default with the copies."""
         return same(self.replayed(number, gradient_of or self.from_copies), self.live[number])
 
-    def finish(self) -> None:
-        """End all copies, and compare all updates."""
+    def finish(self, *, is_replayed: bool = True) -> None:
+        """End all copies, and compare all updates; also, unless ``is_replayed`` is False, as ``replay`` makes them."""
         self.gate()
         assert len(self.live) == len(self.before) == len(self.copies.updates)
         for number, update in enumerate(self.copies.updates):
             assert update.is_complete, (number, self.copies.overwrites, update.reasons)
             assert self.is_exact(number), f"update {number} runs again with other bits"
+        if is_replayed:
+            assert same(self.replayed_in_a_row(), everything(self.model, *self.optimizers)), "replay gives other bits"
         assert not self.capture.held_nbytes
 
     def elsewhere_differs(self, gradient_of: GradientOf, numbers: Sequence[int] | None = None) -> bool:

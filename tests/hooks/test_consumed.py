@@ -633,7 +633,7 @@ def test_parameters_that_are_added_and_frozen_while_training_goes_on():
             model[0].weight.requires_grad_(False)
 
     iterate(training, after=change)
-    training.finish()
+    training.finish(is_replayed=False)  # no update leads to the state of a parameter that was added
     seen = [sorted(one.name for one in update.gradients()) for update in training.copies.updates]
     everything, frozen = ["0.bias", "0.weight", "2.bias", "2.weight"], ["0.bias", "2.bias", "2.weight"]
     assert seen == [everything[:2], everything[:2], everything, everything, frozen, frozen]
