@@ -20,7 +20,7 @@ class GradientClass(Enum):
     """Who else writes into the memory of a gradient. It decides when the gradient must be copied."""
 
     UNOBSERVED = "unobserved"
-    """Its parameter had no gradient before."""
+    """It is the first gradient of its parameter, so nothing was observed yet."""
     OWNED = "owned"
     """Each backward pass makes a new tensor, with memory of its own, and nothing writes into the old one."""
     VIEW = "view"
@@ -68,8 +68,9 @@ class HeldGradient:
 
     name: of the parameter. tensors: a dense gradient as one tensor; of a sparse one the indices (int64,
     ``(n_sparse_dims, n_values)``) and the values; of a DTensor the local tensor. Empty as soon as ``result`` is not
-    ``HELD``. strides: of a dense gradient, in elements; below float32 they decide bits. sparse_shape, is_coalesced: of
-    a sparse gradient; an optimizer gives other bits for the coalesced one.
+    ``HELD``. strides: of a dense gradient, in elements; if its dtype is narrower than float32, the bits of the update
+    depend on them. sparse_shape, is_coalesced: of a sparse gradient; an optimizer gives other bits for the coalesced
+    one.
     """
 
     name: str
@@ -151,5 +152,5 @@ class CapturedUpdate:
 
     def consumed(self, copy_of: CopyOf) -> ConsumedUpdate:
         """Return the plain data of a complete update. ``copy_of``: returns the validated copies of a gradient."""
-        assert self.is_complete, "the caller asks before"
+        assert self.is_complete, "the caller checks is_complete first"
         return ConsumedUpdate(self.step, tuple(one.consumed(copy_of) for one in self.optimizer_steps), self.threads)

@@ -4,9 +4,9 @@ The gradients are taken in the last of all pre-step hooks, or when a closure has
 accumulation, all-reduce, unscaling, clipping, and any other edit. Of nested ``step`` calls the outermost counts.
 
 A gradient is held until its copy has ended and was validated, or until it is given up. So at most one more set of
-gradients than the training's own is in memory, and it is released part by part. Whoever copies (``GradientCopier``) has
-time until the deadline of the gradient's class, and may take none of it on trust: ``copied`` compares the version
-counter, and in turn the checksums, with those of the gradient before the update.
+gradients than the training's own is in memory, and it is released part by part. The ``GradientCopier`` has time until
+the deadline of the gradient's class. No copy is trusted unchecked: ``copied`` compares the version counter, and in turn
+the checksums, with those of the gradient before the update.
 
 All methods are called on the thread that trains.
 """
@@ -32,7 +32,7 @@ from lightck.hooks.captured_update import (
     HeldGradient,
 )
 from lightck.hooks.gradient_classes import GradientClasses, GradientHistory
-from lightck.hooks.probation import WHOLE_RECORDS, Checksums, ExpectedBlocks, Probation
+from lightck.hooks.probation import WHOLE_COPIES, Checksums, ExpectedBlocks, Probation
 from lightck.state.consumed_update import ConsumedGroup, options_by_value
 from lightck.state.implementation_choice import chosen_implementations, writes_gradients
 from lightck.state.local_tensors import local_of
@@ -217,15 +217,15 @@ class ConsumedGradients(StepListener):
         self._classes = GradientClasses()
 
     def _end_copies(self, holds: Iterable[_Hold]) -> None:
-        """Have the copies of these gradients ended now, and release what was not copied."""
+        """Let the copier complete the copies of these gradients now, and release the gradients that it did not copy."""
         due = [hold.gradient for hold in holds]
         if due:
             self._copier.copies_due_now(due)
             self.give_up(due)
 
     def _end_earlier(self, index: int) -> None:
-        """Have the copies of earlier updates ended, and of an earlier step of the same optimizer. Otherwise more than
-        one set of gradients would be held."""
+        """Let the copier complete the copies of earlier updates, and those of an earlier step of the same optimizer.
+        Otherwise more than one set of gradients would be held."""
         self._end_copies([hold for hold in self._held.values() if hold.update != self._update or hold.index == index])
 
     def _overwritten(self, hold: _Hold, reason: str) -> None:
@@ -263,7 +263,7 @@ class ConsumedGradients(StepListener):
                 history = self._classes.observe(p, grad, local, is_written=is_written, has_forward=self._has_forward)
                 gradient = gradients[name] = _gradient_of(name, local, history.kind)
                 holds.append(_Hold(gradient, history, index, self._update, _signatures_of(gradient.tensors), []))
-        are_whole = [hold.history.n_validated < WHOLE_RECORDS for hold in holds]
+        are_whole = [hold.history.n_validated < WHOLE_COPIES for hold in holds]
         expected = self._probation.read(index, [hold.gradient for hold in holds], are_whole)
         for hold, blocks in zip(holds, expected, strict=True):
             hold.expected = blocks
@@ -282,8 +282,8 @@ class ConsumedGradients(StepListener):
         return known[1]
 
     def _find_writes_of_step(self, running: _RunningStep) -> None:
-        """Find gradients of an unobserved class that the step has changed. (Of the other classes ``copied`` finds what
-        wrote into a gradient before its copy ended, and it does not matter what it was.)"""
+        """Find gradients of the unobserved class that the step has changed. (For the other classes, ``copied`` detects
+        every write that came before the copy ended, and it does not matter whether the step made this write.)"""
         if not running.unobserved:
             return
         now = self._probation.read_whole([tensors for _, tensors in running.unobserved])

@@ -18,8 +18,8 @@ import torch
 from lightck.hooks.captured_update import GradientClass
 
 _OWN_USES = 2
-"""References to the storage of a tensor that owns its memory alone: of the tensor, and of the object with which the
-storage is asked."""
+"""The use count of a storage that belongs to one tensor only: one use by the tensor, and one by the Python object
+through which ``shares_memory`` reads the count."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +37,8 @@ class GradientHistory:
     """Whether the parameter had no gradient when the first forward pass after the newest gradient had ended."""
 
     def fix(self, kind: GradientClass) -> None:
-        """Copy the further gradients of the parameter before the update begins."""
+        """Give all further gradients of the parameter this class, whose copies must end before the update begins.
+        ``WRITTEN_BY_STEP`` is not replaced by another class."""
         if self.fixed is not GradientClass.WRITTEN_BY_STEP:
             self.fixed = kind
 
@@ -49,7 +50,7 @@ class GradientClasses:
         self._histories: dict[int, GradientHistory] = {}
         """id of a parameter -> its history. The weak reference in the history shows whether the id was reused."""
         self._returning: list[GradientHistory] = []
-        """Of the newest gradients, those whose memory may be that of the next gradient too."""
+        """Histories of the parameters whose next gradient may lie in the memory of the newest one."""
         self.has_recycled = False
         """Whether a gradient was ever found to be recycled."""
 
@@ -60,7 +61,7 @@ class GradientClasses:
 
         grad: ``param.grad``. local: the tensor with its bytes; another one only if ``grad`` is a DTensor. is_written:
         whether the update is known to change this gradient. has_forward: whether a forward pass was seen to end since
-        the newest gradient, so that there is a moment before the backward pass.
+        the newest gradient: copies can be completed at its end, before the backward pass begins.
         """
         history = self._histories.get(id(param))
         if history is None or history.param() is not param:

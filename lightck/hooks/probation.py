@@ -16,15 +16,16 @@ import torch
 from lightck.hooks.captured_update import HeldGradient
 from lightck.state.blocks import Blocks, checksums
 
-WHOLE_RECORDS = 3
-"""The gradients of a parameter are compared whole until this many copies were right. The gradient of the unobserved
-class does not count."""
+WHOLE_COPIES = 3
+"""The gradients of a parameter are compared whole until this many copies were right. The copy of the parameter's first
+gradient (``GradientClass.UNOBSERVED``) does not count."""
 Checksums = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedBlocks:
-    """Checksums of successive blocks of one of the tensors of a gradient. first_block: number of the first one."""
+    """Checksums of successive blocks of a tensor of a gradient. tensor: its number among the tensors of the gradient.
+    first_block: number of the first of these blocks."""
 
     tensor: int
     first_block: int
@@ -72,16 +73,16 @@ class Probation:
         if not n or are_whole[chosen % n]:
             return []
         self._next[index] = chosen + 1
-        turn, i = divmod(chosen, n)
-        turn, k = divmod(turn, len(gradients[i]))
-        plain = plain_tensor(gradients[i][k])
-        first = turn % max(-(-plain.nbytes // self._block), 1)
-        return [_Row(i, k, plain, first, min(self._block, plain.nbytes - first * self._block))]
+        turn, gradient = divmod(chosen, n)
+        turn_of_tensor, tensor = divmod(turn, len(gradients[gradient]))
+        plain = plain_tensor(gradients[gradient][tensor])
+        first = turn_of_tensor % max(-(-plain.nbytes // self._block), 1)
+        return [_Row(gradient, tensor, plain, first, min(self._block, plain.nbytes - first * self._block))]
 
     def _read_rows(self, rows: Sequence[_Row], n_gradients: int) -> list[list[ExpectedBlocks]]:
         expected: list[list[ExpectedBlocks]] = [[] for _ in range(n_gradients)]
         rows = [row for row in rows if row.nbytes]
-        if len(rows) == 1:  # as at most updates, and this takes less time
+        if len(rows) == 1:  # this is so at nearly all updates, and takes less time than the general way
             row = rows[0]
             begin, size = row.first_block * self._block, row.plain.element_size()
             part = row.plain.view(-1)[begin // size : (begin + row.nbytes) // size]

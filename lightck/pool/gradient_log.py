@@ -1,9 +1,9 @@
-"""The gradient log: which places of a pool a gradient checkpoint needs, and which may be written next.
+"""The gradient log: which places of a pool (homes and record slots) a checkpoint needs, and which may be written next.
 
-A *unit* is a parameter with its optimizer state. It has two *homes*, extents for all of it. Its *base* is the newest
-complete copy of it in a home. A *gradient record* is what one update consumed; records lie in a ring of slots. A unit's
-state at step t is its base, updated again with the records after the base. A checkpoint is *full* if no unit needs a
-record.
+A *unit* is a parameter with its optimizer state. It has two *homes*, and each of them has extents for the whole unit.
+Its *base* is the newest complete copy of it in a home. A *gradient record* is what one update consumed; records lie in
+a ring of slots. A unit's state at step t is its base, updated again with the records after the base. A checkpoint is
+*full* if no unit needs a record.
 
 These are pure functions over immutable values: the pool's writer performs what a ``RecordPlan`` says, and then says how
 it ended (``GradientLog.with_record``, ``with_commit``, ``with_hole``). Nothing here knows of bytes or of torch.
@@ -17,10 +17,10 @@ Invariants (a checkpoint *needs* the bases that it names, and the records after 
 4. After an update without a good record (a *hole*), the next checkpoint is full.
 
 With at least ``tolerant_records`` slots, a checkpoint at rest also survives any one damaged place of the pool. For
-that, the other home of each unit must stand in for its base: it holds an older base, and the log reaches back to it.
-Where it does not (after a hole; a unit that slept, so that its old records have left the log), the unit is written once
-more. ``tests/pool/test_gradient_log.py`` checks all of this on a model of a pool, in which a crash may come after every
-store.
+that, the other home of each unit must stand in for its base: it holds an older base, and the log still has every record
+after that older base. If this is not so (after a hole, or because records that the older base needs were overwritten
+while the unit had no update), the unit is written once more. ``tests/pool/test_gradient_log.py`` checks all of this on
+a model of a pool, in which a crash may come after every store.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ Units = npt.NDArray[np.int64]
 
 def records_min(base_every: int, interval: int = 1, *, in_group: bool = False) -> int:
     """Return the smallest number of record slots with which a crash at any moment loses no committed checkpoint.
+
+    ``base_every``: a unit that is updated is written to a home once in ``base_every`` steps. ``interval``: number of
+    steps from one commit to the next.
 
     A checkpoint needs the last ``base_every - 1`` records, and while the next one is made, its records lie beside them.
     In a group, the checkpoint before the newest one stays too."""
@@ -90,10 +93,10 @@ def problem_of(base_every: int, log_records: int | None, interval: int = 1, *, i
             f"lose every checkpoint. Use at least {least}."
         )
     if records > RECORD_SLOTS_MAX:
-        name = f"base_every={base_every} needs" if log_records is None else "log_records is"
+        subject = f"base_every={base_every} needs" if log_records is None else "log_records is"
         cure = f", or log_records of {least} to {RECORD_SLOTS_MAX}" if least <= RECORD_SLOTS_MAX else ""
         return (
-            f"{name} {records} records, and a pool has at most {RECORD_SLOTS_MAX}. Choose a smaller base_every"
+            f"{subject} {records} records, and a pool has at most {RECORD_SLOTS_MAX}. Choose a smaller base_every"
             f"{cure if log_records is None else ' or log_records'}."
         )
     return None
@@ -116,7 +119,7 @@ class Bases:
 
     home: Homes
     """The home of the base, 0 or 1; the older base is in the other one. Or ``IN_RECORD``: the unit lies whole in the
-    gradient record of the step after ``step``."""
+    gradient record of the step after ``step``, which is needed as every record after ``step`` is."""
     generation: Steps
     """Generation with which the base was written, which seeds its block checksums; 0: there is none."""
     step: Steps
@@ -131,21 +134,21 @@ class Bases:
 
     @classmethod
     def none(cls, n_units: int, step: int) -> Bases:
-        """No unit has a base. ``step``: of no checkpoint."""
+        """Return the bases of a log in which no unit has a base. ``step``: any step before the first record."""
         zeros, steps = np.zeros(n_units, np.int64), np.full(n_units, step, np.int64)
         return cls(np.ones(n_units, np.uint8), zeros, steps, steps, zeros, steps)
 
     def advanced(self, step: int, changed: Mask) -> Bases:
-        """Return the bases after the update of ``step``, which changed these units: for all others, what was their
-        state before it is their state after it."""
+        """Return the bases after the update of ``step``, which changed these units. If a base was the state of any
+        other unit before the update, it is the state of this unit after the update, too."""
         same = ~changed
         current = same & (self.step == step - 1) & (self.home != IN_RECORD)
         older = same & (self.older_step == step - 1)
         return replace(self, step=np.where(current, step, self.step), older_step=np.where(older, step, self.older_step))
 
     def changed_after(self, step: int, units: Mask) -> Bases:
-        """Return the bases after these units changed, and no record says how: no base is their state at ``step`` or
-        later."""
+        """Return the bases after these units changed at ``step`` without a record of the change. From now on their
+        bases count as states of the step before, at most."""
         before = step - 1
         return replace(
             self,
@@ -188,8 +191,8 @@ class LoggedCheckpoint:
     generation: int
     bases: Bases
     records: tuple[GradientRecord, ...]
-    """All records of consecutive steps up to its own, which is the last one, that were in the log when it was made.
-    Those up to ``low`` it does not need; an older base may."""
+    """The records of consecutive steps that were in the log when the checkpoint was made. The last of them is its own.
+    The checkpoint does not need the records up to ``low``, but they may be needed to recover from an older base."""
 
     @property
     def low(self) -> int:
@@ -229,7 +232,7 @@ class RecordPlan:
     whole: Units
     """The units that are written whole into the record, in the place of their gradient."""
     checkpoint: LoggedCheckpoint
-    """What a commit of this record makes the newest checkpoint."""
+    """The checkpoint that becomes the newest one if this record is committed."""
     changed: Mask
     """The units whose state the update (or a write outside of it) changed."""
 
@@ -244,8 +247,9 @@ class GradientLog:
     """What a writer knows of the homes and record slots of its pool, after the update of ``step``."""
 
     base_every: int
-    group: Units
-    """For each unit its group, from 0 to ``base_every - 1``: it is due at the steps that are congruent to it."""
+    turn: Units
+    """For each unit its turn, from 0 to ``base_every - 1``. A unit is *due* (to be written to a home) at the steps that
+    are congruent to its turn modulo ``base_every``."""
     n_protected: int
     """How many committed checkpoints stay loadable: 1, or 2 in a group of ranks."""
     step: int
@@ -255,30 +259,31 @@ class GradientLog:
     protected: tuple[LoggedCheckpoint, ...]
     """The checkpoints that stay loadable, oldest first."""
     fallback: Bases
-    """The bases of the newest committed checkpoint, with what updates have done to units since then."""
+    """What the bases will be if the records after the newest committed checkpoint are given up (``with_hole``): the
+    bases of this checkpoint, without the older bases that were overwritten since then."""
     slot_generations: tuple[int, ...]
     """For each record slot the generation of its content; 0: nothing that is of use."""
-    has_one_before: bool = False
-    """Whether another checkpoint was protected until the newest one was committed. So it is intact, as long as nothing
-    is written."""
+    has_previous: bool = False
+    """Whether another checkpoint was protected until the newest one was committed. As long as nothing is written after
+    this commit, that other checkpoint is intact."""
 
     # -- beginnings
 
     @classmethod
     def new(
-        cls, base_every: int, n_records: int, group: Sequence[int], step: int, *, in_group: bool = False
+        cls, base_every: int, n_records: int, turn: Sequence[int], step: int, *, in_group: bool = False
     ) -> GradientLog:
         """The log of a pool without checkpoints. ``step``: the last step that has no record; the next checkpoint is
         full."""
-        bases = Bases.none(len(group), step - 1)
+        bases = Bases.none(len(turn), step - 1)
         n_protected = 2 if in_group else 1
-        units = np.asarray(group, np.int64)
-        return cls(base_every, units, n_protected, step, bases, (), (), bases, (0,) * n_records)
+        turns = np.asarray(turn, np.int64)
+        return cls(base_every, turns, n_protected, step, bases, (), (), bases, (0,) * n_records)
 
     def adopted(self, checkpoint: LoggedCheckpoint) -> GradientLog:
         """The log after a training went on from a checkpoint. ``checkpoint.bases`` are the bases from which it was
         recovered. What a crash has left in the other homes is not known, so older bases do not count."""
-        bases = checkpoint.bases.without_older(np.ones(len(self.group), np.bool_))
+        bases = checkpoint.bases.without_older(np.ones(len(self.turn), np.bool_))
         bases = replace(bases, written=bases.step)
         kept = {one.slot: one.generation for one in checkpoint.needed_records}
         return replace(
@@ -289,7 +294,7 @@ class GradientLog:
             records=checkpoint.needed_records,
             protected=(replace(checkpoint, bases=bases, records=checkpoint.needed_records),),
             slot_generations=tuple(kept.get(slot, 0) for slot in range(len(self.slot_generations))),
-            has_one_before=False,
+            has_previous=False,
         )
 
     # -- what is needed
@@ -306,7 +311,7 @@ class GradientLog:
 
     def needs_home(self, home: int) -> Mask:
         """For each unit, whether a protected checkpoint needs this home of it."""
-        needed = np.zeros(len(self.group), np.bool_)
+        needed = np.zeros(len(self.turn), np.bool_)
         for one in self.protected:
             needed |= one.needs_home(home)
         return needed
@@ -316,10 +321,11 @@ class GradientLog:
         return frozenset(record.slot for one in self.protected for record in one.needed_records)
 
     def survives_damage(self) -> bool:
-        """Whether any one place of the pool, at rest, may be damaged, and not all is lost: the other home of each unit
-        stands in for its base, and there is a checkpoint before the newest one, in case that its manifest or its commit
-        record is damaged. (Of a damaged gradient record, the checkpoint before it survives.)"""
-        if not self.protected or not self.has_one_before:
+        """Whether a checkpoint can still be recovered after any one place of the pool, at rest, was damaged. If a base
+        is damaged, the other home of the unit must stand in for it. If the manifest or the commit record of the newest
+        checkpoint is damaged, there must be a checkpoint before it. (If a gradient record is damaged, the checkpoint of
+        the step before this record can be recovered.)"""
+        if not self.protected or not self.has_previous:
             return False
         newest = self.protected[-1]
         bases, first = newest.bases, newest.records[0].step
@@ -331,9 +337,9 @@ class GradientLog:
         """Plan the record of the step after ``step``. Returns None if no record slot is free: in a group, until another
         checkpoint is common; after a recovery from an older base, until the pool was replaced by a new one.
 
-        ``updated``: the units that the update changed. ``written_outside``: the units that were written since then,
-        outside of ``step()``, so that no gradient leads to their state."""
-        outside = np.zeros(len(self.group), np.bool_) if written_outside is None else written_outside
+        ``updated``: the units that the update changed. ``written_outside``: the units that something else than
+        ``step()`` has written since the step before, so that no gradient leads to their state."""
+        outside = np.zeros(len(self.turn), np.bool_) if written_outside is None else written_outside
         changed = updated | outside
         bases = self.bases.advanced(self.step + 1, changed)
         plan = self._plan(generation, bases, changed, outside, is_full=self.must_be_full)
@@ -342,22 +348,25 @@ class GradientLog:
         return plan
 
     def _plan(self, generation: int, bases: Bases, changed: Mask, outside: Mask, *, is_full: bool) -> RecordPlan | None:
+        """Return the plan of the next record; None if no record slot is free. ``bases``: those after its update."""
         step = self.step + 1
         homes, has_home = self._free_homes(bases)
         if is_full:
             due = bases.step < step
         else:
-            due = bases.step < step - (step - self.group) % self.base_every
-            due &= self._is_harmless(bases, due & has_home, step)
+            last_turn = step - (step - self.turn) % self.base_every
+            due = bases.step < last_turn
+            due &= self._may_lose_older_base(bases, due & has_home, step)
         slot = self._free_slot(_low_after(bases, due & has_home, step))
         if slot is None:
             return None
         retained = self._retained_after(slot)
         if self.is_tolerant:
+            # Write a unit once more, into its other home, if its older base cannot stand in for its base.
             first = retained[0].step if retained else step
             more = (bases.older_generation == 0) | (bases.older_step + 1 < first)
             more &= ~due & has_home & (homes != bases.home) & (bases.generation > 0)
-            due |= more & self._is_harmless(bases, (due | more) & has_home, step)
+            due |= more & self._may_lose_older_base(bases, (due | more) & has_home, step)
         units, in_record = np.flatnonzero(due & has_home), np.flatnonzero(due & ~has_home & is_full)
         after = bases.renewed(units, homes[units], step, generation).moved_to_record(in_record, step)
         after = after.without_older(after.older_step + 1 < (retained[0].step if retained else step))
@@ -368,22 +377,23 @@ class GradientLog:
     def _free_homes(self, bases: Bases) -> tuple[Homes, Mask]:
         """Return the home to which each unit may be written, and whether there is one."""
         taken = np.stack([self.needs_home(0), self.needs_home(1)])
-        units = np.arange(len(self.group))
+        units = np.arange(len(self.turn))
         homes = np.where(bases.home == IN_RECORD, 0, 1 - bases.home % IN_RECORD).astype(np.uint8)
         homes = np.where(taken[homes, units], 1 - homes, homes).astype(np.uint8)
         return homes, ~taken[homes, units]
 
-    def _is_harmless(self, bases: Bases, written: Mask, step: int) -> Mask:
-        """For each unit, whether its older base may be overwritten although a record may turn out damaged later. The
-        checkpoint before a damaged record needs the base from before that record. ``written``: the units that would be
-        written."""
+    def _may_lose_older_base(self, bases: Bases, written: Mask, step: int) -> Mask:
+        """For each unit, whether its older base may be overwritten. If a record is found to be damaged later, the
+        checkpoint of the step before this record is recovered, from bases that were written before this record. So the
+        older base may be overwritten only if the base was written before all records that the next checkpoint needs.
+        ``written``: the units that would be written."""
         if not self.is_tolerant:
-            return np.ones(len(self.group), np.bool_)
+            return np.ones(len(self.turn), np.bool_)
         return bases.written <= min(_low_after(bases, written, step), step - 1)
 
     def _free_slot(self, low: int) -> int | None:
-        """Return the slot for the next record: of those that nothing needs, the one with the oldest content. ``low``:
-        of the next checkpoint, which needs the records after it."""
+        """Return the slot for the next record: of those that nothing needs, the one with the oldest content.
+        ``low``: ``LoggedCheckpoint.low`` of the next checkpoint."""
         needed = self.needed_slots() | {record.slot for record in self.records if record.step > low}
         free = [slot for slot in range(len(self.slot_generations)) if slot not in needed]
         return min(free, key=self.slot_generations.__getitem__, default=None)
@@ -412,14 +422,15 @@ class GradientLog:
         """The log after the last record was committed: its checkpoint is the newest one now."""
         assert self.step == plan.step
         protected = (*self.protected, plan.checkpoint)[-self.n_protected :]
-        return replace(self, protected=protected, fallback=self.bases, has_one_before=bool(self.protected))
+        return replace(self, protected=protected, fallback=self.bases, has_previous=bool(self.protected))
 
     def with_hole(self, step: int, changed: Mask) -> GradientLog:
         """The log after the update of ``step`` left no good record: its record was given up, it was not saved, or it
         failed in the middle. Also after something else changed units (``load_state_dict``); then ``step`` is that of
         the last update. Records that were not committed yet are given up with it. ``changed``: the units that the
-        update, or what else it was, changed."""
-        # What the update of ``self.step`` changed is known already: a unit that is not in ``changed`` may be among it.
+        update, or the write outside of it, changed."""
+        # ``with_record`` has already applied the update of ``self.step`` to ``fallback``. Here ``changed`` may lack
+        # units that this update changed, so the bases must not be advanced to ``self.step`` again.
         bases = self.fallback if step == self.step else self.fallback.advanced(step, changed)
         bases = bases.changed_after(step, changed)
         newest = self.protected[-1].generation if self.protected else 0

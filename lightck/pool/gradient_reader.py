@@ -1,8 +1,10 @@
 """Read a pool with gradient records: checkpoints, their bases and older bases, the records of their chains.
 
-What is read here is not the state of a checkpoint yet: that is a base, updated again with the gradients of the records
-after it. Nothing here knows of updates, and nothing is written. As in ``pool/reader.py``, every structure is copied and
-checked before it is used, and blocks are verified while they are read.
+The *chain* of a checkpoint is the list of the gradient records of consecutive steps before its own. An *older base* is
+an older copy of a unit, which lies in the other home than the base. What this module reads is not the state of the
+checkpoint yet: the state of a unit is its base, updated again with the gradients of the records after the base. This
+module makes no updates and writes nothing. As in ``pool/reader.py``, every structure is copied and checked before it is
+used, and blocks are verified while they are read.
 """
 
 from __future__ import annotations
@@ -48,27 +50,27 @@ class StoredTensor(NamedTuple):
 
     entry: Entry
     number: int
-    """Of its tensor record, which seeds its block checksums."""
+    """Number of the tensor record, which seeds the block checksums."""
     offset: int
-    """In the pool."""
+    """Offset of the bytes in the pool."""
     generation: int
     step: int
-    """Of a base: the newest step whose state it is. Else the step of the record."""
+    """For a base: the newest step at whose end the tensor had these bytes. Otherwise: the step of the record."""
     crcs: Crcs
-    """The checksums of its blocks."""
+    """The checksums of the blocks."""
 
 
 class GradientCheckpoint:
     """One gradient record with its manifest, which describes a checkpoint. The manifest is checked at construction."""
 
-    def __init__(self, reader: PoolReader, named: ChainEntry, manifest: bytes) -> None:
-        """``named``: what a commit record, or a chain, says of it. Raises ``DamagedError`` if the parts of the manifest
-        contradict each other."""
-        self.reader, self.named = reader, named
+    def __init__(self, reader: PoolReader, chain_entry: ChainEntry, manifest: bytes) -> None:
+        """``chain_entry``: the entry of a chain that names the record, or ``chain_entry_of`` its commit record. Raises
+        ``DamagedError`` if the parts of the manifest contradict each other."""
+        self.reader, self.chain_entry = reader, chain_entry
         sb = reader.superblock
         self.header = header = ManifestHeader.unpack(manifest)
         identity = (header.generation, header.step, header.slot, header.table_hash)
-        if identity != (named.generation, named.step, named.slot, sb.table_hash):
+        if identity != (chain_entry.generation, chain_entry.step, chain_entry.slot, sb.table_hash):
             raise DamagedError("its manifest belongs to another checkpoint")
         extras = layout.decode_extras(
             manifest[header.extras_offset : header.extras_offset + header.extras_nbytes],
@@ -76,7 +78,7 @@ class GradientCheckpoint:
             high=sb.slot_nbytes,
             has_group=sb.has_group,
             has_shares=sb.has_shares,
-            has_homes=True,
+            has_gradients=True,
         )
         self._entries = (*reader.entries, *extras)
         if (header.n_table_entries, header.n_records) != (len(reader.entries), len(self._entries)):
@@ -194,24 +196,24 @@ class GradientCheckpoint:
             raise io_error(fact, _native.errno_of(status), _native.reason(status))
 
 
-def checkpoint_of(reader: PoolReader, named: ChainEntry) -> GradientCheckpoint:
-    """Return the checkpoint that a commit record (``named_by``) or a chain names. Raises ``DamagedError`` with the
-    reason if it was overwritten or its manifest fails a check, and ``PoolIOError``."""
+def checkpoint_of(reader: PoolReader, entry: ChainEntry) -> GradientCheckpoint:
+    """Return the checkpoint that a commit record (``chain_entry_of``) or a chain names. Raises ``DamagedError`` with
+    the reason if it was overwritten or its manifest fails a check, and ``PoolIOError``."""
     sb = reader.superblock
-    with as_io_error(f"The checkpoint of step {named.step} in the pool {reader.path!r} cannot be read"):
-        header = unpack_slot_header(reader.read(sb.slots[named.slot][0], SLOT_HEADER_NBYTES), named.slot, sb.uuid)
-        if (header or 0) > named.generation:
+    with as_io_error(f"The checkpoint of step {entry.step} in the pool {reader.path!r} cannot be read"):
+        header = unpack_slot_header(reader.read(sb.slots[entry.slot][0], SLOT_HEADER_NBYTES), entry.slot, sb.uuid)
+        if (header or 0) > entry.generation:
             raise DamagedError("its slot was reused by a newer gradient record")
-        if named.manifest_nbytes > sb.manifest_nbytes:
+        if entry.manifest_nbytes > sb.manifest_nbytes:
             raise DamagedError("its manifest is larger than the space for it")
-        manifest = reader.read(sb.manifest_at(named.slot, named.manifest_index), named.manifest_nbytes)
-        if len(manifest) != named.manifest_nbytes or manifest_hash(sb.uuid, manifest) != named.manifest_hash:
-            raise DamagedError("its manifest does not match what names it")
-        return GradientCheckpoint(reader, named, manifest)
+        manifest = reader.read(sb.manifest_at(entry.slot, entry.manifest_index), entry.manifest_nbytes)
+        if len(manifest) != entry.manifest_nbytes or manifest_hash(sb.uuid, manifest) != entry.manifest_hash:
+            raise DamagedError("its manifest does not match the commit record or the chain that names it")
+        return GradientCheckpoint(reader, entry, manifest)
 
 
-def named_by(record: CommitRecord) -> ChainEntry:
-    """Return what a commit record says of its checkpoint, as a chain would."""
+def chain_entry_of(record: CommitRecord) -> ChainEntry:
+    """Return the chain entry that names the same checkpoint as a commit record."""
     return ChainEntry(
         record.step,
         record.payload_generation,
@@ -224,49 +226,51 @@ def named_by(record: CommitRecord) -> ChainEntry:
 
 
 def committed(reader: PoolReader) -> list[ChainEntry]:
-    """Return the checkpoints that commit records name, newest first."""
-    return [named_by(record) for record in candidates(reader.commit_log())]
+    """Return a chain entry for each checkpoint that a commit record names, newest first."""
+    return [chain_entry_of(record) for record in candidates(reader.commit_log())]
 
 
-def logged_checkpoint(one: GradientCheckpoint, units: Sequence[Sequence[str]]) -> LoggedCheckpoint:
+def logged_checkpoint(checkpoint: GradientCheckpoint, units: Sequence[Sequence[str]]) -> LoggedCheckpoint:
     """Return the checkpoint as the gradient log sees it. ``units``: for each unit, the names of its tensors. Raises
     ``DamagedError`` if a unit has no base, or if its tensors have bases of different steps."""
-    numbers = {one.name_of(number): row for number, row in enumerate(one.rows.tolist())}
-    older = {one.name_of(number): row for number, row in enumerate(one.part.older.tolist())}
+    rows = {checkpoint.name_of(number): row for number, row in enumerate(checkpoint.rows.tolist())}
+    older = {checkpoint.name_of(number): row for number, row in enumerate(checkpoint.part.older.tolist())}
     columns: list[tuple[int, int, int, int, int]] = []
     for names in units:
-        bases = {(row[4], row[0], row[1]) for row in map(numbers.__getitem__, names) if row[0]}
-        before = {older[name][:2] for name in names if numbers[name][0]}
+        present = [name for name in names if rows[name][0]]  # those with a generation
+        bases = {(home, generation, step) for generation, step, _, _, home in map(rows.__getitem__, present)}
+        older_bases = {(generation, step) for generation, step, *_ in map(older.__getitem__, present)}
         if len(bases) != 1:
             raise DamagedError(f"the tensors of {names[0]!r} have no base, or bases of different steps")
-        columns.append((*bases.pop(), *(before.pop() if len(before) == 1 else (0, 0))))
+        columns.append((*bases.pop(), *(older_bases.pop() if len(older_bases) == 1 else (0, 0))))
     home, generation, step, older_generation, older_step = np.array(columns, np.int64).reshape(-1, 5).T
     generation = np.where(home == IN_RECORD, 0, generation)
     bases_of_units = Bases(home.astype(np.uint8), generation, step, step, older_generation, older_step)
-    chain = (*one.part.chain, one.named)
-    records = tuple(GradientRecord(named.step, named.generation, named.slot) for named in chain)
-    return LoggedCheckpoint(one.step, one.header.generation, bases_of_units, records)
+    chain = (*checkpoint.part.chain, checkpoint.chain_entry)
+    records = tuple(GradientRecord(entry.step, entry.generation, entry.slot) for entry in chain)
+    return LoggedCheckpoint(checkpoint.step, checkpoint.header.generation, bases_of_units, records)
 
 
-def problems_of(reader: PoolReader, one: GradientCheckpoint) -> list[str]:
+def problems_of(reader: PoolReader, checkpoint: GradientCheckpoint) -> list[str]:
     """Verify everything that a checkpoint needs to be recovered from its bases: the bases, its own record, and the
     records after the oldest base. Returns what is damaged; empty: nothing is. Raises ``PoolIOError``."""
     found = []
-    for base in one.bases():
-        found += _problem(one, [base], f"base of step {base.step}")
-    for named in one.needed_records():
+    for base in checkpoint.bases():
+        found += _problem(checkpoint, [base], f"base of step {base.step}")
+    for entry in checkpoint.needed_records():
         try:
-            record = checkpoint_of(reader, named)
+            record = checkpoint_of(reader, entry)
         except DamagedError as err:
-            found.append(f"gradient record of step {named.step}: {err}")
+            found.append(f"gradient record of step {entry.step}: {err}")
             continue
-        found += _problem(record, list(record.in_record.values()), f"gradient record of step {named.step}")
-    return found + _problem(one, list(one.in_record.values()), f"gradient record of step {one.step}")
+        found += _problem(record, list(record.in_record.values()), f"gradient record of step {entry.step}")
+    own = list(checkpoint.in_record.values())
+    return found + _problem(checkpoint, own, f"gradient record of step {checkpoint.step}")
 
 
-def _problem(one: GradientCheckpoint, tensors: Sequence[StoredTensor], words: str) -> list[str]:
+def _problem(checkpoint: GradientCheckpoint, tensors: Sequence[StoredTensor], words: str) -> list[str]:
     try:
-        one.read([(tensor, 0) for tensor in tensors])
+        checkpoint.read([(tensor, 0) for tensor in tensors])
     except DamagedError as err:
         return [f"{words}: {err}"]
     return []

@@ -81,8 +81,8 @@ class PoolReader:
     """An open pool. The constructor raises ``PoolError`` if this lightck cannot read the pool."""
 
     def __init__(self, container: Container, path: str, *, gradients: bool = False) -> None:
-        """``gradients``: whether the caller reads a pool with gradient records too (``pool/gradient_reader.py``); if
-        not, such a pool is refused. Raises ``PoolError``."""
+        """``gradients``: whether the caller can handle a pool with gradient records (``pool/gradient_reader.py``). If
+        it is False, such a pool is refused. Raises ``PoolError``."""
         self._reads_gradients = gradients
         self.container = container
         self.path = path
@@ -191,11 +191,12 @@ class PoolReader:
         return first
 
     def _refuse_gradients(self, superblock: Superblock) -> None:
-        """Raise ``FormatError`` if the pool has gradient records, and the caller would take a base for a tensor."""
+        """Raise ``FormatError`` if the pool has gradient records and the caller cannot handle them. Such a caller would
+        take the older bytes of a base for the tensor of the checkpoint."""
         if superblock.has_gradients and not self._reads_gradients:
             raise FormatError(
-                f"The pool {self.path!r} holds gradient checkpoints, which have to be replayed. This lightck knows "
-                "their format and cannot read them yet. Install a newer lightck to read the pool."
+                f"The pool {self.path!r} holds gradient records, whose updates must be made again. This lightck "
+                "knows their format and cannot do that yet. Install a newer lightck to read the pool."
             )
 
     def _check_size(self, superblock: Superblock) -> None:
@@ -320,7 +321,7 @@ class PoolReader:
 
     def _checkpoint(self, record: CommitRecord) -> StoredCheckpoint:
         sb = self.superblock
-        assert not sb.has_gradients, "its tensors cannot be read alone"
+        assert not sb.has_gradients, "pool/gradient_reader.py reads such a pool"
         if self.has_lost_slot(record):
             raise DamagedError(
                 STRUCK_REASON if self._is_struck(record.slot) else "its slot was reused by a newer checkpoint"
@@ -470,12 +471,13 @@ class StoredCheckpoint:
             self._read_blocks(places)
 
     def verify_blocks(self, name: str, first: int, nbytes: int) -> None:
-        """Verify some blocks of a tensor, also blocks that a partial copy does not have yet. Raises as ``read_many``
-        does."""
+        """Verify some blocks of a tensor, also blocks that a partial copy does not count as present yet. Raises as
+        ``read_many`` does."""
         self._read_blocks([(name, first, nbytes, 0)])
 
     def range_of(self, name: str, first: int, nbytes: int) -> tuple[int, int]:
-        """Return where in the pool some bytes of a tensor, from a block on, begin and end."""
+        """Return (begin, end): the range of the pool in which ``nbytes`` bytes of a tensor lie, from its block
+        ``first`` on."""
         begin = self._base + self._record_entries[self._index[name]].offset + first * self.block_nbytes
         return begin, begin + nbytes
 

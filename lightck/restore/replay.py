@@ -1,4 +1,5 @@
-"""The state after update t, from older units and from what the updates since then consumed, with the bits of the run.
+"""The state after update t, made from older copies of the units and from what the updates since then consumed, with the
+same bits as in the training.
 
 A unit is a parameter with its optimizer state. Each unit starts at the step of its own base, and takes the updates that
 follow it, one after the other: element by element this is the computation of the training, which updates one parameter
@@ -23,7 +24,7 @@ from lightck.errors import ReplayError, listed
 from lightck.state.consumed_update import ConsumedStep, ConsumedUpdate
 from lightck.state.fingerprint import flushes_denormals
 from lightck.state.partial_optimizer import PartialOptimizer
-from lightck.state.unit_update import SLICE_NUMEL, Unit, is_free_of_threads, positions_of, update_unit
+from lightck.state.unit_update import SLICE_NUMEL, Unit, group_indexes_of, is_independent_of_threads, update_unit
 
 Check = Callable[[Unit, int], str | None]
 """Called after each replayed update with the unit and the step that it has now. Returns None, or what differs from the
@@ -54,7 +55,7 @@ def replay(
         bases: the units; each has the state of its own step.
         updates: what the updates consumed. Those of every step after the oldest base up to ``to_step`` are needed.
         optimizers: index of each optimizer -> what makes its steps.
-        to_step: a step that no base is younger than.
+        to_step: the step to reach. No base may be younger.
         check: compares a unit with what is known of it after an update. The first difference ends the replay.
         workers: how many units are replayed at the same time, where that gives the same bits; by default one for each
             processor of this process.
@@ -80,11 +81,11 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One step of one optimizer in one update. ``positions``: name of a parameter -> the index of its group."""
+    """One step of one optimizer in one update. ``group_indexes``: name of a parameter -> the index of its group."""
 
     consumed: ConsumedStep
     optimizer: PartialOptimizer
-    positions: Mapping[str, int]
+    group_indexes: Mapping[str, int]
 
 
 class _Plan:
@@ -118,7 +119,7 @@ class _Plan:
     def is_parallel(self, base: Base) -> bool:
         """Whether other units may be replayed at the same time, each with one intra-op thread."""
         found = [self._optimizers.get(index) for index in base.unit.states]
-        return all(one is not None and is_free_of_threads(base.unit, one) for one in found)
+        return all(one is not None and is_independent_of_threads(base.unit, one) for one in found)
 
     def replay(self, base: Base) -> None:
         """Bring one unit to the last step."""
@@ -147,16 +148,16 @@ class _Plan:
     def _update(self, unit: Unit, step: int) -> None:
         threads = self._updates[step].threads
         for part in self._parts[step]:
-            position = part.positions.get(unit.name)
-            if position is not None:
+            group_index = part.group_indexes.get(unit.name)
+            if group_index is not None:
                 update_unit(
-                    unit, part.consumed, position, part.optimizer, threads=threads, slice_numel=self._slice_numel
+                    unit, part.consumed, group_index, part.optimizer, threads=threads, slice_numel=self._slice_numel
                 )
 
 
 def _parts(update: ConsumedUpdate, optimizers: Mapping[int, PartialOptimizer]) -> list[_Part]:
     """Return the steps of an update, in their order. Raises ``ReplayError`` for a step of an optimizer that is not
-    given or of another class, and ``UnsupportedError`` for one that torch does not reproduce."""
+    given or of another class."""
     parts = []
     for consumed in update.optimizer_steps:
         optimizer = optimizers.get(consumed.optimizer)
@@ -167,7 +168,7 @@ def _parts(update: ConsumedUpdate, optimizers: Mapping[int, PartialOptimizer]) -
                 f"{consumed.class_name}, and {found} in its place. Create the optimizers as in the training.",
                 step=update.step,
             )
-        parts.append(_Part(consumed, optimizer, positions_of(consumed)))
+        parts.append(_Part(consumed, optimizer, group_indexes_of(consumed)))
     return parts
 
 
@@ -190,4 +191,4 @@ def _replay_in_parallel(plan: _Plan, bases: Sequence[Base], workers: int) -> Non
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(before)  # for threads that begin later; this one always had its own number
+        torch.set_num_threads(before)  # the workers have set the number for threads that begin later

@@ -1,8 +1,7 @@
 """What one update consumed, as plain data: gradients by name, options by value, and what else decides its bits.
 
-Made of these, the same update can be made again (``unit_update.py``), with the same bits as the update that the
-training made. Nothing here reads a live optimizer. Tensors are references: whoever holds such a record sees to it that
-nothing writes to them.
+From these data the same update can be made again (``unit_update.py``), with the same bits as in the training. Nothing
+here reads a live optimizer. Tensors are references: whoever holds such a record sees to it that nothing writes to them.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ class Implementation(enum.Enum):
     FOR_LOOP = "for-loop"
     FOREACH = "foreach"
     FOREACH_BESIDE_NEW = "foreach beside a tensor without momentum"
-    """The foreach code of SGD while another tensor of the same dtype and device got its first momentum. Then the
-    momentum of each tensor is updated for itself, which rounds differently below float32."""
+    """The foreach code of SGD while another tensor of the same dtype and device got its first momentum. Then torch
+    updates the momentum of each tensor separately, which rounds differently in dtypes narrower than float32."""
     FUSED = "fused"
 
 
@@ -44,7 +43,7 @@ class SparseGradient:
 
 Gradient = torch.Tensor | SparseGradient | None
 """None: the parameter had no gradient, which is not a gradient of zeros. A dense gradient keeps its strides, because
-they decide bits below float32."""
+the bits of the update depend on them if its dtype is narrower than float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,8 @@ class ConsumedStep:
     """What one call of one optimizer's ``step`` consumed.
 
     optimizer: the index of the optimizer among the followed ones. class_name: the name of its class. gradients: the
-    name of every parameter of every group -> its gradient, or None if it had none. (A name that is missing is an
-    error, and no absent gradient.) The mapping may read a gradient at its first use. grad_scale, found_inf: the
+    name of every parameter of every group -> its gradient, or None if it had none. (A missing name is an error. It does
+    not mean that there was no gradient.) The mapping may read a gradient at its first use. grad_scale, found_inf: the
     attributes that a GradScaler sets for a fused optimizer, or None.
     """
 
@@ -101,7 +100,7 @@ def _by_value(value: object) -> object:
     if is_immutable(value):
         return value
     if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)  # torch treats lr with a gradient apart
+        return value.detach().clone().requires_grad_(value.requires_grad)  # SGD checks this of lr
     if type(value) is list:
         return [_by_value(each) for each in value]
     if type(value) is dict:

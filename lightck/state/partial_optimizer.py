@@ -97,25 +97,25 @@ class PartialOptimizer:
         Raises:
             UnsupportedError: the class keeps state that belongs to no tensor.
         """
-        view = self.kind.__new__(self.kind)
-        attributes = vars(view)
+        stepper = self.kind.__new__(self.kind)
+        attributes = vars(stepper)
         attributes.update(self.attributes)
         attributes.update((name, OrderedDict()) for name in _HOOKS)
-        view.state = defaultdict(dict, {p: state for p, state in states.items() if state})
-        view.param_groups = [{**options, "params": list(tensors)} for options, tensors in groups]
+        stepper.state = defaultdict(dict, {p: state for p, state in states.items() if state})
+        stepper.param_groups = [{**options, "params": list(tensors)} for options, tensors in groups]
         if grad_scale is not None:
             attributes["grad_scale"] = grad_scale
         if found_inf is not None:
             attributes["found_inf"] = found_inf
         if self.is_torch:
-            _undecorated_step(self.kind)(view)
+            _undecorated_step(self.kind)(stepper)
         elif is_shielded:
             with rng.preserved(), without_global_hooks():
-                self.kind.step(view)
+                self.kind.step(stepper)
         else:
-            self.kind.step(view)
-        self._hand_back(view.state, states)
-        return view
+            self.kind.step(stepper)
+        self._hand_back(stepper.state, states)
+        return stepper
 
     def _hand_back(self, found: Mapping[Any, Any], states: Mapping[torch.Tensor, dict[Any, Any]]) -> None:
         """Put what the step created or replaced into the dicts that the caller passed."""

@@ -30,9 +30,10 @@ _STEPS = 3
 _ATTRIBUTE_DEPTH = 4
 """Levels of containers in an attribute that are searched."""
 _NO_EQ: object = object.__eq__
-"""What a class has as ``__eq__`` that compares identities only."""
+"""The ``__eq__`` of a class that defines none: it compares identities only."""
 _SCALES = (1.0, 30.0, 0.1)
-"""Magnitudes of the stand-ins' gradients at each step: a class that clips all gradients together does so at one."""
+"""Magnitudes of the stand-ins' gradients at each step. A class that clips by the norm of all gradients then clips in at
+least one of the steps, so the probe detects it."""
 
 
 def refuse_unreplayable(optimizer: Optimizer) -> None:
@@ -71,8 +72,8 @@ def refuse_low_ratio(class_name: str, parameters: Iterable[torch.Tensor], state_
     ratio = (gradient_nbytes + state_nbytes) / gradient_nbytes
     if ratio < MIN_RATIO:
         raise UnsupportedError(
-            f"{class_name} changes {ratio:.2f} bytes for each byte of gradients, and gradients instead of checkpoints "
-            f"save something from {MIN_RATIO} on. Use strategy=lightck.FullState()."
+            f"{class_name} changes {ratio:.2f} bytes for each byte of gradients. To record gradients instead of the "
+            f"changed bytes saves too little below {MIN_RATIO}. Use strategy=lightck.FullState()."
         )
     return ratio
 
@@ -97,8 +98,8 @@ def _refused(name: str, reason: str) -> UnsupportedError:
 
 def _attribute_with_state(optimizer: Optimizer) -> str | None:
     """Return the name of an attribute through which a step reaches tensors of the training, or None. (A step on chosen
-    tensors has the same attributes, and would change or read them.) Other tensors are constants, or a trial step
-    changes them."""
+    tensors has the same attributes, and would change or read them.) Other tensors are constants, or the probe finds
+    that a step changes them."""
     parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for key, value in PartialOptimizer.of(optimizer).attributes.items():
         if key != "defaults" and (
@@ -110,7 +111,8 @@ def _attribute_with_state(optimizer: Optimizer) -> str | None:
 
 
 class _Probe:
-    """Three steps on stand-ins: of all at once, and of each for itself."""
+    """Makes three steps on stand-ins, for all of them at once and for each of them separately, and compares the
+    results."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -184,7 +186,7 @@ class _Probe:
         gradients: list[torch.Tensor | None],
         options: list[dict[str, Any]],
     ) -> None:
-        """Make the same step of each stand-in for itself, the last first."""
+        """Make the same step for each stand-in separately, the last one first."""
         numbers = [g for g, group in enumerate(self._groups) for _ in group]
         for number in reversed(range(len(alone))):
             (p, state), gradient = alone[number], gradients[number]

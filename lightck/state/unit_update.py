@@ -2,7 +2,7 @@
 
 The real optimizer's class makes the step (``PartialOptimizer``), on an alias of the parameter that has the recorded
 gradient. The parameter's own ``.grad`` is not touched. The bits are those of the training if the implementation is the
-recorded one and, unless ``is_free_of_threads``, the number of intra-op threads too (``intra_op_threads``).
+recorded one and, unless ``is_independent_of_threads``, the number of intra-op threads too (``intra_op_threads``).
 
 A large float32 unit is updated in slices that stay in the processor's cache, where that gives the same bits and is
 faster.
@@ -25,10 +25,11 @@ from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.torch_classes import ELEMENT_WISE, irreproducible_reason
 
 SLICE_NUMEL = 1 << 18
-"""Elements of a slice: of float32, 1 MiB for each of parameter, gradient, and each tensor of state. (In nanoseconds of
-one processor for an element and a step, whole, 64 k and 256 k: Adam 4.3, 3.2, 2.7; NAdam 6.4, 3.5, 2.8; Adagrad 3.5,
-2.2, 1.6. A slice costs some 50 us more, and holds Python's lock meanwhile, so smaller ones are slower in parallel.
-Fused code, and SGD, which makes almost no temporary tensors, are not faster in slices.)"""
+"""Elements of a slice: of float32, 1 MiB for each of parameter, gradient, and each tensor of state. (Measured on one
+processor, in nanoseconds per element and step, for whole tensors, slices of 64 k and slices of 256 k elements: Adam
+4.3, 3.2, 2.7; NAdam 6.4, 3.5, 2.8; Adagrad 3.5, 2.2, 1.6. A slice costs some 50 us more, and holds Python's lock
+meanwhile, so smaller ones are slower in parallel. Fused code, and SGD, which makes almost no temporary tensors, are not
+faster in slices.)"""
 _WIDE = (torch.float32, torch.float64)
 """Dtypes whose bits depend neither on the number of threads nor on slices."""
 _SLICEABLE = (Implementation.FOR_LOOP, Implementation.FOREACH)
@@ -51,7 +52,7 @@ class Unit:
 def update_unit(
     unit: Unit,
     consumed: ConsumedStep,
-    position: int,
+    group_index: int,
     optimizer: PartialOptimizer,
     *,
     threads: int,
@@ -59,10 +60,10 @@ def update_unit(
 ) -> None:
     """Make one step of one optimizer on one unit.
 
-    consumed: what the step consumed. Its tensors are not changed. position: the index of the unit's group in it.
-    optimizer: of the class that made the step. threads: the number of intra-op threads that made the step; where it
-    decides no bits, one thread makes it here. slice_numel: the number of elements of a slice, where slices give the
-    same bits; None: never in slices.
+    consumed: what the step consumed. Its tensors are not changed. group_index: the index of the unit's group in
+    ``consumed.groups``. optimizer: of the class that made the step. threads: the number of intra-op threads that made
+    the step; where it decides no bits, one thread makes it here. slice_numel: the number of elements of a slice, where
+    slices give the same bits; None: never in slices.
 
     Raises:
         ReplayError: the unit's gradient is not recorded, or does not fit, or the step fails.
@@ -72,7 +73,7 @@ def update_unit(
     gradient = consumed.gradients[unit.name]
     if gradient is None and optimizer.is_torch:
         return  # torch's classes leave such a parameter and its state alone
-    group = consumed.groups[position]
+    group = consumed.groups[group_index]
     implementation = group.exceptions.get(unit.name, group.implementation)
     state = unit.states.get(consumed.optimizer)
     if state is None:
@@ -86,8 +87,8 @@ def update_unit(
     is_sliced = slice_numel is not None and slice_numel < numel and optimizer.kind is not torch.optim.SGD
     try:
         _refuse_misfit(unit.parameter, state, gradient, implementation)
-        step = _Step(consumed, position, _options(group, implementation, optimizer), implementation, optimizer)
-        with intra_op_threads(1 if is_free_of_threads(unit, optimizer, gradient) else threads):
+        step = _Step(consumed, group_index, _options(group, implementation, optimizer), implementation, optimizer)
+        with intra_op_threads(1 if is_independent_of_threads(unit, optimizer, gradient) else threads):
             if is_sliced and is_sliceable(unit.parameter, state, gradient, optimizer, implementation):
                 assert isinstance(gradient, torch.Tensor)
                 assert slice_numel is not None
@@ -100,9 +101,10 @@ def update_unit(
         raise ReplayError(f"{optimizer.kind.__name__} raised {type(error).__name__}: {error}") from error
 
 
-def is_free_of_threads(unit: Unit, optimizer: PartialOptimizer, gradient: Gradient = None) -> bool:
-    """Whether the bits of the unit's updates depend on no number of threads, and any thread may make them: the class
-    is element-wise, and parameter, state and gradient are at least float32, and in the memory of the processor."""
+def is_independent_of_threads(unit: Unit, optimizer: PartialOptimizer, gradient: Gradient = None) -> bool:
+    """Whether the bits of the unit's updates do not depend on the number of threads, and any thread may make the
+    updates: the class is element-wise, and parameter, state and gradient are at least float32, and in the memory of the
+    processor."""
     tensors = [unit.parameter, *(v for s in unit.states.values() for v in s.values() if isinstance(v, torch.Tensor))]
     if gradient is not None:
         tensors.append(gradient.values if isinstance(gradient, SparseGradient) else gradient)
@@ -120,7 +122,7 @@ def is_sliceable(
     optimizer: PartialOptimizer,
     implementation: Implementation,
 ) -> bool:
-    """Whether any slice of the memory of a unit's tensors can be updated for itself, with the same bits: the class is
+    """Whether any slice of the memory of a unit's tensors can be updated separately, with the same bits: the class is
     element-wise, and all tensors are at least float32, and lie in memory in the same way. (A first update, which
     creates the state, is made whole. Of fused code, only the bits of whole tensors are known.)"""
     return (
@@ -136,7 +138,7 @@ def is_sliceable(
     )
 
 
-def positions_of(consumed: ConsumedStep) -> dict[str, int]:
+def group_indexes_of(consumed: ConsumedStep) -> dict[str, int]:
     """Return name -> index of its group, of each parameter that the optimizer has."""
     return {name: g for g, group in enumerate(consumed.groups) for name in group.parameters}
 
@@ -161,13 +163,13 @@ class _Step:
     def __init__(
         self,
         consumed: ConsumedStep,
-        position: int,
+        group_index: int,
         options: dict[str, Any],
         implementation: Implementation,
         optimizer: PartialOptimizer,
     ) -> None:
-        """``position``: the index of the parameter's group. ``options``: of this group."""
-        self._consumed, self._position, self._options = consumed, position, options
+        """``group_index``: the index of the parameter's group. ``options``: of this group."""
+        self._consumed, self._group_index, self._options = consumed, group_index, options
         self._implementation, self._optimizer = implementation, optimizer
         has_scale = consumed.grad_scale is not None
         self._is_copied = not optimizer.is_torch or writes_gradients(optimizer.kind, options, implementation, has_scale)
@@ -180,6 +182,7 @@ class _Step:
             alias.requires_grad_(parameter.requires_grad)
         tensors, states = [alias], {alias: state}
         if self._implementation is Implementation.FOREACH_BESIDE_NEW and state:
+            # Beside a tensor without momentum, torch takes the code that updates each momentum separately.
             beside = _with_gradient(alias.new_zeros(1), alias.new_zeros(1), False)
             tensors.append(beside)
             states[beside] = {}
@@ -191,7 +194,8 @@ class _Step:
         if self._optimizer.is_torch:
             return [(self._options, tensors)]
         groups = self._consumed.groups
-        return [(self._options, tensors) if g == self._position else (one.options, []) for g, one in enumerate(groups)]
+        own = self._group_index
+        return [(self._options, tensors) if g == own else (one.options, []) for g, one in enumerate(groups)]
 
     def make_in_slices(
         self, parameter: torch.Tensor, state: dict[Any, Any], gradient: torch.Tensor, slice_numel: int
@@ -216,8 +220,8 @@ class _Step:
 
 
 def _options(group: ConsumedGroup, implementation: Implementation, optimizer: PartialOptimizer) -> dict[str, Any]:
-    """Return the options of a group, which choose the implementation by name. An option that is None would let torch
-    choose by what the step updates, which is one parameter here."""
+    """Return the options of a group, with ``foreach`` and ``fused`` set to the recorded implementation. If they were
+    None, torch would choose by the parameters that the step updates, and this step updates only one."""
     options: dict[str, Any] = dict(group.options)
     is_foreach = implementation in (Implementation.FOREACH, Implementation.FOREACH_BESIDE_NEW)
     for key, value in (("foreach", is_foreach), ("fused", implementation is Implementation.FUSED)):

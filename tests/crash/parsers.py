@@ -57,7 +57,7 @@ class Inputs:
         self._rng_tree = _part(base, b"\xa3rng")
         self._rank_tree = parse(layout.encode(_parts(), _GROUP))
         self._shares_tree = parse(layout.encode(_shares(), _GROUP, has_shares=True))
-        self._homes_tree = parse(layout.encode(_in_homes(), has_homes=True))
+        self._homes_tree = parse(layout.encode(_in_homes(), has_gradients=True))
         self._with_homes = _superblock_with_homes(base.sb)
         is_pmdk = good.startswith(pmdk_file.SIGNATURE)
         self._container = container.Base.of(good) if is_pmdk else None

@@ -21,7 +21,7 @@ from lightck.hooks.captured_update import CopyResult, Deadline, GradientClass, H
 from lightck.hooks.consumed import ConsumedGradients
 from lightck.hooks.gradient_classes import GradientClasses, shares_memory
 from lightck.hooks.hooks import Hooks
-from lightck.hooks.probation import WHOLE_RECORDS, Probation
+from lightck.hooks.probation import WHOLE_COPIES, Probation
 from lightck.state.blocks import checksums
 from lightck.stats import Meter
 
@@ -205,7 +205,7 @@ def overwritten(one: Any, n_before: int, write: Any) -> HeldGradient:
     return gradient
 
 
-@pytest.mark.parametrize("n_before", [1, WHOLE_RECORDS])
+@pytest.mark.parametrize("n_before", [1, WHOLE_COPIES])
 @pytest.mark.parametrize(
     "write",
     [lambda g: g.data.mul_(2), lambda g: g.numpy()[-1:].fill(3), lambda g: g.zero_()],
@@ -228,7 +228,7 @@ def test_an_unannounced_write_is_found_in_turn():
     weight = nn.Parameter(torch.zeros(4 * BLOCK // 4))
     training = Captured(nn.ParameterList([weight]), optimizer := torch.optim.SGD([weight], lr=0.1))
     one = weight, optimizer, training
-    for _ in range(1 + WHOLE_RECORDS):
+    for _ in range(1 + WHOLE_COPIES):
         step(one, torch.rand(weight.shape))
         training.gate()
     results = []
@@ -245,7 +245,7 @@ def test_gradients_are_compared_whole_until_some_were_copied(one):
     """Updates without copies prove nothing."""
     _, _, training = one
     training.copies.copies_when_due = False
-    for _ in range(2 * WHOLE_RECORDS):
+    for _ in range(2 * WHOLE_COPIES):
         training.capture.give_up([step(one, torch.rand(64))])
     gradient = step(one, torch.rand(64))
     one[0].grad.numpy()[-1] = 3
@@ -258,7 +258,7 @@ def test_an_announced_write_is_found_at_once():
     weight = nn.Parameter(torch.zeros(8 * BLOCK // 4))
     training = Captured(nn.ParameterList([weight]), optimizer := torch.optim.SGD([weight], lr=0.1))
     one = weight, optimizer, training
-    for _ in range(1 + WHOLE_RECORDS):
+    for _ in range(1 + WHOLE_COPIES):
         step(one, torch.rand(weight.shape))
         training.gate()
     gradient = step(one, torch.rand(weight.shape))
@@ -383,7 +383,7 @@ def test_what_is_validated_is_what_the_update_consumed(loop, kind):
             elif after != "nothing":
                 for p in model.parameters():
                     if p.grad is not None:
-                        is_announced = after == "scale" or number > WHOLE_RECORDS
+                        is_announced = after == "scale" or number > WHOLE_COPIES
                         (p.grad if is_announced else p.grad.data).mul_(2)
         training.gate()
     finally:

@@ -73,7 +73,7 @@ class HandPool:
     """The states of each step."""
 
     def __post_init__(self) -> None:
-        table = layout.encode(self.entries, has_homes=True)
+        table = layout.encode(self.entries, has_gradients=True)
         self.sb = Superblock(
             incompat=INCOMPAT_GRADIENTS,
             uuid=UUID,

@@ -200,7 +200,7 @@ def placed() -> list[Entry]:
 
 def test_a_table_comes_back() -> None:
     entries = tuple(placed())
-    table = layout.encode(entries, has_homes=True)
+    table = layout.encode(entries, has_gradients=True)
     assert layout.decode(table, low=20 * KIB, high=MIB, home_nbytes=MIB) == entries
     with pytest.raises(DamagedError, match="wrong keys"):
         layout.decode(table, low=0, high=MIB)
@@ -212,7 +212,7 @@ def test_a_table_of_a_rank_comes_back() -> None:
     group = GroupIdentity(run_id=UUID, world_id=UUID, rank=0, world_size=2)
     entries = tuple(placed())
     for has_shares in (False, True):
-        table = layout.encode(entries, group, has_shares=has_shares, has_homes=True)
+        table = layout.encode(entries, group, has_shares=has_shares, has_gradients=True)
         found = layout.decode_of_rank(table, low=20 * KIB, high=MIB, has_shares=has_shares, home_nbytes=MIB)
         assert found == (group, entries)
         with pytest.raises(DamagedError, match="wrong keys"):
@@ -221,12 +221,12 @@ def test_a_table_of_a_rank_comes_back() -> None:
 
 def test_extents_in_a_home_and_in_a_slot_may_have_the_same_offset() -> None:
     entries = (in_home("a", (64,), offset=256), by_hand.entry("b", (64,), offset=256))
-    table = layout.encode(entries, has_homes=True)
+    table = layout.encode(entries, has_gradients=True)
     assert layout.decode(table, low=256, high=512, home_nbytes=512) == entries
     for home_nbytes, low in ((511, 256), (512, 512)):
         with pytest.raises(DamagedError, match="out of place"):
             layout.decode(table, low=low, high=512, home_nbytes=home_nbytes)
-    twice = layout.encode([entries[0], entries[0]._replace(name="c")], has_homes=True)
+    twice = layout.encode([entries[0], entries[0]._replace(name="c")], has_gradients=True)
     with pytest.raises(DamagedError, match="out of place"):
         layout.decode(twice, low=256, high=512, home_nbytes=4096)
 
@@ -245,8 +245,8 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda one: f"{one.name} {one.role} {one.place}")
 def test_an_entry_in_the_wrong_place_is_refused(wrong: Entry) -> None:
     with pytest.raises(ValueError, match="cannot be stored"):
-        wrong.to_map(has_homes=True)
-    good = by_hand.entry("a", (1,)).to_map(has_homes=True)
+        wrong.to_map(has_gradients=True)
+    good = by_hand.entry("a", (1,)).to_map(has_gradients=True)
     item = good | {"name": wrong.name, "role": wrong.role, "place": wrong.place, "alias": wrong.alias}
     item["nbytes"] = wrong.nbytes
     with pytest.raises(DamagedError):
@@ -264,12 +264,12 @@ def test_a_pool_without_gradient_records_holds_neither_homes_nor_gradients() -> 
 
 def test_no_extra_tensor_lies_in_a_home() -> None:
     extras = [by_hand.entry("state/late", (9,), role="state", offset=MIB), gradient("sparse", (9,), offset=2 * MIB)]
-    packed = layout.encode_extras(extras, has_homes=True)
-    assert layout.decode_extras(packed, low=MIB, high=3 * MIB, has_homes=True) == tuple(extras)
-    assert layout.encode_extras([], has_homes=True) == b""
+    packed = layout.encode_extras(extras, has_gradients=True)
+    assert layout.decode_extras(packed, low=MIB, high=3 * MIB, has_gradients=True) == tuple(extras)
+    assert layout.encode_extras([], has_gradients=True) == b""
     for one in (in_home("a", (1,)), in_home("a", (0,))):
         with pytest.raises(DamagedError):
-            layout.decode_extras(layout.encode_extras([one], has_homes=True), low=0, high=MIB, has_homes=True)
+            layout.decode_extras(layout.encode_extras([one], has_gradients=True), low=0, high=MIB, has_gradients=True)
 
 
 def test_an_extent_holds_only_what_has_its_place() -> None:
@@ -280,7 +280,7 @@ def test_an_extent_holds_only_what_has_its_place() -> None:
 @settings(max_examples=300)
 @given(st.data())
 def test_a_table_with_changed_bytes_is_read_or_damaged(data: st.DataObject) -> None:
-    table = bytearray(layout.encode(placed(), has_homes=True))
+    table = bytearray(layout.encode(placed(), has_gradients=True))
     for _ in range(data.draw(st.integers(1, 3))):
         table[data.draw(st.integers(0, len(table) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(DamagedError):
@@ -380,9 +380,9 @@ CHAINS: list[tuple[Callable[[list[ChainEntry]], list[ChainEntry]], str]] = [
     (lambda c: [c[0], c[1]._replace(generation=20)], "has a hole"),
     (lambda c: [c[0], c[1]._replace(slot=c[0].slot)], "one slot twice"),
     (lambda c: [c[0], c[1]._replace(slot=4)], "one slot twice"),
-    (lambda c: [c[0]._replace(slot=5), c[1]], "cannot be"),
-    (lambda c: [c[0]._replace(manifest_index=2), c[1]], "cannot be"),
-    (lambda c: [c[0]._replace(flags=2), c[1]], "cannot be"),
+    (lambda c: [c[0]._replace(slot=5), c[1]], "impossible gradient record"),
+    (lambda c: [c[0]._replace(manifest_index=2), c[1]], "impossible gradient record"),
+    (lambda c: [c[0]._replace(flags=2), c[1]], "impossible gradient record"),
     (lambda c: [c[0]._replace(manifest_nbytes=8 * KIB + 1), c[1]], "larger than the space"),
     (lambda c: [c[0]._replace(manifest_nbytes=0), c[1]], "larger than the space"),
     (lambda c: [*c, *c, *c], "longer than the log"),
@@ -502,7 +502,7 @@ def unreadable(pool: Path) -> Path:
 @pytest.mark.skipif("LIGHTCK_TEST_BACKEND" in os.environ, reason="it is a pool in a plain file")
 def test_a_pool_that_cannot_be_read_yet_is_refused_by_name(unreadable: Path, tmp_path: Path) -> None:
     before = unreadable.read_bytes()
-    words = "holds gradient checkpoints"
+    words = "holds gradient records"
     with pytest.raises(FormatError, match=words):
         lightck.recover(unreadable)
     with pytest.raises(FormatError, match=words):

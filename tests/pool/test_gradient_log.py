@@ -121,7 +121,7 @@ class BaseToNamedHome(GradientLog):
     """A unit is written over the base that the newest checkpoint names."""
 
     def _free_homes(self, bases: Any) -> Any:
-        return (bases.home % 2).astype(np.uint8), np.ones(len(self.group), np.bool_)
+        return (bases.home % 2).astype(np.uint8), np.ones(len(self.turn), np.bool_)
 
 
 class RecordFreedOneEarly(GradientLog):
@@ -170,8 +170,8 @@ class NoStandIn(GradientLog):
 class HarmfulRenewal(GradientLog):
     """A base that the checkpoint before a damaged record needs is overwritten."""
 
-    def _is_harmless(self, bases: Any, written: Any, step: int) -> Any:
-        return np.ones(len(self.group), np.bool_)
+    def _may_lose_older_base(self, bases: Any, written: Any, step: int) -> Any:
+        return np.ones(len(self.turn), np.bool_)
 
 
 class OldHomeTrustedAfterCrash(GradientLog):
@@ -179,7 +179,7 @@ class OldHomeTrustedAfterCrash(GradientLog):
 
     def adopted(self, checkpoint: Any) -> GradientLog:
         bases = checkpoint.bases
-        older = np.ones(len(self.group), np.int64)
+        older = np.ones(len(self.turn), np.int64)
         return replace(super().adopted(checkpoint), bases=replace(bases, older_generation=older, written=bases.step))
 
 
@@ -252,7 +252,7 @@ def test_a_planted_bug_is_found(writer: type[Writer], one: Settings, message: st
 
 
 def all_of(log: GradientLog, value: bool = True) -> Any:
-    return np.full(len(log.group), value)
+    return np.full(len(log.turn), value)
 
 
 def trained(log: GradientLog, n_steps: int, updated: Any = None) -> tuple[GradientLog, list[RecordPlan]]:

@@ -63,7 +63,7 @@ def replayed(reader: PoolReader, one: GradientCheckpoint, base: StoredTensor) ->
     """The tensor at the checkpoint: the base, and all updates after it."""
     name = base.entry.name
     state = content(one, base)
-    for named in (*one.part.chain, one.named):
+    for named in (*one.part.chain, one.chain_entry):
         if named.step > base.step:
             record = checkpoint_of(reader, named)
             gradient = record.in_record.get(f"gradient/model/{name.split('/')[1]}")
@@ -188,13 +188,13 @@ def test_a_second_reader_sees_the_same(hand: HandPool, reader: PoolReader) -> No
     """It is written from docs/format.md alone."""
     pool = reference.GradientPool(bytes(hand.data))
     one, theirs = newest(reader), pool.named(pool.candidates()[0])
-    assert [entry.to_map(has_homes=True) for entry in reader.entries] == pool.entries
+    assert [entry.to_map(has_gradients=True) for entry in reader.entries] == pool.entries
     for ours, other in ((one.bases(), theirs.bases), (one.older_bases(), theirs.older)):
         found = {base.entry.name: (base.step, content(one, base).tobytes()) for base in ours}
         assert found == other
         assert found.keys() == FACTORS.keys()
     assert [named._asdict() for named in one.part.chain] == theirs.chain
-    for named, entry in zip((*one.part.chain, one.named), (*theirs.chain, pool.candidates()[0]), strict=True):
+    for named, entry in zip((*one.part.chain, one.chain_entry), (*theirs.chain, pool.candidates()[0]), strict=True):
         record = checkpoint_of(reader, named)
         held = {name: content(record, tensor).tobytes() for name, tensor in record.in_record.items()}
         assert held == pool.named(entry).record
@@ -203,5 +203,5 @@ def test_a_second_reader_sees_the_same(hand: HandPool, reader: PoolReader) -> No
 
 
 def test_a_pool_is_refused_by_readers_that_do_not_ask_for_gradients(path: Path) -> None:
-    with pytest.raises(FormatError, match="holds gradient checkpoints"):
+    with pytest.raises(FormatError, match="holds gradient records"):
         open_pool(str(path))

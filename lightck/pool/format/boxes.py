@@ -38,8 +38,8 @@ class Box(NamedTuple):
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def are_ints(value: object, ndim: int) -> TypeGuard[Sequence[int]]:
-    return isinstance(value, (list, tuple)) and len(value) == ndim and all(type(number) is int for number in value)
+def are_ints(value: object, length: int) -> TypeGuard[Sequence[int]]:
+    return isinstance(value, (list, tuple)) and len(value) == length and all(type(number) is int for number in value)
 
 
 def are_sizes(shape: object, ndim: int) -> TypeGuard[Sequence[int]]:

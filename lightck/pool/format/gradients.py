@@ -1,8 +1,11 @@
 """The last part of a manifest in a pool with gradient records: older bases, the chain, sentinels.
 
-Its bytes are drawn in docs/format.md, "Pools with gradient records". They are untrusted: every count is compared with
-the length before anything is made of it. What they say together with the tensor records is checked by
-``checked_homes``.
+The *chain* names the gradient records of consecutive steps before the checkpoint's own. A *sentinel* is the checksum of
+one page of a tensor as the checkpoint has it. A replay can be compared with it.
+
+The bytes of the part are drawn in docs/format.md, "Pools with gradient records". They are untrusted: every count is
+compared with the length before anything is made of it. ``checked_homes`` checks the part together with the tensor
+records.
 """
 
 from __future__ import annotations
@@ -92,7 +95,7 @@ class GradientPart(NamedTuple):
         at += _HEAD.size
         parts = ((n_older, HOME_ROW_DTYPE.itemsize), (n_crcs, 4), (n_chain, _CHAIN.size), (n_sentinels, 4))
         if at + sum(count * size for count, size in parts) != len(manifest):
-            raise DamagedError("the list of its bases has another length than its manifest")
+            raise DamagedError("the list of its bases does not end where its manifest ends")
         older = np.frombuffer(manifest, HOME_ROW_DTYPE, n_older, at)
         at += older.nbytes
         crcs = np.frombuffer(manifest, "<u4", n_crcs, at)
@@ -115,7 +118,7 @@ def _check_chain(chain: Sequence[ChainEntry], header: ManifestHeader, superblock
     that can lie in the log."""
     for entry in chain:
         if entry.slot >= len(superblock.slots) or entry.manifest_index > 1 or entry.flags & ~CHAIN_COMMITTED:
-            raise DamagedError("the chain names a gradient record that cannot be")
+            raise DamagedError("the chain names an impossible gradient record")
         if not 0 < entry.manifest_nbytes <= superblock.manifest_nbytes:
             raise DamagedError("the chain names a manifest that is larger than the space for it")
     slots = [entry.slot for entry in chain]
@@ -138,8 +141,8 @@ def checked_homes(
     ``records``, ``entries``: all records of the manifest and the entries of the layout table. ``crcs_count``: number of
     block checksums of the manifest. ``block``: bytes of a block.
 
-    Raises ``DamagedError`` unless each row is of its entry, no base is newer than the checkpoint, and the chain reaches
-    back to the oldest base."""
+    Raises ``DamagedError`` unless each row has the offset of its entry, no base is newer than the checkpoint, and
+    the chain reaches back to the oldest base."""
     numbers = [number for number, entry in enumerate(entries) if entry.place == HOME_PLACE]
     rows = records.view(HOME_ROW_DTYPE)[numbers]
     offsets = np.array([entries[number].offset for number in numbers], np.uint64)

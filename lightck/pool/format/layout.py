@@ -68,16 +68,17 @@ class Entry(NamedTuple):
     pieces: tuple[Piece, ...] | None = None
     """The pieces of the logical tensor that this tensor holds. Only the pool of a rank stores pieces."""
     share: Share | None = None
-    """If several ranks divide the tensor that the rank holds: which of its rows this tensor consists of. None: they do
-    not divide it. The entry of a share has pieces, also if the rank holds the whole logical tensor. Only a pool with
-    shares stores this field."""
+    """If several ranks divide the held tensor: which of its rows this entry stores. None: they do not divide it. The
+    entry of a share has pieces, also if the rank holds the whole logical tensor. Only a pool with shares stores this
+    field."""
     place: str = SLOT_PLACE
     """Whether ``offset`` counts from the start of a slot ("slot") or of a home ("home"). Only a pool with gradient
     records stores it."""
 
     @property
     def held_pieces(self) -> tuple[Piece, ...] | None:
-        """What the rank holds of the logical tensor, if that is a part (``pieces``, without regard to ``share``)."""
+        """The pieces of the held tensor, also if the entry stores only a share of it; None if the held tensor is the
+        whole logical tensor."""
         return self.pieces if self.share is None else self.share.pieces
 
     @property
@@ -108,17 +109,17 @@ class Entry(NamedTuple):
         return (self.name, self.dtype, one) == (other.name, other.dtype, two)
 
     def to_map(
-        self, *, has_group: bool = False, has_shares: bool = False, has_homes: bool = False
+        self, *, has_group: bool = False, has_shares: bool = False, has_gradients: bool = False
     ) -> dict[str, object]:
         """Return the entry as the map that the table contains. ``has_group``: whether the pool is that of a rank. If
         it is not, the last four keys of the map carry no information: they are None, or follow from the shape.
-        ``has_shares``: whether it is a pool with shares. ``has_homes``: whether it is one with gradient records.
+        ``has_shares``: whether it is a pool with shares. ``has_gradients``: whether it is one with gradient records.
 
         Raises ``ValueError`` if pieces, share or place are invalid, or if the entry has pieces, a share or a place that
         such a pool cannot store."""
         plain: dict[str, object] = dict(zip(_PLAIN_FIELDS, self, strict=False))
         plain |= {"shape": list(self.shape), "stride": list(self.stride)}
-        place = self._place_field(has_homes)
+        place = self._place_field(has_gradients)
         if has_group:
             return plain | self._rank_fields() | self._share_field(has_shares) | place
         if self.logical_shape is not None or self.pieces is not None:
@@ -134,15 +135,15 @@ class Entry(NamedTuple):
             | place
         )
 
-    def _place_field(self, has_homes: bool) -> dict[str, object]:
-        if not has_homes and (self.place != SLOT_PLACE or self.role == GRADIENT_ROLE):
+    def _place_field(self, has_gradients: bool) -> dict[str, object]:
+        if not has_gradients and (self.place != SLOT_PLACE or self.role == GRADIENT_ROLE):
             raise ValueError(
                 f"{self.name!r} is a gradient or lies in a home: only a pool with gradient records has both"
             )
         problem = _place_problem(self.place, self.role, self.name, self.alias)
         if problem is not None:
             raise ValueError(f"{self.name!r} cannot be stored: {problem}")
-        return {"place": self.place} if has_homes else {}
+        return {"place": self.place} if has_gradients else {}
 
     def _rank_fields(self) -> dict[str, object]:
         if self.logical_shape is None and self.pieces is None:
@@ -191,8 +192,9 @@ def entry_of_share(entry: Entry, share: Share) -> Entry:
 
 
 def held_entry(entry: Entry) -> Entry:
-    """Return the entry of the tensor that the rank holds. ``entry``: in a pool, perhaps that of a share. The held
-    tensor gets the strides of the share, unless no dense tensor of its shape can have them: then it is contiguous."""
+    """Return the entry of the tensor that the rank holds. ``entry``: an entry of a pool, which may be that of a share.
+    The held tensor gets the strides of the share, unless no dense tensor of its shape can have them: then it is
+    contiguous."""
     share = entry.share
     if share is None:
         return entry
@@ -228,34 +230,34 @@ def encode(
     group: GroupIdentity | None = None,
     *,
     has_shares: bool = False,
-    has_homes: bool = False,
+    has_gradients: bool = False,
 ) -> bytes:
     """Return the layout table of these entries. ``group``: the identity of a rank's pool; None if the pool is not
-    that of a rank. ``has_shares``: whether it is a pool with shares. ``has_homes``: whether it is one with gradient
+    that of a rank. ``has_shares``: whether it is a pool with shares. ``has_gradients``: whether it is one with gradient
     records. Raises ``ValueError`` as ``Entry.to_map`` does."""
     head = {} if group is None else {"group": group.to_map()}
-    maps = _maps(entries, group is not None, has_shares, has_homes)
+    maps = _maps(entries, group is not None, has_shares, has_gradients)
     return bytes(msgpack.packb(head | {"entries": maps}, use_bin_type=True))
 
 
 def encode_extras(
-    entries: Sequence[Entry], *, has_group: bool = False, has_shares: bool = False, has_homes: bool = False
+    entries: Sequence[Entry], *, has_group: bool = False, has_shares: bool = False, has_gradients: bool = False
 ) -> bytes:
     """Return the extra entries as a manifest contains them; empty if there are none. ``has_group``: whether the pool is
-    that of a rank. ``has_shares``: whether it is one with shares. ``has_homes``: whether it is one with gradient
+    that of a rank. ``has_shares``: whether it is one with shares. ``has_gradients``: whether it is one with gradient
     records. Raises ``ValueError`` as ``Entry.to_map`` does."""
-    maps = _maps(entries, has_group, has_shares, has_homes)
+    maps = _maps(entries, has_group, has_shares, has_gradients)
     return bytes(msgpack.packb(maps, use_bin_type=True)) if entries else b""
 
 
-def _maps(entries: Sequence[Entry], has_group: bool, has_shares: bool, has_homes: bool) -> list[dict[str, object]]:
+def _maps(entries: Sequence[Entry], has_group: bool, has_shares: bool, has_gradients: bool) -> list[dict[str, object]]:
     counts = [n for entry in entries for n in _piece_counts(entry)]
     if sum(counts) > LIST_PIECES_MAX or sum(count**2 for count in counts) > LIST_PAIRS_MAX:
         raise ValueError(
             f"The tensors of this rank have {sum(counts)} pieces together, more than a pool can list. A piece is a box "
             "of elements of a whole tensor. Shard the tensors so that a rank holds fewer separate boxes of each."
         )
-    return [entry.to_map(has_group=has_group, has_shares=has_shares, has_homes=has_homes) for entry in entries]
+    return [entry.to_map(has_group=has_group, has_shares=has_shares, has_gradients=has_gradients) for entry in entries]
 
 
 def _piece_counts(entry: Entry) -> tuple[int, int]:
@@ -349,18 +351,18 @@ def decode_extras(
     high: int,
     has_group: bool = False,
     has_shares: bool = False,
-    has_homes: bool = False,
+    has_gradients: bool = False,
 ) -> tuple[Entry, ...]:
     """Parse the extra entries, which were added after the pool was created. ``has_group``: whether the pool is that of
-    a rank. ``has_shares``: whether it is one with shares. ``has_homes``: whether it is one with gradient records; no
-    extra entry lies in a home. Raises ``DamagedError``.
+    a rank. ``has_shares``: whether it is one with shares. ``has_gradients``: whether it is one with gradient records;
+    no extra entry lies in a home. Raises ``DamagedError``.
 
     A name can occur more than once, because a tensor whose dtype or size changed can have an old entry beside its
     present one. An alias can name an entry of the table. So aliases are checked later, among the entries that are
     present in one checkpoint (``check_ties``)."""
     if not data:
         return ()
-    entries = _checked(_items(data, (), has_group), low, high, has_group, has_shares, 0 if has_homes else None)
+    entries = _checked(_items(data, (), has_group), low, high, has_group, has_shares, 0 if has_gradients else None)
     if any(entry.place == HOME_PLACE for entry in entries):
         raise DamagedError("list of tensors: a tensor that appeared later lies in a home")
     return entries
@@ -435,8 +437,8 @@ def _checked(
 ) -> tuple[Entry, ...]:
     """Parse the items, and check that the extents lie in [low, high), or in a home, and do not overlap. Raises
     ``DamagedError``."""
-    has_homes = home_nbytes is not None
-    keys = (_RANK_KEYS if has_group else _PLAIN_KEYS) | ({"place"} if has_homes else set())
+    has_gradients = home_nbytes is not None
+    keys = (_RANK_KEYS if has_group else _PLAIN_KEYS) | ({"place"} if has_gradients else set())
     entries = tuple(_rank_entries(items, keys, has_shares) if has_group else (_entry(item, keys) for item in items))
     for place, first, end in ((SLOT_PLACE, low, high), (HOME_PLACE, 0, home_nbytes or 0)):
         at = first

@@ -54,7 +54,8 @@ SLOTS_MAX = 8
 RECORD_SLOTS_MAX = 255
 """Maximum number of slots of a pool with gradient records: a commit record names its slot in 8 bits."""
 GRADIENT_RING_LINES_MIN = 8
-"""Minimum number of commit records in a pool with gradient records: few checkpoints need one."""
+"""Minimum number of commit records in a pool with gradient records. It does not grow with the number of slots: only the
+newest checkpoints need a commit record, and older records are found through the chain of a newer checkpoint."""
 TABLE_NBYTES_MAX = 256 * MIB
 
 COMMIT_RECORD_NBYTES = SLOT_HEADER_NBYTES = 64
@@ -128,7 +129,8 @@ class Superblock:
     slots: tuple[tuple[int, int], ...]
     """(offset, nbytes) of each slot."""
     homes: tuple[tuple[int, int], ...] = ()
-    """(offset, nbytes) of the two homes in a pool with gradient records. Its slots lie one after the other."""
+    """(offset, nbytes) of the two regions for homes in a pool with gradient records; each holds one home of every unit.
+    In such a pool the slots lie one after the other."""
 
     def pack(self) -> bytes:
         head = _SUPER.pack(
