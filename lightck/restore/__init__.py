@@ -1,1 +1,1 @@
-"""Restore one checkpoint of one pool: read, verify and apply it."""
+"""Restore one checkpoint of a pool, or of the pools of a group: read, verify and apply it."""

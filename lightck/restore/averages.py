@@ -61,15 +61,15 @@ def places_of(
     if len(found) < size:
         missing = next(place for place in range(size) if place not in found)
         raise DamagedError(
-            f"its tensor {name!r} is the mean of {size} tensors, and no pool holds that of the rank {missing} of the "
-            "layout"
+            f"its tensor {name!r} is the mean of {size} tensors, and no pool holds the one of rank {missing} in "
+            "the layout"
         )
     return [found[place] for place in sorted(found)]
 
 
 def mean_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the mean of tensors of one dtype and shape, in this dtype. One of them is in memory at a time, if they are
-    loaded one after the other."""
+    """Return the mean of tensors of one dtype and shape, in this dtype. If ``tensors`` loads each of them only when it
+    is asked for, one of them is in memory at a time."""
     total, count, dtype = torch.zeros(()), 0, torch.float32
     for one in tensors:
         dtype = one.dtype

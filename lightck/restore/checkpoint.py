@@ -18,7 +18,7 @@ from lightck.pool.reader import RejectedCheckpoint
 from lightck.restore import restore as _restore
 from lightck.restore.contents import Contents, MemorySource, OptimizerContents, refuse_unknown, unpack_dict
 from lightck.restore.optimizer import joined, keys_by_param
-from lightck.restore.ranges import Pieces, RangeReader, StoredPiece, checked_box, checked_out, takes_bytes
+from lightck.restore.ranges import Pieces, RangeReader, StoredPiece, checked_box, refuse_unfit_out, takes_bytes
 from lightck.restore.resume import RestoredFrom, mark_poisoned, remember
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.sessions import has_open_session
@@ -204,7 +204,7 @@ class Checkpoint:
         refuse_unknown(name, self.contents.entries)
         entry = self.contents.entries[name]
         box = checked_box(name, entry.shape, start, size)
-        checked_out(out, dtype_from_name(entry.dtype), box.size)
+        refuse_unfit_out(out, dtype_from_name(entry.dtype), box.size)
         is_direct = out is not None and self._ranges is not None and takes_bytes(out)
         with ordinary_tensors():
             if self._ranges is not None:

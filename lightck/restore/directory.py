@@ -155,15 +155,15 @@ def _recovered_together(directory: str, step: int | None, take: Take[T], meeting
     failed_ids: set[CheckpointId] = set()
     rejected: list[RejectedCheckpoint] = []
     newest: set[CheckpointId] = set()
-    for _ in range(_ATTEMPTS**2):
+    for _ in range(_ATTEMPTS**2):  # as many as ``recovered`` and ``_newest`` make together
         with open_worlds(directory) as worlds:
             found: dict[CheckpointId, tuple[World, Held]] = {}
             for world in reversed(worlds):
-                found |= {name: (world, held) for name, held in common_checkpoints(world).items()}
-            own = [list(name) for name in found if name not in failed_ids and step in (None, name.step)]
+                found |= {id_: (world, held) for id_, held in common_checkpoints(world).items()}
+            own = [list(id_) for id_ in found if id_ not in failed_ids and step in (None, id_.step)]
             has_changed, newest = set(found) != newest, set(found)
             said = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints", msgpack.packb([own, has_changed]))]
-            common = frozenset.intersection(*(frozenset(CheckpointId(*name) for name in names) for names, _ in said))
+            common = frozenset.intersection(*(frozenset(CheckpointId(*id_) for id_ in ids) for ids, _ in said))
             if not common and not any(changed for _, changed in said):
                 raise _no_checkpoint_error(directory, step, sorted(found, reverse=True), rejected)
             if not common:
@@ -279,7 +279,9 @@ def _lazily(
     directory: str, logical: LogicalCheckpoint, rejected: Sequence[RejectedCheckpoint], *, opened: ExitStack
 ) -> Checkpoint:
     """Load a checkpoint without its tensors, which are read when they are used."""
-    _warn_differences(logical, ("param", "optimizer"))  # buffers usually differ, and may be read a thousand times
+    # Buffers usually differ between ranks, and a program may open the same checkpoint lazily many times. So there is no
+    # warning about buffers.
+    _warn_differences(logical, ("param", "optimizer"))
     ranges = RangeReader(opened, logical)
     return _checkpoint(directory, logical, rejected, ranges.all, ranges)
 

@@ -82,12 +82,12 @@ class LogicalCheckpoint:
     holders: dict[str, list[Holder]] = field(init=False)
     """Name -> who holds it; nobody for a tied name, whose bytes lie under another name."""
     far_first: dict[str, int] = field(init=False)
-    """Name -> position of the pool on another host from which a replicated tensor is fetched, if it must be. The bytes
-    are dealt evenly to the pools that hold the same."""
+    """Name of a replicated tensor -> position of the pool on another host that is read first, if pools on other hosts
+    must be read. The choices are such that these pools send about the same number of bytes."""
     is_of_stages: bool = field(init=False)
     """Whether the ranks are stages of a pipeline, and hold different tensors."""
     averaged: dict[str, list[list[int]]] = field(init=False, default_factory=dict)
-    """Name of a tensor that differs between the places of a layout, and whose mean counts -> for each place, which
+    """Name of a tensor that differs between the places of a layout, and whose mean is taken -> for each place, which
     pools hold it there (``averages.py``)."""
 
     def __post_init__(self) -> None:
@@ -97,15 +97,15 @@ class LogicalCheckpoint:
         for name in dict.fromkeys(name for stored in self.of_ranks for name in stored.entries):
             self._add(name)
         check_ties(self.entries)
-        self.far_first = self._dealt()
+        self.far_first = self._far_first()
         layouts = [_layout_of(stored) for stored in self.of_ranks]
         self.is_of_stages = any(one is not None and one.stages > 1 for one in layouts)
         if self.is_of_stages:
             refuse_missing_stages(layouts)
         for name in self.holders if any(one is not None and one.averaged for one in layouts) else ():
-            of_name = {one.position: one for one in self.holders[name]}
-            places = places_of(name, self.entries, layouts, of_name)
-            if places is not None and _differ([of_name[positions[0]] for positions in places]):
+            by_position = {one.position: one for one in self.holders[name]}
+            places = places_of(name, self.entries, layouts, by_position)
+            if places is not None and _differ([by_position[positions[0]] for positions in places]):
                 self.averaged[name] = places
 
     @property
@@ -145,7 +145,7 @@ class LogicalCheckpoint:
                 f"at {uncovered.start}"
             )
 
-    def _dealt(self) -> dict[str, int]:
+    def _far_first(self) -> dict[str, int]:
         """Return ``far_first``. It is the same on all ranks of a host, so nothing is fetched twice for them."""
         nbytes: dict[int, int] = {}
         first: dict[str, int] = {}
@@ -247,7 +247,7 @@ def refuse_shape_per_rank(name: str, role: str) -> None:
 
 @lru_cache(1 << 12)
 def whole_pieces(shape: Ints) -> tuple[Piece, ...]:
-    """Return the pieces of who holds the whole tensor."""
+    """Return the pieces of a holder that has the whole tensor."""
     start, size = whole_box(shape)
     return () if 0 in shape else (Piece(start, size, start),)
 

@@ -15,7 +15,7 @@ from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Saved, load_tensors
 
 BATCH_NBYTES = 32 << 20
-"""Tensors of so many bytes together are read into memory at a time, or one that is larger."""
+"""Tensors are read into memory in batches of at most so many bytes. A larger tensor is a batch of its own."""
 
 
 def commit_copy(writer: PoolWriter, checkpoint_id: CheckpointId, stored: Saved, state: bytes) -> None:

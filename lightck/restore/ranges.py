@@ -73,10 +73,10 @@ class RangeReader:
     def box(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
         """Read a box of a tensor into ``out`` (None: into a new tensor), and return it. ``out`` has gone through
         ``takes_bytes``."""
-        cut = self._relocated.cut(name, box)
-        target = empty_for(cut.entries[name], "cpu") if out is None else out
+        only_box = self._relocated.only_box(name, box)
+        target = empty_for(only_box.entries[name], "cpu") if out is None else out
         with self._errors(f"The tensor {name!r}"):
-            cut.read_into(name, target.data_ptr())
+            only_box.read_into(name, target.data_ptr())
         return target
 
     def whole(self, name: str) -> torch.Tensor:
@@ -154,7 +154,7 @@ def _ints(argument: str, given: Any) -> Ints:
         raise TypeError(f"{argument}={given!r}: pass a tuple with an int for each dimension of the tensor.") from None
 
 
-def checked_out(out: torch.Tensor | None, dtype: torch.dtype, size: Ints) -> None:
+def refuse_unfit_out(out: torch.Tensor | None, dtype: torch.dtype, size: Ints) -> None:
     """Raise ``TypeError`` or ``ValueError`` if a box cannot be read into ``out``."""
     if out is None:
         return
@@ -185,5 +185,5 @@ def _has_memory(out: torch.Tensor) -> bool:
     """Whether the storage of a tensor is as large as the tensor needs. (If not, torch writes beyond it.)"""
     if not out.numel():
         return True
-    last = out.storage_offset() + sum((n - 1) * step for n, step in zip(out.shape, out.stride(), strict=True))
+    last = out.storage_offset() + sum((n - 1) * stride for n, stride in zip(out.shape, out.stride(), strict=True))
     return out.untyped_storage().nbytes() >= (last + 1) * out.element_size()

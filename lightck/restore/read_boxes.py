@@ -3,13 +3,14 @@
 A ``BoxRead`` says: this box of that stored tensor goes to that box of an array in memory. A checkpoint has a checksum
 for each block, so whole blocks are read:
 
-- Where source and destination are one run of bytes each (rows of a tensor), the whole blocks in it are read straight to
-  the destination, on the native reader's threads. At most two blocks at its ends go through a buffer.
+- Where source and destination are one run of bytes each (rows of a tensor), the whole blocks of the run are read
+  straight to the destination, on the native reader's threads. At most two blocks, at the ends of the run, go through
+  a buffer.
 - Otherwise (columns) the blocks of the source tensor are read into buffers, each block once for all boxes of that
   tensor, and the elements are copied from there.
 
 Invariant: no byte that is not verified is copied to a destination. All buffers together have at most
-``BUFFERS_NBYTES`` bytes and a block for each thread.
+``BUFFERS_NBYTES`` bytes, and one block more for each thread.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Destination:
 
 
 class Frame(NamedTuple):
-    """A run of elements of a stored tensor of one dimension that are a tensor of their own, in C order: a piece of a
-    tensor that is held flat."""
+    """A piece of a stored tensor that is held flat (in one dimension): a run of its elements, which is read as a tensor
+    of its own, in C order."""
 
     first: int
     """Its first element in the stored tensor."""
@@ -184,13 +185,15 @@ class _Plan:
     def _add_scattered(self, entry: _Stored, reads: list[BoxRead]) -> None:
         """Add boxes that are no runs. Blocks that no box needs are not read."""
         item, block = entry.item, self.stored.block_nbytes
-        step = max(block, _BATCH_NBYTES // 4 // block * block) // item
+        # The blocks are read in runs of a quarter of a batch, or of one block if that is larger.
+        n_elements = max(block, _BATCH_NBYTES // 4 // block * block) // item
         spans = [_span(entry, read.source) for read in reads]
         low, high = min(a for a, _ in spans), max(b for _, b in spans)
-        for start in range((entry.first + low) // step * step - entry.first, high, step):
-            inside = [read for read, (a, b) in zip(reads, spans, strict=True) if a < start + step and start < b]
+        first = (entry.first + low) // n_elements * n_elements - entry.first
+        for start in range(first, high, n_elements):
+            inside = [read for read, (a, b) in zip(reads, spans, strict=True) if a < start + n_elements and start < b]
             if inside:
-                self._add_buffered(entry, inside, max(start, low), min(start + step, high))
+                self._add_buffered(entry, inside, max(start, low), min(start + n_elements, high))
 
     def _add_buffered(self, entry: _Stored, reads: list[BoxRead], start: int, stop: int) -> None:
         item, block = entry.item, self.stored.block_nbytes
@@ -317,4 +320,4 @@ def _array_of(into: Destination, item: int) -> _Array:
     n = math.prod(into.shape)
     memory: Any = (ctypes.c_ubyte * (n * item)).from_address(into.address)
     flat = np.frombuffer(memory, _DTYPES[item], n)
-    return np.lib.stride_tricks.as_strided(flat, into.shape, tuple(item * step for step in into.stride))
+    return np.lib.stride_tricks.as_strided(flat, into.shape, tuple(item * stride for stride in into.stride))

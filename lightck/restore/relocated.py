@@ -136,7 +136,7 @@ class Relocated:
         found.falls_back = found.entries[name].role in REPLICATED
         return found
 
-    def cut(self, name: str, box: Box) -> Relocated:
+    def only_box(self, name: str, box: Box) -> Relocated:
         """Return what ``alone`` does, with nothing but a box of the tensor, as a contiguous tensor."""
         found, size = self.alone(name), box.size
         entry = found.entries[name]

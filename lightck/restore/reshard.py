@@ -142,7 +142,7 @@ def _write_one(
         with undo_on_error(container.close):
             writer = PoolWriter(PoolReader(container, path), engine, kind.probe(path))
         with closing(writer):
-            name = CheckpointId(first.header.incarnation, logical.step)
-            commit_copy(writer, name, relocated, state)
+            checkpoint_id = CheckpointId(first.header.incarnation, logical.step)
+            commit_copy(writer, checkpoint_id, relocated, state)
             container.publish()
     return restarted

@@ -102,7 +102,8 @@ class Resumed:
             rng_for_pass,
             contents.rng_forward,
             contents.event,
-            # PRE_STEP: the next forward had run before the checkpoint was closed, and may have changed the numbers.
+            # PRE_STEP: the next forward had run before the checkpoint was closed, and may have changed the numbers. So
+            # they are not compared.
             None if contents.event == ClosingEvent.PRE_STEP.value else contents.numbers,
         )
 

@@ -84,11 +84,11 @@ def merged_state(of_ranks: Sequence[StoredCheckpoint], own: StoredCheckpoint, he
     contents, raw = [parse(stored) for stored in of_ranks], unpack_dict(own.state)
     optimizers, kept = _optimizers(contents, held)
     built = next((one.built for one in (parse(own), *contents) if one.built is not None), None)
-    frozen = {name for one in contents if one.built is not None for name in one.built.without_grad}
+    without_grad = {name for one in contents if one.built is not None for name in one.built.without_grad}
     if built is not None:
         built.groups = [one for number, one in enumerate(built.groups) if number in kept]
         built.state_counts = [one for number, one in enumerate(built.state_counts) if number in kept]
-        built.without_grad = sorted(frozen)
+        built.without_grad = sorted(without_grad)
     extra = {name: value for one in (*reversed(contents), parse(own)) for name, value in one.extra.items()}
     changed: dict[str, object] = {
         "optimizers": [_optimizer_value(one) for one in optimizers],
@@ -123,7 +123,8 @@ def _optimizer_value(one: OptimizerContents) -> dict[str, object]:
 
 
 def _optimizers(contents: Sequence[Contents], held: HeldNames | None) -> tuple[list[OptimizerContents], set[int]]:
-    """Return the optimizers of the whole model, or of what a rank holds; and their numbers in the stages."""
+    """Return the optimizers of the whole model, or of what a rank holds; and the number that each has in the lists of
+    the stages."""
     found, kept = [], set()
     for number in range(max((len(one.optimizers) for one in contents), default=0)):
         of_stages = [one.optimizers[number] for one in contents if number < len(one.optimizers)]
@@ -135,7 +136,9 @@ def _optimizers(contents: Sequence[Contents], held: HeldNames | None) -> tuple[l
 
 
 def _joined(of_stages: Sequence[OptimizerContents]) -> OptimizerContents:
-    """Return one optimizer for the tensors of all stages. (``differing_options`` has found nothing.)"""
+    """Return one optimizer for the tensors of all stages. If stages contradict each other (``differing_options``), the
+    options are those of the first stage with the most groups, and the state of a parameter is that of the last stage
+    that has it."""
     first = max(of_stages, key=lambda one: len(one.groups))
     names: list[list[str]] = [[] for _ in first.groups]
     state: dict[str, object] = {}

@@ -31,7 +31,7 @@ class MovedTensors:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, device_for)
         if isinstance(value, dict):
-            for key, part in list(value.items()):  # no update(), which adds in a Counter
+            for key, part in list(value.items()):  # not value.update(): in a Counter it adds
                 value[key] = self.moved(part, device_for)
         elif isinstance(value, tuple):
             return tuple(self.moved(part, device_for) for part in value)
@@ -67,7 +67,7 @@ def _like_live(saved: Any, live: Any, moved: dict[tuple[int, torch.device], tupl
             moved[key] = saved, saved.to(live.device)
         return moved[key][1]
     if isinstance(saved, dict) and isinstance(live, dict):
-        for key, part in list(saved.items()):  # no update(), which adds in a Counter
+        for key, part in list(saved.items()):  # not saved.update(): in a Counter it adds
             if key in live:
                 saved[key] = _like_live(part, live[key], moved)
     elif isinstance(saved, (list, tuple, deque)) and isinstance(live, (list, tuple, deque)):

@@ -40,8 +40,8 @@ def store_of(group: Any) -> Store:
 
 def meeting_of(lives: Iterable[Live], layout: Layout | None = None) -> Meeting | None:
     """Return the meeting of the ranks that hold parts of these tensors: those of the largest device mesh; with a
-    layout, all ranks of the process group. None if this process is alone: it holds a layout of one rank, or there is no
-    process group."""
+    layout, all ranks of the process group. None if no ranks have to meet: no tensor is a DTensor, and there is no
+    layout of several ranks or no process group."""
     dist: Any = torch.distributed
     meshes = [live.dtensor.device_mesh for live in lives if is_dtensor(live.dtensor)]
     if layout is not None and max(layout.mesh_shape) > 1 and dist.is_available() and dist.is_initialized():
@@ -59,6 +59,7 @@ def refuse_other_layouts(layout: Layout | None, meeting: Meeting) -> None:
     """Raise ``RankError`` unless all ranks have the same layout, and each place in it is held. All ranks call this."""
     own = None if layout is None else [layout.description, layout.place.rank, layout.ranges, layout.stage]
     found = [msgpack.unpackb(one) for one in meeting.exchange("layouts", msgpack.packb(own))]
+    # Of each rank: the text of its layout, its place, its ranges of ``Flat``, its stage.
     texts = ["no layout" if one is None else one[0] for one in found]
     other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:
@@ -68,10 +69,10 @@ def refuse_other_layouts(layout: Layout | None, meeting: Meeting) -> None:
         )
     if layout is None:
         return
-    hole = uncovered([one[2] for one in found]) if layout.stages == 1 else None
-    if hole is not None:
+    gap = uncovered([one[2] for one in found]) if layout.stages == 1 else None
+    if gap is not None:
         raise RankError(
-            f"No rank holds {hole}: the ranges of Flat in layout= do not cover the tensor. Nothing was changed. Pass "
+            f"No rank holds {gap}: the ranges of Flat in layout= do not cover the tensor. Nothing was changed. Pass "
             "the range that each rank holds, and as shape= the shape of the whole tensor."
         )
     missing = set(range(layout.place.size)) - {one[1] for one in found}
@@ -83,12 +84,12 @@ def refuse_other_layouts(layout: Layout | None, meeting: Meeting) -> None:
         )
     held = {(one[3], one[1]) for one in found}
     places = ((stage, rank) for stage in range(layout.stages) for rank in range(layout.place.size))
-    hole_at = next((place for place in places if place not in held), None)
-    if hole_at is not None:
+    missing_at = next((place for place in places if place not in held), None)
+    if missing_at is not None:
         raise RankError(
-            f"No process is stage {hole_at[0]} of {layout.stages} at the place {hole_at[1]} of {layout.place.size} in "
-            "the layout, so tensors are missing. Nothing was changed. Pass each process its own pipeline stage: "
-            "Layout(..., stage=..., stages=...)."
+            f"No process is stage {missing_at[0]} of {layout.stages} at the place {missing_at[1]} of "
+            f"{layout.place.size} in the layout, so tensors are missing. Nothing was changed. Pass each process its "
+            "own pipeline stage: Layout(..., stage=..., stages=...)."
         )
 
 
@@ -107,9 +108,9 @@ def refuse_unused_rules(layout: Layout | None, names: Iterable[str], meeting: Me
             "whole name, as rename has made it. Correct the pattern, or remove the rule."
         )
     for pattern in layout.ranges:
-        hole = uncovered([{pattern: one[pattern]} for _, one in found if pattern in one])
-        if hole is not None:
+        gap = uncovered([{pattern: one[pattern]} for _, one in found if pattern in one])
+        if gap is not None:
             raise RankError(
-                f"No rank holds {hole}: the ranges of Flat in layout= do not cover the tensor. Nothing was changed. "
+                f"No rank holds {gap}: the ranges of Flat in layout= do not cover the tensor. Nothing was changed. "
                 "Pass the range that each rank holds."
             )

@@ -20,8 +20,8 @@ BUDGET_NBYTES = 1 << 20
 is larger than this."""
 WHOLE_CHECKPOINTS = 3
 """In the first ``WHOLE_CHECKPOINTS`` checkpoints after attach all bytes are compared, without a budget. That reveals
-every write that a loop makes at each step. When sources of background copies are compared, a checkpoint that has no
-such sources does not count as one of the first."""
+every write that a loop makes at each step. For the sources of background copies, only checkpoints that
+have such sources are counted."""
 
 _BLOCKS_MAX = 4096
 """The largest number of blocks that one checkpoint with a budget reads, even if more blocks fit in the budget (a model

@@ -151,8 +151,8 @@ class CudaTransfer:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def free_nbytes(self) -> int:
-        # At a boundary the activations of the next step do not exist yet. So the peak of the allocated memory is
-        # subtracted, and not its present size.
+        # At a boundary the activations of the next step do not exist yet. So of the memory that torch has reserved,
+        # only what exceeds the peak so far counts as unused, and not all that is unused at present.
         unused = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
         return int(torch.cuda.mem_get_info(self._device)[0]) + unused
 

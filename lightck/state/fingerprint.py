@@ -54,6 +54,7 @@ def _cuda() -> str | None:
 
 
 def flushes_denormals() -> bool:
-    """Whether this thread takes numbers below the normal range for zero (``torch.set_flush_denormal``). The threads
-    that help it do so only if they began later, so the number of threads decides bits then."""
+    """Whether this thread takes numbers below the normal range for zero (``torch.set_flush_denormal``). torch's
+    helper threads do so only if they were started after the setting was made. So the number of threads decides bits
+    then."""
     return bool((torch.full((1,), 1e-39, dtype=torch.float32, device="cpu") * 1.0 == 0).item())

@@ -73,9 +73,9 @@ class _PythonMemory:
 class _NumpyMemory:
     """The memory of one ``numpy.random.RandomState`` over an ``MT19937``."""
 
-    def __init__(self, generator: Any, bits: Any, place: _NumpyPlace) -> None:
-        self.generator, self.bits, self._lock = generator, bits, bits.lock
-        address = bits.ctypes.state_address  # documented by numpy: the words lie there, and then the position
+    def __init__(self, generator: Any, bit_generator: Any, place: _NumpyPlace) -> None:
+        self.generator, self.bit_generator, self._lock = generator, bit_generator, bit_generator.lock
+        address = bit_generator.ctypes.state_address  # documented by numpy: the words lie there, and then the position
         self._key = (ctypes.c_char * _KEY.size).from_address(address)
         self._position = ctypes.c_int.from_address(address + _KEY.size)
         self._has_gauss = ctypes.c_int.from_address(id(generator) + place.has_gauss)
@@ -109,12 +109,14 @@ def numpy_twister() -> Twister | None:
     ``numpy.random.get_state()``."""
     global _numpy
     generator = getattr(np.random.get_state, "__self__", None)
-    bits: Any = getattr(generator, "_bit_generator", None)
-    if _numpy is None or _numpy.generator is not generator or _numpy.bits is not bits:
+    bit_generator: Any = getattr(generator, "_bit_generator", None)
+    if _numpy is None or _numpy.generator is not generator or _numpy.bit_generator is not bit_generator:
         place = _numpy_place()
-        if place is None or type(generator) is not np.random.RandomState or type(bits) is not np.random.MT19937:
+        if place is None or type(generator) is not np.random.RandomState:
             return None
-        _numpy = _NumpyMemory(generator, bits, place)
+        if type(bit_generator) is not np.random.MT19937:
+            return None
+        _numpy = _NumpyMemory(generator, bit_generator, place)
     return _numpy.read()
 
 
@@ -141,8 +143,8 @@ def _python_by_call(generator: random.Random) -> Twister:
 
 @cache
 def _numpy_place() -> _NumpyPlace | None:
-    bits = np.random.MT19937(1)
-    generator = np.random.RandomState(bits)
+    bit_generator = np.random.MT19937(1)
+    generator = np.random.RandomState(bit_generator)
     generator.standard_normal()
     memory = _memory_of(generator, np.random.RandomState.__basicsize__)
     gauss = memory.find(_GAUSS.pack(_numpy_by_call(generator).gauss))
@@ -150,7 +152,7 @@ def _numpy_place() -> _NumpyPlace | None:
         return None
     # The flag lies before the double. It is an int, padded to the alignment of the double.
     place = _NumpyPlace(gauss - _GAUSS.size, gauss)
-    found = _NumpyMemory(generator, bits, place)
+    found = _NumpyMemory(generator, bit_generator, place)
     return place if _agree(found.read, lambda: _numpy_by_call(generator), generator.standard_normal) else None
 
 

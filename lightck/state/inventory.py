@@ -21,7 +21,7 @@ from lightck.state.device_transfers import is_dense_tensor
 from lightck.state.local_tensors import is_dtensor, is_fully_sharded, local_of, refuse_unrestorable_state, stands_in
 from lightck.state.optimizer_wrappers import WrapperRole, has_own_state, inner_of, wrapper_roles
 from lightck.state.parts import Part, part_of_live
-from lightck.state.storable import dtype_name, refuse_hidden_state, refuse_script, refuse_unstorable
+from lightck.state.storable import dtype_name, refuse_hidden_state, refuse_torchscript, refuse_unstorable
 
 _WRAPPERS = {
     "DataParallel": "module",
@@ -169,7 +169,7 @@ class ModelView:
         """Name of each tensor and extra state -> its name in this model; without the prefix ``model/``. (A layout may
         rename.)"""
         for prefix, module in clean_prefixes(self.model):
-            refuse_script(prefix, module)
+            refuse_torchscript(prefix, module)
             if is_fully_sharded(module):
                 self._sharded.update(id(below._parameters) for below in module.modules())
             layer = layers.setdefault(id(module), len(layers))

@@ -70,8 +70,8 @@ def _predict(view: OptimizerView) -> Iterator[Entry]:
     rules = {key: _rules(p, scratch.state.get(p, {})) for key, p in stand_ins.items()}
     for g, (group, names) in enumerate(zip(view.optimizer.param_groups, view.names, strict=True)):
         for name, p in zip(names, group["params"], strict=True):
-            for state_key, (dtype, device, dims) in rules[_kind(g, p)].items():
-                yield _entry(name, p, state_key, dtype, device, dims)
+            for state_key, (dtype, device, size_rules) in rules[_kind(g, p)].items():
+                yield _entry(name, p, state_key, dtype, device, size_rules)
 
 
 def _kind(group: int, p: torch.Tensor) -> tuple[object, ...]:
@@ -118,18 +118,18 @@ def _size_rule(p: torch.Tensor, size: int) -> _SizeRule:
     raise ValueError(f"a size of {size} does not follow from the parameter's shape")
 
 
-def _size(p: torch.Tensor, kind: str, n: int) -> int:
-    """Return the size that the rule (``kind``, ``n``) gives for the parameter ``p``."""
-    if kind == "dim":
+def _size(p: torch.Tensor, basis: str, n: int) -> int:
+    """Return the size that the rule (``basis``, ``n``) gives for the parameter ``p``."""
+    if basis == "dim":
         return int(p.shape[n])
-    return p.numel() if kind == "numel" else n
+    return p.numel() if basis == "numel" else n
 
 
 def _entry(
-    name: str, p: torch.Tensor, key: object, dtype: torch.dtype, device: torch.device, dims: tuple[_SizeRule, ...]
+    name: str, p: torch.Tensor, key: object, dtype: torch.dtype, device: torch.device, size_rules: tuple[_SizeRule, ...]
 ) -> Entry:
     local = local_of(p)
-    shape = tuple(_size(local, kind, n) for kind, n in dims)
+    shape = tuple(_size(local, basis, n) for basis, n in size_rules)
     # State of the parameter's shape gets the parameter's strides too, because torch creates it with preserve_format.
     # If the state has other strides, it gets a new extent at its first checkpoint.
     stride = tuple(local.stride()) if shape == tuple(local.shape) and _is_dense(p) else contiguous_stride(shape)

@@ -66,7 +66,7 @@ class _LastPacked:
         return packed
 
 
-def _are_identical(one: object, other: object) -> bool:
+def _have_same_bits(one: object, other: object) -> bool:
     """Whether two states have the same bits. (Floats: 0.0 and -0.0 are equal, and differ in their bits.) False for
     states that are no ``Twister``."""
     if not isinstance(one, Twister) or not isinstance(other, Twister):
@@ -78,7 +78,7 @@ def _are_same_objects(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> bool:
     return all(map(is_, one, other))
 
 
-_packed_python, _packed_numpy = _LastPacked(_are_identical), _LastPacked(_are_identical)
+_packed_python, _packed_numpy = _LastPacked(_have_same_bits), _LastPacked(_have_same_bits)
 _packed_torch = _LastPacked(eq)
 _joined = _LastPacked(_are_same_objects)
 _PACKED_KEYS = tuple(map(small_state.pair_prefix, ("python", "numpy", "torch", "cuda")))
@@ -160,8 +160,8 @@ class RngState:
             _packed_torch.of(state, lambda: small_state.pack_plain(state)),
             small_state.pack_plain(cuda) if cuda else _NO_DEVICES,
         )
-        pieces = chain.from_iterable(zip(_PACKED_KEYS, parts, strict=True))
-        return _joined.of(parts, lambda: small_state.join_dict(len(parts), pieces))
+        chunks = chain.from_iterable(zip(_PACKED_KEYS, parts, strict=True))
+        return _joined.of(parts, lambda: small_state.join_dict(len(parts), chunks))
 
     def _pack_python(self) -> bytes:
         return small_state.pack_plain(self._python_value())

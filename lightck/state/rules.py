@@ -108,8 +108,8 @@ def _part(layout: Layout, rule: Rule | None, live: Live) -> Part | None:
 
 
 def with_part_of_param(entry: Entry, entries: Mapping[str, Entry]) -> Entry:
-    """Return the entry of predicted optimizer state, as the part that its parameter is. ``entries``: name -> entry of
-    the parameters."""
+    """Return the entry of predicted optimizer state. If its parameter is a part, and the state has the same shape, the
+    entry is that of the same part. ``entries``: name -> entry of the parameters."""
     param = entries.get(f"model/{param_of(entry.name)}")
     if param is None or param.pieces is None or param.shape != entry.shape:
         return entry

@@ -32,14 +32,14 @@ class StatePacker:
 
     def pack(self, parts: Mapping[str, object]) -> bytes:
         """Return the same bytes as ``values.pack`` for this dict. A value of type ``Packed`` is stored as its bytes."""
-        known, pieces = self._parts, []
+        known, chunks = self._parts, []
         for key, value in parts.items():
             part = known.get(key)
             if part is None:
                 part = known[key] = _Part(key, f"{self._path}/{key}", key in self._never_mutated)
-            pieces.append(part.prefix)
-            pieces.append(value.data if type(value) is Packed else part.pack(value))
-        return join_dict(len(parts), pieces)
+            chunks.append(part.prefix)
+            chunks.append(value.data if type(value) is Packed else part.pack(value))
+        return join_dict(len(parts), chunks)
 
 
 class _Part:
@@ -101,7 +101,7 @@ def _encode_tuple(value: object) -> msgpack.ExtType:
 _fast_packer = msgpack.Packer(strict_types=True, use_bin_type=True, default=_encode_tuple)
 
 
-# -- pieces of packed values -------------------------------------------------------------------------------------------
+# -- chunks of packed values -------------------------------------------------------------------------------------------
 
 
 def plain_extension(code: int, items: list[object]) -> msgpack.ExtType:
@@ -128,10 +128,10 @@ def pair_prefix(key: str) -> bytes:
     return values.PAIR + values.pack(key, path="")
 
 
-def join_dict(count: int, pieces: Iterable[bytes]) -> bytes:
-    """Join packed items, and return a packed dict of ``count`` items. ``pieces``: for each item, the ``pair_prefix`` of
+def join_dict(count: int, chunks: Iterable[bytes]) -> bytes:
+    """Join packed items, and return a packed dict of ``count`` items. ``chunks``: for each item, the ``pair_prefix`` of
     its key and then its packed value."""
-    payload = b"".join((_plain_packer.pack_array_header(count), *pieces))
+    payload = b"".join((_plain_packer.pack_array_header(count), *chunks))
     return cast("bytes", _plain_packer.pack_ext_type(values.DICT, payload))
 
 

@@ -23,16 +23,16 @@ from lightck.pool.format.layout import ITEM_NBYTES, NAME_NBYTES_MAX, is_name
 from lightck.state.local_tensors import is_dtensor
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_NBYTES if hasattr(torch, name)}
-_NAMES = {item: name for name, item in DTYPES.items()}
+_DTYPE_NAMES = {item: name for name, item in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name without ``torch.``, e.g. ``bfloat16``. Raises ``ValueError`` for a dtype that cannot be
     stored."""
     try:
-        return _NAMES[dtype]
+        return _DTYPE_NAMES[dtype]
     except KeyError:
-        raise ValueError(f"{dtype} cannot be stored: its values are not whole bytes; convert it first") from None
+        raise ValueError(f"{dtype} cannot be stored; convert the tensor first") from None
 
 
 def dtype_from_name(name: str) -> torch.dtype:
@@ -66,7 +66,7 @@ def refuse_unstorable(name: str, tensor: torch.Tensor, action: str = "stored") -
         raise StateValueError(f"The tensor {name!r} cannot be {action}: {why[0]}. {why[1]}.")
 
 
-def refuse_script(prefix: str, module: nn.Module) -> None:
+def refuse_torchscript(prefix: str, module: nn.Module) -> None:
     """Raise ``StateValueError`` for TorchScript, which gives access to its parameters by name only."""
     if isinstance(module, torch.jit.ScriptModule):
         raise StateValueError(
@@ -94,7 +94,7 @@ def unstorable_reason(tensor: torch.Tensor) -> tuple[str, str] | None:
     if tensor.is_meta:
         cure = f"Give it memory (model.to_empty) and fill it before attach, {_KEEP_OUT}"
         return "it is on the meta device and has no bytes", cure
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in _DTYPE_NAMES:
         return _reason_by_dtype(tensor.dtype)
     if tensor.numel() and not _is_backed(tensor):
         return (
@@ -138,7 +138,7 @@ def _is_backed(tensor: torch.Tensor) -> bool:
     begin, held = tensor.storage_offset(), tensor.untyped_storage().nbytes()
     if tensor.is_contiguous():
         return held >= (begin * tensor.element_size() if begin else 0) + tensor.nbytes
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return held >= (begin + last + 1) * tensor.element_size()
 
 

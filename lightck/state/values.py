@@ -265,7 +265,7 @@ def _encode_default_dict(packer: _Packer, value: defaultdict[object, object]) ->
     return packer.ext(DEFAULT_DICT, packer.pairs(value))
 
 
-PAIR = b"\x92"  # a MessagePack array of two
+PAIR = b"\x92"  # the header of a MessagePack array of two items
 _ENCODE: dict[type, Callable[[_Packer, Any], bytes]] = {
     int: _Packer.integer,
     str: _Packer.text,
