@@ -125,14 +125,15 @@ def decide(
     lost. A checkpoint is then common if all other ranks have it.
     """
     held = [report.ids for report in reports]
-    # A random number is added, so that two histories that go on from copies of one directory differ in it.
+    # A random number is added, so that two trainings that go on from copies of one directory get different
+    # incarnations.
     incarnation = next_incarnation(report.incarnation for report in reports) + _random_number(reports)
     if overwrite or not any(held):
         return _new_run(reports)
     runs = {(report.run_id, report.world_id) for report in reports if report.run_id}
     lost = ranks_without_pool(reports)
-    left = [ids - unrestorable.keys() for rank, ids in enumerate(held) if rank not in lost]
-    common = newest_common(left) if len(runs) == 1 else None
+    restorable = [ids - unrestorable.keys() for rank, ids in enumerate(held) if rank not in lost]
+    common = newest_common(restorable) if len(runs) == 1 else None
     if (common is None or lost) and not unrestorable and may_start_from_nothing(held):
         return _new_run(reports)  # an earlier start was killed before the first common checkpoint: nothing is lost
     if not resume:
@@ -237,8 +238,8 @@ def describe_from_world(n_saved: int, n_now: int) -> str:
     """Return what to say about a checkpoint that ``n_saved`` ranks saved, and ``n_now`` ranks load."""
     if n_saved == n_now:
         return (
-            "as many ranks saved the checkpoint, but they were on other hosts, held other parts of the tensors, or "
-            "lost a pool, and so sums may be made in another order"
+            "the same number of ranks saved the checkpoint, but they were on other hosts, held other parts of the "
+            "tensors, or lost a pool, and so sums may be made in another order"
         )
     return (
         f"the checkpoint was saved by {n_saved} rank{'s' * (n_saved > 1)} and is loaded into {n_now}: random states "

@@ -33,6 +33,7 @@ class CopyCadence:
         self._seconds_per_byte, self._interval = seconds_per_byte, interval
         self._n_commits = 0
         self._began = 0.0, 0
+        """Time and step at which the measurement began."""
 
     def committed(self, step: int, nbytes: int) -> int | None:
         """Return the chosen number; None while it cannot be chosen. Call at each commit. ``nbytes``: of the payload of

@@ -124,8 +124,8 @@ class CopyFile:
         fd, locked = temporary.make(path)
         try:
             os.ftruncate(fd, sb.nbytes)
-            pieces = [(at, superblock) for at in SUPERBLOCK_OFFSETS] + [(at, table) for at in sb.table_offsets]
-            for at, data in pieces:
+            copies = [(at, superblock) for at in SUPERBLOCK_OFFSETS] + [(at, table) for at in sb.table_offsets]
+            for at, data in copies:
                 _write(fd, data, at)
             os.fsync(fd)
             os.rename(temporary.path_of(path), path)
@@ -151,7 +151,7 @@ class CopyFile:
         return frozenset(found)
 
     def has(self, name: CheckpointId, record: CommitRecord) -> bool:
-        """Whether the file has this checkpoint with these bytes. They are verified."""
+        """Whether the file has this checkpoint, with the bytes that ``record`` of the pool names, and they verify."""
         stored = checkpoint_in(self._reader, name)
         if stored is None or stored.record.manifest_hash != record.manifest_hash:
             return False

@@ -61,6 +61,7 @@ class CopySender:
         self._own: frozenset[CheckpointId] = frozenset()
         self._known: Callable[[], Knowledge] = Knowledge
         self._publish: Callable[[frozenset[CheckpointId]], object] = bool
+        """The arguments of ``start``. Before it is called: functions that know nothing and do nothing."""
         self._struck: frozenset[CheckpointId] = frozenset()
         """Checkpoints in the copy that may hold old bytes. They are dropped before anything else is done."""
         self._lock = threading.Lock()
@@ -120,7 +121,8 @@ class CopySender:
         self._answer()
 
     def _send_bytes(self, reader: PoolReader, at: int, n: int) -> None:
-        """Send bytes of the pool: from its file by the kernel, which copies them once less, as far as that works."""
+        """Send bytes of the pool. As far as that works, the kernel sends them from the file, which saves one copy in
+        memory. The rest is read and sent."""
         for file_at, file_n in reader.file_runs(at, n):
             sent = self._link.send_file(reader.container.fd, file_at, file_n)
             at, n = at + sent, n - sent
@@ -200,14 +202,14 @@ class CopySender:
             self._wake.wait()
             self._wake.clear()
             try:
-                while not self._stop.is_set() and self._did_something():
+                while not self._stop.is_set() and self._do_next():
                     pass
             except (LinkError, RankError, PoolError, OSError) as err:
                 self.failure = err if isinstance(err, RankError) else RankError(_not_copied(self._receiver, err))
                 self.is_refused |= isinstance(err, (PoolError, OSError))
                 return
 
-    def _did_something(self) -> bool:
+    def _do_next(self) -> bool:
         """Drop what is no longer needed, and copy one checkpoint. Returns False if there was nothing to do."""
         known = self._known()
         struck = self._struck

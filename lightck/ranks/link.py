@@ -57,8 +57,9 @@ class Link:
             raise LinkError(_text(err)) from err
 
     def send_file(self, fd: int, at: int, nbytes: int) -> int:
-        """Send bytes of a file, which the kernel takes from its cache. Returns how many were sent: fewer at the end of
-        the file, and if this cannot be done for this file or fails. Then ``send`` has the reason."""
+        """Send bytes of a file, which the kernel takes from its cache. Returns how many were sent. It sends fewer at
+        the end of the file, if the kernel cannot do this for the file, and after an error of the connection, which the
+        next ``send`` raises."""
         sent = 0
         try:
             while sent < nbytes:

@@ -73,7 +73,7 @@ class Meeting:
     """Seconds after which a wait for another rank ends with an error."""
     hosts: list[str] = field(default_factory=list)
     """Name of each rank's host, for messages; empty until the ranks have met."""
-    _received: RankError | None = None
+    _error_of_other: RankError | None = None
     """The error of another rank that was raised on this rank; None if there was none."""
     _nonce: str = ""
     _n_rounds: int = 0
@@ -114,8 +114,8 @@ class Meeting:
         def missing() -> list[int]:
             if self.store.check(keys):
                 return []
-            # The keys are looked at again, because a rank that failed after this exchange had written its message here
-            # before it wrote its error. Then all messages are there, and this exchange is complete.
+            # A rank that has failed since may have passed this exchange before. Then its message was written before its
+            # error, so the keys are looked at again: if all messages are there now, this exchange is complete.
             if self.store.check([self.key("failed")]) and not self.store.check(keys):
                 self._raise_failure()
             return [rank for rank, key in enumerate(keys) if not self.store.check([key])]
@@ -136,7 +136,7 @@ class Meeting:
             yield
         except BaseException as err:
             try:
-                if err is not self._received:
+                if err is not self._error_of_other:
                     self._share(err)
                 self._leave()
             except Exception as store_error:  # the store is gone, which raises an error on the other ranks too
@@ -245,11 +245,11 @@ class Meeting:
         self._raise_error_of(rank, message)
 
     def _raise_error_of(self, rank: int, message: dict[str, str]) -> None:
-        self._received = RankError(
+        self._error_of_other = RankError(
             f"{capitalized(self.name_of(rank))} failed in lightck.attach, so no rank of the group goes on. Its error: "
             f"{message['error']}"
         )
-        raise self._received
+        raise self._error_of_other
 
     # -- keys --------------------------------------------------------------------------------------------
 

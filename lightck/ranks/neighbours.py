@@ -41,7 +41,8 @@ _PAUSES = (0.00005, 0.005)
 """Seconds between two reads of the neighbours' commit logs while a rank waits: the first pause, and the longest
 one."""
 _SECONDS_WITHOUT_COPIES = 2.0
-"""After the peer copies of a rank have ended, the rank still waits so long for room before it raises their error."""
+"""If copying to another host has ended with an error, a rank that waits for room waits so long before it raises that
+error."""
 
 
 class Neighbour:
@@ -56,7 +57,8 @@ class Neighbour:
         self.rank, self._reads_checkpoints = rank, reads_checkpoints
         self._adoption, self._must_sync = adoption, must_sync
         self._refused = b""
-        """The uuid of a pool at this pool's path that is not its new file."""
+        """The uuid of the last pool that was found at this pool's path and is not its new file, so that a warning names
+        it once."""
         self.view = PoolView.of(())
         self._use(reader)
 
@@ -166,10 +168,10 @@ class Neighbour:
     def _id_of(self, record: CommitRecord) -> CheckpointId | None:
         """Return the id of the checkpoint that a record names. None if the checkpoint is older than the adopted one, or
         belongs to a history that the group has left."""
-        own, adopted = CheckpointId(record.incarnation, record.step), self._adoption.adopted
+        named, adopted = CheckpointId(record.incarnation, record.step), self._adoption.adopted
         if record.incarnation == self._adoption.incarnation:
-            return own if record.kind == KIND_CHECKPOINT else adopted
-        return own if own == adopted and record.kind == KIND_CHECKPOINT else None
+            return named if record.kind == KIND_CHECKPOINT else adopted
+        return named if named == adopted and record.kind == KIND_CHECKPOINT else None
 
     def _current_view(self, floor: CheckpointId | None) -> PoolView:
         found = self._found

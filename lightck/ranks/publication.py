@@ -13,8 +13,8 @@ an overwrite (``ranks/rule.py``).
 
 *Failure cases.* The helper of rank 0 stands still, or its session is closed: a helper for which the value does not
 change reads the views of all ranks itself. The store fails: the helper tries again each second, and if a rank has to
-wait for others, the error at the end of its wait says so. What the store holds after a restart of the ranks has another
-nonce in its keys, and is not read.
+wait for others, the error at the end of its wait says so. The ranks are restarted: what the earlier attempt left in the
+store has another nonce in its keys, and is not read.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Publication:
         self.together = PoolView.of(())
         """What all ranks, this one included, have together, as far as this rank has read."""
         self.views: Mapping[int, PoolView] = {}
-        """Other rank -> its view, as far as this rank has read. Empty until ``together`` was late once."""
+        """Other rank -> its view, as far as this rank has read. Empty until this rank has read the views of all ranks
+        itself."""
         self.error: Exception | None = None
         """The error of the last attempt to use the store; None if that succeeded."""
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -119,7 +120,7 @@ class Publication:
             try:
                 is_new = self._exchange()
                 self.error = None
-            except Exception as err:  # whatever the store raises: training does not depend on it until it waits
+            except Exception as err:  # of the store: no rank needs it before it waits for others
                 self._failed(err)
                 is_new, pause = False, _RETRY_SECONDS
             if is_last:

@@ -26,15 +26,16 @@ copied, and from then on c is the newest one that is. No rank has dropped c from
 every copy, and a host takes the pools of its ranks with it, but not their copies.
 
 The rule only makes ranks wait. The points at which they wait decide how many steps a crash loses. The functions here
-are pure: they take sets of checkpoints and return decisions. ``tests/ranks/`` runs them through every interleaving of
-small groups, and its docstring reports the results. The proof and the functions require four things of the code around
-them:
+are pure: they take sets of checkpoints and return decisions. ``tests/ranks/test_model.py`` and ``test_copying.py`` run
+them through every interleaving of small groups; there each claim is a row. The proof and the functions require four
+things of the code around them:
 
 - A rank commits its checkpoints in the order of their ids, and leaves out fewer in a row than it has slots.
 - Only durable records count as committed, for the rank itself and for others.
 - Before a relayout gives the pool's name to the new file, the new file holds every checkpoint that the rank may not
-  overwrite, under its id. Then the change of the name is an overwrite of all others. (It would be as safe to keep the
-  old file beside the new one: ``Knowledge.may_remove``. Then its checkpoints are part of what others read.)
+  overwrite, under its id. The change of the name then counts as an overwrite of all other checkpoints in the old file.
+  (It would be as safe to keep the old file beside the new one: ``Knowledge.may_remove``. Then other ranks would read
+  the checkpoints of both files.)
 - ``PoolView.newest`` is not read later than ``PoolView.committed``.
 """
 
@@ -129,8 +130,8 @@ class PoolView(NamedTuple):
     """What others know of a rank's pool, or of the pools of several ranks together (of all ranks on a host)."""
 
     committed: frozenset[CheckpointId]
-    """The checkpoints that all of these ranks have committed. An old view is still true, because a checkpoint that was
-    committed stays committed."""
+    """The checkpoints that all of these ranks have committed. An old view is still true: that the ranks have committed
+    a checkpoint remains a fact after a pool has overwritten it."""
     newest: CheckpointId | None
     """For one rank: the newest checkpoint that the rank ever committed, even if its pool no longer holds it (otherwise
     this field could become older). For several ranks: the oldest of these. None if a rank has committed nothing. So
@@ -232,7 +233,7 @@ class Knowledge:
         any case. So it does not contain the adopted checkpoint, which is common when training begins. That checkpoint
         must stay even if a rank lacks it: a rank that lost its pool has restored its tensors from others.
         """
-        # Before a rank has dropped them, its copy may hold checkpoints that the group has left.
+        # The copies may still hold dead checkpoints, which the ranks have not dropped yet.
         copied = [one for one in copied if not is_dead(one, self.adoption)]
         found = [newest_common([own, *(view.committed for view in others)]), self.common, *copied]
         common = max((one for one in found if one is not None), default=None)
@@ -256,7 +257,7 @@ class Knowledge:
         return min(due, default=None)
 
     def waits_for_copies(self, own: Iterable[CheckpointId]) -> bool:
-        """Whether the rank may not overwrite a checkpoint only because it is due for the peer copies."""
+        """Whether the rank could overwrite one of these checkpoints if it were not due for the peer copies."""
         return any(self.common is not None and one < self.common and self._is_due(one) for one in own)
 
     def may_drop_copy(self, content: CheckpointId) -> bool:

@@ -85,9 +85,8 @@ class Arguments:
         return frozenset(name for name, obj in (self.state or {}).items() if obj is None)
 
     def check(self, *, is_rank_pool: bool) -> Cadence:
-        """Check all arguments, and return the ``Cadence`` of the save options. ``is_rank_pool``: whether this process
-        is a rank of a group. Raises ``TypeError``, ``ValueError``, or a
-        ``LightckError``."""
+        """Check all arguments, and return the ``Cadence`` of the save options. ``is_rank_pool``: whether the pool will
+        be that of a rank of a group. Raises ``TypeError``, ``ValueError``, or a ``LightckError``."""
         refuse_other_than_bool(resume=self.resume, overwrite=self.overwrite)
         refuse_other_than_module(self.model)
         refuse_other_than_mapping(self.state)

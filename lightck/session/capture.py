@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightck")
 _NO_VALUES = values.pack({}, path="")
 ReadRows: TypeAlias = Callable[[Sequence[Live], "TensorList | None", int], list[RowsOfOther]]
-"""Reads rows that other ranks write, and returns what the checkpoint records of them. Arguments: all tensors, the list
-of them, the step."""
+"""Reads rows that other ranks write, and returns what the checkpoint records of them. Arguments: all tensors; their
+``TensorList``, if there is one; the step."""
 
 
 @dataclass(slots=True)

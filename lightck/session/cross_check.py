@@ -7,13 +7,14 @@ ranks, for the checkpoint of the same step. No message is sent. Each checkpoint 
 that were read for it, so that a restore can compare them (``restore/rows_of_others.py``).
 
 In the first checkpoints, and after a difference was found, all blocks are read (on a device, ``ON_DEVICE_FIRST``).
-Later each checkpoint reads some blocks for its record, in turn, and every ``EVERY``-th one reads more, which are
-compared while training runs: to find the checksums of the other rank takes longer than to read a block. If a block
-differs, this rank writes the tensor whole from then on, and a warning names the tensor. It also does so if another rank
-writes the tensor whole: its share can no longer be compared block by block.
+Later each checkpoint reads some blocks for its record, in turn. Every ``EVERY``-th checkpoint reads more blocks, which
+are compared while training runs. (Not every one, because it takes longer to find the checksums of the other rank than
+to read a block.) If a block differs, this rank writes the tensor whole from then on, and a warning names the tensor.
+This rank also does so if another rank writes the tensor whole, because that rank then has no share that could be
+compared block by block.
 
-Invariant: of each tensor a rank either writes all rows, or it has held the bytes that the others wrote of it when it
-last compared them, which is at most one round ago.
+Invariant: of each tensor, a rank either writes all rows, or held the same bytes as the ranks that write the other rows
+when it last compared these, which is at most one round ago.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ EVERY = 4
 BUDGET = EVERY * BUDGET_NBYTES
 """How many bytes such a checkpoint reads."""
 ON_DEVICE_FIRST = 64
-"""How many blocks on devices one checkpoint reads at most. The first ones read so many, because to read all would take
-the device long. (A rank that makes its updates alone differs in all blocks.)"""
+"""How many blocks on devices one checkpoint reads at most. The first checkpoints read so many, and not all, which would
+take the device long. (These few show a rank that makes its updates alone, because it differs in all blocks.)"""
 
 
 class _Region(NamedTuple):
@@ -78,8 +79,8 @@ class _Read(NamedTuple):
     name: str
     rank: int
     """Which rank writes it."""
-    block: int
-    """Number of the block among those of the region."""
+    number: int
+    """Of the block among those of the region."""
     checksum: int
 
 
@@ -113,8 +114,8 @@ class _Regions:
     """For each of ``blocks``: the rank that writes it."""
     of_rank: Positions
     """For each of ``blocks``: its number among all blocks that the rank writes (``restore/rows_of_others.py``)."""
-    others: list[tuple[_Region, int]]
-    """Each block of the other regions in host memory, with its number in the region."""
+    not_plain: list[tuple[_Region, int]]
+    """Each block of the regions whose tensors are in host memory, but not plain, with its number in the region."""
     on_devices: list[tuple[_Region, int]]
     """Each block of the regions on devices, with its number in the region."""
 
@@ -150,7 +151,7 @@ class CrossCheck(CommitListener):
     _turn: RoundRobin = field(default_factory=RoundRobin)
     _turn_of_records: RoundRobin = field(default_factory=RoundRobin)
     """For checkpoints whose blocks are only recorded."""
-    _next_other: int = 0
+    _next_not_plain: int = 0
     _next_on_device: int = 0
     _whole_left: int = WHOLE_CHECKPOINTS
     """How many of the next checkpoints read all blocks."""
@@ -176,7 +177,7 @@ class CrossCheck(CommitListener):
         chosen, crcs = _read_plain(regions, turn, None if reads_all else budget)
         if is_compared:
             self._n_skipped, self._whole_left = 0, max(0, self._whole_left - 1)
-            self._pending = [*_reads(regions, chosen, crcs), *self._read_others(regions, reads_all)]
+            self._pending = [*_reads(regions, chosen, crcs), *self._read_not_plain(regions, reads_all)]
             self._sent = list(self._send(regions, self.block * (ON_DEVICE_FIRST if reads_all else EVERY)))
             self._pending_id = CheckpointId(self.incarnation, step)
         return self._records(regions, chosen, crcs)
@@ -197,13 +198,13 @@ class CrossCheck(CommitListener):
             for low, high in pairwise(bounds)
         ]
 
-    def _read_others(self, regions: _Regions, reads_all: bool) -> Iterable[_Read]:
+    def _read_not_plain(self, regions: _Regions, reads_all: bool) -> Iterable[_Read]:
         """Read blocks that can be read only through a copy: one block, or all."""
-        if not regions.others:
+        if not regions.not_plain:
             return ()
-        at = self._next_other % len(regions.others)
-        self._next_other = at + 1
-        chosen = regions.others if reads_all else regions.others[at : at + 1]
+        at = self._next_not_plain % len(regions.not_plain)
+        self._next_not_plain = at + 1
+        chosen = regions.not_plain if reads_all else regions.not_plain[at : at + 1]
         return [
             _Read(one.name, one.rank, number, int(checksums(in_plain_memory(one.tensor), self.block)[number]))
             for one, number in chosen
@@ -247,14 +248,14 @@ class CrossCheck(CommitListener):
         differing: dict[str, int] = {}
         whole: set[str] = set()
         for rank in {one.rank for one in self._pending}:
-            of_rank, neighbour = [one for one in self._pending if one.rank == rank], self.neighbours[rank]
+            reads, neighbour = [one for one in self._pending if one.rank == rank], self.neighbours[rank]
             stored = neighbour.stored(name)
             if stored is not None:
-                found, whole_there = _compared(of_rank, stored)
+                found, whole_there = _compared(reads, stored)
                 differing |= dict.fromkeys(found, rank)
                 whole |= whole_there
             elif neighbour.may_still_have(name):
-                left += of_rank
+                left += reads
         self._pending = left
         if differing or whole:
             self._write_whole(differing, whole, name.step)
@@ -294,13 +295,13 @@ def _regions(token: object, lives: Sequence[Live], block: int) -> _Regions:
     begins = _begins_of_rank(found, counts)
     begins_of_plain = np.array([begins[i] for i, is_in_plain in enumerate(in_plain) if is_in_plain] or [0], np.int64)
     ranks = np.array([one.rank for one in plain] or [0], np.int64)
-    others: list[tuple[_Region, int]] = []
+    not_plain: list[tuple[_Region, int]] = []
     of_devices: list[tuple[_Region, int]] = []
     for one, is_in_plain, on_device, count in zip(found, in_plain, on_devices, counts, strict=True):
         if not is_in_plain:
-            (of_devices if on_device else others).extend((one, number) for number in range(count))
+            (of_devices if on_device else not_plain).extend((one, number) for number in range(count))
     of_rank = begins_of_plain[blocks.owners] + blocks.checksum_positions
-    return _Regions(token, plain, blocks, ranks[blocks.owners], of_rank, others, of_devices)
+    return _Regions(token, plain, blocks, ranks[blocks.owners], of_rank, not_plain, of_devices)
 
 
 def _regions_in(lives: Sequence[Live]) -> Iterator[_Region]:
@@ -354,6 +355,6 @@ def _compared(reads: Sequence[_Read], stored: StoredCheckpoint) -> tuple[set[str
             whole.add(name)
             continue
         there = stored.raw_checksums(name)
-        if any(one.block >= len(there) or there[one.block] != one.checksum for one in of_tensor):
+        if any(one.number >= len(there) or there[one.number] != one.checksum for one in of_tensor):
             differing.add(name)
     return differing, whole

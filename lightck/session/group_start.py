@@ -3,8 +3,8 @@
     meet        The ranks wait for each other. From now on an error of one rank is raised on all.
     report      Each rank sends its arguments, a digest of its tensors, and the list of its checkpoints. All compute the
                 same decision: a checkpoint to continue from, or a new training.
-    restore     To continue, each rank restores its part of the chosen checkpoint, and votes. If a rank finds its part
-                damaged, that checkpoint is left out of the reports, and all decide again.
+    restore     To continue, each rank restores its part of the chosen checkpoint, and says whether it could (it votes).
+                If a rank finds its part damaged, that checkpoint is left out of the reports, and all decide again.
     replace     A rank whose pool is lost has restored from the pool of another rank. It makes a new pool with a copy of
                 that checkpoint (``lost_pool.py``), and goes on with this pool as all others do.
     adopt       To continue, each rank records the checkpoint and the agreed incarnation in its pool.
@@ -16,7 +16,7 @@
 Invariant: a rank that continues changes no pool that has a commit record before *adopt*, and *adopt* changes no
 checkpoint. So if a process is killed at any moment, the ranks choose the same checkpoint at the next start. (After
 *replace* one more rank has it.) In a new training ``attach`` returns only when all ranks hold step 0. So if the ranks
-have no checkpoint in common later, one was lost.
+have no checkpoint in common later, a rank has lost checkpoints.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Restored:
 
     name: CheckpointId
     start: Start
-    """The decision for it."""
+    """The decision that chose the checkpoint."""
     chosen: StoredCheckpoint
     """This rank's part. ``name`` and ``chosen`` are of one checkpoint."""
     is_done: bool
@@ -202,7 +202,7 @@ class GroupStart:
             restored = self._restore(file, reader, stored, reports, start)
             self._divide(file)
             if source is not None:
-                reader = self._with_copy(file, pipeline, reader, restored, source)
+                reader = self._copy_into_own_pool(file, pipeline, reader, restored, source)
                 stored = usable_by_id(reader)
                 restored = replace(restored, chosen=stored[restored.name][0])
             if start.sources:
@@ -286,7 +286,8 @@ class GroupStart:
         return reports
 
     def _divide(self, file: PoolFile) -> None:
-        """Decide what this rank writes. All ranks call this, with the tensors from which they go on."""
+        """Decide what this rank writes. All ranks call this, with the tensors from which they go on. (With a layout
+        nothing is divided, but the ranks compare the tensors that have no rule.)"""
         if (file.arguments.save_options.split or file.arguments.layout) and self.group.world_size > 1:
             entries = file.predicted_entries().values()
             file.capture.use_shares(shares_of(file.capture, entries, self.group, self.meeting, self._directory_ids))
@@ -343,15 +344,18 @@ class GroupStart:
             remark = self._compare_replicated_state(stored, start) if start.sources else ""
             chosen, problem, differing = restore_one_of(restore, name, stored.get(name, []), self.group)
             contents = None if chosen is None else parse(chosen)
-            # A source's own checkpoint may be a copy, too. What counts is from where this rank took it.
+            # The checkpoint of a source may itself be a copy of that of a third rank. For this rank the source counts.
             copied_from = start.sources.get(self.group.rank, None if contents is None else contents.copied_from)
             from_world = None if contents is None else contents.from_world
+            # A vote: why this rank cannot restore the checkpoint ("": it can), whether the training is done there, the
+            # rank from which the checkpoint was copied, the size of the world from which it was loaded, and the tensors
+            # in which this rank gets other rows than it held.
             own = [problem, contents is not None and contents.done, copied_from, from_world, differing]
             votes = [msgpack.unpackb(one) for one in self.meeting.exchange("votes", msgpack.packb(own))]
             failed = [rank for rank, (text, *_) in enumerate(votes) if text]
             if not failed:
                 assert chosen is not None, "this rank has voted for it"
-                replaced = {rank: at for rank, (_, _, at, _, _) in enumerate(votes) if at is not None}
+                replaced = {rank: source for rank, (_, _, source, _, _) in enumerate(votes) if source is not None}
                 reasons = [describe_replaced(replaced), describe_other_rows([one[-1] for one in votes])]
                 if from_world is not None and contents is not None:
                     reasons.append(describe_from_world(from_world, self.group.world_size))
@@ -417,7 +421,7 @@ class GroupStart:
             "back; attach(..., overwrite=True) on all ranks discards all pools and starts afresh."
         )
 
-    def _with_copy(
+    def _copy_into_own_pool(
         self, file: PoolFile, pipeline: Pipeline, source: PoolReader, restored: Restored, source_rank: int
     ) -> PoolReader:
         """Make a new pool of this rank with a copy of the checkpoint that was restored, and open it. ``source``: the

@@ -124,8 +124,8 @@ def _logical_of(other: OtherWorlds, group: Group, held: Held) -> LogicalCheckpoi
     """Return one checkpoint as logical tensors. Raises ``DamagedError``, and ``BlocksMissingError`` if blocks must be
     read for that."""
     assert other.source is not None, "a checkpoint is loaded"
-    state_of = group.rank if other.has_same_ranks(group) else 0
-    return logical_of(os.path.dirname(other.path), other.source, held, state_of, warns=group.rank == 0)
+    rank_of_state = group.rank if other.has_same_ranks(group) else 0
+    return logical_of(os.path.dirname(other.path), other.source, held, rank_of_state, warns=group.rank == 0)
 
 
 def _relocated(other: OtherWorlds, group: Group, logical: LogicalCheckpoint, restore: LiveRestore) -> Relocated:

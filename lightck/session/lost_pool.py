@@ -1,8 +1,8 @@
 """A rank whose pool is lost takes the checkpoint of another rank: it makes a pool of its own with a copy of it.
 
-The rank restores from the pool of the other rank, and votes as all do. Then it creates its pool and commits the copy
-there, under the name that the checkpoint has in the group. From then on it goes on as if the pool had never been lost:
-it reads the copy, and adopts it. The others adopt only when the copy is durable.
+The rank restores from the pool of the other rank, and says whether it could, as all ranks do. Then it creates its pool
+and commits the copy there, under the name that the checkpoint has in the group. From then on it goes on as if the pool
+had never been lost: it reads the copy, and adopts it. The others adopt only when the copy is durable.
 
 In the copy, tensors, options, objects in ``state=`` and positions in loaders are those of the other rank. Random states
 are new: they follow from run, step and rank. What identifies the other rank's data is left out: the checksum of its
@@ -58,8 +58,9 @@ def has_checkpoints_of(directory: str, rank: int, world_size: int) -> bool:
 
 
 def replicated_lines(stored: StoredCheckpoint) -> list[str]:
-    """Return a line for each parameter, for each tensor of an optimizer, and for the rest of its state: a name and a
-    digest of the bytes, from their checksums."""
+    """Return lines that are equal on two ranks if these hold the same parameters and the same optimizer state: one for
+    each parameter, for each tensor of an optimizer, and for the rest of each optimizer's state. A line is a name, and a
+    digest of the checksums of the bytes."""
     lines = [
         f"{name} {_digest(repr((entry.dtype, entry.shape, entry.stride, entry.alias, stored.raw_checksums(name))))}"
         for name, entry in stored.entries.items()

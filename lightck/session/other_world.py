@@ -404,8 +404,8 @@ class _Choice:
     """The checkpoints that all pools of the world have."""
 
     def left_by_interruptions(self, worlds: Sequence[World]) -> set[str]:
-        """Return the pools of those other worlds that lack ranks and hold no later step than the chosen one, if the
-        chosen world lacks none."""
+        """Return the pools that an interrupted start left: those of other worlds that lack the pools of some ranks and
+        hold no later step than the chosen checkpoint. Return none if the chosen world lacks pools too."""
         if self.world is None or self.world.missing:
             return set()
         newest = max(self.common).step

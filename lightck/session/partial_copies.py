@@ -74,7 +74,8 @@ class _Copy:
 
     @property
     def attempts_max(self) -> int:
-        """How often a block is fetched until all sources have sent it. (At first each source sends a part.)"""
+        """After so many fetches of a block, each source has sent it. (The first fetch takes a block from any of the
+        sources, and each further fetch from the next source.)"""
         return 1 if len(self.sources) == 1 else 1 + len(self.sources)
 
 
@@ -350,8 +351,8 @@ class _SourceFile:
 
 class _CopyFile:
     """A partial copy that is written. After the first failure nothing more is written, and the end of the ``with``
-    statement raises the failure. ``nbytes``: length of a new file; 0: the file is there. ``ranges``: what is written
-    until then."""
+    statement raises the failure. ``nbytes``: length of a new file; 0: the file is there. ``ranges``: what will be
+    written in the statement."""
 
     def __init__(self, path: str, nbytes: int, ranges: Ranges) -> None:
         self._path, self._nbytes, self._ranges = path, nbytes, ranges
@@ -393,7 +394,7 @@ class _CopyFile:
         if self._fd >= 0:
             os.close(self._fd)
         failure = self._failure
-        if failure is None or exception[0] is not None:  # the other rank is gone
+        if failure is None or exception[0] is not None:  # an error of gloo (the other rank is gone) takes precedence
             return
         if failure.errno in (errno.ENOSPC, errno.EDQUOT):
             nbytes = sum(end - begin for begin, end in self._ranges)

@@ -176,13 +176,13 @@ def worlds_of_hosts(directory: str, group: Group, meeting: Meeting, hosts: Hosts
         )
     return [
         _with_copies_that_help(
-            WorldFacts(*key, {rank: _without_useless_copies(files) for rank, files in sorted(pools.items())})
+            WorldFacts(*key, {rank: _without_useless_checkpoints(files) for rank, files in sorted(pools.items())})
         )
         for key, pools in found.items()
     ]
 
 
-def _without_useless_copies(files: list[PoolFacts]) -> list[PoolFacts]:
+def _without_useless_checkpoints(files: list[PoolFacts]) -> list[PoolFacts]:
     """Return the files of a rank. Of its peer copies, leave out the checkpoints that its pool does not have, if the
     pool has any: the pool may have struck them, or the group went back to an older one, and there was no time to drop
     them from the copy."""
@@ -193,8 +193,8 @@ def _without_useless_copies(files: list[PoolFacts]) -> list[PoolFacts]:
 
 
 def _with_copies_that_help(world: WorldFacts) -> WorldFacts:
-    """Return a world. If the ranks have no checkpoint in common with the peer copies, leave these out: the pools that
-    are left may hold all tensors."""
+    """Return a world. If the ranks have no checkpoint in common even with their peer copies, leave the copies out: the
+    pools that are left may hold all tensors."""
     if world.common:
         return world
     pools = {rank: [one for one in files if not one.is_copy] for rank, files in world.pools.items()}
@@ -202,6 +202,7 @@ def _with_copies_that_help(world: WorldFacts) -> WorldFacts:
 
 
 def _facts_of(directory: str) -> Iterator[list[Any]]:
+    """Yield, for each pool and each peer copy in a directory, the fields of ``PoolFacts`` after ``directory``."""
     for path in pools_in(directory):
         with closing(open_pool(str(path))) as reader:
             identity = reader.group

@@ -16,8 +16,8 @@ class Replicas:
         count: 1 or 2. With 2, each rank keeps a copy of its pool on another host, from which training goes on if a
             host is lost.
         every: steps between two copies, a multiple of ``interval``. So many steps (and those that are made while a
-            copy is under way) are lost with a host. None: rank 0 chooses the smallest number of steps, but at least
-            two checkpoints, with which copying at full speed would take at most a fiftieth of the training time.
+            copy is under way) are lost with a host. None: rank 0 chooses the smallest number of steps with which
+            copying at full speed would take at most a fiftieth of the training time, and at least twice ``interval``.
     """
 
     count: int = 2

@@ -3,8 +3,8 @@
 Without this, ranks that train with DistributedDataParallel would write the same parameters and the same optimizer state
 once for each rank; and so would ranks that hold the same shard of a DTensor (a mesh dimension with ``Replicate``). A
 parameter is divided among the ranks of this host that should hold the same of it, according to DistributedDataParallel
-or to the placement of the DTensor (``_replicas``), if its bytes are equal on them now. The ranks compare digests.
-Optimizer state that exists already is compared too; what differs is written whole by each rank. From then on
+or to the placement of the DTensor (``_ranks_with_same``), if its bytes are equal on them now. The ranks compare
+digests. Optimizer state that exists already is compared too; what differs is written whole by each rank. From then on
 ``CrossCheck`` compares what the ranks hold.
 
 If there is a layout, nothing is divided.
@@ -55,11 +55,11 @@ def shares_of(
         return Shares()  # no two ranks are on one host
     lives = [live for live in capture.tensors() if live.alias is None]
     candidates = _candidates(lives, capture, group, of_host)
-    replicas = {name: ranks for name, (_, ranks) in candidates.items()}
+    ranks_with_same = {name: ranks for name, (_, ranks) in candidates.items()}
     state = [live for live in lives if live.role == "optimizer" and f"model/{param_of(live.name)}" in candidates]
-    replicas |= {live.name: replicas[f"model/{param_of(live.name)}"] for live in state}
+    ranks_with_same |= {live.name: ranks_with_same[f"model/{param_of(live.name)}"] for live in state}
     digests = _digests([*(live for live, _ in candidates.values()), *state])
-    found = _compared({name: (replicas[name], digest) for name, digest in digests.items()}, meeting)
+    found = _compared({name: (ranks_with_same[name], digest) for name, digest in digests.items()}, meeting)
     shares = Shares(_cuts(candidates, found.agreed, _row_weights(entries, candidates)), group.rank)
     shares.written_whole.update(found.differing[group.rank])
     of_this_host = sorted(set().union(*(found.differing[rank] for rank in of_host)))
@@ -130,13 +130,13 @@ def _candidates(lives: Sequence[Live], capture: Capture, group: Group, of_host: 
     found: dict[str, tuple[Live, Ints]] = {}
     for live in lives:
         if live.role == "param" and _dim(live) is not None:
-            ranks = tuple(rank for rank in of_host if rank in _replicas(live, of_ddp, group))
+            ranks = tuple(rank for rank in of_host if rank in _ranks_with_same(live, of_ddp, group))
             if len(ranks) > 1:
                 found[live.name] = live, ranks
     return found
 
 
-def _replicas(live: Live, of_ddp: Collection[int], group: Group) -> Collection[int]:
+def _ranks_with_same(live: Live, of_ddp: Collection[int], group: Group) -> Collection[int]:
     """Return the ranks that hold the same as this rank in a parameter, this rank included: all, if
     DistributedDataParallel keeps it equal (``of_ddp``); for a DTensor, those along the dimensions of its mesh on which
     its placement is ``Replicate``. If nothing says so, return no ranks."""

@@ -394,7 +394,8 @@ def _continuation_of(
     comparison, step = None, 0
     if resumed is not None:
         step = resumed.step
-    if resumed is not None and not resumed.not_exact:  # else its random states or its tensors are others
+    # After a restore that is not exact, random states or tensors are others, so nothing is compared.
+    if resumed is not None and not resumed.not_exact:
         comparison = Comparison(
             step, resumed.recorded, is_strict=strict_data, same_bits=resumed.same_conditions, parts=parts
         )
