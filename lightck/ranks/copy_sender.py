@@ -58,6 +58,8 @@ class CopySender:
         """Whether the receiver has answered with an error, rather than ended the connection."""
         self.n_bytes_sent = 0
         """The bytes of all checkpoints that were sent."""
+        self.nbytes_of_all = 0
+        """Of all tensors for which this rank's pool has space, when ``copy`` was called last."""
         self._own: frozenset[CheckpointId] = frozenset()
         self._known: Callable[[], Knowledge] = Knowledge
         self._publish: Callable[[frozenset[CheckpointId]], object] = bool
@@ -78,6 +80,7 @@ class CopySender:
         try:
             with closing(open_pool(self._path)) as reader:
                 self._open(reader)
+                self.nbytes_of_all = sum(entry.nbytes for entry in reader.entries)
                 stored = checkpoint_in(reader, name)
                 if stored is None:
                     return False

@@ -230,9 +230,11 @@ class Relocated:
 
     def _avoid(self, position: int, error: DamagedError, names: Sequence[str]) -> None:
         """Read from now on no tensor from a pool with a damaged block. Raises ``error`` if the other pools do not hold
-        all of these tensors."""
+        all of these tensors; or if they hold other bytes of a tensor whose bytes in this pool are the ones to load."""
+        if not self.falls_back or position in self._only_sources():
+            raise error
         self.damaged_pools.add(position)
-        if not self.falls_back or not self._can_do_without(names):
+        if not self._can_do_without(names):
             raise error
         log.warning(
             "lightck: the checkpoint of step %d in the pool %r is damaged: %s. The same tensors are read from the "
@@ -326,6 +328,13 @@ class Relocated:
             except DamagedError as err:
                 return position, err
         return None
+
+    def _only_sources(self) -> set[int]:
+        """Return the pools, not damaged so far, from which tensors are read that other pools hold with other bytes: a
+        buffer, or a tensor in ``state=``, of which each rank had its own."""
+        roles = {entry.role for entry in self.entries.values()} - set(REPLICATED)
+        differing = [name for name in self.logical.differing(roles) if name in self.entries] if roles else []
+        return {next(iter(holders)) for name in differing if (holders := self._holders(name))}
 
     def _can_do_without(self, names: Sequence[str]) -> bool:
         """Whether the pools that are not damaged hold all of these tensors."""

@@ -28,7 +28,7 @@ from typing import Any
 import msgpack
 
 from lightck.errors import RankError, UnsupportedError
-from lightck.ranks.copy_cadence import CopyCadence, slowest
+from lightck.ranks.copy_cadence import CopyCadence, FirstCopy, longest
 from lightck.ranks.copy_file import PEER_COPIES, copies_in, uuid_of
 from lightck.ranks.copy_receiver import CopyReceiver
 from lightck.ranks.copy_sender import CopySender
@@ -104,17 +104,17 @@ class PeerCopies:
                     f"The checkpoint of step {name.step} is no longer in the pool {self._pool_path!r}, although the "
                     "ranks have just agreed on it. Is a second job using the pool? End it, and start all ranks again."
                 )
-            own = msgpack.packb([time.perf_counter() - began, self._sender.n_bytes_sent, self._sender.uuid])
+            copied = FirstCopy(time.perf_counter() - began, self._sender.n_bytes_sent, self._sender.nbytes_of_all)
+            own = msgpack.packb([copied, self._sender.uuid])
             found = [msgpack.unpackb(one) for one in self._meeting.exchange("first copies", own)]
-            self._uuids = {uuid for _, _, uuid in found}
+            self._uuids = {uuid for _, uuid in found}
         except BaseException:
             self.close()
             raise
         rule.receivers = self._receivers
         if options.replicas.every is None and self._group.rank == 0:
             assert isinstance(options.interval, int), "a group has a fixed interval"
-            seconds_per_byte = slowest((seconds, nbytes) for seconds, nbytes, _ in found)
-            rule.cadence = CopyCadence(seconds_per_byte, options.interval)
+            rule.cadence = CopyCadence(longest(FirstCopy(*one) for one, _ in found), copied.nbytes, options.interval)
         rule.keep_copies(self._sender, options.replicas.every or 0)
 
     def _connect(self, hosts: Hosts) -> None:

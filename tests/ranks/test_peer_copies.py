@@ -30,6 +30,7 @@ from lightck.errors import RankError, UnsupportedError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import open_pool
 from lightck.ranks import copy_cadence, copy_file
+from lightck.ranks.copy_cadence import UNMEASURED_SECONDS_PER_BYTE, FirstCopy, longest
 from lightck.ranks.copy_file import PEER_COPIES, CopyFile, copies_in
 from lightck.ranks.copy_sender import CopySender
 from lightck.ranks.link import Link, LinkListener
@@ -352,9 +353,7 @@ def test_rank_0_chooses_how_often(tmp_path: Path) -> None:
     """A copy is said to take 0.01 s, and a step takes at least 0.02 s: so at most 25 steps are between two copies."""
 
     def before(rank: int) -> None:
-        original = copy_cadence.CopyCadence.committed
-        copy_cadence.CopyCadence.committed = lambda self, step, _: original(self, step, 1)  # type: ignore
-        peer_copies.slowest = lambda _: 0.01  # type: ignore
+        peer_copies.longest = lambda _: 0.01  # type: ignore
 
     def on_step(rank: int, session: Any) -> None:
         time.sleep(0.02)
@@ -383,19 +382,30 @@ def test_copies_would_take_a_fiftieth_of_the_time(
     assert copy_cadence.every_for(copy_seconds, step_seconds, interval) == every
 
 
-@pytest.mark.parametrize(("nbytes", "every"), [(1000, 400), (3000, 1200)])
-def test_copy_takes_as_long_as_its_bytes_at_the_speed_of_the_slowest_rank(
-    nbytes: int, every: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_with_optimizer_state_takes_longer_than_the_first_one() -> None:
     """The first checkpoint of a training has no optimizer state yet, and takes a third of the time of the others."""
+    assert longest([FirstCopy(1.0, 1000, 3000), FirstCopy(1.5, 3000, 3000)]) == 3.0
+
+
+def test_a_rank_with_few_bytes_does_not_slow_the_others_down() -> None:
+    """Its copy takes a moment, whatever it has: it says nothing about the time for one byte."""
+    assert longest([FirstCopy(0.2, 64_000_000, 64_000_000), FirstCopy(0.01, 100, 300)]) == 0.2
+
+
+def test_the_rank_with_the_most_bytes_counts_and_not_rank_0() -> None:
+    assert longest([FirstCopy(0.1, 1000, 1000), FirstCopy(0.4, 4000, 4000)]) == 0.4
+
+
+def test_speed_that_a_rank_has_not_measured_is_assumed() -> None:
+    assert longest([FirstCopy(0.1, 0, 10**9), FirstCopy(0.2, 1000, 1000)]) == 10**9 * UNMEASURED_SECONDS_PER_BYTE
+
+
+@pytest.mark.parametrize(("nbytes", "every"), [(1000, 400), (3000, 1200)])
+def test_copy_takes_longer_if_tensors_have_grown(nbytes: int, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr(copy_cadence.time, "monotonic", lambda: 0.25 * next(clock))
-    cadence = copy_cadence.CopyCadence(copy_cadence.slowest([(1.0, 1000), (0.1, 0), (2.0, 1000)]), interval=1)
+    cadence = copy_cadence.CopyCadence(2.0, 1000, interval=1)
     assert [cadence.committed(step, nbytes) for step in range(1, 12)] == [None] * 10 + [every]
-
-
-def test_speed_that_no_rank_has_measured_is_assumed() -> None:
-    assert copy_cadence.slowest([(0.1, 0), (0.2, 0)]) == copy_cadence.UNMEASURED_SECONDS_PER_BYTE
 
 
 def test_late_copies_make_ranks_wait_and_lose_nothing(tmp_path: Path, ends: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import toys
 from click.testing import CliRunner
 from ranked import Ended, die, log_lines, run_ranks, values
 from torch import nn
@@ -141,6 +142,34 @@ def test_a_damaged_copy_is_read_from_another_rank(pools):
     assert all(is_equal(began, expected) for began, _ in ended)
     words = "is damaged: block 0 of"
     assert any(words in line and "read from the pool of another rank" in line for _, lines in ended for line in lines)
+
+
+def test_a_damaged_buffer_of_which_each_rank_has_its_own_is_not_taken_from_another_rank(pools):
+    """All ranks take the checkpoint before, in which that of the first rank is intact."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.BatchNorm1d(8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        called = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        with lightck.attach(model, pools, optimizer=optimizer, resume=True, split=False) as session:
+            began.append((session.step, model.running_mean.clone()))
+            for step in range(session.step, 3):
+                called(torch.full((4, 8), float(10 * rank + step)) + torch.randn(4, 8)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                means.append(model.running_mean.clone())
+        return began[0], means, session.recovered
+
+    began: list[Any] = []
+    means: list[torch.Tensor] = []
+    (_, first_means, _), (_, other_means, _) = values(run_ranks(2, body))
+    assert not torch.equal(first_means[1], other_means[1])
+    toys.damage(pools / pool_name(0, 2), "model/running_mean", [3])
+    for (step, mean), _, recovered in values(run_ranks(3, body)):
+        assert step == 2
+        assert torch.equal(mean, first_means[1])
+        assert "those of the first rank" in recovered.reason
 
 
 def test_a_missing_pool_whose_parts_nobody_has_is_named(pools):
