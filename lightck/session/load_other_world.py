@@ -114,6 +114,8 @@ def fetch_for_copy(other: OtherWorlds, source: Relocated) -> None:
     while True:
         try:
             source.want_far_blocks()
+        except BlocksMissingError:
+            pass  # they are fetched now
         except DamagedError as err:
             raise no_longer_intact(source, err) from err
         if other.partial_copies is None or not other.partial_copies.fetch_wanted():
