@@ -242,7 +242,7 @@ def test_inspect_says_that_a_resume_goes_on_if_the_other_pools_hold_everything(t
     values(run_ranks(2, body(TOPOLOGIES["ddp"], tmp_path / "whole", 3)))
     (tmp_path / "whole" / "rank-00001-of-00002.pool").unlink()
     (pools / "rank-00001-of-00002.pool").unlink()
-    words = "resume=True) goes on"
+    words = "resume=True) also works without what is missing"
     for path, is_said in ((tmp_path / "whole", True), (pools, False)):
         _, facts = call_json("inspect", path)
         assert (words in facts["problem"]) == is_said
