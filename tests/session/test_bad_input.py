@@ -193,7 +193,7 @@ def rewrite_superblocks(pool: Path, change: dict[int, bytes]) -> None:
         poke(pool, copy_at, bytes(body) + struct.pack("<Q", crc64(bytes(body))))
 
 
-@pytest.mark.parametrize("change", [{12: b"\x02\0"}, {32: b"\x04"}], ids=["major", "feature"])
+@pytest.mark.parametrize("change", [{12: b"\x02\0"}, {39: b"\x80"}], ids=["major", "feature"])
 def test_newer_format(folder, pool, change):
     model, optimizer = pool_with(pool)
     rewrite_superblocks(pool, change)
