@@ -306,7 +306,7 @@ def test_a_layout_without_ranks_is_refused(trained, tmp_path):
     lightck.attach(model, pool, optimizer=optimizer).close()
     with pytest.raises(LayoutError, match="there is no group of ranks here"):
         lightck.recover(pool, model, layout=layout)
-    with pytest.raises(LayoutError, match="recover has none without a model"):
+    with pytest.raises(LayoutError, match="a recover without a model"):
         lightck.recover(trained["2 x 1"][0], layout=layout)
     with pytest.raises(TypeError, match=r"layout is a dict. Pass lightck\.layout\.Layout"):
         lightck.recover(pool, model, layout={})
