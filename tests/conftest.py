@@ -76,6 +76,13 @@ def _small_heap() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Torch uses one thread, as every test found it. With more, a process that is forked later hangs in OpenMP."""
+    yield
+    assert torch.get_num_threads() == 1, "a test of this file left another number of threads"
+
+
 @pytest.fixture
 def whole_heap() -> Iterator[None]:
     """The heap as a program has it."""
