@@ -20,7 +20,7 @@ from ranks.rows import Row, check, safe
 from ranks.topology import data_parallel, pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "docs" / "evidence" / "large-models.json"
+RESULT = ROOT / "docs" / "evidence" / "ranks" / "large-models.json"
 SOURCES = ("lightck/ranks/rule.py", *(f"tests/ranks/{name}.py" for name in ("copying", "explore", "model", "topology")))
 DP, HOSTS_2_1 = data_parallel, ((0, 1), (2,))
 
