@@ -30,7 +30,7 @@ def a_refused_attach_keeps_its_lock() -> None:
 
 def a_failed_sync_is_good() -> None:
     """The engine reports that a checkpoint failed, and the report is ignored."""
-    _replace(engine.Job, "_raise", lambda self, status: None)
+    _replace(engine.Job, "_raise_if_failed", lambda self, status: None)
 
 
 def a_failure_is_reported_once() -> None:
