@@ -4,11 +4,11 @@ ended, and that one has idle priority. A restart waits for it; a holder that liv
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,16 +135,19 @@ def test_a_holder_that_lives_is_refused_at_once(pool, is_stopped):
         os.close(write)
 
 
+MAIN_THREAD_ENDS = """
+import ctypes, signal, threading
+threading.Thread(target=signal.pause, daemon=True).start()
+ctypes.PyDLL(None).pthread_exit(None)
+"""
+"""In a process of its own. If this one has used several threads of OpenMP, the main thread of a fork waits for them at
+its end."""
+
+
 def test_a_process_whose_main_thread_has_ended_is_alive():
     """The other threads go on: it is no process that was killed, though procfs calls it a zombie."""
-
-    def only_another_thread() -> None:
-        threading.Thread(target=signal.pause, daemon=True).start()
-        ctypes.PyDLL(None).pthread_exit(None)
-
-    child = os.fork()
-    if child == 0:
-        only_another_thread()
+    process = subprocess.Popen([sys.executable, "-c", MAIN_THREAD_ENDS])
+    child = process.pid
     try:
         deadline = time.monotonic() + 20
         while Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
@@ -156,9 +159,8 @@ def test_a_process_whose_main_thread_has_ended_is_alive():
         while dying_holder.has_threads(child):
             assert dying_holder.is_dying(child)
     finally:
-        with contextlib.suppress(OSError):
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        process.kill()
+        process.wait()
 
 
 def test_nothing_is_done_to_a_process_that_lives():
