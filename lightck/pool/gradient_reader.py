@@ -17,7 +17,6 @@ import numpy as np
 from lightck import _native
 from lightck._native import ffi, lib
 from lightck.pool.commit_log import candidates
-from lightck.pool.format import layout
 from lightck.pool.format.gradients import (
     CHAIN_COMMITTED,
     HOME_ROW_DTYPE,
@@ -72,14 +71,7 @@ class GradientCheckpoint:
         identity = (header.generation, header.step, header.slot, header.table_hash)
         if identity != (chain_entry.generation, chain_entry.step, chain_entry.slot, sb.table_hash):
             raise DamagedError("its manifest belongs to another checkpoint")
-        extras = layout.decode_extras(
-            manifest[header.extras_offset : header.extras_offset + header.extras_nbytes],
-            low=sb.reserve_offset,
-            high=sb.slot_nbytes,
-            has_group=sb.has_group,
-            has_shares=sb.has_shares,
-            has_gradients=True,
-        )
+        extras = reader.extras_of(manifest, header)
         self._entries = (*reader.entries, *extras)
         if (header.n_table_entries, header.n_records) != (len(reader.entries), len(self._entries)):
             raise DamagedError("its manifest has a wrong number of records")

@@ -125,6 +125,18 @@ class PoolReader:
             self._unreadable = err
             return b""
 
+    def extras_of(self, manifest: bytes, header: ManifestHeader) -> tuple[Entry, ...]:
+        """Return the extra entries in a manifest. Raises ``DamagedError``."""
+        sb = self.superblock
+        return layout.decode_extras(
+            manifest[header.extras_offset : header.extras_offset + header.extras_nbytes],
+            low=sb.reserve_offset,
+            high=sb.slot_nbytes,
+            has_group=sb.has_group,
+            has_shares=sb.has_shares,
+            has_gradients=sb.has_gradients,
+        )
+
     def file_runs(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
         """Return where these bytes lie in the file ``container.fd``, as (offset, nbytes) pairs; an empty list if the
         medium can only be mapped."""
@@ -366,16 +378,9 @@ class StoredCheckpoint:
         self.reader = reader
         self.record = record
         self.header = header
-        sb = reader.superblock
         if header.n_table_entries != len(reader.entries):
             raise DamagedError("its manifest expects another layout table")
-        extras = layout.decode_extras(
-            manifest[header.extras_offset : header.extras_offset + header.extras_nbytes],
-            low=sb.reserve_offset,
-            high=sb.slot_nbytes,
-            has_group=sb.has_group,
-            has_shares=sb.has_shares,
-        )
+        extras = reader.extras_of(manifest, header)
         if header.n_records != header.n_table_entries + len(extras):
             raise DamagedError("its manifest has a wrong number of records")
         # Tensor records: first one for each entry of the layout table, then one for each extra entry.

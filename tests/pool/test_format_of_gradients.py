@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 import pools_by_hand as by_hand
 import pytest
+import test_format
 import toys
 from click.testing import CliRunner
 from hypothesis import given, settings
@@ -58,20 +59,11 @@ def superblock(n_slots: int = 5, **changes: Any) -> Superblock:
     """Two homes of 6 MiB, then the slots."""
     fields: dict[str, Any] = {
         "incompat": INCOMPAT_GRADIENTS,
-        "uuid": UUID,
         "nbytes": (7 + n_slots) * 2 * MIB,
-        "table_offsets": (16 * KIB, 20 * KIB),
-        "table_nbytes": 100,
-        "table_hash": bytes(16),
-        "block": MIB,
-        "manifest_offset": 4 * KIB,
-        "manifest_nbytes": 8 * KIB,
-        "payload_offset": 20 * KIB,
-        "reserve_offset": 1 * MIB,
         "slots": tuple(((7 + i) * 2 * MIB, 2 * MIB) for i in range(n_slots)),
         "homes": HOMES,
     }
-    return Superblock(**{**fields, **changes})
+    return test_format.superblock(n_slots, **{**fields, **changes})
 
 
 # -- superblock --------------------------------------------------------------------------------------------------------
