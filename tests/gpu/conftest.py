@@ -1,6 +1,6 @@
 """Tests that need a CUDA device; without one they are skipped, and nothing here is imported by the others.
 
-``LIGHTCK_TEST_DEVICE=cpu pytest tests/gpu/test_resume.py tests/gpu/test_replay_on_device.py`` runs what needs nothing
+``LIGHTCK_TEST_DEVICE=cpu pytest tests/gpu/test_{resume,replay_on_device,capture_on_device}.py`` runs what needs nothing
 of CUDA on the CPU.
 """
 
@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             on_cpu = (
-                item.path.stem in ("test_resume", "test_replay_on_device")
+                item.path.stem in ("test_resume", "test_replay_on_device", "test_capture_on_device")
                 and os.environ.get("LIGHTCK_TEST_DEVICE") == "cpu"
             )
             if not (on_cpu or torch.cuda.is_available()):

@@ -70,9 +70,10 @@ class Copies:
     def copy(self, gradients: Sequence[HeldGradient]) -> None:
         for gradient in gradients:
             if gradient.tensors:
+                device = gradient.tensors[0].device  # released when the copies are reported
                 copies = tuple(plain_tensor(tensor).detach().clone() for tensor in gradient.tensors)
                 if self.capture.copied(gradient, [checksums(one, BLOCK) for one in copies]):
-                    self.of[gradient] = copies
+                    self.of[gradient] = tuple(one.to(device) for one in copies)
 
     def end(self) -> None:
         """End the copies that wait."""
@@ -250,7 +251,7 @@ class _Taking(ConsumedGradients):
 def gradient_from(gradient: HeldGradient, tensors: Tensors) -> torch.Tensor:
     """Return a gradient as ``p.grad`` had it, from copies of its tensors."""
     if not gradient.is_sparse:
-        made = torch.empty_strided(tensors[0].shape, gradient.strides, dtype=tensors[0].dtype)
+        made = torch.empty_strided(tensors[0].shape, gradient.strides, dtype=tensors[0].dtype, device=tensors[0].device)
         return made.copy_(tensors[0])
     indices, values = (tensor.clone() for tensor in tensors)
     return torch.sparse_coo_tensor(
