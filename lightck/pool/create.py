@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from lightck.errors import NoSpaceError, NotAPoolError
 from lightck.pool.engine import Medium
 from lightck.pool.format import layout
+from lightck.pool.format.gradients import part_nbytes
 from lightck.pool.format.group import GroupIdentity
-from lightck.pool.format.layout import Entry, blocks_of
+from lightck.pool.format.layout import GRADIENT_ROLE, HOME_PLACE, Entry, blocks_of
 from lightck.pool.format.structures import (
     BLOCK_MAX,
     COMPAT_NEXT,
+    INCOMPAT_GRADIENTS,
     INCOMPAT_GROUP,
     INCOMPAT_SHARES,
     KIB,
@@ -56,6 +58,9 @@ def create(
     """Allocate a pool for these entries and write its static part. Returns the pool's container, which ``publish()``
     makes visible, and its superblock. Raises the errors of ``Backend.create``, and ``ValueError`` if entries have
     pieces without a ``group``, or invalid pieces.
+
+    If an entry lies in a home or is a gradient, the pool is one with gradient records, and its table lists the entries
+    in homes first.
 
     ``slots``: number of slots. ``state_nbytes``: expected length of the small state. ``extras``: extra entries of an
     old pool, for which the reserve of each slot gets room. ``spare_nbytes``: further bytes of the reserve.
@@ -98,23 +103,27 @@ def _geometry(
     group: GroupIdentity | None,
 ) -> tuple[Superblock, bytes]:
     has_shares = any(e.share is not None for e in (*entries, *extras))
-    blocks = sum(blocks_of(e.nbytes, BLOCK_MAX) for e in entries)
-    payload = sum(e.nbytes for e in entries)
-    reserve = max(RESERVE_MIN, payload // RESERVE_SHARE) + spare_nbytes
+    has_gradients = any(e.place == HOME_PLACE or e.role == GRADIENT_ROLE for e in entries)
+    in_homes = [e for e in entries if e.place == HOME_PLACE]
+    in_slots = [e for e in entries if e.place != HOME_PLACE]
+    reserve = max(RESERVE_MIN, sum(e.nbytes for e in in_slots) // RESERVE_SHARE) + spare_nbytes
     # The factor 2: a tensor whose size changed gets an extent of double its size (PoolWriter._append).
     reserve += 2 * sum(align_up(e.nbytes, LARGE_EXTENT_ALIGN) + LARGE_EXTENT_ALIGN for e in extras)
-    fixed = MANIFEST_HEADER_NBYTES + len(entries) * TENSOR_RECORD_NBYTES + 4 * blocks
-    encoded = layout.encode_extras(extras, has_group=group is not None, has_shares=has_shares)
-    # Room in the manifest for the entries, records and checksums of tensors that are added later.
-    variable = 64 * KIB + fixed // 4 + 2 * len(encoded)
-    variable += sum(TENSOR_RECORD_NBYTES + 8 * blocks_of(e.nbytes, BLOCK_MAX) for e in extras)
-    manifest = align_up(fixed + variable + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)
+    encoded = layout.encode_extras(
+        extras, has_group=group is not None, has_shares=has_shares, has_gradients=has_gradients
+    )
+    part = part_nbytes(in_homes, BLOCK_MAX, slots) if has_gradients else 0
+    manifest = _manifest_nbytes(entries, extras, len(encoded), state_nbytes, part)
     payload_offset = PAGE + 2 * manifest
-    placed, reserve_offset = layout.place(entries, payload_offset)
+    placed, reserve_offset = layout.place(in_slots, payload_offset)
     slot_nbytes = align_up(reserve_offset + reserve, SLOT_ALIGN)
-    table = layout.encode(placed, group, has_shares=has_shares)
+    placed_in_homes, home_nbytes = layout.place(in_homes, 0)
+    home_nbytes = align_up(home_nbytes, SLOT_ALIGN)
+    table = layout.encode([*placed_in_homes, *placed], group, has_shares=has_shares, has_gradients=has_gradients)
     table_space = align_up(len(table), PAGE)
-    first_slot = align_up(TABLE_OFFSET + 2 * table_space, SLOT_ALIGN)
+    first = align_up(TABLE_OFFSET + 2 * table_space, SLOT_ALIGN)
+    homes = ((first, home_nbytes), (first + home_nbytes, home_nbytes)) if has_gradients else ()
+    first_slot = first + len(homes) * home_nbytes
     sb = Superblock(
         uuid=os.urandom(16),
         nbytes=first_slot + slots * slot_nbytes,
@@ -127,7 +136,29 @@ def _geometry(
         payload_offset=payload_offset,
         reserve_offset=reserve_offset,
         slots=tuple((first_slot + i * slot_nbytes, slot_nbytes) for i in range(slots)),
+        homes=homes,
         compat=COMPAT_NEXT,
-        incompat=0 if group is None else INCOMPAT_GROUP | (INCOMPAT_SHARES if has_shares else 0),
+        incompat=_incompat(group, has_shares=has_shares, has_gradients=has_gradients),
     )
     return sb, table
+
+
+def _incompat(group: GroupIdentity | None, *, has_shares: bool, has_gradients: bool) -> int:
+    """Return the feature flags of ``Superblock.incompat``."""
+    flags = INCOMPAT_GRADIENTS if has_gradients else 0
+    if group is not None:
+        flags |= INCOMPAT_GROUP | (INCOMPAT_SHARES if has_shares else 0)
+    return flags
+
+
+def _manifest_nbytes(
+    entries: Sequence[Entry], extras: Sequence[Entry], extras_nbytes: int, state_nbytes: int, part_nbytes: int
+) -> int:
+    """Return the space for a manifest. ``extras_nbytes``: length of the encoded extra entries. ``part_nbytes``: length
+    of the part with older bases, chain and sentinels."""
+    blocks = sum(blocks_of(e.nbytes, BLOCK_MAX) for e in entries)
+    fixed = MANIFEST_HEADER_NBYTES + len(entries) * TENSOR_RECORD_NBYTES + 4 * blocks + part_nbytes
+    # Room in the manifest for the entries, records and checksums of tensors that are added later.
+    variable = 64 * KIB + fixed // 4 + 2 * extras_nbytes
+    variable += sum(TENSOR_RECORD_NBYTES + 8 * blocks_of(e.nbytes, BLOCK_MAX) for e in extras)
+    return align_up(fixed + variable + max(STATE_MIN, STATE_FACTOR * state_nbytes), PAGE)

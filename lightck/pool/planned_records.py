@@ -25,9 +25,10 @@ class PlannedRecords:
     """Computed for one plan and one slot. Valid for the slot's later plans with the same arrays, until the pool's
     entries change or ``SlotImage.forget`` is called."""
 
-    def __init__(self, plan: CopyPlan, template: npt.NDArray[np.void], slot_offset: int) -> None:
-        """``template``: the copy array of all entries of the pool, with offsets in the slot. ``slot_offset``: offset of
-        the slot in the pool."""
+    def __init__(self, plan: CopyPlan, template: npt.NDArray[np.void], origins: int | npt.NDArray[np.uint64]) -> None:
+        """``template``: the copy array of all entries of the pool, with offsets in the slot (or home). ``origins``:
+        offset of the slot in the pool; or for each entry the offset of the region in which this checkpoint writes
+        it."""
         self._arrays, self._template = _arrays_of(plan), template
         self._written = np.concatenate([plan.records, plan.recorded_only])
         """Record numbers of the tensors whose records get the generation and step of the checkpoint."""
@@ -36,7 +37,7 @@ class PlannedRecords:
         self._not_listed = ~listed
         self.n_listed = int(np.count_nonzero(listed))
         """Number of different records in the plan."""
-        self.copies = copies_of(template, slot_offset, plan.records, plan.sources)
+        self.copies = copies_of(template, origins, plan.records, plan.sources)
         self.copies["flags"] = np.where(plan.at_boundary, lib.LCK_NOW, 0)
         self.c_copies: CData = ffi.from_buffer("lck_copy[]", self.copies)
         self._are_all_written = self.n_listed == len(template) and not len(plan.unchanged)
@@ -78,13 +79,13 @@ def _arrays_of(plan: CopyPlan) -> tuple[object, ...]:
 
 def copies_of(
     template: npt.NDArray[np.void],
-    slot_offset: int,
+    origins: int | npt.NDArray[np.uint64],
     records: npt.NDArray[np.int64],
     sources: npt.NDArray[np.uint64] | int,
 ) -> npt.NDArray[np.void]:
-    """Return the copy array for these records of a slot, without flags. ``sources``: address of each record's
-    bytes; 0: the records have no source, because a device stores the bytes."""
+    """Return the copy array for these records, without flags. ``origins``: as for ``PlannedRecords``. ``sources``:
+    address of each record's bytes; 0: the records have no source, because a device stores the bytes."""
     copies = template[records]
-    copies["dst"] += np.uint64(slot_offset)
+    copies["dst"] += np.uint64(origins) if isinstance(origins, int) else origins[records]
     copies["src"] = sources
     return copies

@@ -60,12 +60,13 @@ class SlotImage:
         new.in_slot[: len(self.in_slot)] = self.in_slot
         return new
 
-    def write_tail(self, header: bytes, extras: bytes, state: bytes) -> int:
-        """Write header, extra entries and small state into the buffer. Returns the length of the manifest in bytes."""
-        end = self.tail_offset + len(extras) + len(state)
+    def write_tail(self, header: bytes, extras: bytes, rest: bytes) -> int:
+        """Write header, extra entries and the rest of the manifest (the small state and what follows it) into the
+        buffer. Returns the length of the manifest in bytes."""
+        end = self.tail_offset + len(extras) + len(rest)
         self._bytes[:MANIFEST_HEADER_NBYTES] = header
-        self._bytes[self.tail_offset : end - len(state)] = extras
-        self._bytes[end - len(state) : end] = state
+        self._bytes[self.tail_offset : end - len(rest)] = extras
+        self._bytes[end - len(rest) : end] = rest
         return end
 
 

@@ -415,7 +415,9 @@ class PoolWriter:
         bytes. Raises ``RelayoutNeededError`` or ``SessionError``."""
         image = slot.image
         extras = self._extras
-        if image.tail_offset + len(extras) + len(plan.state) > self.superblock.manifest_nbytes_max:
+        state_end = image.tail_offset + len(extras) + len(plan.state)
+        part = self._part_after_state(state_end)
+        if state_end + len(part) > self.superblock.manifest_nbytes_max:
             raise RelayoutNeededError(
                 "the options, counters, random states and small values no longer fit into the space that the pool has "
                 "for them"
@@ -425,6 +427,7 @@ class PoolWriter:
             planned.write(image)
             image.planned = planned
         planned.stamp(image, generation, plan.step)
+        self._complete_records(image)
         header = ManifestHeader(
             generation,
             self.incarnation,
@@ -442,7 +445,15 @@ class PoolWriter:
             len(plan.state),
             slot.index,
         )
-        return image.write_tail(header.pack(), extras, plan.state)
+        return image.write_tail(header.pack(), extras, plan.state + part if part else plan.state)
+
+    def _part_after_state(self, state_end: int) -> bytes:
+        """Return what the manifest of the next checkpoint holds after the small state, which ends at ``state_end``, an
+        offset in the manifest."""
+        return b""
+
+    def _complete_records(self, image: SlotImage) -> None:
+        """Change the tensor records of the next checkpoint after they were written for its plan."""
 
     def _refuse_incomplete(self, plan: CopyPlan, image: SlotImage, n_listed: int) -> None:
         """Raise ``SessionError`` if the plan is incomplete. ``n_listed``: number of different records in the plan."""

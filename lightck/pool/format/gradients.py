@@ -108,6 +108,13 @@ class GradientPart(NamedTuple):
         return cls(older, crcs, chain, sentinels)
 
 
+def part_nbytes(in_homes: Sequence[Entry], block: int, n_slots: int) -> int:
+    """Return the largest length of the part in a pool with these entries in homes and ``n_slots`` slots, with the
+    padding before it. ``block``: bytes of a block."""
+    crcs = sum(blocks_of(entry.nbytes, block) for entry in in_homes) + len(in_homes)
+    return 8 + _HEAD.size + HOME_ROW_DTYPE.itemsize * len(in_homes) + 4 * crcs + _CHAIN.size * n_slots
+
+
 def part_offset(header: ManifestHeader) -> int:
     """Return where in its manifest the part begins: after the small state, at a multiple of 8."""
     return align_up(header.state_offset + header.state_nbytes, 8)

@@ -1,0 +1,290 @@
+"""Write a pool with gradient records: units into their homes, gradients into a record, one manifest for both.
+
+``GradientLog`` decides where everything goes, and ``GradientWriter`` does it. One job of the engine copies the units
+that are written and what the record holds. Its block checksums are seeded with the generation of the job, also those of
+the units, so the manifest of this record and of all later ones can name them.
+
+The rows of bases in a manifest come from ``Bases`` and from the checksums of both homes, which the writer keeps in
+memory. A home's checksums are taken over when its job has committed. If the job was given up, the log does not use that
+home any more, until it is written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck.pool.engine import Engine
+from lightck.pool.format.gradients import (
+    HOME_ROW_DTYPE,
+    IN_RECORD,
+    ChainEntry,
+    Crcs,
+    GradientPart,
+    Rows,
+)
+from lightck.pool.format.layout import HOME_PLACE, Entry, blocks_of
+from lightck.pool.format.structures import CommitRecord, align_up, manifest_hash
+from lightck.pool.gradient_log import GradientLog, LoggedCheckpoint, Mask, RecordPlan, next_position
+from lightck.pool.gradient_reader import GradientCheckpoint, chain_entry_of, checkpoint_of, logged_checkpoint
+from lightck.pool.planned_records import PlannedRecords
+from lightck.pool.reader import PoolReader
+from lightck.pool.reservation import Reservation
+from lightck.pool.slots import Slot, SlotImage
+from lightck.pool.storage.durability import Durability
+from lightck.pool.storage.lock import PoolLock
+from lightck.pool.writer import CopyPlan, Pending, PoolWriter, RelayoutNeededError
+
+KEPT_COMMITS = 2
+"""How many of the newest checkpoints keep their commit records. The older ones are found through the chain of a newer
+one."""
+NO_SENTINELS: Crcs = np.zeros(0, np.uint32)
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a pool: parameters with their optimizer state.
+
+    names: of each unit, the name of the parameter. tensors: of each unit, the numbers of its entries. of_entry: for
+    each entry in a home, in the order of the layout table, the number of its unit. nbytes: bytes of each unit.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[tuple[int, ...], ...]
+    of_entry: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.int64]
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Name of a unit -> its number."""
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry], unit_names: Sequence[str]) -> Units:
+        """``entries``: the entries in homes, which come first in the layout table. ``unit_names``: for each of them the
+        name of its unit."""
+        tensors: dict[str, list[int]] = {}
+        for number, name in enumerate(unit_names):
+            tensors.setdefault(name, []).append(number)
+        numbers = {name: number for number, name in enumerate(tensors)}
+        return cls(
+            tuple(tensors),
+            tuple(map(tuple, tensors.values())),
+            np.array([numbers[name] for name in unit_names], np.int64),
+            np.array([sum(entries[n].nbytes for n in one) for one in tensors.values()], np.int64),
+            numbers,
+        )
+
+    def turns(self, base_every: int) -> list[int]:
+        """Return for each unit the turn in which it is due: the units are packed into ``base_every`` groups of nearly
+        equal bytes, the largest unit first into the smallest group."""
+        groups = [0] * base_every
+        turns = [0] * len(self.names)
+        for unit in np.argsort(-self.nbytes, kind="stable").tolist():
+            turn = min(range(base_every), key=groups.__getitem__)
+            turns[unit] = turn
+            groups[turn] += int(self.nbytes[unit])
+        return turns
+
+
+class GradientWriter(PoolWriter):
+    """A pool with gradient records, open for writing. A checkpoint is written so: ``plan_record``, ``prepare``,
+    ``begin``, then ``committed`` or ``release_slot``. Only one checkpoint is in flight. A step without a record is
+    reported to ``skipped``."""
+
+    def __init__(
+        self,
+        reader: PoolReader,
+        engine: Engine,
+        durability: Durability,
+        predecessor: PoolWriter | None = None,
+        lock: PoolLock | None = None,
+        *,
+        base_every: int,
+        unit_names: Sequence[str],
+        step: int = 0,
+    ) -> None:
+        """``base_every``: see ``GradientLog``. ``unit_names``: for each entry in a home, in the order of the layout
+        table, the name of its unit. ``step``: the number of updates before the first checkpoint of this writer."""
+        super().__init__(reader, engine, durability, predecessor, lock)
+        in_homes = [entry for entry in self.entries if entry.place == HOME_PLACE]
+        assert in_homes == self.entries[: len(in_homes)], "the entries in homes come first (create.py)"
+        self._n_home_entries = len(in_homes)
+        self.units = Units.of(in_homes, unit_names)
+        self.log = GradientLog.new(base_every, len(self.slots.slots), self.units.turns(base_every), step)
+        blocks = np.array([blocks_of(entry.nbytes, self.superblock.block) for entry in in_homes], np.int64)
+        self._block_starts, self._n_home_crcs = np.cumsum(blocks) - blocks, int(blocks.sum())
+        self._entry_of_crc = np.repeat(np.arange(len(in_homes)), blocks)
+        self._home_crcs = np.zeros((2, self._n_home_crcs), np.uint32)
+        """The seeded block checksums of what was committed last in each home. Only those that ``log.bases`` names are
+        meaningful."""
+        self._offsets = np.array([entry.offset for entry in in_homes], np.uint64)
+        self._present = np.zeros(len(in_homes), np.bool_)
+        """For each entry in a home, whether the last checkpoint holds the tensor."""
+        self._chain: dict[int, ChainEntry] = {}
+        """Generation of a record that the log still has -> its chain entry."""
+        self._plan: RecordPlan | None = None
+        self._sentinels = NO_SENTINELS
+
+    @property
+    def _prepared(self) -> RecordPlan:
+        """The plan of the record that is written next, or now."""
+        assert self._plan is not None, "prepare() comes first"
+        return self._plan
+
+    # -- before a checkpoint -----------------------------------------------------------------------------
+
+    def plan_record(self, updated: Mask, written_outside: Mask | None = None) -> RecordPlan | None:
+        """Plan the record of the next update. ``updated``, ``written_outside``: see ``GradientLog.next_record``.
+        Returns None if no record slot is free: then the pool must be replaced by a new one."""
+        assert not any(slot.in_flight for slot in self.slots.slots), "one record at a time"
+        return self.log.next_record(self.generation + 1, updated, written_outside)
+
+    def prepare(self, plan: RecordPlan, sentinels: Crcs = NO_SENTINELS) -> Slot:
+        """Let ``begin`` write the record of this plan, and return its slot. ``sentinels``: for each entry in a home the
+        CRC-32C of the page that docs/format.md names, or none."""
+        assert not len(plan.whole), "no unit is written whole into a record"
+        self._plan, self._sentinels = plan, sentinels
+        return self.slots.slots[plan.slot]
+
+    def left_out(self, plan: RecordPlan) -> list[int]:
+        """Return the numbers of the entries in homes that the record of this plan does not write."""
+        is_written = np.zeros(len(self.units.names), np.bool_)
+        is_written[plan.units] = True
+        return np.flatnonzero(~is_written[self.units.of_entry]).tolist()
+
+    def skipped(self, step: int, changed: Mask) -> None:
+        """The update of ``step``, which changed these units, has no record. The next checkpoint is full."""
+        self.log = self.log.with_hole(step, changed)
+
+    def add(self, entries: Sequence[Entry], present: set[str]) -> None:
+        """As ``PoolWriter.add``. New parameters and optimizer state have no home, so they need a new pool."""
+        for entry in entries:
+            if entry.role in ("param", "optimizer") and entry.alias is None:
+                raise RelayoutNeededError(f"{entry.name!r} has no home in the pool")
+        super().add(entries, present)
+
+    # -- a checkpoint ------------------------------------------------------------------------------------
+
+    def begin(self, plan: CopyPlan, slot: Slot, memory: object, reservation: Reservation | None = None) -> Pending:
+        """As ``PoolWriter.begin``, for the record of ``prepare``. ``plan.unchanged`` lists the entries in homes that
+        the record does not write."""
+        record = self._prepared
+        expected = record.slot, record.generation, record.step
+        assert (slot.index, self.generation + 1, plan.step) == expected, "prepare() gives slot and step"
+        assert reservation is None, "a gradient record has no eager copies"
+        listed = np.zeros(len(self.entries), np.bool_)
+        for numbers in (plan.records, plan.unchanged, plan.recorded_only):
+            listed[numbers] = True
+        self._present = listed[: self._n_home_entries]
+        self._show_bases(slot.image)
+        pending = super().begin(plan, slot, memory)
+        self.log = self.log.with_record(record)
+        return pending
+
+    def committed(self, pending: Pending) -> None:
+        super().committed(pending)
+        plan, image = self._prepared, pending.slot.image
+        for unit, home in zip(plan.units.tolist(), plan.homes.tolist(), strict=True):
+            for number in self.units.tensors[unit]:
+                crcs = self._crcs_of(number)
+                self._home_crcs[home, crcs] = image.crcs[crcs]
+        record, manifest = pending.record, image.buffer[: pending.record.manifest_nbytes].tobytes()
+        named = record._replace(manifest_hash=manifest_hash(self.superblock.uuid, manifest))
+        self._chain[record.generation] = chain_entry_of(named)
+        self.log = self.log.with_commit(plan)
+        self._plan = None
+        self._forget_old_records()
+
+    def release_slot(self, pending: Pending, *, bad: bool) -> None:
+        super().release_slot(pending, bad=bad)
+        plan, self._plan = self._prepared, None
+        self.skipped(plan.step, plan.changed)
+
+    def _forget_old_records(self) -> None:
+        named = {record.generation for record in self.log.records}
+        self._chain = {generation: entry for generation, entry in self._chain.items() if generation in named}
+
+    def _next_position(self) -> int:
+        n_positions = self.superblock.ring_lines
+        self._last_position = next_position(self.commit_log, KEPT_COMMITS, n_positions, self._last_position)
+        return self._last_position
+
+    # -- the manifest ------------------------------------------------------------------------------------
+
+    def _planned(self, slot: Slot, plan: CopyPlan) -> PlannedRecords:
+        """Units are written to their home of this time, everything else to the slot."""
+        record = self._prepared
+        origins = np.full(len(self.entries), slot.offset, np.uint64)
+        homes = np.zeros(len(self.units.names), np.int64)
+        homes[record.units] = record.homes
+        starts = np.array([offset for offset, _ in self.superblock.homes], np.uint64)
+        origins[: self._n_home_entries] = starts[homes[self.units.of_entry]]
+        return PlannedRecords(plan, self._template, origins)
+
+    def _show_bases(self, image: SlotImage) -> None:
+        """Write the checksums of all bases into the image of a slot, as if its checkpoints had written them there."""
+        bases, of_entry = self.log.bases, self.units.of_entry
+        home = bases.home[of_entry].astype(np.int64) % IN_RECORD
+        numbers = np.arange(self._n_home_crcs)
+        image.crcs[: self._n_home_crcs] = self._home_crcs[home[self._entry_of_crc], numbers]
+        image.records["crc"][: self._n_home_entries] = self._block_starts
+        image.records["offset"][: self._n_home_entries] = self._offsets
+        image.in_slot[: self._n_home_entries] = bases.generation[of_entry] > 0
+
+    def _complete_records(self, image: SlotImage) -> None:
+        """Write into the rows of the bases what the log says of them after this record."""
+        record = self._prepared
+        bases, of_entry = record.checkpoint.bases, self.units.of_entry
+        rows = image.records.view(HOME_ROW_DTYPE)[: self._n_home_entries]
+        rows["generation"] = np.where(self._present, bases.generation[of_entry], 0)
+        rows["step"] = bases.step[of_entry]
+        rows["home"] = bases.home[of_entry]
+
+    def _part_after_state(self, state_end: int) -> bytes:
+        record = self._prepared
+        older, crcs = self._older_rows(record.checkpoint)
+        chain = tuple(self._chain[one.generation] for one in record.chain)
+        part = GradientPart(older, crcs, chain, self._sentinels)
+        return bytes(align_up(state_end, 8) - state_end) + part.pack()
+
+    def _older_rows(self, checkpoint: LoggedCheckpoint) -> tuple[Rows, Crcs]:
+        """Return the rows and the block checksums of the older bases."""
+        bases, of_entry = checkpoint.bases, self.units.of_entry
+        generation = np.where(self._present, bases.older_generation[of_entry], 0)
+        other_home = 1 - bases.home[of_entry].astype(np.int64) % IN_RECORD
+        has_older = generation > 0
+        chosen = has_older[self._entry_of_crc]
+        crcs = self._home_crcs[other_home[self._entry_of_crc[chosen]], np.flatnonzero(chosen)]
+        n_blocks = np.bincount(self._entry_of_crc[chosen], minlength=self._n_home_entries)
+        rows = np.zeros(self._n_home_entries, HOME_ROW_DTYPE)
+        rows["generation"], rows["step"] = generation, bases.older_step[of_entry]
+        rows["offset"], rows["home"] = self._offsets, other_home
+        rows["crc"] = np.cumsum(n_blocks) - n_blocks
+        rows[~has_older] = 0
+        return rows, crcs
+
+    def _crcs_of(self, number: int) -> slice:
+        """Return where the checksums of an entry in a home lie among those of all homes."""
+        start = int(self._block_starts[number])
+        return slice(start, start + blocks_of(self.entries[number].nbytes, self.superblock.block))
+
+    # -- adoption ----------------------------------------------------------------------------------------
+
+    def adopt(self, record: CommitRecord) -> None:
+        """Write a durable adoption record for a checkpoint that was recovered from its bases, and protect what it
+        needs. The next checkpoint is full."""
+        super().adopt(record)
+        checkpoint = checkpoint_of(self.reader, chain_entry_of(record))
+        names = [[self.entries[number].name for number in one] for one in self.units.tensors]
+        logged = logged_checkpoint(checkpoint, names)
+        self._take_checksums(checkpoint)
+        self._chain = {entry.generation: entry for entry in checkpoint.part.chain}
+        self._chain[record.payload_generation] = chain_entry_of(record)
+        self.log = self.log.adopted(logged)
+        self.skipped(logged.step, np.zeros(len(self.units.names), np.bool_))
+
+    def _take_checksums(self, checkpoint: GradientCheckpoint) -> None:
+        for base in checkpoint.bases():
+            home = int(checkpoint.rows["home"][base.number])
+            self._home_crcs[home, self._crcs_of(base.number)] = base.crcs
