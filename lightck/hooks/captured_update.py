@@ -70,7 +70,7 @@ class HeldGradient:
     ``(n_sparse_dims, n_values)``) and the values; of a DTensor the local tensor. Empty as soon as ``result`` is not
     ``HELD``. strides: of a dense gradient, in elements; if its dtype is narrower than float32, the bits of the update
     depend on them. sparse_shape, is_coalesced: of a sparse gradient; an optimizer gives other bits for the coalesced
-    one.
+    one. shape: of the gradient, dense or sparse.
     """
 
     name: str
@@ -80,6 +80,7 @@ class HeldGradient:
     sparse_shape: tuple[int, ...] | None = None
     is_coalesced: bool = False
     result: CopyResult = CopyResult.HELD
+    shape: tuple[int, ...] = ()
 
     @property
     def is_sparse(self) -> bool:

@@ -308,11 +308,12 @@ def _gradient_of(name: str, local: torch.Tensor, kind: GradientClass) -> HeldGra
     if local.requires_grad:
         local = local.detach()  # the graph of a gradient need not be held
     if local.layout is torch.strided:
-        return HeldGradient(name, kind, (local,), local.stride())
+        return HeldGradient(name, kind, (local,), local.stride(), shape=tuple(local.shape))
     if local.layout is torch.sparse_coo:
         # The indices of an embedding's gradient are a view of the batch, which the loop may fill again at any moment.
         tensors = local._indices().clone(), local._values()
-        return HeldGradient(name, kind, tensors, (), tuple(local.shape), local.is_coalesced())
+        shape = tuple(local.shape)
+        return HeldGradient(name, kind, tensors, (), shape, local.is_coalesced(), shape=shape)
     raise UnsupportedError(
         f"The gradient of {name!r} has the layout {local.layout}. lightck can record dense gradients, and sparse ones "
         "of the layout torch.sparse_coo. Use one of these, or strategy=FullState()."
