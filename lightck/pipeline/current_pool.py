@@ -8,9 +8,10 @@ new file. So a crash at any moment leaves one whole pool under that name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from lightck.pipeline.pool_kind import PoolKind
 from lightck.pool.create import RESERVE_MIN, create
 from lightck.pool.engine import Engine
 from lightck.pool.format.group import GroupIdentity
@@ -44,6 +45,7 @@ class CurrentPool:
         slots: int,
         lock: PoolLock | None,
         events: CommitEvents,
+        kind: PoolKind,
     ) -> None:
         self.path, self.durability = path, durability
         self.writer: PoolWriter | None = None
@@ -52,6 +54,7 @@ class CurrentPool:
         self.group: GroupIdentity | None = None
         """Which rank of which group the pool belongs to. Set before the pool of a rank is created."""
         self._backend, self._engine, self._lock, self._events = backend, engine, lock, events
+        self.kind = kind
 
     def add_spare_slot(self) -> None:
         """Add a slot for exports: an export holds its checkpoint, and the training cannot write to the slot of this
@@ -61,7 +64,7 @@ class CurrentPool:
     def create(self, entries: Sequence[Entry], state_nbytes: int) -> None:
         """Create an empty pool at the path now. ``state_nbytes``: bytes of small state for which the slots must have
         space."""
-        writer = self._new_writer(in_module_order(entries), state_nbytes)
+        writer = self._new_writer(self.kind.laid_out(entries), state_nbytes)
         try:
             writer.reader.container.publish()
         except BaseException:
@@ -73,7 +76,7 @@ class CurrentPool:
         """Continue in an existing pool. Return its writer, which owns ``reader`` from now on. If no writer can be made,
         close ``reader`` and raise the error."""
         try:
-            self.writer = PoolWriter(reader, self._engine, self.durability, lock=self._lock)
+            self.writer = self.kind.writer(reader, self._engine, self.durability, None, self._lock)
         except BaseException:
             reader.close()
             raise
@@ -121,7 +124,8 @@ class CurrentPool:
             group=self.group if self.writer is None else self.writer.reader.group,
         )
         try:
-            return PoolWriter(PoolReader(container, self.path), self._engine, self.durability, self.writer, self._lock)
+            reader = PoolReader(container, self.path, gradients=True)
+            return self.kind.writer(reader, self._engine, self.durability, self.writer, self._lock)
         except BaseException:
             container.close()
             raise
@@ -160,7 +164,7 @@ class CurrentPool:
         held = [entry for checkpoint in carried for entry in checkpoint.entries.values()]
         layout, extras = pool_layout(old, entries, held)
         state_nbytes = max([state_nbytes, *(len(checkpoint.state) for checkpoint in carried)])
-        return self._new_writer(in_module_order(layout.values()), state_nbytes, spare_nbytes(old, layout), extras)
+        return self._new_writer(self.kind.laid_out(layout.values()), state_nbytes, spare_nbytes(old, layout), extras)
 
     def close(self) -> None:
         if self.writer is not None:
@@ -207,18 +211,3 @@ def spare_nbytes(old: PoolWriter | None, layout: Layout) -> int:
     nbytes = sum(entry.nbytes for entry in layout.values())
     grew = sum(layout[name].nbytes for name in old.resized & layout.keys())
     return 2 * grew + max(RESERVE_MIN, nbytes >> max(2, 4 - old.n_relayouts))
-
-
-def in_module_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries in the order of the modules, each parameter followed by its optimizer state; the user's
-    objects come last. So the tensors that one layer's update changes lie next to each other in a slot."""
-    entries = list(entries)
-    owner = {e.name.removeprefix("model/"): i for i, e in enumerate(entries) if e.role in ("param", "buffer")}
-
-    def key(item: tuple[int, Entry]) -> tuple[int, int]:
-        i, entry = item
-        if entry.role != "optimizer":
-            return (i if entry.role != "state" else len(entries)), -1
-        return owner.get(param_of(entry.name), len(entries)), i
-
-    return [entry for _, entry in sorted(enumerate(entries), key=key)]

@@ -59,6 +59,10 @@ class Target:
         in_slot = bool(self._slot.image.in_slot[record.number])
         return crcs is not None and in_slot and np.array_equal(crcs, self._writer.raw_crcs(self._slot, record.number))
 
+    @property
+    def not_due(self) -> frozenset[int]:
+        return self._writer.not_due
+
     def generation_of(self, record: TensorRecord) -> int | None:
         image = self._slot.image
         return int(image.records["generation"][record.number]) if image.in_slot[record.number] else None

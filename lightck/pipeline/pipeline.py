@@ -14,7 +14,7 @@ while a copy still needs a source.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 
@@ -28,6 +28,7 @@ from lightck.pipeline.eager_copies import EagerCopies
 from lightck.pipeline.guard import Rejection, WriteGuard, strike
 from lightck.pipeline.in_flight import InFlightCheckpoint, job_budget, seconds_left
 from lightck.pipeline.plan import Strategy, WritePlan
+from lightck.pipeline.pool_kind import PoolKind, WholeCheckpoints
 from lightck.pipeline.staging.kinds import Kind
 from lightck.pipeline.staging.sending import Staging
 from lightck.pipeline.submission import Submission
@@ -66,20 +67,25 @@ class Pipeline:
         check: bool = False,
         lock: PoolLock | None = None,
         copy_threads: int | None = None,
+        pool_kind: PoolKind | None = None,
     ) -> None:
         """``uncommitted_max``: how many checkpoints may still be uncommitted when the next update begins; None: two
         fewer than slots. ``check`` (``LIGHTCK_CHECK=1``): the write guard reads every byte, and raises an error for an
-        unannounced write. ``copy_threads``: see ``Engine``."""
+        unannounced write. ``copy_threads``: see ``Engine``. ``pool_kind``: None: each slot holds a whole
+        checkpoint."""
         self._uncommitted_max = slots - 2 if uncommitted_max is None else uncommitted_max
         self.path, self.durability = path, durability
         self.committed: int | None = None
         """Step of the newest checkpoint whose commit was reported to the listeners."""
         self.engine, self.events, self.decisions = Engine(copy_threads), CommitEvents(), Decisions()
-        self.pool = CurrentPool(path, backend, durability, self.engine, slots, lock, self.events)
+        kind = pool_kind or WholeCheckpoints()
+        self.pool = CurrentPool(path, backend, durability, self.engine, slots, lock, self.events, kind)
         self.guard, self.eager = WriteGuard(check), EagerCopies(check)
         self.staging = Staging(meter, staging, commits_after_update=self._uncommitted_max > 0, is_on=not check)
         self.wait_policy = WaitPolicy(self.engine, meter, is_on=not check)
         self._strategy, self._meter, self._check = strategy, meter, check
+        self.validators: list[Callable[[InFlightCheckpoint, PoolWriter], Rejection | None]] = []
+        """Called for a checkpoint whose copies are done, after the write guard: why it must not commit, or None."""
         self._in_flight: list[InFlightCheckpoint] = []
         self._tables: WriteTableCache | None = None
         self._plan_has_all_tables = True
@@ -171,7 +177,7 @@ class Pipeline:
     def _begin(self, writer: PoolWriter, closed_step: ClosedStep) -> InFlightCheckpoint:
         """Plan and submit the checkpoint of a closed step. Raises ``RelayoutNeededError``."""
         tables = self._tables_of(writer, closed_step)
-        slot = self._take_slot(writer)
+        slot = self._take_slot(writer, closed_step)
         plan = self._strategy.plan(closed_step, tables, self.guard.target(writer, slot))
         self._plan_has_all_tables = all(planned is given for planned, given in zip_longest(plan.tables, tables))
         return self.submit(writer, slot, plan)
@@ -193,13 +199,13 @@ class Pipeline:
         submission = Submission(plan)
         copied, discarded = self.eager.reusable(submission.background, submission.background_numbers)
         self._meter.recopied += discarded
-        jobs_max = job_budget(self._in_flight, self._uncommitted_max)
+        jobs_max = job_budget(self._in_flight, self._uncommitted_max) if writer.has_whole_checkpoints else 0
         with self.staging.sending(writer, slot, submission, self.eager.reservation, jobs_max) as (reservation, sent):
             watched = self.guard.watch(submission, writer)
             pending = writer.begin(submission.copy_plan(copied, sent), slot, submission.keep_alive, reservation)
         # Only an InFlightCheckpoint ends the job and frees the slot, so nothing may raise before it is created.
         closed_step = plan.closed_step
-        needs_no_validation = not submission.background
+        needs_no_validation = not submission.background and closed_step.update is None
         checkpoint = InFlightCheckpoint(pending, watched, closed_step.step, needs_no_validation)
         self.eager.taken()
         self.guard.begun(submission, writer, slot)
@@ -207,13 +213,13 @@ class Pipeline:
         self.events.begun(pending.record.generation, closed_step.step, writer.entries)
         return checkpoint
 
-    def _take_slot(self, writer: PoolWriter) -> Slot:
+    def _take_slot(self, writer: PoolWriter, closed_step: ClosedStep) -> Slot:
         """Return the slot of the eager copies, or, if there are none, a free slot. If no slot is free, wait until older
         checkpoints have ended. Raises ``LightckError`` if no slot is free even then."""
         if self.eager.reservation is not None:
             return self.eager.reservation.slot
         while True:
-            slot = writer.slots.choose(self.decisions.held(writer))
+            slot = self.pool.kind.choose_slot(writer, closed_step, self.decisions.held(writer))
             if slot is not None:
                 return slot
             if not self._in_flight:
@@ -232,7 +238,9 @@ class Pipeline:
         copies."""
         self.wait_policy.checkpoint_begins(eager=True)
         tables, writer = self._tables, self.pool.writer
-        if tables is None or writer is None or tables.writer is not writer or not self._plan_has_all_tables:
+        if tables is None or writer is None or tables.writer is not writer or not writer.has_whole_checkpoints:
+            return
+        if not self._plan_has_all_tables:
             return  # if the strategy leaves out some of these tensors, they must not be copied
         jobs_max = job_budget(self._in_flight, self._uncommitted_max)
         if jobs_max > 0 and self.eager.wants_slot(tables):
@@ -371,7 +379,10 @@ class Pipeline:
     def settle(self, checkpoint: InFlightCheckpoint) -> None:
         """Wait for the copies, validate the checkpoint, and release it to commit or give it up."""
         self._wait_or_fail(checkpoint, COPIED)
-        if not self._give_up_if_rejected(checkpoint, self.guard.validate(checkpoint, self._writer)):
+        rejection = self.guard.validate(checkpoint, self._writer)
+        for validate in self.validators:
+            rejection = rejection or validate(checkpoint, self._writer)
+        if not self._give_up_if_rejected(checkpoint, rejection):
             checkpoint.pending.job.release()
 
     def _give_up_if_rejected(self, checkpoint: InFlightCheckpoint, rejection: Rejection | None) -> bool:

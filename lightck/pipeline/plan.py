@@ -28,6 +28,12 @@ class TargetSlot(Protocol):
         has not changed since, and the slot holds those bytes."""
         ...
 
+    @property
+    def not_due(self) -> frozenset[int]:
+        """Numbers of the records that this checkpoint must leave out, because it is not their turn. Empty, unless the
+        pool has gradient records."""
+        ...
+
     def generation_of(self, record: TensorRecord) -> int | None:
         """The generation in which this record was last written into the slot, or None if the slot does not hold it. A
         plan may leave the record out if the strategy itself knows that the tensor has not changed since then."""

@@ -92,6 +92,8 @@ class GradientWriter(PoolWriter):
     ``begin``, then ``committed`` or ``release_slot``. Only one checkpoint is in flight. A step without a record is
     reported to ``skipped``."""
 
+    has_whole_checkpoints = False
+
     def __init__(
         self,
         reader: PoolReader,
@@ -109,7 +111,7 @@ class GradientWriter(PoolWriter):
         super().__init__(reader, engine, durability, predecessor, lock)
         in_homes = [entry for entry in self.entries if entry.place == HOME_PLACE]
         assert in_homes == self.entries[: len(in_homes)], "the entries in homes come first (create.py)"
-        self._n_home_entries = len(in_homes)
+        self.n_home_entries = len(in_homes)
         self.units = Units.of(in_homes, unit_names)
         self.log = GradientLog.new(base_every, len(self.slots.slots), self.units.turns(base_every), step)
         blocks = np.array([blocks_of(entry.nbytes, self.superblock.block) for entry in in_homes], np.int64)
@@ -147,11 +149,17 @@ class GradientWriter(PoolWriter):
         self._plan, self._sentinels = plan, sentinels
         return self.slots.slots[plan.slot]
 
-    def left_out(self, plan: RecordPlan) -> list[int]:
-        """Return the numbers of the entries in homes that the record of this plan does not write."""
+    @property
+    def not_due(self) -> frozenset[int]:
+        """The numbers of the entries in homes that the record of ``prepare`` does not write."""
         is_written = np.zeros(len(self.units.names), np.bool_)
-        is_written[plan.units] = True
-        return np.flatnonzero(~is_written[self.units.of_entry]).tolist()
+        is_written[self._prepared.units] = True
+        return frozenset(np.flatnonzero(~is_written[self.units.of_entry]).tolist())
+
+    def has_extent_for(self, entry: Entry) -> bool:
+        number = self.numbers.get(entry.name)
+        place = entry.place if number is None else self.entries[number].place
+        return super().has_extent_for(entry._replace(place=place))
 
     def skipped(self, step: int, changed: Mask) -> None:
         """The update of ``step``, which changed these units, has no record. The next checkpoint is full."""
@@ -176,7 +184,7 @@ class GradientWriter(PoolWriter):
         listed = np.zeros(len(self.entries), np.bool_)
         for numbers in (plan.records, plan.unchanged, plan.recorded_only):
             listed[numbers] = True
-        self._present = listed[: self._n_home_entries]
+        self._present = listed[: self.n_home_entries]
         self._show_bases(slot.image)
         pending = super().begin(plan, slot, memory)
         self.log = self.log.with_record(record)
@@ -219,7 +227,7 @@ class GradientWriter(PoolWriter):
         homes = np.zeros(len(self.units.names), np.int64)
         homes[record.units] = record.homes
         starts = np.array([offset for offset, _ in self.superblock.homes], np.uint64)
-        origins[: self._n_home_entries] = starts[homes[self.units.of_entry]]
+        origins[: self.n_home_entries] = starts[homes[self.units.of_entry]]
         return PlannedRecords(plan, self._template, origins)
 
     def _show_bases(self, image: SlotImage) -> None:
@@ -228,15 +236,15 @@ class GradientWriter(PoolWriter):
         home = bases.home[of_entry].astype(np.int64) % IN_RECORD
         numbers = np.arange(self._n_home_crcs)
         image.crcs[: self._n_home_crcs] = self._home_crcs[home[self._entry_of_crc], numbers]
-        image.records["crc"][: self._n_home_entries] = self._block_starts
-        image.records["offset"][: self._n_home_entries] = self._offsets
-        image.in_slot[: self._n_home_entries] = bases.generation[of_entry] > 0
+        image.records["crc"][: self.n_home_entries] = self._block_starts
+        image.records["offset"][: self.n_home_entries] = self._offsets
+        image.in_slot[: self.n_home_entries] = bases.generation[of_entry] > 0
 
     def _complete_records(self, image: SlotImage) -> None:
         """Write into the rows of the bases what the log says of them after this record."""
         record = self._prepared
         bases, of_entry = record.checkpoint.bases, self.units.of_entry
-        rows = image.records.view(HOME_ROW_DTYPE)[: self._n_home_entries]
+        rows = image.records.view(HOME_ROW_DTYPE)[: self.n_home_entries]
         rows["generation"] = np.where(self._present, bases.generation[of_entry], 0)
         rows["step"] = bases.step[of_entry]
         rows["home"] = bases.home[of_entry]
@@ -256,8 +264,8 @@ class GradientWriter(PoolWriter):
         has_older = generation > 0
         chosen = has_older[self._entry_of_crc]
         crcs = self._home_crcs[other_home[self._entry_of_crc[chosen]], np.flatnonzero(chosen)]
-        n_blocks = np.bincount(self._entry_of_crc[chosen], minlength=self._n_home_entries)
-        rows = np.zeros(self._n_home_entries, HOME_ROW_DTYPE)
+        n_blocks = np.bincount(self._entry_of_crc[chosen], minlength=self.n_home_entries)
+        rows = np.zeros(self.n_home_entries, HOME_ROW_DTYPE)
         rows["generation"], rows["step"] = generation, bases.older_step[of_entry]
         rows["offset"], rows["home"] = self._offsets, other_home
         rows["crc"] = np.cumsum(n_blocks) - n_blocks

@@ -186,6 +186,15 @@ class PoolWriter:
         extras, sb = self.entries[self._n_table_entries :], self.superblock
         self._extras = layout.encode_extras(extras, has_group=sb.has_group, has_shares=sb.has_shares)
 
+    has_whole_checkpoints = True
+    """Whether each slot holds a whole checkpoint. If not, no slot is held for a pin, and nothing is copied into a slot
+    before its checkpoint begins."""
+
+    @property
+    def not_due(self) -> frozenset[int]:
+        """Numbers of the records that the next checkpoint must leave out, because it is not their turn."""
+        return frozenset()
+
     # -- layout ------------------------------------------------------------------------------------------
 
     def has_extent_for(self, entry: Entry) -> bool:

@@ -39,6 +39,7 @@ from lightck.session.commits import CommitParticipants
 from lightck.session.cross_check import cross_check_of
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
+from lightck.session.gradient_arguments import gradient_pools, n_records, refuse_unrecordable
 from lightck.session.group import checked_timeout, group_of, world_of_one
 from lightck.session.group_arguments import refuse_unsupported
 from lightck.session.group_start import GroupStart
@@ -54,6 +55,7 @@ from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
 from lightck.strategy.full import FullState
+from lightck.strategy.gradients import Gradients
 from lightck.tiers.keep import Keep, Retention
 from lightck.tiers.pin import Holds
 
@@ -137,13 +139,17 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     medium_durability = backend.probe(path)
     durability.require(medium_durability, arguments.require)
     found = _discover(arguments)
+    if isinstance(arguments.save_options.strategy, Gradients):
+        refuse_unrecordable(arguments.save_options, found, is_rank_pool=is_rank_pool)
     capture = Capture(arguments.model, found.optimizers, found.state, arguments.layout)
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
     meter = Meter(slowdown())
     lock = file.lock()
     with ExitStack() as undo:
         undo.callback(lock.release)
-        pipeline = _pipeline(arguments, path, backend, medium_durability, meter, lock, is_rank_pool=is_rank_pool)
+        pipeline = _pipeline(
+            arguments, path, backend, medium_durability, meter, lock, capture, is_rank_pool=is_rank_pool
+        )
         undo.callback(pipeline.close)
         participants = _commit_participants(arguments.save_options, found, path, meter, is_rank_pool=is_rank_pool)
         participants.register_with(pipeline)
@@ -166,6 +172,8 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
             first_step=first,
             strict_data=arguments.save_options.strict_data,
         )
+        if isinstance(arguments.save_options.strategy, Gradients):
+            steps.record_updates()
         session = Session(steps, lock, found.classes, None if group_start is None else group_start.membership())
         undo.pop_all()
         undo.callback(session.abandon)
@@ -187,23 +195,27 @@ def _pipeline(
     medium_durability: durability.Durability,
     meter: Meter,
     lock: PoolLock,
+    capture: Capture,
     *,
     is_rank_pool: bool,
 ) -> Pipeline:
-    options = arguments.save_options
+    options, slots, pool_kind = arguments.save_options, 2, None
+    if isinstance(options.strategy, Gradients):
+        slots, pool_kind = n_records(options.strategy), gradient_pools(options.strategy, capture)
     on_device = any(transfer_of(p) is not None for p in arguments.model.parameters())
     return Pipeline(
         path,
         backend,
         medium_durability,
-        options.slots or (options.replicas.slots_min if is_rank_pool else 2),
+        options.slots or (options.replicas.slots_min if is_rank_pool else slots),
         meter,
         options.strategy or FullState(),
         options.staging,
-        uncommitted_max=0 if is_rank_pool else None,
+        uncommitted_max=0 if is_rank_pool or pool_kind is not None else None,
         check=os.environ.get(CHECK_VARIABLE) == "1",
         lock=lock,
         copy_threads=threads_beside_devices(torch.cuda.device_count()) if on_device else None,
+        pool_kind=pool_kind,
     )
 
 

@@ -46,9 +46,10 @@ from lightck.state.options_watch import OptionsWatch
 from lightck.state.rng import ForkRngWatch
 from lightck.state.rules import assign_parts
 from lightck.state.shares import Shares
-from lightck.state.signatures import ClosedStep, TensorList, tensor_list_of
+from lightck.state.signatures import ClosedStep, TensorList, UpdateRecord, tensor_list_of
 from lightck.state.small_state import CachedPacker, Packed, StatePacker, join_list
 from lightck.state.storable import class_name_of, is_loader
+from lightck.state.update_record import UPDATE_KEY
 
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader
@@ -95,6 +96,9 @@ class Capture:
     """Which parts of tensors the model holds, apart from DTensors, and their names in the whole model."""
     _layout_value: tuple[TensorList | None, dict[str, object]] | None = None
     """A tensor list, and what the small state holds of the layout for it."""
+
+    update_of: Callable[[int], UpdateRecord | None] | None = None
+    """Returns what the update of a step consumed; None: checkpoints do not store it."""
 
     def __init__(
         self,
@@ -319,6 +323,7 @@ class Capture:
         provisional = self._provisional_of(step) if event in (ClosingEvent.PRE_STEP, ClosingEvent.FORWARD) else None
         # At a pre-step hook the next step has already run its forward, which has changed the buffers.
         buffers_from = provisional if event is ClosingEvent.PRE_STEP else None
+        update = None if self.update_of is None else self.update_of(step)
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is ClosingEvent.PRE_STEP:
             self._compared_list = tensor_list
@@ -326,10 +331,11 @@ class Capture:
             self._refuse_resized_dtensors(lives)
         self._warn_shared_memory(lives)
         rows = [] if read_rows is None else read_rows(lives, tensor_list, step)
-        small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after, rows)
+        small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after, rows, update)
+        lives += [] if update is None else update.gradients
         if buffers_from is not None and (buffers_from.buffers or self.model.has_buffers):
             lives, tensor_list = self._with_buffers_of(buffers_from, lives), None
-        return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list)
+        return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list, update)
 
     def _provisional_of(self, step: int) -> Provisional:
         """What was read when the update of this step ended. Raises ``SessionError`` if nothing was read."""
@@ -448,6 +454,7 @@ class Capture:
         lives: list[Live],
         stale_after: int | None = None,
         rows_of_others: Sequence[RowsOfOther] = (),
+        update: UpdateRecord | None = None,
     ) -> bytes:
         """Return the small state, packed, and append its large tensors to ``lives``. ``provisional``: what was read
         right after the update, to use in place of the present random states, states of loaders and extra state (None:
@@ -480,6 +487,8 @@ class Capture:
         }
         if self.layout is not None:
             state["layout"] = self._saved_layout(lives)
+        if update is not None:
+            state[UPDATE_KEY] = update.value
         if self.shares.cuts:
             state["others"] = [list(one) for one in rows_of_others]
         return self._state.pack(state)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
 
-from lightck.errors import BackgroundError, FlushTimeoutError, SessionError
+from lightck.errors import BackgroundError, FlushTimeoutError, SessionError, UnsupportedError
 from lightck.events import ClosingEvent, SessionLock
 from lightck.following.comparison import Recorder
 from lightck.hooks.boundary import Boundary
@@ -52,12 +52,17 @@ class CommitParticipants:
         """Hold the newest committed checkpoint, and return the hold. At least two slots (in a
         group of ranks: three) must remain that are neither pinned nor reserved for ``keep=``; otherwise a relayout
         gives the pool more slots. Raises ``SessionError`` if nothing is committed yet, or if the pool cannot have
-        enough slots."""
+        enough slots, and ``UnsupportedError`` for a pool with gradient records."""
         pipeline.finish()
         writer = pipeline.pool.writer
         if writer is None or pipeline.committed is None:
             raise SessionError("No checkpoint can be pinned, because none is committed yet. Pin after the first step.")
         writer.refuse_lost_pool()
+        if not writer.has_whole_checkpoints:
+            raise UnsupportedError(
+                "A checkpoint cannot be pinned in a pool with gradient records, because it needs the records of other "
+                "steps too. Use strategy=lightck.FullState() to pin checkpoints."
+            )
         needed = self.holds.slots_for_a_pin(pipeline.pool.spare_slots)
         hold = self.holds.take(writer, is_pin=True)
         try:

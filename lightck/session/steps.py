@@ -46,6 +46,7 @@ from lightck.session.flush_moment import FlushMoment
 from lightck.session.interval import Cadence
 from lightck.session.loop_top import LoopTopCheck
 from lightck.session.saved_watch import SavedWatch
+from lightck.session.update_records import UpdateRecords
 from lightck.sessions import OpenSession, is_followed
 from lightck.state.optimizer_wrappers import ScalerWatch
 from lightck.stats import Meter
@@ -110,6 +111,16 @@ class Steps(StepListener):
         self.events = StepEvents(self.session_lock)
         self.events.add(self)
         self.hooks = Hooks(self.events, model, found.optimizers, meter)
+        self.update_records: UpdateRecords | None = None
+
+    def record_updates(self) -> None:
+        """Store in each checkpoint what its update consumed."""
+        self.update_records = records = UpdateRecords(self.capture)
+        self.hooks.report_gradients()
+        self.events.add(records)
+        self.events.add(records.consumed_gradients)
+        self.capture.update_of = records.record_of
+        self.pipeline.validators.append(records.validate)
 
     # -- properties --------------------------------------------------------------------------------------
 
@@ -132,6 +143,8 @@ class Steps(StepListener):
         """Drop all references to the user's objects after the session has ended."""
         self.capture.forget()
         self.hooks.forget()
+        if self.update_records is not None:
+            self.update_records.forget()
         self.continuation.forget()
         self._first_step = self.loop_top = self.commits.cross_check = None
 
@@ -346,8 +359,8 @@ class Steps(StepListener):
         self.partial_update.refuse_boundary()
         step = self.boundary.close(event)
         self._scalers.skipped()  # so that the next call reports only what comes after this boundary
-        self.commits.closed(event, step)
         self._report_step_ended()
+        self.commits.closed(event, step)
 
     def commit_current(self, timeout: float | None, *, also_step_0: bool = True) -> None:
         """Close the checkpoint of the current step, and commit it. Inside ``optimizer.step()``, commit only the

@@ -222,6 +222,19 @@ def _n_direct(home: object) -> int:
     return sum(is_direct(key, value) for key, value in home.items()) if isinstance(home, dict) else -1
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateRecord:
+    """What the pool stores of an update, apart from the state after it.
+
+    gradients: the tensors that it consumed, with the names of their entries. value: everything else that it consumed,
+    for the small state. updated: the names of the parameters that it changed.
+    """
+
+    gradients: list[Live]
+    value: object
+    updated: frozenset[str]
+
+
 @dataclass(slots=True)
 class ClosedStep:
     """A closed step as capture passes it to the pipeline."""
@@ -237,3 +250,5 @@ class ClosedStep:
     tensor_list: TensorList | None = None
     """The list whose tensors are the first items of ``lives``. If an earlier checkpoint had the same list, these
     tensors are the same and lie in the same memory as at that checkpoint. Their bytes may differ."""
+    update: UpdateRecord | None = None
+    """What the update of this step consumed; None: this is not known, or the strategy does not store it."""

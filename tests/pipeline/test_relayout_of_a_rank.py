@@ -9,6 +9,7 @@ import pools_by_hand as by_hand
 import pytest
 
 from lightck.pipeline.current_pool import CurrentPool
+from lightck.pipeline.pool_kind import WholeCheckpoints
 from lightck.pool.engine import Engine
 from lightck.pool.format.group import GroupIdentity
 from lightck.pool.format.layout import Entry
@@ -36,7 +37,7 @@ def test_a_relayout_keeps_group_and_pieces(pool: Path, is_pinned: bool) -> None:
     with by_hand.writer_of(pool) as writer:
         by_hand.commit(writer, 1, [late])
     kind, engine, events = backend_for(str(pool)), Engine(1), CommitEvents()
-    current = CurrentPool(str(pool), kind, kind.probe(str(pool)), engine, 3, None, events)
+    current = CurrentPool(str(pool), kind, kind.probe(str(pool)), engine, 3, None, events, WholeCheckpoints())
     try:
         old = current.open(open_pool(str(pool), write=True))
         old.adopt(max(old.commit_log.records.values()))

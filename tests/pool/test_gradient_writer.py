@@ -104,7 +104,7 @@ class Training:
         plan = writer.plan_record(np.array([unit in gradients for unit in writer.units.names]))
         assert plan is not None
         slot = writer.prepare(plan, sentinels_of(self.entries, self.states, self.step))
-        left_out = writer.left_out(plan)
+        left_out = sorted(writer.not_due)
         tensors = {f"gradient/{unit}": gradient for unit, gradient in gradients.items()}
         tensors |= {
             e.name: self.states[e.name]

@@ -1,0 +1,116 @@
+"""Pools with gradient records, as the pipeline sees them (``pool/gradient_writer.py`` writes them).
+
+All parameters and their optimizer state lie in homes, also those that are never updated: they are written once.
+Everything else lies in the record of each step: gradients, buffers, the user's objects.
+
+A step without a good record of its update (nobody captured it, or the step before was not saved) gets a full
+checkpoint: every unit is written to a home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+
+from lightck.errors import UnsupportedError
+from lightck.pipeline.pool_kind import in_module_order
+from lightck.pool.engine import Engine
+from lightck.pool.format.gradients import SENTINEL_PAGE, Crcs
+from lightck.pool.format.layout import GRADIENT_PREFIX, GRADIENT_ROLE, HOME_PLACE, HOME_ROLES, Entry, contiguous_stride
+from lightck.pool.gradient_log import records_min
+from lightck.pool.gradient_writer import GradientWriter
+from lightck.pool.reader import PoolReader
+from lightck.pool.slots import Slot
+from lightck.pool.storage.durability import Durability
+from lightck.pool.storage.lock import PoolLock
+from lightck.pool.writer import PoolWriter, RelayoutNeededError
+from lightck.state.blocks import Blocks
+from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain, param_of
+from lightck.state.signatures import ClosedStep
+
+
+class GradientPools:
+    """``base_every``: see ``GradientLog``. ``updated``: returns the names of the parameters that optimizers update, for
+    which a pool has room for gradients."""
+
+    def __init__(self, base_every: int, updated: Callable[[], Collection[str]]) -> None:
+        self._base_every, self._updated = base_every, updated
+
+    def laid_out(self, entries: Iterable[Entry]) -> list[Entry]:
+        kept = in_module_order(entry for entry in entries if entry.role != GRADIENT_ROLE)
+        in_homes = [entry._replace(place=HOME_PLACE) for entry in kept if _is_in_home(entry)]
+        in_slots = [entry for entry in kept if not _is_in_home(entry)]
+        updated = self._updated()
+        gradients = [_gradient_entry(e) for e in in_homes if e.role == "param" and _unit_of(e) in updated]
+        return [*in_homes, *in_slots, *gradients]
+
+    def writer(
+        self,
+        reader: PoolReader,
+        engine: Engine,
+        durability: Durability,
+        predecessor: PoolWriter | None,
+        lock: PoolLock | None,
+    ) -> PoolWriter:
+        units = [_unit_of(entry) for entry in reader.entries if entry.place == HOME_PLACE]
+        n_slots, least = len(reader.superblock.slots), records_min(self._base_every)
+        if n_slots < least:
+            raise UnsupportedError(
+                f"The pool {reader.path!r} has room for {n_slots} gradient records, and base_every={self._base_every} "
+                f"needs {least}. Use a smaller base_every, or start a new pool."
+            )
+        return GradientWriter(
+            reader, engine, durability, predecessor, lock, base_every=self._base_every, unit_names=units
+        )
+
+    def choose_slot(self, writer: PoolWriter, closed_step: ClosedStep, held: frozenset[int]) -> Slot | None:
+        assert isinstance(writer, GradientWriter)
+        assert not held, "pins and exports are refused"
+        if any(slot.in_flight for slot in writer.slots.slots):
+            return None
+        step, update, names = closed_step.step, closed_step.update, writer.units.names
+        if update is None or writer.log.step != step - 1:
+            writer.skipped(step - 1, np.ones(len(names), np.bool_))
+            updated = np.ones(len(names), np.bool_)
+        else:
+            updated = np.array([name in update.updated for name in names], np.bool_)
+        plan = writer.plan_record(updated)
+        if plan is None:
+            raise RelayoutNeededError("each of the pool's gradient records is needed")
+        return writer.prepare(plan, _sentinels(writer, closed_step.lives, step))
+
+
+def _is_in_home(entry: Entry) -> bool:
+    return entry.role in HOME_ROLES and entry.alias is None
+
+
+def _unit_of(entry: Entry) -> str:
+    """Return the name of the parameter to whose unit an entry in a home belongs."""
+    return param_of(entry.name) if entry.role == "optimizer" else entry.name.removeprefix("model/")
+
+
+def _gradient_entry(param: Entry) -> Entry:
+    """Return the entry of a dense gradient, whose elements are stored in row-major order."""
+    return param._replace(
+        name=GRADIENT_PREFIX + _unit_of(param), role=GRADIENT_ROLE, stride=contiguous_stride(param.shape), place="slot"
+    )
+
+
+def _sentinels(writer: GradientWriter, lives: Sequence[Live], step: int) -> Crcs:
+    """Return for each entry in a home the CRC-32C of page (``step`` modulo the number of pages) of the tensor."""
+    present = {live.name: live for live in lives}
+    found = np.zeros(writer.n_home_entries, np.uint32)
+    numbers, addresses, sizes, kept = [], [], [], []
+    for number, entry in enumerate(writer.entries[: writer.n_home_entries]):
+        live = present.get(entry.name)
+        if live is None or not entry.nbytes:
+            continue
+        plain = live.tensor if is_plain(live.tensor) else in_plain_memory(live.tensor)
+        kept.append(plain)
+        begin = step % -(-entry.nbytes // SENTINEL_PAGE) * SENTINEL_PAGE
+        numbers.append(number)
+        addresses.append(address_of(plain) + begin)
+        sizes.append(min(SENTINEL_PAGE, entry.nbytes - begin))
+    found[numbers] = Blocks.of(addresses, sizes, [0] * len(sizes), SENTINEL_PAGE).checksums()
+    return found

@@ -1,0 +1,79 @@
+"""Finds writes to parameters and optimizer state between two updates, which no gradient explains.
+
+Right after each ``step`` the tensors' version counters and memory layouts are recorded, and the checksums of some of
+their bytes. They are compared at the boundary, and again when the next ``step`` begins. So all time outside of updates
+is covered. ``.data``, numpy and fused kernels move no version counter; such a write is found by its bytes: in the first
+updates all bytes are read, later 1 MiB for each update, in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lightck.state.blocks import ALL, BUDGET_NBYTES, NO_BLOCKS, WHOLE_CHECKPOINTS, Blocks, Positions, RoundRobin
+from lightck.state.inventory import Live, address_of, is_plain
+from lightck.state.signatures import MemoryLayouts, Registrations, VersionCounters
+
+BLOCK = 64 << 10
+"""Bytes of a block that is read in turn."""
+
+
+class OutsideWrites:
+    """Compares tensors with what they were when the last ``step`` ended."""
+
+    def __init__(self) -> None:
+        self.lives: Sequence[Live] = ()
+        """The tensors that are compared."""
+        self._layouts, self._counters = MemoryLayouts([]), VersionCounters([])
+        self._registrations = Registrations([])
+        self._blocks, self._owners = NO_BLOCKS, list[Live]()
+        self._addresses: list[int] = []
+        """The addresses for which ``_blocks`` was computed."""
+        self._round_robin = RoundRobin()
+        self._chosen: Positions | slice = ALL
+        self._checksums: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self._n_taken = 0
+
+    def step_ended(self, lives: Sequence[Live]) -> None:
+        """Record these tensors, now that a ``step`` has ended."""
+        self._record(lives)
+        budget = None if self._n_taken < WHOLE_CHECKPOINTS else BUDGET_NBYTES
+        self._n_taken += 1
+        self._chosen, _ = self._round_robin.next_blocks(self._blocks, budget)
+        self._checksums = self._blocks.checksums(self._chosen)
+
+    def _record(self, lives: Sequence[Live]) -> None:
+        tensors = [live.tensor for live in lives]
+        self.lives, self._registrations = lives, Registrations(lives)
+        self._layouts, self._counters = MemoryLayouts(tensors), VersionCounters(tensors)
+        if self._layouts.addresses != self._addresses:
+            self._addresses = self._layouts.addresses
+            self._owners = [live for live in lives if is_plain(live.tensor) and live.tensor.nbytes]
+            addresses = [address_of(live.tensor) for live in self._owners]
+            sizes = [live.tensor.nbytes for live in self._owners]
+            self._blocks = Blocks.of(addresses, sizes, [0] * len(sizes), BLOCK)
+
+    def found(self) -> list[str]:
+        """Return the names of tensors that were written since the last ``step`` ended."""
+        by_signature = self._layouts.changed() | self._counters.changed()
+        names = {self.lives[i].name for i in by_signature} | set(self._gone())
+        if self._layouts.are_unchanged():  # else some memory may be gone
+            differs = self._blocks.checksums(self._chosen) != self._checksums
+            names |= {self._owners[i].name for i in self._blocks.owners[self._chosen][differs].tolist()}
+        return sorted(names)
+
+    def _gone(self) -> list[str]:
+        """Return the names of tensors that their module or optimizer does not hold any more."""
+        try:
+            if self._registrations.are_unchanged():
+                return []
+        except KeyError:
+            pass
+        return [live.name for live in self.lives if not live.is_current()]
+
+    def forget(self) -> None:
+        """Drop all references to tensors."""
+        self.__init__()  # type: ignore[misc]

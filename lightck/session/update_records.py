@@ -1,0 +1,163 @@
+"""What each update consumed, for the checkpoints of ``Gradients``: captured at the update, stored with the boundary.
+
+    last pre-step hook   ``ConsumedGradients`` holds the gradients; those that the update or the loop will overwrite are
+                         copied to memory at once
+    boundary             ``record_of``: gradients and options become a part of the checkpoint, if they are all that the
+                         update consumed, and nothing else has written to parameters or optimizer state
+    after the copies     ``validate``: the copies have the checksums from before the update
+    next update          gradients that no checkpoint took are released
+
+An update without a good record leaves a hole: its checkpoint is full.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from lightck.events import StepListener
+from lightck.hooks.captured_update import CapturedStep, CapturedUpdate, CopyResult, GradientClass, HeldGradient
+from lightck.hooks.consumed import ConsumedGradients
+from lightck.hooks.probation import plain_tensor
+from lightck.pipeline.guard import Rejection
+from lightck.pipeline.in_flight import InFlightCheckpoint
+from lightck.pool.format.structures import BLOCK_MAX
+from lightck.pool.writer import PoolWriter
+from lightck.session.capture import Capture
+from lightck.session.outside_writes import OutsideWrites
+from lightck.state.blocks import checksums
+from lightck.state.inventory import Live
+from lightck.state.signatures import UpdateRecord
+from lightck.state.update_record import UpdatePacker, gradient_tensors, unrecordable_reason
+
+log = logging.getLogger("lightck")
+
+
+class UpdateRecords(StepListener):
+    """The records of one session's updates. Its ``consumed_gradients`` is a listener of its own."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self.consumed_gradients = ConsumedGradients(self, self._names_of, block=BLOCK_MAX)
+        self._packer, self._outside = UpdatePacker(), OutsideWrites()
+        self._copies: dict[HeldGradient, tuple[torch.Tensor, ...]] = {}
+        """Gradients that were copied to memory, because something would have overwritten them."""
+        self._update: CapturedUpdate | None = None
+        """The last update, until a checkpoint takes it."""
+        self._last: set[HeldGradient] = set()
+        """The gradients of the last update."""
+        self._begun: list[tuple[HeldGradient, tuple[str, ...]]] = []
+        """Gradients that the checkpoint in flight copies, with the names of their entries."""
+        self._reason = ""
+        """Why the record of the update that is made next will be of no use; "" if no reason is known."""
+        self._logged: set[str] = set()
+
+    def _names_of(self, optimizer: Optimizer) -> list[list[str]]:
+        return next((view.names for view in self._capture.optimizers if view.optimizer is optimizer), [])
+
+    def forget(self) -> None:
+        """Release everything, after the hooks were removed."""
+        self.consumed_gradients.forget()
+        self._copies.clear()
+        self._last.clear()
+        self._begun.clear()
+        self._update = None
+        self._outside.forget()
+
+    # -- step events -------------------------------------------------------------------------------------
+
+    def gradients_final(self, index: int, optimizer: Optimizer) -> None:
+        self._find_outside_writes()
+
+    def after_step(self, index: int) -> None:
+        lives = self._capture.tensors()
+        self._outside.step_ended([one for one in lives if one.role in ("param", "optimizer") and one.alias is None])
+
+    def _find_outside_writes(self) -> None:
+        names = self._outside.found()
+        if names:
+            self._reason = f"{names[0]!r} was written between two updates"
+
+    # -- copies: a ``GradientCopier`` --------------------------------------------------------------------
+
+    def copies_due_now(self, gradients: Sequence[HeldGradient]) -> None:
+        for gradient in gradients:
+            if gradient not in self._last:  # else no checkpoint took it, and it is not needed any more
+                self._copy(gradient)
+
+    def _copy(self, gradient: HeldGradient) -> None:
+        copies = tuple(plain_tensor(tensor).clone() for tensor in gradient.tensors)
+        if self.consumed_gradients.copied(gradient, [checksums(one, BLOCK_MAX) for one in copies]):
+            self._copies[gradient] = copies
+
+    def consumed(self, update: CapturedUpdate) -> None:
+        gradients = list(update.gradients())
+        for gradient in gradients:
+            if gradient.kind is GradientClass.VIEW and gradient.result is CopyResult.HELD:
+                self._copy(gradient)
+        self._last = set(gradients)
+        self._copies = {gradient: copies for gradient, copies in self._copies.items() if gradient in self._last}
+        self._update = update
+
+    def overwritten(self, gradient: HeldGradient, reason: str) -> None:
+        log.info("lightck: the gradient of %r cannot be recorded: %s", gradient.name, reason)
+
+    def discarded(self, step: CapturedStep) -> None:
+        for gradient in step.present_gradients():
+            self._copies.pop(gradient, None)
+
+    # -- the checkpoint ----------------------------------------------------------------------------------
+
+    def record_of(self, step: int) -> UpdateRecord | None:
+        """Return what the update of this step consumed, for the checkpoint that closes now. Returns None if that is not
+        known; then the checkpoint must be full."""
+        self._find_outside_writes()
+        update, self._update, self._begun = self._update, None, []
+        reason, self._reason = self._reason, ""
+        if update is None or update.step != step:
+            reason = reason or "its update was not seen, or its checkpoint is saved again"
+        else:
+            reason = reason or _reason_of(update)
+        if reason or update is None:
+            self._log(step, reason)
+            self._outside.step_ended(self._outside.lives)
+            return None
+        lives = [self._live_of(*one) for one in gradient_tensors(update)]
+        updated = frozenset(gradient.name for gradient in update.gradients())
+        return UpdateRecord(lives, self._packer.value(update), updated)
+
+    def _live_of(self, name: str, gradient: HeldGradient, number: int) -> Live:
+        copies = self._copies.get(gradient)
+        if copies is not None:
+            return Live(name, "gradient", copies[number], None, None)
+        if not self._begun or self._begun[-1][0] is not gradient:
+            self._begun.append((gradient, ()))
+        self._begun[-1] = gradient, (*self._begun[-1][1], name)
+        return Live(name, "gradient", plain_tensor(gradient.tensors[number]), None, None)
+
+    def validate(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> Rejection | None:
+        """Compare the copies of a checkpoint with the gradients before the update, and release these. Returns why the
+        checkpoint must not commit, or None."""
+        begun, self._begun = self._begun, []
+        slot = checkpoint.pending.slot
+        for gradient, names in begun:
+            crcs = [writer.raw_crcs(slot, writer.numbers[name]) for name in names]
+            if not self.consumed_gradients.copied(gradient, crcs):
+                return Rejection("something wrote to a gradient before its copy had ended", list(names))
+        return None
+
+    def _log(self, step: int, reason: str) -> None:
+        if reason not in self._logged:
+            self._logged.add(reason)
+            log.info("lightck: the checkpoint of step %d is full, because %s", step, reason)
+
+
+def _reason_of(update: CapturedUpdate) -> str:
+    """Return why the record of an update would be of no use; "" if it is good."""
+    lost = [one.name for one in update.gradients() if one.result in (CopyResult.OVERWRITTEN, CopyResult.NOT_COPIED)]
+    if lost:
+        return f"the gradient of {lost[0]!r} was overwritten before it was copied"
+    return unrecordable_reason(update)
