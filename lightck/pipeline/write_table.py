@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.pool.format.layout import Entry
+from lightck.pool.format.layout import GRADIENT_ROLE, Entry
 from lightck.pool.format.shares import Share
 from lightck.pool.writer import PoolWriter, RelayoutNeededError
 from lightck.state.blocks import NO_BLOCKS, Blocks
@@ -308,5 +308,7 @@ class WriteTableCache:
         if new:
             raise NoExtentError(new)
         for i, entry in changed.items():
-            records[i] = known[entry.name] = _record(writer.numbers[entry.name], lives[i], entry)
+            records[i] = _record(writer.numbers[entry.name], lives[i], entry)
+            if entry.role != GRADIENT_ROLE:  # the gradient is another tensor at each step, and must not be kept alive
+                known[entry.name] = records[i]
         return records

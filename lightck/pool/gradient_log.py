@@ -437,6 +437,25 @@ class GradientLog:
         slots = tuple(0 if generation > newest else generation for generation in self.slot_generations)
         return replace(self, step=step, bases=bases, fallback=bases, records=(), slot_generations=slots)
 
+    def with_strike(self, generation: int) -> GradientLog:
+        """The log after the checkpoints before that of ``generation`` were made unreadable, because they hold wrong
+        bytes. That checkpoint is the newest committed one, and full: it needs none of them."""
+        assert self.protected[-1].generation == generation
+        assert self.protected[-1].is_full
+        everything = np.ones(len(self.turn), np.bool_)
+        newest = self.protected[-1]
+        newest = replace(newest, bases=newest.bases.without_older(everything), records=newest.records[-1:])
+        slots = tuple(one if one >= generation else 0 for one in self.slot_generations)
+        return replace(
+            self,
+            bases=self.bases.without_older(everything),
+            fallback=self.fallback.without_older(everything),
+            records=tuple(one for one in self.records if one.generation >= generation),
+            protected=(newest,),
+            slot_generations=slots,
+            has_previous=False,
+        )
+
 
 def _low_after(bases: Bases, written: Mask, step: int) -> int:
     """Return ``LoggedCheckpoint.low`` of a checkpoint of ``step`` with which these units are written."""

@@ -277,6 +277,12 @@ class GradientWriter(PoolWriter):
         start = int(self._block_starts[number])
         return slice(start, start + blocks_of(self.entries[number].nbytes, self.superblock.block))
 
+    def strike(self, after: int, before: int) -> list[int]:
+        """As ``PoolWriter.strike``. The newest checkpoint is full, and needs nothing of the struck ones."""
+        struck = super().strike(after, before)
+        self.log = self.log.with_strike(self.log.protected[-1].generation)
+        return struck
+
     # -- adoption ----------------------------------------------------------------------------------------
 
     def adopt(self, record: CommitRecord) -> None:

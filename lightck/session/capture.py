@@ -434,6 +434,11 @@ class Capture:
         self._frozen = {id(live.held): id(live.tensor) for live in lives if live.is_frozen}
         return list(lives)
 
+    def state_is_only_tensors(self) -> bool:
+        """Whether all state of the optimizers is tensors, as far as the last call of ``tensors`` found out."""
+        tensor_list = self._tensor_list
+        return tensor_list is not None and not any(tensor_list.with_values.values())
+
     def expected_tensors(self) -> Iterator[Live]:
         """Yield what ``tensors`` returns, and then the large tensors inside ``state=``, for the layout of a pool. The
         generator also sets ``expected_state_nbytes``."""

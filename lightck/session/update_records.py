@@ -121,6 +121,8 @@ class UpdateRecords(StepListener):
             reason = reason or "its update was not seen, or its checkpoint is saved again"
         else:
             reason = reason or _reason_of(update)
+        if not self._capture.state_is_only_tensors():
+            reason = reason or "an optimizer has state that is no tensor, which has no older copy in the pool"
         if reason or update is None:
             self._log(step, reason)
             self._outside.step_ended(self._outside.lives)

@@ -1,0 +1,151 @@
+"""``Gradients`` writes what an update consumed, and a full checkpoint where something else has changed the state."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import BIG, adam, net, train
+
+import lightck
+from lightck.errors import UnsupportedError
+from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed, problems_of
+from lightck.pool.reader import open_pool
+from lightck.strategy.gradients import Gradients
+
+
+def newest(pool: Path) -> tuple[int, int, bool]:
+    """Step of the newest checkpoint, how many of the records before it it needs, and whether it holds no damage."""
+    with closing(open_pool(str(pool), gradients=True)) as reader:
+        checkpoint = checkpoint_of(reader, committed(reader)[0])
+        return checkpoint.step, needed(checkpoint), problems_of(reader, checkpoint) == []
+
+
+def needed(checkpoint: GradientCheckpoint) -> int:
+    return len(checkpoint.needed_records())
+
+
+@pytest.fixture(params=[BIG, 8], ids=["in the background", "at the boundary"])
+def training(request: pytest.FixtureRequest, pool: Path) -> Any:
+    model = net(request.param)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, strategy=Gradients(base_every=3)) as session:
+        yield model, optimizer, session
+
+
+def run(training: Any, n: int, first: int = 0) -> None:
+    model, optimizer, session = training
+    train(model, optimizer, n, first)
+    session.flush()
+
+
+def test_in_the_long_run_a_checkpoint_needs_the_records_of_a_round(training, pool):
+    run(training, 9)
+    assert newest(pool) == (9, 1, True)  # that of step 8, beside its own
+
+
+def test_an_announced_write_between_updates_makes_the_checkpoint_full(training, pool, caplog):
+    caplog.set_level(logging.INFO)
+    run(training, 9)
+    model, optimizer, session = training
+    train(model, optimizer, 1, 9)
+    with torch.no_grad():
+        model[0].weight.clamp_(-0.01, 0.01)
+    session.flush()
+    assert newest(pool) == (10, 0, True)
+    assert "model/0.weight' was written between two updates" in caplog.text
+
+
+def test_an_unannounced_write_in_the_first_updates_is_found(training, pool):
+    model, optimizer, session = training
+    for number in range(3):
+        train(model, optimizer, 1, number)
+        model[0].weight.data.mul_(0.5)
+        session.flush()
+        assert newest(pool) == (number + 1, 0, True)
+
+
+def test_a_write_behind_the_boundary_makes_the_next_checkpoint_full(training, pool):
+    run(training, 9)
+    with torch.no_grad():
+        training[0][0].bias.add_(1)
+    run(training, 1, 9)
+    assert newest(pool) == (10, 0, True)
+
+
+def test_a_parameter_that_is_replaced_is_found(training, pool):
+    run(training, 9)
+    model, optimizer, session = training
+    train(model, optimizer, 1, 9)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    session.flush()
+    assert newest(pool)[:2] == (10, 0)
+
+
+def test_a_gradient_that_is_written_behind_the_update_is_not_stored(training, pool):
+    """In place, before the checkpoint closes: the copy differs from what the update consumed."""
+    run(training, 9)
+    model, optimizer, session = training
+    train(model, optimizer, 1, 9)
+    model[0].weight.grad.zero_()
+    session.flush()
+    assert newest(pool)[0] == 10
+    assert newest(pool)[1] == 0
+
+
+def test_a_checkpoint_that_is_saved_again_is_full(training, pool):
+    run(training, 9)
+    _, _, session = training
+    session.close(done=True)
+    assert newest(pool) == (9, 0, True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"slots": 3}, {"interval": 2}, {"interval": "auto"}, {"keep": lightck.Keep(every=2, to="/tmp/x")}],
+    ids=str,
+)
+def test_arguments_that_do_not_go_together_are_refused(pool, arguments):
+    model = net()
+    adam(model)
+    with pytest.raises(UnsupportedError, match=next(iter(arguments))):
+        lightck.attach(model, pool, strategy=Gradients(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (Gradients(1), "base_every=1"),
+        (Gradients(4, 3), "log_records=3 is too small"),
+        (Gradients(200), "at most 255"),
+    ],
+    ids=str,
+)
+def test_numbers_that_cannot_be_are_refused(pool, strategy, message):
+    model = net()
+    adam(model)
+    with pytest.raises(ValueError, match=message):
+        lightck.attach(model, pool, strategy=strategy)
+
+
+def test_a_training_without_an_optimizer_is_refused(pool):
+    with pytest.raises(UnsupportedError, match="no optimizer"):
+        lightck.attach(net(), pool, strategy=Gradients(), optimizer=[])
+
+
+def test_an_optimizer_that_cannot_be_replayed_is_refused(pool):
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(UnsupportedError, match="LBFGS"):
+        lightck.attach(model, pool, strategy=Gradients(), optimizer=optimizer)
+
+
+def test_a_pin_is_refused(training):
+    run(training, 3)
+    with pytest.raises(UnsupportedError, match="pinned"):
+        training[2].pin()
