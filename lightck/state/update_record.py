@@ -281,6 +281,9 @@ class StoredGradients(Mapping[str, Gradient]):
             return None
         return self._sparse(name, found) if _is_sparse(found) else self._dense(name, found)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._described  # that of Mapping would read the gradient
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._described)
 

@@ -178,6 +178,8 @@ def test_gradient_is_read_only_when_it_is_asked_for():
 
     found = consumed_update(update_value(update), read)
     assert len(found.optimizer_steps[0].gradients) == 4
+    assert "0.weight" in found.optimizer_steps[0].gradients
+    assert {"0.weight"} & found.optimizer_steps[0].gradients.keys()
     assert reads == []
     assert found.optimizer_steps[0].gradients["0.bias"] is not None
     assert reads == ["gradient/0.bias"]
