@@ -7,6 +7,7 @@ a replay that is not exact ends there. All else (buffers, small state) lies in t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +27,17 @@ from lightck.restore.replay import Base, replay
 from lightck.restore.unit_copies import LoadedUnit, Records, UnitCopies, parameter_of
 from lightck.state import values
 from lightck.state.consumed_update import ConsumedUpdate
+from lightck.state.fingerprint import fingerprint
 from lightck.state.inventory import Live, entry_of, is_direct, state_name
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.storable import dtype_from_name
 from lightck.state.unit_update import Unit
 from lightck.state.update_record import UPDATE_KEY, consumed_update
 from lightck.state.values import typed
+
+log = logging.getLogger("lightck")
+_DECISIVE = ("torch", "machine", "cpu", "vendor", "deterministic")
+"""Parts of the fingerprint that decide the bits of an update, beside its number of threads, which its record has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,8 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
         for one in loaded
         if one.copy.step < checkpoint.step
     ]
+    if older:
+        _warn_other_conditions(checkpoint)
     check = _Sentinels({one.record.step: one.record for one in updates})
     try:
         replay(
@@ -74,8 +82,8 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
             check=check.difference,
         )
     except ReplayError as err:
-        if err.parameter is None:
-            raise
+        if err.parameter is None and err.step is None:
+            raise  # it says nothing about this checkpoint
         raise DamagedError(str(err).removesuffix(" An older checkpoint can be restored.").rstrip(".")) from err
     except CorruptPoolError as err:
         raise DamagedError(str(err)) from err
@@ -205,6 +213,19 @@ def _device_of(entry: Entry) -> torch.device:
             "on a machine with such a device."
         )
     return torch.device(found.type)
+
+
+def _warn_other_conditions(checkpoint: GradientCheckpoint) -> None:
+    """Warn if the updates were made by another torch or processor than those that make them again."""
+    was, now = unpack_dict(checkpoint.state).get("fingerprint"), fingerprint()
+    if isinstance(was, dict):
+        differ = [f"{name} {was[name]} -> {now[name]}" for name in _DECISIVE if name in was and was[name] != now[name]]
+        if differ:
+            log.warning(
+                "lightck: updates are made again under other conditions than in the training (%s). They may give other "
+                "bits; a page of each tensor is compared after each of them",
+                ", ".join(differ),
+            )
 
 
 def _refuse_state_elsewhere(checkpoint: GradientCheckpoint, loaded: Iterable[LoadedUnit]) -> None:

@@ -376,7 +376,9 @@ def _tensor(value: object) -> torch.Tensor | None:
     if value is None:
         return None
     tensor, device = typed(value, list)
-    return _placed(typed(tensor, torch.Tensor), typed(device, str))
+    if typed(tensor, torch.Tensor).numel() != 1:
+        raise _malformed("grad_scale or found_inf has not one element")
+    return _placed(tensor, typed(device, str))
 
 
 def _placed(tensor: torch.Tensor, device: str) -> torch.Tensor:

@@ -3,9 +3,13 @@ named."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 from gradient_trainings import Trained, TrainedPool
+from hostile_updates import hostile
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from toys import batch, everything, is_step, net, poke, same, weights
 
 import lightck
 from lightck.cli import main
-from lightck.errors import CorruptPoolError, FormatError, NoCheckpointError, UnsupportedError
+from lightck.errors import CorruptPoolError, FormatError, LightckError, NoCheckpointError, ReplayError, UnsupportedError
 
 STEPS = 9
 _open: list[Trained] = []
@@ -234,6 +241,40 @@ class Halving(torch.optim.Optimizer):
                     p.sub_(state["sum"] * group["lr"] * p.weight_of_it / state["count"])
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh())
+
+
+def test_tied_weights_and_a_parameter_that_only_the_optimizer_has(pool):
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Tied()
+        extra = nn.Parameter(torch.arange(5.0))
+        model.register_forward_hook(lambda module, args, out: out * extra.sum().mul(0.1).tanh())
+        return model, torch.optim.AdamW([*model.parameters(), extra], lr=0.01)
+
+    found = train(*make())
+    made = TrainedPool(found)
+    assert "outside/0/0/3" in made.units
+    model, optimizer = make()
+    lightck.recover(made.write(pool), model, optimizer)
+    assert same(everything(model, optimizer), found.steps[-1].everything)
+    assert same(optimizer.param_groups[0]["params"][3], found.optimizers[0].param_groups[0]["params"][3])
+
+
+def test_model_alone_is_recovered_without_its_optimizer(pool):
+    found = train(model := net(), adamw(model))
+    other = net(seed=1)
+    lightck.recover(TrainedPool(found).write(pool), other)
+    assert same(weights(other), weights(model))
+
+
 def test_class_of_the_user_makes_its_updates_again(pool):
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = net()
@@ -386,6 +427,25 @@ def test_write_outside_of_step_that_nobody_noticed_is_named(pool):
     )
 
 
+def test_other_conditions_are_a_warning(pool, caplog):
+    found = train(model := net(), adamw(model))
+    found.steps[-1].state["fingerprint"]["torch"] = "1.0"
+    with caplog.at_level(logging.WARNING):
+        assert_recovers(TrainedPool(found).write(pool), found)
+    assert f"made again under other conditions than in the training (torch 1.0 -> {torch.__version__})" in caplog.text
+
+
+def test_process_that_flushes_denormals_is_named(pool):
+    found = train(model := net(), adamw(model))
+    path = TrainedPool(found).write(pool)
+    torch.set_flush_denormal(True)
+    try:
+        with pytest.raises(ReplayError, match=r"Call torch.set_flush_denormal"):
+            lightck.recover(path)
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_without_sentinels_the_write_is_not_noticed(pool):
     """So the test above shows that they are compared."""
     found = trained(model := net(), adamw(model))
@@ -406,6 +466,37 @@ def test_nothing_that_can_be_recovered_is_an_error_with_all_reasons(pool):
         poke(path, made.sb.manifest_at(slot, place), bytes(8))
     with pytest.raises(CorruptPoolError, match=r"No checkpoint in the pool .* can be used: step 9"):
         lightck.recover(path)
+
+
+# -- hostile values --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def small() -> Trained:
+    found = trained(model := Words(), torch.optim.SGD(model.table.parameters(), 0.1), adamw(model.out, fused=True))
+    for number in range(5):
+        found.update(words(number))
+    _open.pop().close()
+    return found
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_hostile_update_value_costs_its_step_or_raises_an_error_of_the_tree(data):
+    """The value of the last update is replaced by another, with right checksums everywhere."""
+    found = copy.copy(small())
+    value = hostile(copy.deepcopy(found.steps[-1].state["update"]), data)
+    last = replace(found.steps[-1], state={**found.steps[-1].state, "update": value})
+    found.steps = [*found.steps[:-1], last]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = TrainedPool(found).write(Path(folder) / "run.pool")
+        try:
+            checkpoint = lightck.recover(path)
+        except LightckError:
+            return
+    assert checkpoint.step in (4, 5)
+    if checkpoint.step == 4:
+        assert is_step(checkpoint, found.steps[3].everything)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
