@@ -40,7 +40,7 @@ from lightck.pool.format.structures import (
     uuid_words,
 )
 from lightck.pool.gradient_log import Bases, GradientRecord, LoggedCheckpoint
-from lightck.pool.reader import READ_DTYPE, PoolReader, read_threads
+from lightck.pool.reader import PARALLEL_READ_NBYTES_MIN, READ_DTYPE, PoolReader, read_threads
 from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error
 
 
@@ -171,7 +171,7 @@ class GradientCheckpoint:
             len(reads),
             self.reader.superblock.block,
             *uuid_words(self.header.origin),
-            read_threads(),
+            read_threads() if sum(reads["nbytes"].tolist()) >= PARALLEL_READ_NBYTES_MIN else 1,
             bad,
             bad + 1,
         )

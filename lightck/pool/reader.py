@@ -207,8 +207,8 @@ class PoolReader:
         take the older bytes of a base for the tensor of the checkpoint."""
         if superblock.has_gradients and not self._reads_gradients:
             raise FormatError(
-                f"The pool {self.path!r} holds gradient records, whose updates must be made again. This lightck "
-                "knows their format and cannot do that yet. Install a newer lightck to read the pool."
+                f"The pool {self.path!r} holds gradient records: its updates must be made again before a tensor can "
+                "be read, which is not possible here. Load or restore it with lightck.recover(path), without lazy=."
             )
 
     def _check_size(self, superblock: Superblock) -> None:

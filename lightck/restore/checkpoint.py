@@ -277,6 +277,11 @@ def refuse_other_than_mapping(state: object) -> None:
         raise TypeError(f'state= is a {type(state).__name__}. Pass a dict of names and objects: state={{"ema": ema}}.')
 
 
+def as_list(optimizer: object) -> Sequence[object]:
+    """Return the optimizers that a caller passed as ``optimizer=``: one, several, or None."""
+    return optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
+
+
 def plan_restore(
     contents: Contents,
     model: nn.Module,
@@ -302,11 +307,10 @@ def plan_restore(
             "This model, or another model that shares modules with it, has an open session: restoring would change "
             "what is being saved. Close the session first (session.close()), then restore and attach again."
         )
-    many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer] if optimizer is not None else []
     return _restore.check(
         contents,
         model,
-        list(optimizers_to_follow(many)),
+        list(optimizers_to_follow(as_list(optimizer))),
         state or {},
         strict=strict,
         unused_is_drift=unused_is_drift,

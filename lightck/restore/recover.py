@@ -26,11 +26,13 @@ from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint
 from lightck.pool.storage.backends import readable_path
 from lightck.pool.storage.lock import holder_of
 from lightck.restore import restore as _restore
-from lightck.restore.checkpoint import Checkpoint, plan_restore, poison, refuse_other_than_mapping
+from lightck.restore.checkpoint import Checkpoint, as_list, plan_restore, poison, refuse_other_than_mapping
 from lightck.restore.contents import Contents, MemorySource, Saved, in_memory, refuse_unusable_device
 from lightck.restore.directory import recover_directory
 from lightck.restore.logical import LogicalCheckpoint
+from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.restore.ranges import RangeReader, pieces_of_pool
+from lightck.restore.replayed import ReplayedCheckpoint, replayed_checkpoint, replayed_checkpoints
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.restore.usable import STALE_REASON, StaleCheckpoints, parse
 
@@ -108,7 +110,7 @@ def recover(
         return recover_directory(path, model, optimizer, state, step, device, layout, strict=strict, lazy=lazy)
     if lazy:
         return _open_lazily(path, step)
-    reader = open_pool(path)
+    reader = open_pool(path, gradients=True)
     try:
         if model is None:
             return take_newest(
@@ -151,7 +153,8 @@ def _open_lazily(path: str, step: int | None) -> Checkpoint:
         reader = open_pool(path)
         stack.callback(reader.close)
 
-        def take(stored: StoredCheckpoint, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
+        def take(stored: Saved, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
+            assert isinstance(stored, StoredCheckpoint), "open_pool has refused a pool with gradient records"
             ranges = RangeReader(opened, LogicalCheckpoint([stored]))
             return Checkpoint(
                 contents,
@@ -170,12 +173,25 @@ def _open_lazily(path: str, step: int | None) -> Checkpoint:
         return checkpoint
 
 
+def checkpoints_of(
+    reader: PoolReader, step: int | None = None, optimizers: OptimizersAtHand | None = None
+) -> Iterator[Saved | RejectedCheckpoint]:
+    """Yield the checkpoints of a pool, from newest to oldest. ``step``: yield only those of this step. ``optimizers``:
+    make updates again, if the pool has gradient records; None: classes of ``torch.optim``."""
+    if reader.superblock.has_gradients:
+        return replayed_checkpoints(reader, optimizers or OptimizersAtHand(), step)
+    return reader.checkpoints(step)
+
+
 def take_newest(
-    reader: PoolReader, step: int | None, take: Callable[[StoredCheckpoint, Contents, list[RejectedCheckpoint]], T]
+    reader: PoolReader,
+    step: int | None,
+    take: Callable[[Saved, Contents, list[RejectedCheckpoint]], T],
+    optimizers: OptimizersAtHand | None = None,
 ) -> T:
     """Call ``take`` for one checkpoint after the other, from newest to oldest, until a call raises no ``DamagedError``,
     and return the result of that call. ``step``: try the checkpoints of this step only. ``take`` gets the checkpoint,
-    its contents and the checkpoints that were rejected before.
+    its contents and the checkpoints that were rejected before. ``optimizers``: as in ``checkpoints_of``.
 
     A training may reuse a slot while the slot is read. So, if no checkpoint could be used and new commit records have
     appeared, all checkpoints are tried again. Raises ``PoolLockedError`` after ``_ATTEMPTS`` attempts, and
@@ -185,8 +201,8 @@ def take_newest(
     refuse_part(reader)
     for _ in range(_ATTEMPTS):
         commit_log, rejected = reader.commit_log(), []
-        stale = StaleCheckpoints() if step is None else StaleCheckpoints.of_pool(reader)
-        for stored in reader.checkpoints(step):
+        stale = StaleCheckpoints() if step is None else StaleCheckpoints.of_pool(reader, checkpoints_of(reader))
+        for stored in checkpoints_of(reader, step, optimizers):
             if isinstance(stored, RejectedCheckpoint):
                 rejected.append(stored)
                 continue
@@ -270,7 +286,7 @@ def erased_log_error(reader: PoolReader) -> CorruptPoolError | None:
 
 def _load(
     reader: PoolReader,
-    stored: StoredCheckpoint,
+    stored: Saved,
     contents: Contents,
     rejected: list[RejectedCheckpoint],
     device: torch.device | str,
@@ -279,14 +295,16 @@ def _load(
     return Checkpoint(contents, lambda: source, stored.record, reader.path, reader.superblock.uuid, rejected, pieces)
 
 
-def _read_again(path: str, uuid: bytes, record: CommitRecord) -> MemorySource:
-    """Read the tensors of a checkpoint that was restored in place, from the pool into memory. Raises
-    ``NoCheckpointError`` if the pool no longer holds the checkpoint."""
-    reader = open_pool(path)
+def _read_again(path: str, uuid: bytes, record: CommitRecord, optimizers: OptimizersAtHand | None) -> MemorySource:
+    """Read the tensors of a checkpoint that was restored in place, from the pool into memory. ``optimizers``: given if
+    updates must be made again. Raises ``NoCheckpointError`` if the pool no longer holds the checkpoint."""
+    reader = open_pool(path, gradients=optimizers is not None)
     try:
         if reader.superblock.uuid != uuid:
             raise DamagedError("another pool lies at this path now")
-        return in_memory(reader.checkpoint(record))
+        return in_memory(
+            reader.checkpoint(record) if optimizers is None else replayed_checkpoint(reader, record, optimizers)
+        )
     except DamagedError as err:
         raise NoCheckpointError(
             f"The tensors of step {record.step} cannot be read: they were restored into the live model, without a "
@@ -318,8 +336,9 @@ def restore_newest(
     tensors change.
     """
     live = LiveRestore(model, optimizer, state, strict=strict, unused_is_drift=unused_is_drift, in_use=in_use)
+    at_hand = OptimizersAtHand(model, as_list(optimizer)) if reader.superblock.has_gradients else None
     with live.poisons_on_error():
-        return take_newest(reader, step, live.take)
+        return take_newest(reader, step, live.take, at_hand)
 
 
 class LiveRestore:
@@ -370,7 +389,10 @@ class LiveRestore:
             self._touched.extend(plan.restored.values())
         path, uuid, record = stored.path, stored.uuid, stored.record
         pieces = pieces_of_pool(path, contents.entries)
-        checkpoint = Checkpoint(contents, lambda: _read_again(path, uuid, record), record, path, uuid, rejected, pieces)
+        at_hand = stored.optimizers if isinstance(stored, ReplayedCheckpoint) else None
+        checkpoint = Checkpoint(
+            contents, lambda: _read_again(path, uuid, record, at_hand), record, path, uuid, rejected, pieces
+        )
         checkpoint.record_restored(model, plan)
         return checkpoint
 

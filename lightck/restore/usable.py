@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 from lightck.errors import CorruptPoolError
 from lightck.pool.format.structures import DamagedError
@@ -26,8 +27,11 @@ class StaleCheckpoints:
         """Pairs of generations: the checkpoints between them, both excluded, are stale."""
 
     @classmethod
-    def of_pool(cls, reader: PoolReader) -> StaleCheckpoints:
+    def of_pool(
+        cls, reader: PoolReader, checkpoints: Iterable[Saved | RejectedCheckpoint] | None = None
+    ) -> StaleCheckpoints:
         """Return the stale checkpoints that were not struck yet, according to the readable checkpoints of a pool.
+        ``checkpoints``: those of the pool, newest first; None: those that the reader finds.
 
         The checkpoints are read from newest to oldest. The search ends at the first checkpoint that has no
         ``stale_after``, or whose generation is smaller than that of a struck slot: both show that the stale checkpoints
@@ -35,10 +39,10 @@ class StaleCheckpoints:
         relayout may have carried over a pinned checkpoint that is not stale, with a new generation for which
         ``includes`` would be true."""
         stale, struck_generation = cls(), reader.newest_struck_generation()
-        for stored in reader.checkpoints():
-            if isinstance(stored, StoredCheckpoint):
+        for stored in reader.checkpoints() if checkpoints is None else checkpoints:
+            if not isinstance(stored, RejectedCheckpoint):
                 with suppress(DamagedError):
-                    contents = parse(stored)
+                    contents = parse_state(stored)
                     if contents.stale_after is None or stored.record.generation < struck_generation:
                         break
                     stale.add(contents, stored.record.payload_generation)
@@ -56,8 +60,14 @@ class StaleCheckpoints:
 
 def parse(stored: Saved) -> Contents:
     """Parse the small state of a checkpoint. Raises ``DamagedError`` if it is malformed."""
+    return replace(parse_state(stored), entries=stored.entries)
+
+
+def parse_state(stored: Saved) -> Contents:
+    """As ``parse``, but the contents have no entries. (To know those of a pool with gradient records, its updates must
+    be made again.)"""
     try:
-        return Contents.parse(stored.state, stored.step, stored.iteration, stored.entries)
+        return Contents.parse(stored.state, stored.step, stored.iteration, {})
     except CorruptPoolError as err:
         raise DamagedError(str(err)) from err
 

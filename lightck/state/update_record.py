@@ -281,6 +281,9 @@ class StoredGradients(Mapping[str, Gradient]):
             return None
         return self._sparse(name, found) if _is_sparse(found) else self._dense(name, found)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._described  # that of Mapping would read the gradient
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._described)
 
@@ -373,7 +376,9 @@ def _tensor(value: object) -> torch.Tensor | None:
     if value is None:
         return None
     tensor, device = typed(value, list)
-    return _placed(typed(tensor, torch.Tensor), typed(device, str))
+    if typed(tensor, torch.Tensor).numel() != 1:
+        raise _malformed("grad_scale or found_inf has not one element")
+    return _placed(tensor, typed(device, str))
 
 
 def _placed(tensor: torch.Tensor, device: str) -> torch.Tensor:

@@ -1,0 +1,337 @@
+"""The tensors of a checkpoint in a pool with gradient records, made again at the checkpoint's step.
+
+Each unit starts from its newest copy (``unit_copies.py``), and the optimizer makes the updates after it again
+(``replay.py``). After each of them one page of each tensor is compared with what the record of that step says of it, so
+a replay that is not exact ends there. All else (buffers, small state) lies in the checkpoint's own record as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightck._native import ffi, lib
+from lightck.errors import CorruptPoolError, LightckError, ReplayError, StateValueError, UnsupportedError, listed
+from lightck.pool.format.gradients import SENTINEL_PAGE
+from lightck.pool.format.layout import HOME_PLACE, SLOT_PLACE, Entry
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.gradient_reader import GradientCheckpoint
+from lightck.restore.contents import empty_for, unpack_dict
+from lightck.restore.optimizers_at_hand import OptimizersAtHand
+from lightck.restore.replay import Base, replay
+from lightck.restore.unit_copies import LoadedUnit, Records, UnitCopies, parameter_of
+from lightck.state import values
+from lightck.state.consumed_update import ConsumedUpdate
+from lightck.state.fingerprint import fingerprint
+from lightck.state.inventory import Live, entry_of, is_direct, state_name
+from lightck.state.partial_optimizer import PartialOptimizer
+from lightck.state.storable import dtype_from_name
+from lightck.state.unit_update import Unit
+from lightck.state.update_record import UPDATE_KEY, consumed_update
+from lightck.state.values import typed
+
+log = logging.getLogger("lightck")
+_DECISIVE = ("torch", "machine", "cpu", "vendor", "deterministic")
+"""Parts of the fingerprint that decide the bits of an update, beside its number of threads, which its record has."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitsAtStep:
+    """The units of a checkpoint, as they were at the end of its step. entries, tensors: name of a tensor -> its entry,
+    and the tensor."""
+
+    entries: dict[str, Entry]
+    tensors: dict[str, torch.Tensor]
+
+
+def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) -> UnitsAtStep:
+    """Make the units of a checkpoint again. Nothing is written into the pool.
+
+    Raises:
+        DamagedError: a copy or a record that is needed is damaged, or the replay is not exact. The reason names it. The
+            checkpoint of an earlier step may be recoverable.
+        ReplayError: this process cannot replay anything (it flushes denormal numbers to zero).
+        UnsupportedError: an optimizer, or the device of a parameter, is not at hand.
+    """
+    records = Records(checkpoint)
+    loaded = UnitCopies(records).load()
+    low = min((one.copy.step for one in loaded), default=checkpoint.step)
+    updates = [_Update(records.at(step)) for step in range(low + 1, checkpoint.step + 1)]
+    steppers = optimizers.of([one.consumed for one in updates])
+    _refuse_state_elsewhere(checkpoint, loaded)
+    plain = _PlainStates(records)
+    older = [
+        _OlderUnit(one, _optimizers_of(one, updates), plain, steppers, optimizers)
+        for one in loaded
+        if one.copy.step < checkpoint.step
+    ]
+    if older:
+        _warn_other_conditions(checkpoint)
+    check = _Sentinels({one.record.step: one.record for one in updates})
+    try:
+        replay(
+            [one.base for one in older],
+            [one.consumed for one in updates],
+            steppers,
+            checkpoint.step,
+            check=check.difference,
+        )
+    except ReplayError as err:
+        if err.parameter is None and err.step is None:
+            raise  # it says nothing about this checkpoint
+        raise DamagedError(str(err).removesuffix(" An older checkpoint can be restored.").rstrip(".")) from err
+    except CorruptPoolError as err:
+        raise DamagedError(str(err)) from err
+    for unit in older:
+        plain.refuse_other(unit.name, unit.plain_state())
+    return _joined(checkpoint, [one for one in loaded if one.copy.step == checkpoint.step], older)
+
+
+class _Update:
+    """What one update consumed, and the record that holds it."""
+
+    def __init__(self, record: GradientCheckpoint) -> None:
+        self.record = record
+        try:
+            value = unpack_dict(record.state).get(UPDATE_KEY)
+            if value is None:
+                raise CorruptPoolError("its small state does not say what its update consumed")
+            self.consumed: ConsumedUpdate = consumed_update(value, self._read)
+        except CorruptPoolError as err:
+            raise DamagedError(f"the gradient record of step {record.step} cannot be used: {err}") from err
+        if self.consumed.step != record.step:
+            raise DamagedError(f"the gradient record of step {record.step} holds the update of another step")
+        self.optimizer_of = {name: step.optimizer for step in self.consumed.optimizer_steps for name in step.gradients}
+        """Parameter -> the number of the optimizer that made its update, or that had it without a gradient."""
+
+    def _read(self, name: str) -> torch.Tensor:
+        try:
+            tensor = _tensor_in_record(self.record, name)
+        except DamagedError as err:
+            raise DamagedError(f"the gradient record of step {self.record.step} cannot be used: {err}") from err
+        return tensor.contiguous().to(_device_of(self.record.in_record[name].entry))
+
+
+class _OlderUnit:
+    """A unit whose copy is older than the checkpoint, and its state as optimizers keep it."""
+
+    def __init__(
+        self,
+        loaded: LoadedUnit,
+        numbers: frozenset[int],
+        plain: _PlainStates,
+        steppers: Mapping[int, PartialOptimizer],
+        optimizers: OptimizersAtHand,
+    ) -> None:
+        """``numbers``: of the optimizers that update the unit, at most one."""
+        copy = loaded.copy
+        self.name = copy.parameter
+        self.state: dict[Any, Any] = plain.at(copy.step, self.name)
+        for name, tensor in loaded.tensors.items():
+            entry = copy.tensors[name].entry
+            placed = tensor.to(_device_of(entry))
+            if entry.role == "optimizer":
+                self.state[name.rpartition("/")[2]] = placed
+            else:
+                self.parameter_name, parameter = name, placed
+        live = optimizers.live_parameter(self.name)
+        if live is not None and not all(steppers[number].is_torch for number in numbers):
+            vars(parameter).update(vars(live))
+            parameter.requires_grad_(live.requires_grad)
+        self.base = Base(Unit(self.name, parameter, dict.fromkeys(numbers, self.state)), copy.step)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return entry name -> tensor, as it is now."""
+        found = {state_name(self.name, key): value for key, value in self.state.items() if is_direct(key, value)}
+        return {self.parameter_name: self.base.unit.parameter.detach(), **found}
+
+    def plain_state(self) -> dict[Any, Any]:
+        """Return the state that is not stored as tensors."""
+        return {key: value for key, value in self.state.items() if not is_direct(key, value)}
+
+
+class _Sentinels:
+    """Compares a page of each tensor with what the records say of it."""
+
+    def __init__(self, records: Mapping[int, GradientCheckpoint]) -> None:
+        """``records``: step -> its record."""
+        self._expected: dict[int, dict[str, tuple[Entry, int]]] = {}
+        """Step -> name of a tensor -> its entry, and the checksum of its page."""
+        for step, record in records.items():
+            homes = [entry for entry in record.reader.entries if entry.place == HOME_PLACE]
+            sentinels = record.part.sentinels.tolist()
+            if sentinels:  # there may be none
+                self._expected[step] = {one.name: (one, crc) for one, crc in zip(homes, sentinels, strict=True)}
+
+    def difference(self, unit: Unit, step: int) -> str | None:
+        """Return what differs from the record of this step; None if nothing does."""
+        expected = self._expected.get(step)
+        if expected is None:
+            return None
+        (states,) = unit.states.values() or ({},)
+        found = {state_name(unit.name, key): value for key, value in states.items() if is_direct(key, value)}
+        parameter = f"model/{unit.name}" if f"model/{unit.name}" in expected else unit.name
+        for name, tensor in {parameter: unit.parameter, **found}.items():
+            if name in expected and page_checksum(tensor, expected[name][0], step) != expected[name][1]:
+                return f"page {page_of(expected[name][0], step)} of {name!r} has other bits"
+        return None
+
+
+def page_of(entry: Entry, step: int) -> int:
+    """Return the number of the page of a tensor that the sentinel of this step covers."""
+    return step % max(-(-entry.nbytes // SENTINEL_PAGE), 1)
+
+
+def page_checksum(tensor: torch.Tensor, entry: Entry, step: int) -> int | None:
+    """Return the sentinel of a tensor at a step: the CRC-32C of one page of its bytes, in the order in which its entry
+    has them. None if the tensor is not the one that the entry describes."""
+    if not is_like(tensor, entry):
+        return None
+    if tuple(tensor.stride()) != entry.stride:
+        tensor = empty_for(entry, tensor.device).copy_(tensor.detach())
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    first = page_of(entry, step) * SENTINEL_PAGE
+    page = flat[first : first + SENTINEL_PAGE].cpu()
+    return int(lib.lck_crc32c(ffi.cast("void *", page.data_ptr()), page.numel()))
+
+
+def _device_of(entry: Entry) -> torch.device:
+    """Return the device on which the updates of a tensor are made again: that on which they were made. Raises
+    ``UnsupportedError`` if this machine has no such device, because another one computes other bits."""
+    if entry.device == "cpu":
+        return torch.device("cpu")
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or found.type != entry.device:
+        raise UnsupportedError(
+            f"The updates of {entry.name!r} were made on a device of type {entry.device!r}, and this machine has none "
+            "for torch. Another device computes other bits, so they cannot be made again here. Recover the checkpoint "
+            "on a machine with such a device."
+        )
+    return torch.device(found.type)
+
+
+def _warn_other_conditions(checkpoint: GradientCheckpoint) -> None:
+    """Warn if the updates were made by another torch or processor than those that make them again."""
+    was, now = unpack_dict(checkpoint.state).get("fingerprint"), fingerprint()
+    if isinstance(was, dict):
+        differ = [f"{name} {was[name]} -> {now[name]}" for name in _DECISIVE if name in was and was[name] != now[name]]
+        if differ:
+            log.warning(
+                "lightck: updates are made again under other conditions than in the training (%s). They may give other "
+                "bits; a page of each tensor is compared after each of them",
+                ", ".join(differ),
+            )
+
+
+def _refuse_state_elsewhere(checkpoint: GradientCheckpoint, loaded: Iterable[LoadedUnit]) -> None:
+    """Raise ``DamagedError`` if optimizer state of an older unit lies outside of its copy: in the record of the
+    checkpoint, or in the state of another parameter. Its value at the step of the copy is not known then."""
+    elsewhere = {
+        parameter_of(one.entry): name
+        for name, one in checkpoint.in_record.items()
+        if one.entry.role == "optimizer" and one.entry.place == SLOT_PLACE
+    }
+    for one in loaded:
+        parameter = one.copy.parameter
+        if one.copy.step < checkpoint.step and parameter in elsewhere:
+            raise DamagedError(f"{elsewhere[parameter]!r} does not lie with its parameter, whose copy is older")
+
+
+def _optimizers_of(loaded: LoadedUnit, updates: Iterable[_Update]) -> frozenset[int]:
+    """Return the number of the optimizer that updates a unit after the step of its copy; none if nothing does."""
+    name, step = loaded.copy.parameter, loaded.copy.step
+    found = {one.optimizer_of[name] for one in updates if one.consumed.step > step and name in one.optimizer_of}
+    if len(found) > 1:
+        raise DamagedError(f"the parameter {name!r} was updated by several optimizers")
+    return frozenset(found)
+
+
+class _PlainStates:
+    """The optimizer state that is not stored as tensors, but in the small state of each record."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._now = _plain_states(records.checkpoint)
+        self._earlier: dict[int, dict[str, dict[Any, Any]]] = {}
+
+    def at(self, step: int, parameter: str) -> dict[Any, Any]:
+        """Return the state of a parameter at a step, as a new dict. Raises ``DamagedError`` if the record of this step,
+        which holds the state, cannot be used."""
+        if parameter not in self._now:
+            return {}
+        if step not in self._earlier:
+            self._earlier[step] = _plain_states(self._records.at(step))
+        return dict(self._earlier[step].get(parameter, {}))
+
+    def refuse_other(self, parameter: str, found: Mapping[Any, Any]) -> None:
+        """Raise ``DamagedError`` if the replayed state differs from what the checkpoint says of it."""
+        saved = self._now.get(parameter, {})
+        try:
+            differ = [
+                str(key)
+                for key in {**saved, **found}
+                if key not in saved
+                or key not in found
+                or values.pack(saved[key], path="") != values.pack(found[key], path="")
+            ]
+        except StateValueError as err:
+            raise DamagedError(f"the replay of {parameter!r} gives a value that no checkpoint holds: {err}") from err
+        if differ:
+            raise DamagedError(
+                f"the replay of {parameter!r} gives other values of {listed(differ)} than the checkpoint holds"
+            )
+
+
+def _plain_states(record: GradientCheckpoint) -> dict[str, dict[Any, Any]]:
+    """Return parameter -> its state that is not stored as tensors, at the step of a record."""
+    found: dict[str, dict[Any, Any]] = {}
+    try:
+        for optimizer in typed(unpack_dict(record.state)["optimizers"], list):
+            saved = typed(optimizer, dict)
+            if not saved.get("wraps", False):
+                of_all = unpack_dict(typed(saved["values"], bytes), tensor=partial(_tensor_in_record, record))
+                found.update({typed(name, str): typed(state, dict) for name, state in of_all.items()})
+    except (CorruptPoolError, KeyError) as err:
+        raise DamagedError(f"the optimizer state in the record of step {record.step} is malformed ({err})") from err
+    return found
+
+
+def _tensor_in_record(record: GradientCheckpoint, name: str) -> torch.Tensor:
+    stored = record.in_record[name]
+    tensor = empty_for(stored.entry, "cpu")
+    record.read([(stored, tensor.data_ptr())])
+    return tensor
+
+
+def _joined(checkpoint: GradientCheckpoint, current: Iterable[LoadedUnit], older: Iterable[_OlderUnit]) -> UnitsAtStep:
+    """Join units whose copy is of the checkpoint's step, and units that were replayed to it."""
+    entries: dict[str, Entry] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for loaded in current:
+        entries.update((name, one.entry) for name, one in loaded.copy.tensors.items())
+        tensors.update(loaded.tensors)
+    known = {entry.name: entry for entry in checkpoint.reader.entries if entry.place == HOME_PLACE}
+    for unit in older:
+        for name, tensor in unit.tensors().items():
+            entries[name], tensors[name] = _entry(name, tensor, known.get(name)), tensor
+    return UnitsAtStep(entries, tensors)
+
+
+def _entry(name: str, tensor: torch.Tensor, known: Entry | None) -> Entry:
+    """Return the entry of a tensor that was replayed. ``known``: that of the layout table, if it has one."""
+    if known is not None and is_like(tensor, known):
+        return known
+    try:
+        return entry_of(Live(name, "optimizer", tensor, None, None))
+    except LightckError as err:
+        raise DamagedError(str(err)) from err
+
+
+def is_like(tensor: torch.Tensor, entry: Entry) -> bool:
+    """Whether a tensor has the shape and the dtype of an entry."""
+    return tuple(tensor.shape) == entry.shape and tensor.dtype == dtype_from_name(entry.dtype)

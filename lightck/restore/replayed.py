@@ -1,0 +1,149 @@
+"""The checkpoints of a pool with gradient records, newest first, each given to a restore as if it were stored whole.
+
+A ``ReplayedCheckpoint`` has the members of ``StoredCheckpoint`` that a restore uses. Its units are made again when its
+tensors are first asked for (``gradient_state.py``). Buffers, and what else its record holds, are read from the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+from lightck.pool.commit_log import candidates
+from lightck.pool.format import layout
+from lightck.pool.format.gradients import ChainEntry
+from lightck.pool.format.layout import GRADIENT_ROLE, HOME_PLACE, Entry
+from lightck.pool.format.structures import KIND_CHECKPOINT, CommitRecord, DamagedError, ManifestHeader
+from lightck.pool.gradient_reader import GradientCheckpoint, chain_entry_of, checkpoint_of
+from lightck.pool.reader import PoolReader, RejectedCheckpoint
+from lightck.restore.contents import MemorySource
+from lightck.restore.gradient_state import UnitsAtStep, units_at_step
+from lightck.restore.optimizers_at_hand import OptimizersAtHand
+
+
+class ReplayedCheckpoint:
+    """One checkpoint of a pool with gradient records. Its manifest is checked; its tensors are made when they are first
+    asked for, which may raise as ``units_at_step`` does."""
+
+    def __init__(self, checkpoint: GradientCheckpoint, record: CommitRecord, optimizers: OptimizersAtHand) -> None:
+        """``record``: names the checkpoint; ``optimizers``: make its updates again."""
+        self._checkpoint, self.record, self.optimizers = checkpoint, record, optimizers
+        homes = {entry.name for entry in checkpoint.reader.entries if entry.place == HOME_PLACE}
+        self._recorded = {
+            name: one
+            for name, one in checkpoint.in_record.items()
+            if one.entry.role != GRADIENT_ROLE and name not in homes
+        }
+        """Name -> tensor that the record holds, and that belongs to no unit."""
+
+    @property
+    def header(self) -> ManifestHeader:
+        return self._checkpoint.header
+
+    @property
+    def step(self) -> int:
+        return self._checkpoint.step
+
+    @property
+    def iteration(self) -> int:
+        return self._checkpoint.header.iteration
+
+    @property
+    def state(self) -> bytes:
+        return self._checkpoint.state
+
+    @property
+    def path(self) -> str:
+        return self._checkpoint.reader.path
+
+    @property
+    def uuid(self) -> bytes:
+        return self._checkpoint.reader.superblock.uuid
+
+    @cached_property
+    def _units(self) -> UnitsAtStep:
+        return units_at_step(self._checkpoint, self.optimizers)
+
+    @cached_property
+    def _source(self) -> MemorySource:
+        return MemorySource(self._units.entries, self._units.tensors)
+
+    @cached_property
+    def entries(self) -> Mapping[str, Entry]:
+        """Name -> entry. Which state the optimizers have is known only when the updates were made again."""
+        found = {**self._units.entries, **{name: one.entry for name, one in self._recorded.items()}}
+        layout.check_ties(found)
+        return found
+
+    def read_into(self, name: str, address: int) -> None:
+        """As ``StoredCheckpoint.read_into``."""
+        self.read_many([(name, address)])
+
+    def read_many(self, places: Sequence[tuple[str, int]]) -> None:
+        """As ``StoredCheckpoint.read_many``."""
+        self._source.read_many([(name, address) for name, address in places if name not in self._recorded])
+        recorded = [(self._recorded[name], address) for name, address in places if name in self._recorded]
+        self._checkpoint.read(recorded)
+
+    def owns_slot(self) -> bool:
+        """Whether the record was not overwritten. (What lies in other places was verified when it was read.)"""
+        return (self._checkpoint.reader.slot_generation(self.record.slot) or 0) <= self.record.payload_generation
+
+
+def replayed_checkpoints(
+    reader: PoolReader, optimizers: OptimizersAtHand, step: int | None = None
+) -> Iterator[ReplayedCheckpoint | RejectedCheckpoint]:
+    """Yield the checkpoints of a pool with gradient records, from newest to oldest: those that a commit record names,
+    and those that only the chain of a newer one names. ``step``: yield only the checkpoints of this step. A checkpoint
+    whose manifest fails a check is yielded as a ``RejectedCheckpoint``."""
+    committed = candidates(reader.commit_log())
+    if step is not None:  # also those that an adoption has left behind
+        committed += [one for one in candidates(reader.commit_log(), step) if one not in committed]
+    known = {(one.slot, one.payload_generation) for one in committed}
+    in_chains: dict[int, ChainEntry] = {}
+    """Generation -> entry, for what chains name and no commit record does."""
+    for record, older in zip(committed, [*committed[1:], None], strict=True):
+        try:
+            checkpoint = checkpoint_of(reader, chain_entry_of(record))
+        except DamagedError as err:
+            if step is None or record.step == step:
+                yield RejectedCheckpoint(record.step, record.generation, str(err))
+        else:
+            if step is None or record.step == step:
+                yield ReplayedCheckpoint(checkpoint, record, optimizers)
+            in_chains |= {
+                one.generation: one for one in checkpoint.part.chain if (one.slot, one.generation) not in known
+            }
+        end = -1 if older is None else older.payload_generation
+        for generation in sorted((one for one in in_chains if one > end), reverse=True):
+            entry = in_chains.pop(generation)
+            known.add((entry.slot, generation))
+            if step is None or entry.step == step:
+                yield _named_by_chain(reader, entry, optimizers)
+
+
+def _named_by_chain(
+    reader: PoolReader, entry: ChainEntry, optimizers: OptimizersAtHand
+) -> ReplayedCheckpoint | RejectedCheckpoint:
+    try:
+        checkpoint = checkpoint_of(reader, entry)
+    except DamagedError as err:
+        return RejectedCheckpoint(entry.step, entry.generation, str(err))
+    record = CommitRecord(
+        entry.generation,
+        checkpoint.header.incarnation,
+        entry.step,
+        entry.generation,
+        entry.manifest_hash,
+        entry.manifest_nbytes,
+        KIND_CHECKPOINT,
+        entry.slot,
+        entry.manifest_index,
+    )
+    return ReplayedCheckpoint(checkpoint, record, optimizers)
+
+
+def replayed_checkpoint(reader: PoolReader, record: CommitRecord, optimizers: OptimizersAtHand) -> ReplayedCheckpoint:
+    """Return the checkpoint that a commit record, or the ``record`` of a ``ReplayedCheckpoint``, names. Raises
+    ``DamagedError``."""
+    return ReplayedCheckpoint(checkpoint_of(reader, chain_entry_of(record)), record, optimizers)
