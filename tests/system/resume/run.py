@@ -149,6 +149,11 @@ class Run:
     def _attach(self, model: nn.Module, arguments: dict[str, Any]) -> Any:
         import lightck  # here, so that a reference run can be one that never imported it
 
+        base_every = self.options.get("base_every")
+        if base_every is not None:
+            from lightck.strategy.gradients import Gradients
+
+            arguments = {"strategy": Gradients(base_every=base_every), **arguments}
         older = self.options.get("recover_step")
         if older is None:
             return lightck.attach(model, self._request["pool"], resume=True, **arguments)
