@@ -123,6 +123,9 @@ class GradientWriter(PoolWriter):
         self._offsets = np.array([entry.offset for entry in in_homes], np.uint64)
         self._present = np.zeros(len(in_homes), np.bool_)
         """For each entry in a home, whether the last checkpoint holds the tensor."""
+        self._in_home = np.zeros((2, len(in_homes)), np.bool_)
+        """For each home and each entry, whether what was committed last in that home holds the tensor. (Optimizer state
+        that an update created after its base was written is not in the base.)"""
         self._chain: dict[int, ChainEntry] = {}
         """Generation of a record that the log still has -> its chain entry."""
         self._plan: RecordPlan | None = None
@@ -197,6 +200,7 @@ class GradientWriter(PoolWriter):
             for number in self.units.tensors[unit]:
                 crcs = self._crcs_of(number)
                 self._home_crcs[home, crcs] = image.crcs[crcs]
+                self._in_home[home, number] = self._present[number]
         record, manifest = pending.record, image.buffer[: pending.record.manifest_nbytes].tobytes()
         named = record._replace(manifest_hash=manifest_hash(self.superblock.uuid, manifest))
         self._chain[record.generation] = chain_entry_of(named)
@@ -245,7 +249,12 @@ class GradientWriter(PoolWriter):
         record = self._prepared
         bases, of_entry = record.checkpoint.bases, self.units.of_entry
         rows = image.records.view(HOME_ROW_DTYPE)[: self.n_home_entries]
-        rows["generation"] = np.where(self._present, bases.generation[of_entry], 0)
+        home = bases.home[of_entry].astype(np.int64) % IN_RECORD
+        is_written = np.zeros(len(self.units.names), np.bool_)
+        is_written[record.units] = True
+        in_base = self._in_home[home, np.arange(self.n_home_entries)]
+        is_present = np.where(is_written[of_entry], self._present, in_base)
+        rows["generation"] = np.where(is_present, bases.generation[of_entry], 0)
         rows["step"] = bases.step[of_entry]
         rows["home"] = bases.home[of_entry]
 
@@ -259,8 +268,9 @@ class GradientWriter(PoolWriter):
     def _older_rows(self, checkpoint: LoggedCheckpoint) -> tuple[Rows, Crcs]:
         """Return the rows and the block checksums of the older bases."""
         bases, of_entry = checkpoint.bases, self.units.of_entry
-        generation = np.where(self._present, bases.older_generation[of_entry], 0)
         other_home = 1 - bases.home[of_entry].astype(np.int64) % IN_RECORD
+        in_older = self._in_home[other_home, np.arange(self.n_home_entries)]
+        generation = np.where(in_older, bases.older_generation[of_entry], 0)
         has_older = generation > 0
         chosen = has_older[self._entry_of_crc]
         crcs = self._home_crcs[other_home[self._entry_of_crc[chosen]], np.flatnonzero(chosen)]
@@ -302,3 +312,4 @@ class GradientWriter(PoolWriter):
         for base in checkpoint.bases():
             home = int(checkpoint.rows["home"][base.number])
             self._home_crcs[home, self._crcs_of(base.number)] = base.crcs
+            self._in_home[home, base.number] = True

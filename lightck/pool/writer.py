@@ -184,7 +184,9 @@ class PoolWriter:
         self._template["tensor"] = np.arange(len(self.entries))
         self._template["crc_index"] = starts
         extras, sb = self.entries[self._n_table_entries :], self.superblock
-        self._extras = layout.encode_extras(extras, has_group=sb.has_group, has_shares=sb.has_shares)
+        self._extras = layout.encode_extras(
+            extras, has_group=sb.has_group, has_shares=sb.has_shares, has_gradients=sb.has_gradients
+        )
 
     has_whole_checkpoints = True
     """Whether each slot holds a whole checkpoint. If not, no slot is held for a pin, and nothing is copied into a slot

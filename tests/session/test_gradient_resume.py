@@ -72,6 +72,43 @@ def test_each_step_is_recovered(pool, optimizer, dtype, way):
     assert_each_step_is_recovered(pool, make, lambda number: batch(number).to(dtype))
 
 
+class Sleepers(nn.Module):
+    """Its parameters have gradients in some steps only, so the state of some is created late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(4, 3) for _ in range(4))
+
+    def forward(self, number: int) -> torch.Tensor:
+        awake = ((0, 1), (1,), (0, 1), (1, 2), (0,), (0, 2), (3, 0), (0, 1))[number]
+        return sum(self.parts[i](batch(number)) for i in awake)
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_each_step_is_recovered_if_optimizer_state_is_created_late(pool, n):
+    """The base of a parameter was written before it had state, and the update that creates the state is made again."""
+    assert_each_step_is_recovered(pool, lambda: ((model := Sleepers()), adamw(model)), lambda number: number, n)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out, self.mean = nn.Embedding(50, 6, sparse=True), nn.Linear(6, 2), nn.BatchNorm1d(2)
+
+    def forward(self, number: int) -> torch.Tensor:
+        words = torch.randint(0, 50, (5 + number,), generator=torch.Generator().manual_seed(number))
+        return self.mean(self.out(self.table(words))).square()
+
+
+def test_each_step_is_recovered_with_sparse_gradients_and_buffers(pool):
+    def make() -> Made:
+        return (model := Words()), torch.optim.Adagrad(model.parameters(), lr=0.1)
+
+    assert_each_step_is_recovered(pool, make, lambda number: number)
+
+
 # -- resume ----------------------------------------------------------------------------------------------------------
 
 
