@@ -121,11 +121,11 @@ class GradientWriter(PoolWriter):
         """The seeded block checksums of what was committed last in each home. Only those that ``log.bases`` names are
         meaningful."""
         self._offsets = np.array([entry.offset for entry in in_homes], np.uint64)
-        self._present = np.zeros(len(in_homes), np.bool_)
-        """For each entry in a home, whether the last checkpoint holds the tensor."""
-        self._in_home = np.zeros((2, len(in_homes)), np.bool_)
-        """For each home and each entry, whether what was committed last in that home holds the tensor. (Optimizer state
-        that an update created after its base was written is not in the base.)"""
+        self._home_present = np.zeros((2, len(in_homes)), np.bool_)
+        """For each home and entry, whether what was committed last in this home includes the tensor. (Optimizer state
+        may appear after the base of its unit was written. Then the replay makes it.)"""
+        self._listed = np.zeros(len(in_homes), np.bool_)
+        """For each entry in a home, whether the checkpoint in flight, or the last one, holds the tensor."""
         self._chain: dict[int, ChainEntry] = {}
         """Generation of a record that the log still has -> its chain entry."""
         self._plan: RecordPlan | None = None
@@ -187,7 +187,7 @@ class GradientWriter(PoolWriter):
         listed = np.zeros(len(self.entries), np.bool_)
         for numbers in (plan.records, plan.unchanged, plan.recorded_only):
             listed[numbers] = True
-        self._present = listed[: self.n_home_entries]
+        self._listed = listed[: self.n_home_entries]
         self._show_bases(slot.image)
         pending = super().begin(plan, slot, memory)
         self.log = self.log.with_record(record)
@@ -200,7 +200,7 @@ class GradientWriter(PoolWriter):
             for number in self.units.tensors[unit]:
                 crcs = self._crcs_of(number)
                 self._home_crcs[home, crcs] = image.crcs[crcs]
-                self._in_home[home, number] = self._present[number]
+                self._home_present[home, number] = self._listed[number]
         record, manifest = pending.record, image.buffer[: pending.record.manifest_nbytes].tobytes()
         named = record._replace(manifest_hash=manifest_hash(self.superblock.uuid, manifest))
         self._chain[record.generation] = chain_entry_of(named)
@@ -249,14 +249,17 @@ class GradientWriter(PoolWriter):
         record = self._prepared
         bases, of_entry = record.checkpoint.bases, self.units.of_entry
         rows = image.records.view(HOME_ROW_DTYPE)[: self.n_home_entries]
-        home = bases.home[of_entry].astype(np.int64) % IN_RECORD
-        is_written = np.zeros(len(self.units.names), np.bool_)
-        is_written[record.units] = True
-        in_base = self._in_home[home, np.arange(self.n_home_entries)]
-        is_present = np.where(is_written[of_entry], self._present, in_base)
-        rows["generation"] = np.where(is_present, bases.generation[of_entry], 0)
+        rows["generation"] = np.where(self._in_base(record.checkpoint), bases.generation[of_entry], 0)
         rows["step"] = bases.step[of_entry]
         rows["home"] = bases.home[of_entry]
+
+    def _in_base(self, checkpoint: LoggedCheckpoint) -> npt.NDArray[np.bool_]:
+        """Return for each entry in a home whether the base of its unit includes the tensor, after the record of this
+        checkpoint."""
+        bases, of_entry = checkpoint.bases, self.units.of_entry
+        home = bases.home[of_entry].astype(np.int64) % IN_RECORD
+        is_written = bases.generation[of_entry] == checkpoint.generation
+        return np.where(is_written, self._listed, self._home_present[home, np.arange(self.n_home_entries)])
 
     def _part_after_state(self, state_end: int) -> bytes:
         record = self._prepared
@@ -269,8 +272,11 @@ class GradientWriter(PoolWriter):
         """Return the rows and the block checksums of the older bases."""
         bases, of_entry = checkpoint.bases, self.units.of_entry
         other_home = 1 - bases.home[of_entry].astype(np.int64) % IN_RECORD
-        in_older = self._in_home[other_home, np.arange(self.n_home_entries)]
-        generation = np.where(in_older, bases.older_generation[of_entry], 0)
+        present = self._home_present[other_home, np.arange(self.n_home_entries)]
+        generation = np.where(present, bases.older_generation[of_entry], 0)
+        # A tensor that the base lacks has no row, and without it the older base of its unit would be incomplete.
+        incomplete = of_entry[(generation > 0) & ~self._in_base(checkpoint)]
+        generation[np.isin(of_entry, incomplete)] = 0
         has_older = generation > 0
         chosen = has_older[self._entry_of_crc]
         crcs = self._home_crcs[other_home[self._entry_of_crc[chosen]], np.flatnonzero(chosen)]
@@ -312,4 +318,4 @@ class GradientWriter(PoolWriter):
         for base in checkpoint.bases():
             home = int(checkpoint.rows["home"][base.number])
             self._home_crcs[home, self._crcs_of(base.number)] = base.crcs
-            self._in_home[home, base.number] = True
+            self._home_present[home, base.number] = True

@@ -31,6 +31,8 @@ from lightck.pool.writer import CopyPlan, RelayoutNeededError
 UNITS = {"a": 5000, "b": 90, "c": MIB + 777, "d": 3}
 """Name -> bytes of the parameter. One has several blocks."""
 STATELESS = "d"
+LATE = "optimizer/b/exp_avg"
+"""It does not exist before the first update of its unit, which begins with zeros."""
 FACTORS = {"model": 1, "optimizer": 3}
 
 
@@ -60,6 +62,7 @@ class Training:
         container.publish()
         container.close()
         self.states = {e.name: self.random(e.nbytes) for e in self.entries if not e.name.startswith("gradient/")}
+        del self.states[LATE]
         self.step = 0
         self.history: dict[int, tuple[int, dict[str, bytes]]] = {}
         self.acknowledged: int | None = None
@@ -91,6 +94,8 @@ class Training:
     def update(self, updated: list[str]) -> dict[str, np.ndarray]:
         self.step += 1
         gradients = {unit: self.random(UNITS[unit]) for unit in updated}
+        if "b" in gradients:
+            self.states.setdefault(LATE, np.zeros(UNITS["b"], np.uint8))
         for name in self.states:
             kind, _, unit = name.partition("/")
             unit = unit.removesuffix("/exp_avg")
@@ -103,8 +108,8 @@ class Training:
         """``how``: "commits", "is given up", or "is cut off" (the process ends before the commit)."""
         plan = writer.plan_record(np.array([unit in gradients for unit in writer.units.names]))
         assert plan is not None
-        slot = writer.prepare(plan, sentinels_of(self.entries, self.states, self.step))
-        left_out = sorted(writer.not_due)
+        slot = writer.prepare(plan, sentinels_of(self.entries, {LATE: np.zeros(0, np.uint8), **self.states}, self.step))
+        left_out = [number for number in writer.not_due if self.entries[number].name in self.states]
         tensors = {f"gradient/{unit}": gradient for unit, gradient in gradients.items()}
         tensors |= {
             e.name: self.states[e.name]
@@ -146,25 +151,40 @@ def read(one: GradientCheckpoint, tensor) -> np.ndarray:
 def recovered(checkpoint: GradientCheckpoint) -> dict[str, bytes]:
     """The state of a checkpoint, made from its bases or, where one is damaged, from its older base."""
     records = {checkpoint.step: checkpoint}
-    older = {one.entry.name: one for one in checkpoint.older_bases()}
-    state = {}
-    for base in checkpoint.bases():
-        try:
-            data = read(checkpoint, base)
-        except DamagedError:
-            base = older[base.entry.name]
-            data = read(checkpoint, base)
-        kind, _, unit = base.entry.name.partition("/")
-        unit = unit.removesuffix("/exp_avg")
-        for step in range(base.step + 1, checkpoint.step + 1):
-            if step not in records:
-                (entry,) = [one for one in checkpoint.part.chain if one.step == step]
-                records[step] = checkpoint_of(checkpoint.reader, entry)
-            gradient = records[step].in_record.get(f"gradient/{unit}")
+    state: dict[str, np.ndarray] = {}
+    for unit, (step, unit_state) in copies(checkpoint).items():
+        for number in range(step + 1, checkpoint.step + 1):
+            if number not in records:
+                (entry,) = [one for one in checkpoint.part.chain if one.step == number]
+                records[number] = checkpoint_of(checkpoint.reader, entry)
+            gradient = records[number].in_record.get(f"gradient/{unit}")
             if gradient is not None:
-                data = data + FACTORS[kind] * read(records[step], gradient)
-        state[base.entry.name] = data.tobytes()
-    return state | {"model/mean": read(checkpoint, checkpoint.in_record["model/mean"]).tobytes()}
+                if unit == "b":
+                    unit_state.setdefault(LATE, np.zeros(UNITS["b"], np.uint8))
+                for name in unit_state:
+                    unit_state[name] = unit_state[name] + FACTORS[name.split("/")[0]] * read(records[number], gradient)
+        state |= unit_state
+    state["model/mean"] = read(checkpoint, checkpoint.in_record["model/mean"])
+    return {name: data.tobytes() for name, data in state.items()}
+
+
+def copies(checkpoint: GradientCheckpoint) -> dict[str, tuple[int, dict[str, np.ndarray]]]:
+    """Unit -> step and tensors of its base, or of its older base, if a block of the base is damaged."""
+    found: dict[str, tuple[int, dict[str, np.ndarray]]] = {}
+    damaged = set()
+    for base in checkpoint.bases():
+        unit = base.entry.name.split("/")[1]
+        try:
+            found.setdefault(unit, (base.step, {}))[1][base.entry.name] = read(checkpoint, base)
+        except DamagedError:
+            damaged.add(unit)
+    for unit in damaged:
+        found.pop(unit, None)
+    for base in checkpoint.older_bases():
+        unit = base.entry.name.split("/")[1]
+        if unit in damaged:
+            found.setdefault(unit, (base.step, {}))[1][base.entry.name] = read(checkpoint, base)
+    return found
 
 
 def newest(path: Path) -> tuple[int, int, dict[str, bytes]]:
@@ -208,6 +228,15 @@ def test_in_the_long_run_a_step_writes_a_turn_of_the_units(training):
             training.save(writer, training.update(names_but()))
     assert counts[0] == len(UNITS)
     assert sum(counts[-3:]) == len(UNITS)
+
+
+def test_state_that_appears_after_the_base_of_its_unit_is_recovered(training):
+    with training.opened() as writer:
+        for _ in range(5):
+            training.save(writer, training.update(names_but("b")))
+        for _ in range(4):
+            training.save(writer, training.update(names_but()))
+            check(training)
 
 
 def test_a_unit_that_sleeps_is_not_written(training):
