@@ -183,6 +183,14 @@ def checkpoints_of(
     return reader.checkpoints(step)
 
 
+def stored_checkpoint(reader: PoolReader, record: CommitRecord, optimizers: OptimizersAtHand | None = None) -> Saved:
+    """Return the checkpoint that a commit record names. ``optimizers``: as in ``checkpoints_of``. Raises
+    ``DamagedError`` if it was overwritten or fails a check."""
+    if reader.superblock.has_gradients:
+        return replayed_checkpoint(reader, record, optimizers or OptimizersAtHand())
+    return reader.checkpoint(record)
+
+
 def take_newest(
     reader: PoolReader,
     step: int | None,
@@ -302,9 +310,7 @@ def _read_again(path: str, uuid: bytes, record: CommitRecord, optimizers: Optimi
     try:
         if reader.superblock.uuid != uuid:
             raise DamagedError("another pool lies at this path now")
-        return in_memory(
-            reader.checkpoint(record) if optimizers is None else replayed_checkpoint(reader, record, optimizers)
-        )
+        return in_memory(stored_checkpoint(reader, record, optimizers))
     except DamagedError as err:
         raise NoCheckpointError(
             f"The tensors of step {record.step} cannot be read: they were restored into the live model, without a "

@@ -20,14 +20,21 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.commit_log import candidates
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import CommitRecord, DamagedError
-from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.pool.reader import PoolReader, RejectedCheckpoint, open_pool
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.lock import PoolLock
 from lightck.restore.changed_options import set_requires_grad
 from lightck.restore.contents import Contents
-from lightck.restore.recover import LiveRestore, erased_log_error, refuse_part, restore_newest
+from lightck.restore.recover import (
+    LiveRestore,
+    checkpoints_of,
+    erased_log_error,
+    refuse_part,
+    restore_newest,
+    stored_checkpoint,
+)
 from lightck.restore.resume import RestoredFrom, Resumed, forget_restored_from, restored_from, warn_differences
-from lightck.restore.usable import parse
+from lightck.restore.usable import parse_state
 from lightck.session.arguments import Arguments
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
@@ -35,6 +42,7 @@ from lightck.state.inventory import entry_of
 from lightck.state.parts import refuse_parts
 from lightck.state.predict import predict
 from lightck.state.rules import with_part_of_param
+from lightck.strategy.gradients import Gradients
 from lightck.tiers.keep import refuse_unexportable
 
 log = logging.getLogger("lightck")
@@ -69,6 +77,10 @@ class PoolFile:
         self.capture.remember_built_buffers()
         self.capture.persistent.follow(self.found.persistent)
 
+    @property
+    def _saves_gradients(self) -> bool:
+        return isinstance(self.arguments.save_options.strategy, Gradients)
+
     def lock(self) -> PoolLock:
         """Take the pool's lock, and return it. If the file at the path is no pool, raise before the lock is taken, so
         that no lock file is made beside that file."""
@@ -86,6 +98,7 @@ class PoolFile:
             self._create(pipeline)
             return None
         try:
+            self._refuse_whole_checkpoints(reader)
             checkpoint = self._restored(reader)
             recorded = None if checkpoint is None else reader.next_batches(checkpoint[1])
         except BaseException:
@@ -134,7 +147,7 @@ class PoolFile:
     def existing(self, *, write: bool = True) -> PoolReader | None:
         """Open the pool at this path. Returns None if there is no pool, or if the pool is to be discarded."""
         try:
-            reader = open_pool(self.path, self.backend.name, write=write)
+            reader = open_pool(self.path, self.backend.name, write=write, gradients=self._saves_gradients)
         except PoolNotFoundError:
             return None
         except PoolError as err:
@@ -184,6 +197,15 @@ class PoolFile:
             log.warning("lightck: a newer checkpoint cannot be used, and an older one is restored: %s", rejected)
         return checkpoint.contents, checkpoint.record
 
+    def _refuse_whole_checkpoints(self, reader: PoolReader) -> None:
+        """Raise ``UnsupportedError`` if the strategy writes gradient records, and the pool has no place for them."""
+        if self._saves_gradients and not reader.superblock.has_gradients:
+            raise UnsupportedError(
+                f"The pool {self.path!r} was made by another strategy, and has no room for gradient records. Go on in "
+                "it with strategy=lightck.FullState(). Or restore its checkpoint with lightck.recover(path, model, "
+                "optimizer), and attach to another path."
+            )
+
     @property
     def _state(self) -> dict[str, object]:
         """Name -> object to restore; None for what the caller declined."""
@@ -225,7 +247,7 @@ class PoolFile:
                 "overwrite=True discards what this pool holds."
             )
         try:
-            reader.checkpoint(known.record)
+            stored_checkpoint(reader, known.record)
         except DamagedError as err:
             raise CheckpointExistsError(
                 f"Step {known.contents.step}, which this model was restored from, is no longer in {self.path!r}: "
@@ -240,10 +262,10 @@ class PoolFile:
         one."""
         if self.found.optimizers:
             return
-        for stored in reader.checkpoints():
-            if isinstance(stored, StoredCheckpoint):
+        for stored in checkpoints_of(reader):
+            if not isinstance(stored, RejectedCheckpoint):
                 try:
-                    names = [o.class_name for o in parse(stored).optimizers]
+                    names = [o.class_name for o in parse_state(stored).optimizers]
                 except DamagedError:
                     continue
                 if names:
