@@ -12,7 +12,7 @@ from .scenarios import SCENARIOS, Scenario
 pytestmark = pytest.mark.long
 
 REFUSED = {"interval-of-3", "four-slots", "lbfgs-closure", "bf16-parameters-with-fp32-state"}
-"""Their arguments or optimizers are refused by name: ``tests/session/test_gradient_records.py``, ``test_replayable.py``."""
+"""Their arguments or optimizers are refused by name (``tests/session/test_gradient_records.py``)."""
 
 
 @pytest.mark.parametrize("scenario", [s for s in SCENARIOS.values() if s.listed and s.name not in REFUSED], ids=str)
