@@ -43,10 +43,11 @@ _DECISIVE = ("torch", "machine", "cpu", "vendor", "deterministic")
 @dataclass(frozen=True, slots=True)
 class UnitsAtStep:
     """The units of a checkpoint, as they were at the end of its step. entries, tensors: name of a tensor -> its entry,
-    and the tensor."""
+    and the tensor. has_damaged_base: whether an older base was used in place of a damaged one."""
 
     entries: dict[str, Entry]
     tensors: dict[str, torch.Tensor]
+    has_damaged_base: bool
 
 
 def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) -> UnitsAtStep:
@@ -59,7 +60,8 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
         UnsupportedError: an optimizer, or the device of a parameter, is not at hand.
     """
     records = Records(checkpoint)
-    loaded = UnitCopies(records).load()
+    copies = UnitCopies(records)
+    loaded = copies.load()
     low = min((one.copy.step for one in loaded), default=checkpoint.step)
     updates = [_Update(records.at(step)) for step in range(low + 1, checkpoint.step + 1)]
     steppers = optimizers.of([one.consumed for one in updates])
@@ -89,7 +91,8 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
         raise DamagedError(str(err)) from err
     for unit in older:
         plain.refuse_other(unit.name, unit.plain_state())
-    return _joined(checkpoint, [one for one in loaded if one.copy.step == checkpoint.step], older)
+    current = [one for one in loaded if one.copy.step == checkpoint.step]
+    return _joined(checkpoint, current, older, copies.has_damaged_base)
 
 
 class _Update:
@@ -308,7 +311,12 @@ def _tensor_in_record(record: GradientCheckpoint, name: str) -> torch.Tensor:
     return tensor
 
 
-def _joined(checkpoint: GradientCheckpoint, current: Iterable[LoadedUnit], older: Iterable[_OlderUnit]) -> UnitsAtStep:
+def _joined(
+    checkpoint: GradientCheckpoint,
+    current: Iterable[LoadedUnit],
+    older: Iterable[_OlderUnit],
+    has_damaged_base: bool,
+) -> UnitsAtStep:
     """Join units whose copy is of the checkpoint's step, and units that were replayed to it."""
     entries: dict[str, Entry] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -319,7 +327,7 @@ def _joined(checkpoint: GradientCheckpoint, current: Iterable[LoadedUnit], older
     for unit in older:
         for name, tensor in unit.tensors().items():
             entries[name], tensors[name] = _entry(name, tensor, known.get(name)), tensor
-    return UnitsAtStep(entries, tensors)
+    return UnitsAtStep(entries, tensors, has_damaged_base)
 
 
 def _entry(name: str, tensor: torch.Tensor, known: Entry | None) -> Entry:

@@ -64,6 +64,11 @@ class ReplayedCheckpoint:
     def _units(self) -> UnitsAtStep:
         return units_at_step(self._checkpoint, self.optimizers)
 
+    @property
+    def has_damaged_base(self) -> bool:
+        """Whether an older base of a unit was used in place of a damaged one."""
+        return self._units.has_damaged_base
+
     @cached_property
     def _source(self) -> MemorySource:
         return MemorySource(self._units.entries, self._units.tensors)

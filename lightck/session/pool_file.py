@@ -133,6 +133,8 @@ class PoolFile:
             record.payload_generation,
             contents.stale_after,
         )
+        if contents.has_damaged_base:  # the next checkpoint would overwrite the older base that stood in for it
+            pipeline.pool.requested_slots = pipeline.pool.n_slots
         self.capture.resizable.update(contents.resizable)
         set_requires_grad(contents, self.capture.model)
         warn_differences(contents)

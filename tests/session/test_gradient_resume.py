@@ -4,16 +4,19 @@ never interrupted."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from toys import batch, crashed, everything, is_step, net, same
+from toys import batch, crashed, everything, is_step, kill_at, killed_child, net, same
 
 import lightck
 from lightck.errors import CheckpointExistsError, DriftError, FormatError, UnsupportedError
+from lightck.pool.gradient_reader import checkpoint_of, committed
+from lightck.pool.reader import open_pool
 from lightck.strategy.gradients import Gradients
 
 STEPS = 8
@@ -192,3 +195,44 @@ def test_a_pool_of_another_strategy_is_refused(path, folder):
         lightck.attach(model, whole, optimizer=adamw(model), resume=True, strategy=Gradients())
     with lightck.attach(model, path, optimizer=adamw(model), overwrite=True):
         pass
+
+
+# -- a damaged base --------------------------------------------------------------------------------------------------
+
+
+def damage_a_base(pool: Path) -> None:
+    """Flip a bit of the base of the newest checkpoint that is needed longest, in which all its bytes are old."""
+    with closing(open_pool(str(pool), gradients=True)) as reader:
+        bases = list(checkpoint_of(reader, committed(reader)[0]).bases())
+        offset = min(bases, key=lambda base: base.step).offset
+    with open(pool, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("site", ["header", "block", "manifest", "sealed"])
+def test_a_crash_after_a_resume_from_an_older_base_loses_nothing(pool, site):
+    """The older base that stood in for the damaged one is not overwritten before the next checkpoint is committed."""
+
+    def make() -> Made:
+        model = net()
+        return model, adamw(model)
+
+    model, optimizer = make()
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)):
+        iterate(model, optimizer, 0, STEPS)
+    seen = everything(model, optimizer)
+    damage_a_base(pool)
+
+    def resumed() -> None:
+        model, optimizer = make()
+        lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3), resume=True)
+        kill_at(site)
+        iterate(model, optimizer, STEPS, 3)
+
+    killed_child(resumed)
+    model, optimizer = make()
+    assert lightck.recover(pool, model, optimizer).step == STEPS
+    assert same(everything(model, optimizer), seen)
