@@ -36,6 +36,7 @@ class GradientPools:
 
     def __init__(self, base_every: int, updated: Callable[[], Collection[str]]) -> None:
         self._base_every, self._updated = base_every, updated
+        self._pages: SentinelPages | None = None
 
     def laid_out(self, entries: Iterable[Entry]) -> list[Entry]:
         kept = in_module_order(entry for entry in entries if entry.role != GRADIENT_ROLE)
@@ -78,7 +79,10 @@ class GradientPools:
         plan = writer.plan_record(updated)
         if plan is None:
             raise RelayoutNeededError("each of the pool's gradient records is needed")
-        return writer.prepare(plan, _sentinels(writer, closed_step.lives, step))
+        token = None if closed_step.tensor_list is None else closed_step.tensor_list.token
+        if token is None or self._pages is None or not self._pages.is_of(writer, token):
+            self._pages = SentinelPages(writer, token, closed_step.lives)
+        return writer.prepare(plan, self._pages.checksums(step))
 
 
 def _is_in_home(entry: Entry) -> bool:
@@ -97,20 +101,35 @@ def _gradient_entry(param: Entry) -> Entry:
     )
 
 
-def _sentinels(writer: GradientWriter, lives: Sequence[Live], step: int) -> Crcs:
-    """Return for each entry in a home the CRC-32C of page (``step`` modulo the number of pages) of the tensor."""
-    present = {live.name: live for live in lives}
-    found = np.zeros(writer.n_home_entries, np.uint32)
-    numbers, addresses, sizes, kept = [], [], [], []
-    for number, entry in enumerate(writer.entries[: writer.n_home_entries]):
-        live = present.get(entry.name)
-        if live is None or not entry.nbytes:
-            continue
-        plain = live.tensor if is_plain(live.tensor) else in_plain_memory(live.tensor)
-        kept.append(plain)
-        begin = step % -(-entry.nbytes // SENTINEL_PAGE) * SENTINEL_PAGE
-        numbers.append(number)
-        addresses.append(address_of(plain) + begin)
-        sizes.append(min(SENTINEL_PAGE, entry.nbytes - begin))
-    found[numbers] = Blocks.of(addresses, sizes, [0] * len(sizes), SENTINEL_PAGE).checksums()
-    return found
+class SentinelPages:
+    """The memory of the tensors in homes, of which each checkpoint records the checksum of one page."""
+
+    def __init__(self, writer: GradientWriter, token: object, lives: Sequence[Live]) -> None:
+        """``token``: ``TensorList.token`` of these tensors."""
+        self._writer, self._token = writer, token
+        present = {live.name: live.tensor for live in lives}
+        entries = writer.entries[: writer.n_home_entries]
+        tensors = [(number, present[e.name]) for number, e in enumerate(entries) if e.name in present and e.nbytes]
+        self._copied = [(number, tensor) for number, tensor in tensors if not is_plain(tensor)]
+        """Tensors that can be read only through a copy."""
+        plain = [(number, tensor) for number, tensor in tensors if is_plain(tensor)]
+        self._numbers = np.array([number for number, _ in plain], np.int64)
+        self._addresses = np.array([address_of(tensor) for _, tensor in plain], np.int64)
+        self._nbytes = np.array([entries[number].nbytes for number, _ in plain], np.int64)
+
+    def is_of(self, writer: GradientWriter, token: object) -> bool:
+        return self._writer is writer and self._token is token
+
+    def checksums(self, step: int) -> Crcs:
+        """Return for each entry in a home the CRC-32C of page (``step`` modulo the number of pages); 0 if the tensor is
+        absent or empty."""
+        found = np.zeros(self._writer.n_home_entries, np.uint32)
+        copies = [(number, in_plain_memory(tensor)) for number, tensor in self._copied]
+        numbers = np.concatenate((self._numbers, np.array([number for number, _ in copies], np.int64)))
+        addresses = np.concatenate((self._addresses, np.array([address_of(copy) for _, copy in copies], np.int64)))
+        nbytes = np.concatenate((self._nbytes, np.array([copy.nbytes for _, copy in copies], np.int64)))
+        begin = step % -(-nbytes // SENTINEL_PAGE) * SENTINEL_PAGE
+        sizes = np.minimum(nbytes - begin, SENTINEL_PAGE)
+        pages = Blocks.of((addresses + begin).astype(np.uint64), sizes, np.zeros(len(sizes), np.int64), SENTINEL_PAGE)
+        found[numbers] = pages.checksums()
+        return found

@@ -434,6 +434,12 @@ class Capture:
         self._frozen = {id(live.held): id(live.tensor) for live in lives if live.is_frozen}
         return list(lives)
 
+    @property
+    def token(self) -> object:
+        """An object that stays the same as long as ``tensors`` returns the same tensors, in the same memory; None if
+        this is not known."""
+        return None if self._tensor_list is None else self._tensor_list.token
+
     def state_is_only_tensors(self) -> bool:
         """Whether all state of the optimizers is tensors, as far as the last call of ``tensors`` found out."""
         tensor_list = self._tensor_list

@@ -32,14 +32,19 @@ class OutsideWrites:
         self._blocks, self._owners = NO_BLOCKS, list[Live]()
         self._addresses: list[int] = []
         """The addresses for which ``_blocks`` was computed."""
+        self._token: object = None
         self._round_robin = RoundRobin()
         self._chosen: Positions | slice = ALL
         self._checksums: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
         self._n_taken = 0
 
-    def step_ended(self, lives: Sequence[Live]) -> None:
-        """Record these tensors, now that a ``step`` has ended."""
-        self._record(lives)
+    def step_ended(self, lives: Sequence[Live], token: object) -> None:
+        """Record these tensors, now that a ``step`` has ended. ``token``: if it is that of the last call, and not None,
+        they are the same tensors, in the same memory."""
+        if token is None or token is not self._token:
+            self._record(lives)
+            self._token = token
+        self._counters = VersionCounters(self._layouts.tensors)
         budget = None if self._n_taken < WHOLE_CHECKPOINTS else BUDGET_NBYTES
         self._n_taken += 1
         self._chosen, _ = self._round_robin.next_blocks(self._blocks, budget)
@@ -48,7 +53,7 @@ class OutsideWrites:
     def _record(self, lives: Sequence[Live]) -> None:
         tensors = [live.tensor for live in lives]
         self.lives, self._registrations = lives, Registrations(lives)
-        self._layouts, self._counters = MemoryLayouts(tensors), VersionCounters(tensors)
+        self._layouts = MemoryLayouts(tensors)
         if self._layouts.addresses != self._addresses:
             self._addresses = self._layouts.addresses
             self._owners = [live for live in lives if is_plain(live.tensor) and live.tensor.nbytes]
@@ -58,9 +63,11 @@ class OutsideWrites:
 
     def found(self) -> list[str]:
         """Return the names of tensors that were written since the last ``step`` ended."""
-        by_signature = self._layouts.changed() | self._counters.changed()
-        names = {self.lives[i].name for i in by_signature} | set(self._gone())
-        if self._layouts.are_unchanged():  # else some memory may be gone
+        names = set(self._gone())
+        are_there = self._layouts.are_unchanged()
+        if not (are_there and self._counters.are_unchanged()):
+            names |= {self.lives[i].name for i in self._layouts.changed() | self._counters.changed()}
+        if are_there:  # else some memory may be gone
             differs = self._blocks.checksums(self._chosen) != self._checksums
             names |= {self._owners[i].name for i in self._blocks.owners[self._chosen][differs].tolist()}
         return sorted(names)
@@ -73,6 +80,10 @@ class OutsideWrites:
         except KeyError:
             pass
         return [live.name for live in self.lives if not live.is_current()]
+
+    def go_on(self) -> None:
+        """Take what the tensors are now for what they were when the last ``step`` ended."""
+        self.step_ended(self.lives, None)
 
     def forget(self) -> None:
         """Drop all references to tensors."""

@@ -53,6 +53,10 @@ class UpdateRecords(StepListener):
         """Gradients that the checkpoint in flight copies, with the names of their entries."""
         self._reason = ""
         """Why the record of the update that is made next will be of no use; "" if no reason is known."""
+        self._watched: list[Live] = []
+        """Parameters and optimizer state at the last ``step``."""
+        self._token: object = None
+        """``Capture.token`` for which ``_watched`` was made."""
         self._logged: set[str] = set()
 
     def _names_of(self, optimizer: Optimizer) -> list[list[str]]:
@@ -64,7 +68,8 @@ class UpdateRecords(StepListener):
         self._copies.clear()
         self._last.clear()
         self._begun.clear()
-        self._update = None
+        self._update = self._token = None
+        self._watched = []
         self._outside.forget()
 
     # -- step events -------------------------------------------------------------------------------------
@@ -73,8 +78,11 @@ class UpdateRecords(StepListener):
         self._find_outside_writes()
 
     def after_step(self, index: int) -> None:
-        lives = self._capture.tensors()
-        self._outside.step_ended([one for one in lives if one.role in ("param", "optimizer") and one.alias is None])
+        lives, token = self._capture.tensors(), self._capture.token
+        if token is None or token is not self._token:
+            self._token = token
+            self._watched = [one for one in lives if one.role in ("param", "optimizer") and one.alias is None]
+        self._outside.step_ended(self._watched, token)
 
     def _find_outside_writes(self) -> None:
         names = self._outside.found()
@@ -125,7 +133,7 @@ class UpdateRecords(StepListener):
             reason = reason or "an optimizer has state that is no tensor, which has no older copy in the pool"
         if reason or update is None:
             self._log(step, reason)
-            self._outside.step_ended(self._outside.lives)
+            self._outside.go_on()
             return None
         lives = [self._live_of(*one) for one in gradient_tensors(update)]
         updated = frozenset(gradient.name for gradient in update.gradients())
