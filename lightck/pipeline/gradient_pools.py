@@ -43,7 +43,7 @@ class GradientPools:
         in_homes = [entry._replace(place=HOME_PLACE) for entry in kept if _is_in_home(entry)]
         in_slots = [entry for entry in kept if not _is_in_home(entry)]
         updated = self._updated()
-        gradients = [_gradient_entry(e) for e in in_homes if e.role == "param" and _unit_of(e) in updated]
+        gradients = [_gradient_entry(e) for e in in_homes if e.role == "param" and unit_of(e) in updated]
         return [*in_homes, *in_slots, *gradients]
 
     def writer(
@@ -54,7 +54,7 @@ class GradientPools:
         predecessor: PoolWriter | None,
         lock: PoolLock | None,
     ) -> PoolWriter:
-        units = [_unit_of(entry) for entry in reader.entries if entry.place == HOME_PLACE]
+        units = [unit_of(entry) for entry in reader.entries if entry.place == HOME_PLACE]
         n_slots, least = len(reader.superblock.slots), records_min(self._base_every)
         if n_slots < least:
             raise UnsupportedError(
@@ -89,7 +89,7 @@ def _is_in_home(entry: Entry) -> bool:
     return entry.role in HOME_ROLES and entry.alias is None
 
 
-def _unit_of(entry: Entry) -> str:
+def unit_of(entry: Entry) -> str:
     """Return the name of the parameter to whose unit an entry in a home belongs."""
     return param_of(entry.name) if entry.role == "optimizer" else entry.name.removeprefix("model/")
 
@@ -97,7 +97,7 @@ def _unit_of(entry: Entry) -> str:
 def _gradient_entry(param: Entry) -> Entry:
     """Return the entry of a dense gradient, whose elements are stored in row-major order."""
     return param._replace(
-        name=GRADIENT_PREFIX + _unit_of(param), role=GRADIENT_ROLE, stride=contiguous_stride(param.shape), place="slot"
+        name=GRADIENT_PREFIX + unit_of(param), role=GRADIENT_ROLE, stride=contiguous_stride(param.shape), place="slot"
     )
 
 

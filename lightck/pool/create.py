@@ -82,6 +82,11 @@ def create(
     return container, sb
 
 
+def pool_nbytes(entries: Sequence[Entry], *, slots: int, state_nbytes: int) -> int:
+    """Return the length of the pool that ``create`` would make for these entries."""
+    return _geometry(entries, slots, state_nbytes, 0, (), None)[0].nbytes
+
+
 def _allocated(backend: Backend, path: str, nbytes: int, may_discard: bool) -> Container:
     """Create the container. If there is no room for it beside what is at the path, and ``may_discard`` is true, discard
     what is at the path first."""

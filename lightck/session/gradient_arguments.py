@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+import shutil
+from collections.abc import Collection, Iterable
 
 from lightck.errors import UnsupportedError
 from lightck.hooks.layerwise import layerwise_of
-from lightck.pipeline.gradient_pools import GradientPools
-from lightck.pool.gradient_log import problem_of, records_default
+from lightck.pipeline.gradient_pools import GradientPools, unit_of
+from lightck.pipeline.pool_kind import PoolKind
+from lightck.pool.create import pool_nbytes
+from lightck.pool.format.layout import GRADIENT_PREFIX, GRADIENT_ROLE, HOME_PLACE, Entry
+from lightck.pool.gradient_log import BASE_EVERY_MIN, problem_of, records_default
 from lightck.session.arguments import SaveOptions
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
-from lightck.state.replayable import refuse_unreplayable
+from lightck.state.replayable import MIN_RATIO, refuse_unreplayable
 from lightck.strategy.gradients import Gradients
 
 
@@ -54,6 +59,30 @@ def refuse_unrecordable(options: SaveOptions, found: Found, *, is_rank_pool: boo
                 "it can be recorded. Use strategy=FullState(), or leave out layerwise()."
             )
         refuse_unreplayable(optimizer)
+
+
+def refuse_small_gain(kind: PoolKind, entries: Iterable[Entry]) -> None:
+    """Raise ``UnsupportedError`` if gradients have nearly as many bytes as what the updates change. ``entries``: the
+    tensors of a checkpoint, with optimizer state."""
+    laid_out = kind.laid_out(entries)
+    updated = {entry.name.removeprefix(GRADIENT_PREFIX) for entry in laid_out if entry.role == GRADIENT_ROLE}
+    gradient_nbytes = sum(entry.nbytes for entry in laid_out if entry.role == GRADIENT_ROLE)
+    changed_nbytes = sum(e.nbytes for e in laid_out if e.place == HOME_PLACE and unit_of(e) in updated)
+    if gradient_nbytes and changed_nbytes / gradient_nbytes < MIN_RATIO:
+        raise UnsupportedError(
+            f"An update of this training changes {changed_nbytes / gradient_nbytes:.2f} bytes for each byte of "
+            f"gradients. Below {MIN_RATIO} it saves too little to store gradients instead. Use strategy=FullState()."
+        )
+
+
+def space_advice(entries: Iterable[Entry], state_nbytes: int, kind: PoolKind, base_every: int, path: str) -> str:
+    """Return a sentence for a pool that does not fit into its folder: with which ``base_every`` it would."""
+    laid_out = kind.laid_out(entries)
+    free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
+    for smaller in range(base_every - 1, BASE_EVERY_MIN - 1, -1):
+        if pool_nbytes(laid_out, slots=records_default(smaller), state_nbytes=state_nbytes) <= free:
+            return f"With Gradients(base_every={smaller}) it fits."
+    return "No base_every makes it fit. FullState() needs less space."
 
 
 def _refuse_other_arguments(options: SaveOptions, *, is_rank_pool: bool) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from lightck.errors import (
     CheckpointExistsError,
     LateError,
+    NoSpaceError,
     NotAPoolError,
     PoolError,
     PoolNotFoundError,
@@ -38,6 +39,7 @@ from lightck.restore.usable import parse_state
 from lightck.session.arguments import Arguments
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
+from lightck.session.gradient_arguments import refuse_small_gain, space_advice
 from lightck.state.inventory import entry_of
 from lightck.state.parts import refuse_parts
 from lightck.state.predict import predict
@@ -285,9 +287,22 @@ class PoolFile:
         forget_restored_from(self.arguments.model)
         entries = self._predicted()
         if entries is not None:
-            pipeline.pool.create(list(entries.values()), self.capture.expected_state_nbytes)
+            self._create_for(pipeline, list(entries.values()))
         elif self.arguments.overwrite:
             self.backend.discard(self.path)  # else a crash before the first checkpoint would leave the old pool
+
+    def _create_for(self, pipeline: Pipeline, entries: list[Entry]) -> None:
+        strategy, state_nbytes = self.arguments.save_options.strategy, self.capture.expected_state_nbytes
+        if not isinstance(strategy, Gradients):
+            pipeline.pool.create(entries, state_nbytes)
+            return
+        kind = pipeline.pool.kind
+        refuse_small_gain(kind, entries)
+        try:
+            pipeline.pool.create(entries, state_nbytes)
+        except NoSpaceError as err:
+            advice = space_advice(entries, state_nbytes, kind, strategy.base_every, self.path)
+            raise NoSpaceError(f"{err} {advice}") from err
 
     def create_at_once(self, pipeline: Pipeline) -> None:
         """Create the pool of a rank. Raises ``UnsupportedError`` if the tensors of a checkpoint cannot be predicted."""

@@ -51,6 +51,7 @@ from lightck.pool.storage import temporary
 from lightck.pool.storage.file import FileBackend
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.storage.pmdk import PmdkBackend
+from lightck.strategy.gradients import Gradients
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -482,6 +483,24 @@ def test_no_space_for_the_pool_is_a_clean_error():
         return True
 
     assert on_small_tmpfs(2 << 20, work) is True
+
+
+def test_no_space_for_gradient_records_names_the_base_every_that_fits():
+    def work(where: Path) -> Any:
+        model, optimizer = anything()
+        path = where / "run.pool"
+        with pytest.raises(errors.NoSpaceError, match=r"With Gradients\(base_every=\d+\) it fits") as raised:
+            lightck.attach(model, path, optimizer=optimizer, strategy=Gradients(base_every=12))
+        fits = int(str(raised.value).rpartition("base_every=")[2].partition(")")[0])
+        with pytest.raises(errors.NoSpaceError):
+            lightck.attach(model, path, optimizer=optimizer, strategy=Gradients(base_every=fits + 1))
+        with lightck.attach(model, path, optimizer=optimizer, strategy=Gradients(base_every=fits)):
+            train(model, optimizer, 2)
+        return lightck.recover(path).step
+
+    if is_pmdk("/mnt/run.pool"):
+        pytest.skip("a PMDK pool needs some space beside the pool inside it")
+    assert on_small_tmpfs(40 << 20, work) == 2
 
 
 def test_no_space_when_the_pool_has_to_grow_leaves_the_old_one_intact():

@@ -145,6 +145,14 @@ def test_an_optimizer_that_cannot_be_replayed_is_refused(pool):
         lightck.attach(model, pool, strategy=Gradients(), optimizer=optimizer)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adafactor])
+def test_an_optimizer_with_little_state_is_refused(pool, kind):
+    model = torch.nn.Linear(64, 64)
+    optimizer = kind(model.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="bytes for each byte of gradients"):
+        lightck.attach(model, pool, strategy=Gradients(), optimizer=optimizer)
+
+
 def test_a_pin_is_refused(training):
     run(training, 3)
     with pytest.raises(UnsupportedError, match="pinned"):
