@@ -14,7 +14,7 @@ from lightck.pool.format import layout
 from lightck.pool.format.gradients import ChainEntry
 from lightck.pool.format.layout import GRADIENT_ROLE, HOME_PLACE, Entry
 from lightck.pool.format.structures import KIND_CHECKPOINT, CommitRecord, DamagedError, ManifestHeader
-from lightck.pool.gradient_reader import GradientCheckpoint, chain_entry_of, checkpoint_of
+from lightck.pool.gradient_reader import GradientCheckpoint, chain_entry_of, checkpoint_of, find_damaged_bases
 from lightck.pool.reader import PoolReader, RejectedCheckpoint
 from lightck.restore.contents import MemorySource
 from lightck.restore.gradient_state import UnitsAtStep, units_at_step
@@ -84,6 +84,10 @@ class ReplayedCheckpoint:
         self._source.read_many([(name, address) for name, address in places if name not in self._recorded])
         recorded = [(self._recorded[name], address) for name, address in places if name in self._recorded]
         self._checkpoint.read(recorded)
+
+    def find_damaged_bases(self) -> None:
+        """Let the reader know which bases are damaged, before a training goes on from this checkpoint."""
+        find_damaged_bases(self._checkpoint)
 
     def owns_slot(self) -> bool:
         """Whether the record was not overwritten. (What lies in other places was verified when it was read.)"""

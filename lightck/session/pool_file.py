@@ -33,6 +33,7 @@ from lightck.restore.recover import (
     restore_newest,
     stored_checkpoint,
 )
+from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.resume import RestoredFrom, Resumed, forget_restored_from, restored_from, warn_differences
 from lightck.restore.usable import parse_state
 from lightck.session.arguments import Arguments
@@ -247,7 +248,9 @@ class PoolFile:
                 "overwrite=True discards what this pool holds."
             )
         try:
-            stored_checkpoint(reader, known.record)
+            stored = stored_checkpoint(reader, known.record)
+            if isinstance(stored, ReplayedCheckpoint):
+                stored.find_damaged_bases()
         except DamagedError as err:
             raise CheckpointExistsError(
                 f"Step {known.contents.step}, which this model was restored from, is no longer in {self.path!r}: "
