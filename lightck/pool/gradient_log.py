@@ -156,6 +156,18 @@ class Bases:
             older_step=np.where(units, np.minimum(self.older_step, before), self.older_step),
         )
 
+    def with_older_in_place(self, units: Mask) -> Bases:
+        """Return the bases after the older bases of these units took the place of the bases, which are damaged. A unit
+        without an older base keeps its base."""
+        units = units & (self.older_generation > 0)
+        return replace(
+            self.without_older(units),
+            home=np.where(units, 1 - self.home % IN_RECORD, self.home).astype(np.uint8),
+            generation=np.where(units, self.older_generation, self.generation),
+            step=np.where(units, self.older_step, self.step),
+            written=np.where(units, self.older_step, self.written),
+        )
+
     def without_older(self, units: Mask | Units) -> Bases:
         """Return the bases without the older bases of these units."""
         older = self.older_generation.copy()

@@ -10,6 +10,7 @@ used, and blocks are verified while they are read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -179,6 +180,8 @@ class GradientCheckpoint:
 
     def _refuse_bad(self, status: int, tensor: StoredTensor, block: int) -> None:
         name = tensor.entry.name
+        if status == lib.LCK_ECHECKSUM or status == lib.LCK_ESHORT or is_medium_error(_native.errno_of(status)):
+            self.reader.damaged.add((tensor.number, tensor.generation))
         if status == lib.LCK_ECHECKSUM:
             raise DamagedError(f"block {block} of {name!r} does not match its checksum")
         if status == lib.LCK_ESHORT or is_medium_error(_native.errno_of(status)):
@@ -241,6 +244,17 @@ def logged_checkpoint(checkpoint: GradientCheckpoint, units: Sequence[Sequence[s
     chain = (*checkpoint.part.chain, checkpoint.chain_entry)
     records = tuple(GradientRecord(entry.step, entry.generation, entry.slot) for entry in chain)
     return LoggedCheckpoint(checkpoint.step, checkpoint.header.generation, bases_of_units, records)
+
+
+def find_damaged_bases(checkpoint: GradientCheckpoint) -> None:
+    """Read all bases, and add those that are damaged to ``PoolReader.damaged``. Raises ``PoolIOError``."""
+    bases = [(base, 0) for base in checkpoint.bases()]
+    try:
+        checkpoint.read(bases)
+    except DamagedError:  # there may be more than one
+        for base in bases:
+            with suppress(DamagedError):
+                checkpoint.read([base])
 
 
 def problems_of(reader: PoolReader, checkpoint: GradientCheckpoint) -> list[str]:

@@ -12,7 +12,7 @@ home any more, until it is written again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -303,19 +303,32 @@ class GradientWriter(PoolWriter):
 
     def adopt(self, record: CommitRecord) -> None:
         """Write a durable adoption record for a checkpoint that was recovered from its bases, and protect what it
-        needs. The next checkpoint is full."""
+        needs: the older base of a unit whose base is damaged (``PoolReader.damaged``). The next checkpoint is full."""
         super().adopt(record)
         checkpoint = checkpoint_of(self.reader, chain_entry_of(record))
         names = [[self.entries[number].name for number in one] for one in self.units.tensors]
         logged = logged_checkpoint(checkpoint, names)
-        self._take_checksums(checkpoint)
+        damaged = self._damaged_units(checkpoint)
+        logged = replace(logged, bases=logged.bases.with_older_in_place(damaged))
+        self._take_checksums(checkpoint, damaged)
         self._chain = {entry.generation: entry for entry in checkpoint.part.chain}
         self._chain[record.payload_generation] = chain_entry_of(record)
         self.log = self.log.adopted(logged)
         self.skipped(logged.step, np.zeros(len(self.units.names), np.bool_))
 
-    def _take_checksums(self, checkpoint: GradientCheckpoint) -> None:
+    def _damaged_units(self, checkpoint: GradientCheckpoint) -> Mask:
+        """Return for each unit whether a tensor of its base was found to be damaged."""
+        damaged = np.zeros(len(self.units.names), np.bool_)
         for base in checkpoint.bases():
-            home = int(checkpoint.rows["home"][base.number])
-            self._home_crcs[home, self._crcs_of(base.number)] = base.crcs
-            self._home_present[home, base.number] = True
+            if (base.number, base.generation) in self.reader.damaged:
+                damaged[self.units.of_entry[base.number]] = True
+        return damaged
+
+    def _take_checksums(self, checkpoint: GradientCheckpoint, damaged: Mask) -> None:
+        """``damaged``: the units whose older bases are used."""
+        older = [base for base in checkpoint.older_bases() if damaged[self.units.of_entry[base.number]]]
+        for rows, bases in ((checkpoint.rows, checkpoint.bases()), (checkpoint.part.older, older)):
+            for base in bases:
+                home = int(rows["home"][base.number])
+                self._home_crcs[home, self._crcs_of(base.number)] = base.crcs
+                self._home_present[home, base.number] = True

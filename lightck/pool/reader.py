@@ -91,6 +91,9 @@ class PoolReader:
         """The first three arguments of the native functions that read: descriptor, extents, number of extents."""
         self._unreadable: OSError | None = None
         """The last medium error of ``read``."""
+        self.damaged: set[tuple[int, int]] = set()
+        """(number of the tensor record, generation) of what was read from a pool with gradient records and failed its
+        checks."""
         self.partial: PartialCopy | None = None
         """Which payload the file has, if it is a partial copy of a pool; None if it is the pool."""
         self.superblock = self._read_superblock()

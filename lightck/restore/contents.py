@@ -186,8 +186,6 @@ class Contents:
     were averaged (``averages.py``)."""
     layout: SavedLayout | None = None
     """The layout with which the rank saved it; None: it had none."""
-    has_damaged_base: bool = False
-    """Whether updates were made again from an older base of a tensor, because the newer one is damaged."""
 
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:

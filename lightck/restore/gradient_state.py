@@ -43,11 +43,10 @@ _DECISIVE = ("torch", "machine", "cpu", "vendor", "deterministic")
 @dataclass(frozen=True, slots=True)
 class UnitsAtStep:
     """The units of a checkpoint, as they were at the end of its step. entries, tensors: name of a tensor -> its entry,
-    and the tensor. has_damaged_base: whether an older base was used in place of a damaged one."""
+    and the tensor."""
 
     entries: dict[str, Entry]
     tensors: dict[str, torch.Tensor]
-    has_damaged_base: bool
 
 
 def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) -> UnitsAtStep:
@@ -60,8 +59,7 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
         UnsupportedError: an optimizer, or the device of a parameter, is not at hand.
     """
     records = Records(checkpoint)
-    copies = UnitCopies(records)
-    loaded = copies.load()
+    loaded = UnitCopies(records).load()
     low = min((one.copy.step for one in loaded), default=checkpoint.step)
     updates = [_Update(records.at(step)) for step in range(low + 1, checkpoint.step + 1)]
     steppers = optimizers.of([one.consumed for one in updates])
@@ -92,7 +90,7 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
     for unit in older:
         plain.refuse_other(unit.name, unit.plain_state())
     current = [one for one in loaded if one.copy.step == checkpoint.step]
-    return _joined(checkpoint, current, older, copies.has_damaged_base)
+    return _joined(checkpoint, current, older)
 
 
 class _Update:
@@ -315,7 +313,6 @@ def _joined(
     checkpoint: GradientCheckpoint,
     current: Iterable[LoadedUnit],
     older: Iterable[_OlderUnit],
-    has_damaged_base: bool,
 ) -> UnitsAtStep:
     """Join units whose copy is of the checkpoint's step, and units that were replayed to it."""
     entries: dict[str, Entry] = {}
@@ -327,7 +324,7 @@ def _joined(
     for unit in older:
         for name, tensor in unit.tensors().items():
             entries[name], tensors[name] = _entry(name, tensor, known.get(name)), tensor
-    return UnitsAtStep(entries, tensors, has_damaged_base)
+    return UnitsAtStep(entries, tensors)
 
 
 def _entry(name: str, tensor: torch.Tensor, known: Entry | None) -> Entry:

@@ -12,7 +12,6 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from numbers import Integral
 from typing import TypeVar
 
@@ -397,8 +396,6 @@ class LiveRestore:
         path, uuid, record = stored.path, stored.uuid, stored.record
         pieces = pieces_of_pool(path, contents.entries)
         at_hand = stored.optimizers if isinstance(stored, ReplayedCheckpoint) else None
-        if isinstance(stored, ReplayedCheckpoint) and stored.has_damaged_base:
-            contents = replace(contents, has_damaged_base=True)
         checkpoint = Checkpoint(
             contents, lambda: _read_again(path, uuid, record, at_hand), record, path, uuid, rejected, pieces
         )

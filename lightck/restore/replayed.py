@@ -14,7 +14,7 @@ from lightck.pool.format import layout
 from lightck.pool.format.gradients import ChainEntry
 from lightck.pool.format.layout import GRADIENT_ROLE, HOME_PLACE, Entry
 from lightck.pool.format.structures import KIND_CHECKPOINT, CommitRecord, DamagedError, ManifestHeader
-from lightck.pool.gradient_reader import GradientCheckpoint, chain_entry_of, checkpoint_of
+from lightck.pool.gradient_reader import GradientCheckpoint, chain_entry_of, checkpoint_of, find_damaged_bases
 from lightck.pool.reader import PoolReader, RejectedCheckpoint
 from lightck.restore.contents import MemorySource
 from lightck.restore.gradient_state import UnitsAtStep, units_at_step
@@ -64,11 +64,6 @@ class ReplayedCheckpoint:
     def _units(self) -> UnitsAtStep:
         return units_at_step(self._checkpoint, self.optimizers)
 
-    @property
-    def has_damaged_base(self) -> bool:
-        """Whether an older base of a unit was used in place of a damaged one."""
-        return self._units.has_damaged_base
-
     @cached_property
     def _source(self) -> MemorySource:
         return MemorySource(self._units.entries, self._units.tensors)
@@ -89,6 +84,10 @@ class ReplayedCheckpoint:
         self._source.read_many([(name, address) for name, address in places if name not in self._recorded])
         recorded = [(self._recorded[name], address) for name, address in places if name in self._recorded]
         self._checkpoint.read(recorded)
+
+    def find_damaged_bases(self) -> None:
+        """Let the reader know which bases are damaged, before a training goes on from this checkpoint."""
+        find_damaged_bases(self._checkpoint)
 
     def owns_slot(self) -> bool:
         """Whether the record was not overwritten. (What lies in other places was verified when it was read.)"""

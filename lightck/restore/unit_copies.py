@@ -84,8 +84,6 @@ class UnitCopies:
             if entry.place == HOME_PLACE:
                 self._entries.setdefault(parameter_of(entry), []).append(entry)
         self._first_whole = _first_whole(checkpoint)
-        self.has_damaged_base = False
-        """Whether ``load`` has taken an older base in place of a damaged one."""
         self._bases = self._by_unit(checkpoint.bases())
         self._older = self._by_unit(checkpoint.older_bases())
 
@@ -154,7 +152,6 @@ class UnitCopies:
                 raise DamagedError(f"the copy of {copy.parameter!r} of step {copy.step} cannot be used: {err}") from err
             loaded = self._allocated(older)
             _read([loaded])
-            self.has_damaged_base = True
             log.warning(
                 "lightck: the newest copy of %r in the pool %r is damaged (%s). An older one, of step %d, is used, and "
                 "the updates after it are made again; they give the same bits",

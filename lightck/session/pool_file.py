@@ -34,6 +34,7 @@ from lightck.restore.recover import (
     restore_newest,
     stored_checkpoint,
 )
+from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.resume import RestoredFrom, Resumed, forget_restored_from, restored_from, warn_differences
 from lightck.restore.usable import parse_state
 from lightck.session.arguments import Arguments
@@ -135,8 +136,6 @@ class PoolFile:
             record.payload_generation,
             contents.stale_after,
         )
-        if contents.has_damaged_base:  # the next checkpoint would overwrite the older base that stood in for it
-            pipeline.pool.requested_slots = pipeline.pool.n_slots
         self.capture.resizable.update(contents.resizable)
         set_requires_grad(contents, self.capture.model)
         warn_differences(contents)
@@ -251,7 +250,9 @@ class PoolFile:
                 "overwrite=True discards what this pool holds."
             )
         try:
-            stored_checkpoint(reader, known.record)
+            stored = stored_checkpoint(reader, known.record)
+            if isinstance(stored, ReplayedCheckpoint):
+                stored.find_damaged_bases()
         except DamagedError as err:
             raise CheckpointExistsError(
                 f"Step {known.contents.step}, which this model was restored from, is no longer in {self.path!r}: "

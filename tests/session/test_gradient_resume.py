@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import batch, crashed, everything, is_step, kill_at, killed_child, net, same
+from toys import batch, crashed, everything, is_step, kill_at, killed_child, net, poke, same
 
 import lightck
 from lightck.errors import CheckpointExistsError, DriftError, FormatError, UnsupportedError
@@ -153,6 +153,40 @@ def test_a_model_that_recover_has_restored_goes_on(pool):
         iterate(other, other_optimizer, session.step, 4)
     assert same(everything(other, other_optimizer), uninterrupted(make, 10))
     assert is_step(lightck.recover(pool), everything(other, other_optimizer))
+
+
+@pytest.mark.parametrize("restores_itself", [False, True], ids=["attach restores", "recover restores"])
+def test_older_base_that_was_used_is_kept_until_the_next_checkpoint(pool, restores_itself):
+    """The base of a unit is damaged. The training goes on from the older one, and the next checkpoint must not be
+    written over it before it commits: here, the process ends when all units are in their homes, and nothing else."""
+    model = net()
+    optimizer = adamw(model)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)):
+        iterate(model, optimizer, 0, 9)
+    seen = everything(model, optimizer)
+    with closing(open_pool(str(pool), gradients=True)) as reader:
+        homes = reader.superblock.homes
+        checkpoint = checkpoint_of(reader, committed(reader)[0])
+        base = next(one for one in checkpoint.bases() if one.entry.name == "model/0.weight")
+    poke(pool, base.offset, bytes([pool.read_bytes()[base.offset] ^ 1]))
+    model = net(seed=1)
+    optimizer = adamw(model)
+    if restores_itself:
+        lightck.recover(pool, model, optimizer)
+    strategy = Gradients(base_every=3)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=not restores_itself, strategy=strategy) as session:
+        before = pool.read_bytes()
+        iterate(model, optimizer, 9, 1)
+        session.flush()
+        image = crashed(pool)
+        after = pool.read_bytes()
+    assert is_step(lightck.recover(image), everything(model, optimizer))
+    torn = bytearray(before)
+    for offset, nbytes in homes:
+        torn[offset : offset + nbytes] = after[offset : offset + nbytes]
+    poke(image, 0, bytes(torn))
+    checkpoint = lightck.recover(image)
+    assert (checkpoint.step, is_step(checkpoint, seen)) == (9, True)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
