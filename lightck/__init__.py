@@ -26,6 +26,7 @@ __all__ = [
     "Durability",
     "Exported",
     "FullState",
+    "Gradients",
     "Host",
     "Keep",
     "LightckError",
@@ -48,6 +49,7 @@ _MODULES = {
     "Durability": "pool.storage.durability",
     "Exported": "export",
     "FullState": "strategy.full",
+    "Gradients": "strategy.gradients",
     "Host": "pipeline.staging.kinds",
     "Keep": "tiers.keep",
     "LightckError": "errors",
@@ -78,6 +80,7 @@ if TYPE_CHECKING:
     from lightck.session.session import Session
     from lightck.stats import Stats
     from lightck.strategy.full import FullState
+    from lightck.strategy.gradients import Gradients
     from lightck.tiers.keep import Keep
     from lightck.tiers.pin import Pin
 else:

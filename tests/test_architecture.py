@@ -166,6 +166,7 @@ def test_public_surface_is_sealed():
         "Durability",
         "Exported",
         "FullState",
+        "Gradients",
         "Host",
         "Keep",
         "LightckError",

@@ -41,6 +41,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "own-state*": "",
         "optimizers*": "Optimizers",
         "tensors*": "Tensors",
+        "gradients*": "Gradients instead of the state",
         "devices*": "Devices",
         "ranks": "Several ranks",
         "ranks-hosts*": "Hosts and new files",

@@ -89,8 +89,7 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
         raise DamagedError(str(err)) from err
     for unit in older:
         plain.refuse_other(unit.name, unit.plain_state())
-    current = [one for one in loaded if one.copy.step == checkpoint.step]
-    return _joined(checkpoint, current, older)
+    return _joined(checkpoint, [one for one in loaded if one.copy.step == checkpoint.step], older)
 
 
 class _Update:
@@ -309,11 +308,7 @@ def _tensor_in_record(record: GradientCheckpoint, name: str) -> torch.Tensor:
     return tensor
 
 
-def _joined(
-    checkpoint: GradientCheckpoint,
-    current: Iterable[LoadedUnit],
-    older: Iterable[_OlderUnit],
-) -> UnitsAtStep:
+def _joined(checkpoint: GradientCheckpoint, current: Iterable[LoadedUnit], older: Iterable[_OlderUnit]) -> UnitsAtStep:
     """Join units whose copy is of the checkpoint's step, and units that were replayed to it."""
     entries: dict[str, Entry] = {}
     tensors: dict[str, torch.Tensor] = {}

@@ -49,7 +49,9 @@ class SaveOptions:
         )
         if self.strategy is not None and (isinstance(self.strategy, type) or not isinstance(self.strategy, Strategy)):
             name = getattr(self.strategy, "__name__", type(self.strategy).__name__)
-            raise TypeError(f"strategy is {name!r}, which is no strategy object. Pass lightck.FullState().")
+            raise TypeError(
+                f"strategy is {name!r}, which is no strategy object. Pass lightck.FullState() or lightck.Gradients()."
+            )
         slots, keep = self.slots, self.keep
         if slots is not None and (type(slots) is not int or not 2 <= slots <= SLOTS_MAX):
             raise ValueError(f"slots={slots!r}: a pool has 2 to {SLOTS_MAX} slots.")

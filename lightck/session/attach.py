@@ -100,7 +100,7 @@ def attach(
         interval: updates between saved checkpoints; ``"auto"`` or ``lightck.Auto(...)`` chooses it by their cost.
         resume: restore the newest checkpoint, if the pool holds one, and continue from it.
         overwrite: discard what the pool holds.
-        strategy: what a checkpoint holds; by default ``FullState()``.
+        strategy: what a checkpoint holds: ``FullState()`` (the default) or ``Gradients(...)``.
         backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path and the medium.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
         slots: room for so many checkpoints, 2 to 8; default: as before, else 2 (group: 3 or 4). ``keep=`` adds 1.

@@ -15,11 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """A checkpoint holds the gradients of its update, and one of ``base_every`` parts of the state. After a crash the
-    updates since then are made again, with the same bits.
+    """A checkpoint holds what its update consumed, and one of ``base_every`` parts of the state. After a crash the
+    optimizer makes the updates since then again, with the same bits. For Adam this is less than half of the bytes of
+    ``FullState``. docs/gradients.md says what it costs, and which trainings it takes.
 
-    base_every: each parameter and its optimizer state are written once in so many steps. log_records: the number of
-    gradient records for which a pool has room; None: as many as are needed to survive one damaged place.
+    Source: the idea of checkpoints from gradients is that of LowDiff (Yao et al., 2025).
+
+    Args:
+        base_every: each parameter is written with its optimizer state once in so many steps, at least 2. A larger
+            number writes less, and needs more space and a longer recovery.
+        log_records: for how many steps the pool has room for gradients, at most 255. By default ``2 * base_every - 1``,
+            so that any one damaged place in the pool is survived; at least ``base_every``.
+
+    ``lightck.attach`` raises ``TypeError`` or ``ValueError`` for numbers that cannot be, and ``UnsupportedError`` for a
+    training that cannot be saved so.
     """
 
     base_every: int = 12
