@@ -112,7 +112,7 @@ def loop(options: dict[str, Any], strategy: Any, folder: str) -> dict[str, Any]:
         "step": median(made.seconds[late]),
         "stall": median(stalls),
         "stall_max": max(stalls),
-        "rss": private,
+        "rss": made.peak,
     }
 
 
