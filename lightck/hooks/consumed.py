@@ -130,6 +130,11 @@ class ConsumedGradients(StepListener):
         """Bytes of the gradients that are held."""
         return sum(tensor.nbytes for gradient in self._held for tensor in gradient.tensors)
 
+    def running_step(self, index: int) -> CapturedStep | None:
+        """Return what the running ``step`` of optimizer ``index`` consumes; None if it is not known."""
+        running = self._running.get(index)
+        return None if running is None else running.step
+
     # -- step events -------------------------------------------------------------------------------------
 
     def before_step(self, index: int, bypasses_wrapper: bool, has_gradients: bool) -> None:

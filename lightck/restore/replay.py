@@ -23,6 +23,7 @@ import torch
 from lightck.errors import ReplayError, listed
 from lightck.state.consumed_update import ConsumedStep, ConsumedUpdate
 from lightck.state.fingerprint import flushes_denormals
+from lightck.state.neutral_settings import neutral_settings
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.unit_update import SLICE_NUMEL, Unit, group_indexes_of, is_independent_of_threads, update_unit
 
@@ -74,9 +75,10 @@ def replay(
     plan = _Plan(bases, updates, optimizers, to_step, check, slice_numel)
     parallel = [base for base in bases if plan.is_parallel(base)]
     in_turn = [base for base in bases if not plan.is_parallel(base)]
-    _replay_in_parallel(plan, parallel, workers or len(os.sched_getaffinity(0)))
-    for base in in_turn:
-        plan.replay(base)
+    with neutral_settings():
+        _replay_in_parallel(plan, parallel, workers or len(os.sched_getaffinity(0)))
+        for base in in_turn:
+            plan.replay(base)
 
 
 @dataclass(frozen=True, slots=True)

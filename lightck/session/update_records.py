@@ -28,12 +28,16 @@ from lightck.pool.format.structures import BLOCK_MAX
 from lightck.pool.writer import PoolWriter
 from lightck.session.capture import Capture
 from lightck.session.outside_writes import OutsideWrites
+from lightck.session.update_audit import UpdateAudit
 from lightck.state.blocks import checksums
 from lightck.state.inventory import Live
+from lightck.state.neutral_settings import settings_reason
 from lightck.state.signatures import UpdateRecord
 from lightck.state.update_record import UpdatePacker, gradient_tensors, unrecordable_reason
 
 log = logging.getLogger("lightck")
+FULL_MAX = 20
+"""After so many full checkpoints in a row a warning says that the strategy does not fit the loop."""
 
 
 class UpdateRecords(StepListener):
@@ -42,7 +46,7 @@ class UpdateRecords(StepListener):
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
         self.consumed_gradients = ConsumedGradients(self, self._names_of, block=BLOCK_MAX)
-        self._packer, self._outside = UpdatePacker(), OutsideWrites()
+        self._packer, self._outside, self._audit = UpdatePacker(), OutsideWrites(), UpdateAudit()
         self._copies: dict[HeldGradient, tuple[torch.Tensor, ...]] = {}
         """Gradients that were copied to memory, because something would have overwritten them."""
         self._update: CapturedUpdate | None = None
@@ -53,6 +57,10 @@ class UpdateRecords(StepListener):
         """Gradients that the checkpoint in flight copies, with the names of their entries."""
         self._reason = ""
         """Why the record of the update that is made next will be of no use; "" if no reason is known."""
+        self._distrust = ""
+        """The first difference that the audit has found; "" if it found none."""
+        self._n_full = 0
+        """How many checkpoints in a row were full for a reason."""
         self._watched: list[Live] = []
         """Parameters and optimizer state at the last ``step``."""
         self._token: object = None
@@ -60,6 +68,7 @@ class UpdateRecords(StepListener):
         self._logged: set[str] = set()
 
     def _names_of(self, optimizer: Optimizer) -> list[list[str]]:
+        self._capture.refresh()
         return next((view.names for view in self._capture.optimizers if view.optimizer is optimizer), [])
 
     def forget(self) -> None:
@@ -71,13 +80,26 @@ class UpdateRecords(StepListener):
         self._update = self._token = None
         self._watched = []
         self._outside.forget()
+        self._audit.forget()
 
     # -- step events -------------------------------------------------------------------------------------
 
     def gradients_final(self, index: int, optimizer: Optimizer) -> None:
         self._find_outside_writes()
+        self._reason = self._reason or settings_reason(type(optimizer))
+        step = self.consumed_gradients.running_step(index)
+        if step is not None:
+            self._audit.begin(index, optimizer, step)
 
     def after_step(self, index: int) -> None:
+        difference = self._audit.difference(index)
+        if difference and not self._distrust:
+            self._distrust = difference
+            log.warning(
+                "lightck: %s, so updates are not trusted any more: from now on each checkpoint is full. If the process "
+                "crashes now, an older checkpoint may be recovered. Use strategy=FullState() for this training",
+                difference,
+            )
         lives, token = self._capture.tensors(), self._capture.token
         if token is None or token is not self._token:
             self._token = token
@@ -85,9 +107,17 @@ class UpdateRecords(StepListener):
         self._outside.step_ended(self._watched, token)
 
     def _find_outside_writes(self) -> None:
-        names = self._outside.found()
+        names = self._outside.found() or self._exchanged()
         if names:
             self._reason = f"{names[0]!r} was written between two updates"
+
+    def _exchanged(self) -> list[str]:
+        """Return the names of tensors that were exchanged for others since the last ``step``, or that have gone."""
+        lives, token = self._capture.tensors(), self._capture.token
+        if token is not None and token is self._token:
+            return []
+        now = {live.name: live.tensor for live in lives}
+        return [live.name for live in self._watched if now.get(live.name) is not live.tensor]
 
     # -- copies: a ``GradientCopier`` --------------------------------------------------------------------
 
@@ -124,7 +154,7 @@ class UpdateRecords(StepListener):
         known; then the checkpoint must be full."""
         self._find_outside_writes()
         update, self._update, self._begun = self._update, None, []
-        reason, self._reason = self._reason, ""
+        reason, self._reason = self._reason or self._distrust, ""
         if update is None or update.step != step:
             reason = reason or "its update was not seen, or its checkpoint is saved again"
         else:
@@ -135,6 +165,7 @@ class UpdateRecords(StepListener):
             self._log(step, reason)
             self._outside.go_on()
             return None
+        self._n_full = 0
         lives = [self._live_of(*one) for one in gradient_tensors(update)]
         updated = frozenset(gradient.name for gradient in update.gradients())
         return UpdateRecord(lives, self._packer.value(update), updated)
@@ -160,6 +191,14 @@ class UpdateRecords(StepListener):
         return None
 
     def _log(self, step: int, reason: str) -> None:
+        self._n_full += 1
+        if self._n_full == FULL_MAX:
+            log.warning(
+                "lightck: the last %d checkpoints were full, this one because %s. So Gradients writes more than "
+                "FullState() would: use strategy=FullState() for this training, or keep the loop from doing that",
+                FULL_MAX,
+                reason,
+            )
         if reason not in self._logged:
             self._logged.add(reason)
             log.info("lightck: the checkpoint of step %d is full, because %s", step, reason)

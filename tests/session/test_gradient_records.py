@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from toys import BIG, adam, net, train
+from toys import BIG, adam, everything, forward, is_step, net, train
 
 import lightck
 from lightck.errors import UnsupportedError
@@ -85,6 +86,30 @@ def test_a_parameter_that_is_replaced_is_found(training, pool):
     optimizer.param_groups[0]["params"] = list(model.parameters())
     session.flush()
     assert newest(pool)[:2] == (10, 0)
+
+
+def test_a_state_dict_that_is_new_before_an_update_is_found(training, pool):
+    run(training, 9)
+    model, optimizer, session = training
+    optimizer.zero_grad()
+    forward(model, 9).backward()
+    optimizer.state = defaultdict(dict)
+    optimizer.step()
+    session.flush()
+    assert newest(pool) == (10, 0, True)
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_a_parameter_group_that_is_added_is_recovered(pool):
+    model = net()
+    optimizer = torch.optim.AdamW(model[2].parameters())
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)) as session:
+        run((model, optimizer, session), 9)
+        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
+        for number in range(9, 14):
+            run((model, optimizer, session), 1, number)
+            assert newest(pool)[2]
+            assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
 def test_a_gradient_that_is_written_behind_the_update_is_not_stored(training, pool):

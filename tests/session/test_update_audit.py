@@ -1,0 +1,158 @@
+"""An update that a recovery would compute differently is found while the training runs, and its checkpoint is full."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import batch, everything, net, same
+
+import lightck
+from lightck.session.update_audit import EVERY
+from lightck.strategy.gradients import Gradients
+
+
+class Products(torch.optim.Optimizer):
+    """Multiplies gradients with each other, so the precision of matrix products changes its bits."""
+
+    def __init__(self, params: Any, lr: float = 0.001) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                change = (p.grad @ p.grad.t()) @ p.grad if p.dim() == 2 else p.grad
+                moment = self.state[p].setdefault("moment", torch.zeros_like(p))
+                p.add_(moment.mul_(0.9).add_(change), alpha=-group["lr"])
+
+
+class NoisyLater(Products):
+    """Computes the same bits in its first steps only."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            count = self.state[p].setdefault("count", torch.zeros(()))
+            count.add_(1)
+            if count > 5:
+                p.add_(1e-6 * (time.perf_counter_ns() % 1000))
+
+
+@pytest.fixture
+def medium_precision() -> Iterator[None]:
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def wide() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+
+
+def iterate(model: Any, optimizer: Any, session: Any, steps: int) -> None:
+    for number in range(steps):
+        optimizer.zero_grad()
+        model(batch(number, rows=32)).square().mean().backward()
+        optimizer.step()
+    session.flush()
+
+
+def square() -> torch.nn.Module:
+    """Muon takes matrices only."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 64, bias=False))
+
+
+def recovers(pool: Path, model: Any, optimizer: Any, make: Any = wide) -> bool:
+    """Whether a recovery into a new model gives this state."""
+    other = make()
+    other_optimizer = type(optimizer)(other.parameters())
+    lightck.recover(pool, other, other_optimizer)
+    return same(everything(other, other_optimizer), everything(model, optimizer))
+
+
+@pytest.mark.parametrize(("kind", "make"), [(Products, wide), (torch.optim.Muon, square)])
+def test_matrix_products_of_lower_precision_make_checkpoints_full(pool, kind, make, medium_precision, caplog):
+    caplog.set_level("INFO")
+    model = make()
+    optimizer = kind(model.parameters())
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)) as session:
+        iterate(model, optimizer, session, 9)
+    torch.set_float32_matmul_precision("highest")
+    assert recovers(pool, model, optimizer, make)
+    assert "lowers the precision" in caplog.text
+
+
+def test_autocast_around_the_step_makes_checkpoints_full(pool, caplog):
+    caplog.set_level("INFO")
+    model = wide()
+    optimizer = Products(model.parameters())
+    attached = lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3))
+    with attached as session, torch.autocast("cpu", torch.bfloat16):
+        iterate(model, optimizer, session, 9)
+    assert recovers(pool, model, optimizer)
+    assert "inside torch.autocast" in caplog.text
+
+
+def test_a_recovery_under_other_settings_gives_the_same_bits(pool):
+    model = wide()
+    optimizer = Products(model.parameters())
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)) as session:
+        iterate(model, optimizer, session, 9)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert recovers(pool, model, optimizer)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_an_update_that_is_never_the_same_is_found(pool, caplog):
+    """It begins after the first updates, in which all parameters are audited."""
+    model = net(64)
+    optimizer = NoisyLater(model.parameters())
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)) as session:
+        iterate(model, optimizer, session, EVERY + 3)
+        assert "updates are not trusted any more" in caplog.text
+        iterate(model, optimizer, session, 2)
+    other = net(64)
+    other_optimizer = NoisyLater(other.parameters())
+    assert lightck.recover(pool, other, other_optimizer).step == EVERY + 5
+    assert same(everything(other, other_optimizer), everything(model, optimizer))
+
+
+@pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_audit_finds_nothing_where_nothing_is(pool, how, dtype, caplog):
+    model = wide().to(dtype)
+    model.append(torch.nn.Linear(64, 1000).to(dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), **how)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)) as session:
+        for number in range(2 * EVERY + 1):
+            optimizer.zero_grad()
+            model(batch(number).to(dtype)).square().mean().backward()
+            optimizer.step()
+        session.flush()
+    assert "not trusted" not in caplog.text
+
+
+def test_full_checkpoints_in_a_row_are_reported(pool, caplog):
+    model = wide()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)):
+        for number in range(25):
+            optimizer.zero_grad()
+            model(batch(number)).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.1, 0.1)
+    assert caplog.text.count("the last 20 checkpoints were full") == 1
+    assert "model/0.weight" in caplog.text
