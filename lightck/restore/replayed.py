@@ -70,10 +70,12 @@ class ReplayedCheckpoint:
 
     @cached_property
     def entries(self) -> Mapping[str, Entry]:
-        """Name -> entry. Which state the optimizers have is known only when the updates were made again."""
+        """Name -> entry, in the order of the layout table. Which state the optimizers have is known only when the
+        updates were made again."""
         found = {**self._units.entries, **{name: one.entry for name, one in self._recorded.items()}}
         layout.check_ties(found)
-        return found
+        in_table = [one.name for one in self._checkpoint.reader.entries if one.name in found]
+        return {name: found[name] for name in dict.fromkeys((*in_table, *found))}
 
     def read_into(self, name: str, address: int) -> None:
         """As ``StoredCheckpoint.read_into``."""
@@ -106,7 +108,7 @@ def replayed_checkpoints(
     known = {(one.slot, one.payload_generation) for one in committed}
     in_chains: dict[int, ChainEntry] = {}
     """Generation -> entry, for what chains name and no commit record does."""
-    for record, older in zip(committed, [*committed[1:], None], strict=True):
+    for record, older in zip(committed, [*committed[1:], None], strict=False):
         try:
             checkpoint = checkpoint_of(reader, chain_entry_of(record))
         except DamagedError as err:

@@ -5,10 +5,8 @@ Whoever cannot read such a pool yet says so.
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +42,12 @@ from lightck.pool.format.structures import (
     MIB,
     RECORD_SLOTS_MAX,
     SUPERBLOCK_NBYTES,
-    SUPERBLOCK_OFFSETS,
     DamagedError,
     ManifestHeader,
     Superblock,
     crc64,
 )
+from lightck.strategy.gradients import Gradients
 
 UUID = bytes(range(16))
 HOMES = ((2 * MIB, 6 * MIB), (8 * MIB, 6 * MIB))
@@ -469,43 +467,21 @@ def test_a_part_with_changed_bytes_is_read_in_bounds_or_damaged(data: Any) -> No
         assert ((part.older["crc"] < len(part.older_crcs)) | (part.older["generation"] == 0)).all()
 
 
-# -- what cannot be read yet -------------------------------------------------------------------------------------------
+# -- what cannot be read so --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def unreadable(pool: Path) -> Path:
-    """A pool that says that it has gradient records."""
-    by_hand.make(pool, [by_hand.entry("model/w", (8,))])
-    data = pool.read_bytes()
-    plain = Superblock.unpack(data[:SUPERBLOCK_NBYTES])
-    end = plain.nbytes
-    one = replace(
-        plain,
-        incompat=INCOMPAT_GRADIENTS,
-        nbytes=end + 4 * MIB,
-        homes=((end, 2 * MIB), (end + 2 * MIB, 2 * MIB)),
-    )
-    pool.write_bytes(data + bytes(4 * MIB))
-    for offset in SUPERBLOCK_OFFSETS:
-        toys.poke(pool, offset, one.pack())
-    return pool
-
-
-@pytest.mark.skipif("LIGHTCK_TEST_BACKEND" in os.environ, reason="it is a pool in a plain file")
-def test_a_pool_that_cannot_be_read_yet_is_refused_by_name(unreadable: Path, tmp_path: Path) -> None:
-    before = unreadable.read_bytes()
-    words = "holds gradient records"
-    with pytest.raises(FormatError, match=words):
-        lightck.recover(unreadable)
-    with pytest.raises(FormatError, match=words):
-        lightck.recover(unreadable, lazy=True)
+def test_a_pool_is_refused_by_name_by_what_makes_no_updates_again(pool: Path, tmp_path: Path) -> None:
     model = toys.net()
-    for options in ({}, {"resume": True}):
-        with pytest.raises(FormatError, match=words):
-            lightck.attach(model, unreadable, optimizer=toys.adam(model), **options)
-    for command in (["inspect"], ["verify"], ["verify", "--deep"], ["export"], ["inject", "--zero-page", "payload"]):
-        more = {"export": [str(tmp_path / "out.safetensors")], "inject": [str(tmp_path / "copy")]}.get(command[0], [])
-        result = CliRunner().invoke(main, [*command, str(unreadable), *more])
+    with lightck.attach(model, pool, optimizer=(optimizer := toys.adam(model)), strategy=Gradients(base_every=3)):
+        toys.train(model, optimizer, 3)
+    before, words = pool.read_bytes(), "holds gradient records"
+    with pytest.raises(FormatError, match=words):
+        lightck.recover(pool, lazy=True)
+    with pytest.raises(FormatError, match=words):
+        lightck.attach(model, pool, optimizer=optimizer, resume=True)
+    for command in (["inspect"], ["verify"], ["verify", "--deep"], ["inject", "--zero-page", "payload"]):
+        more = {"inject": [str(tmp_path / "copy")]}.get(command[0], [])
+        result = CliRunner().invoke(main, [*command, str(pool), *more])
         assert result.exit_code != 0
         assert words in result.output, (command, result.output)
-    assert unreadable.read_bytes() == before
+    assert pool.read_bytes() == before

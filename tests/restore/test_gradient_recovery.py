@@ -65,6 +65,8 @@ def assert_recovers(path: Path, found: Trained, step: int = STEPS, make: Callabl
     seen = found.steps[step - 1].everything
     loaded = lightck.recover(path)
     assert (loaded.step, is_step(loaded, seen)) == (step, True)
+    kinds = {name: name in dict(found.model.named_buffers()) for name in loaded.model}
+    assert [name for name in loaded.model if not kinds[name]] == [name for name in seen["model"] if not kinds[name]]
     if make is not None:
         model, *optimizers = make()
         checkpoint = lightck.recover(path, model, optimizers)

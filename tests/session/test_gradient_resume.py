@@ -3,6 +3,7 @@ never interrupted."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import batch, crashed, everything, is_step, kill_at, killed_child, net, poke, same
+from toys import batch, crashed, everything, is_step, kill_at, killed_child, net, poke, running_child, same
 
 import lightck
-from lightck.errors import CheckpointExistsError, DriftError, FormatError, UnsupportedError
+from lightck.errors import CheckpointExistsError, DriftError, FormatError, NoCheckpointError, UnsupportedError
 from lightck.pool.gradient_reader import checkpoint_of, committed
 from lightck.pool.reader import open_pool
 from lightck.strategy.gradients import Gradients
@@ -110,6 +111,45 @@ def test_each_step_is_recovered_with_sparse_gradients_and_buffers(pool):
         return (model := Words()), torch.optim.Adagrad(model.parameters(), lr=0.1)
 
     assert_each_step_is_recovered(pool, make, lambda number: number)
+
+
+def test_what_is_recovered_while_a_training_writes_is_exact(pool):
+    """Homes and records are overwritten while they are read; a reader never sees a mix."""
+    seen = {}
+    model = net()
+    optimizer = adamw(model)
+    for step in range(1, 301):
+        iterate(model, optimizer, step - 1, 1, lambda number: batch(number % 20))
+        seen[step] = everything(model, optimizer)
+
+    def work() -> None:
+        model = net()
+        optimizer = adamw(model)
+        with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)) as session:
+            iterate(model, optimizer, 0, 3, lambda number: batch(number % 20))
+            session.flush()
+            os.write(write, b"begun")
+            iterate(model, optimizer, 3, 297, lambda number: batch(number % 20))
+
+    read, write = os.pipe()
+    with closing(os.fdopen(read, "rb")) as begun, running_child(work):
+        os.close(write)
+        assert begun.read(5) == b"begun"
+        steps = []
+        while not steps or (steps[-1] < 300 and len(steps) < 40):
+            checkpoint = lightck.recover(pool)
+            assert is_step(checkpoint, seen[checkpoint.step]), checkpoint.step
+            steps.append(checkpoint.step)
+    assert len(set(steps)) > 1
+
+
+def test_a_pool_without_a_checkpoint_is_named_as_such(pool):
+    model = net()
+    with lightck.attach(model, pool, optimizer=(optimizer := adamw(model)), strategy=Gradients()):
+        for step in (None, 3):
+            with pytest.raises(NoCheckpointError, match="holds no checkpoint yet"):
+                lightck.recover(pool, step=step)
+        iterate(model, optimizer, 0, 1)
 
 
 # -- resume ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from toys import adam, alive, checkpoints, everything, is_step, left_since, net,
 import lightck
 from lightck._native import lib
 from lightck.errors import ExportError, FormatError, KeepError, NoSpaceError, PoolIOError
-from lightck.pipeline import current_pool, pipeline
+from lightck.pipeline import pipeline, pool_kind
 from lightck.pool.storage import extents, pmdk, pmemobj
 
 
@@ -91,7 +91,7 @@ def test_refused_attach_gives_everything_back(pool, monkeypatch, resume):
     model = net()
     optimizer = adam(model)
     before = alive()
-    for module, name in ((pipeline, "Engine"), (current_pool, "PoolWriter")):
+    for module, name in ((pipeline, "Engine"), (pool_kind, "PoolWriter")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, failing(getattr(module, name), errno.ENOMEM))
             with pytest.raises(OSError):
