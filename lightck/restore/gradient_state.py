@@ -58,10 +58,7 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
         ReplayError: this process cannot replay anything (it flushes denormal numbers to zero).
         UnsupportedError: an optimizer, or the device of a parameter, is not at hand.
     """
-    records = Records(checkpoint)
-    loaded = UnitCopies(records).load()
-    low = min((one.copy.step for one in loaded), default=checkpoint.step)
-    updates = [_Update(records.at(step)) for step in range(low + 1, checkpoint.step + 1)]
+    records, loaded, updates = _inputs_of(checkpoint)
     steppers = optimizers.of([one.consumed for one in updates])
     _refuse_state_elsewhere(checkpoint, loaded)
     plain = _PlainStates(records)
@@ -90,6 +87,21 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
     for unit in older:
         plain.refuse_other(unit.name, unit.plain_state())
     return _joined(checkpoint, [one for one in loaded if one.copy.step == checkpoint.step], older)
+
+
+def refuse_unreadable(checkpoint: GradientCheckpoint) -> None:
+    """Raise ``DamagedError`` if a copy or a record from which the units of a checkpoint are made again is damaged, and
+    nothing stands in for it. No update is made again."""
+    _inputs_of(checkpoint)
+
+
+def _inputs_of(checkpoint: GradientCheckpoint) -> tuple[Records, list[LoadedUnit], list[_Update]]:
+    """Read and verify all from which the units of a checkpoint are made again: copies of the units, and what each
+    update after the oldest of them consumed."""
+    records = Records(checkpoint)
+    loaded = UnitCopies(records).load()
+    low = min((one.copy.step for one in loaded), default=checkpoint.step)
+    return records, loaded, [_Update(records.at(step)) for step in range(low + 1, checkpoint.step + 1)]
 
 
 class _Update:
