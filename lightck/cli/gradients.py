@@ -166,7 +166,7 @@ def checked(
     if damage and _is_overwritten(checkpoint, places()):
         return {"blocks": "overwritten"}
     spare = _spare_problems(checkpoint, places, advance)
-    reason = _why_unrecoverable(stored, replays=replays) if damage or replays else None
+    reason = _why_unrecoverable(stored, replays=replays) if damage or spare or replays else None
     if reason is not None and _is_overwritten(checkpoint, places()):
         return {"blocks": "overwritten"}
     problems = [*damage, *(spare or ())]

@@ -136,7 +136,7 @@ def replayed_checkpoints(
     known = {(one.slot, one.payload_generation) for one in committed}
     in_chains: dict[int, ChainEntry] = {}
     """Generation -> entry, for what chains name and no commit record does."""
-    for record, older in zip(committed, [*committed[1:], None], strict=True):
+    for record, older in zip(committed, [*committed[1:], None], strict=False):  # nothing, if there are none
         try:
             checkpoint = checkpoint_of(reader, chain_entry_of(record))
         except DamagedError as err:
