@@ -15,7 +15,7 @@ from lightck.cli.output import progress_bar
 from lightck.cli.text import Facts, columns, count, print_json, print_line, print_verdict
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
 from lightck.pool.format.structures import DamagedError
-from lightck.pool.reader import PoolReader
+from lightck.pool.reader import PoolReader, StoredCheckpoint
 from lightck.pool.storage.lock import holder_of
 
 if TYPE_CHECKING:
@@ -110,9 +110,9 @@ def _compared(sides: list[stored_checkpoints.FoundCheckpoint]) -> Facts:
     contents = [side.contents for side in sides]
     assert contents[0] is not None
     assert contents[1] is not None
-    names = contents[0].entries.keys() | contents[1].entries.keys()
     try:
         a, b = (_source(side) for side in sides)
+        names = a.entries.keys() | b.entries.keys()
         with progress_bar("comparing", sides[0].nbytes or 0) as advance:
             tensors = list(compare.tensors(a, b, advance))
     except DamagedError as error:
@@ -132,10 +132,13 @@ def _compared(sides: list[stored_checkpoints.FoundCheckpoint]) -> Facts:
 
 def _source(side: stored_checkpoints.FoundCheckpoint) -> Source:
     """Return the source of the tensors: the slot, or a copy in memory if a process has the pool open and the checkpoint
-    is not larger than ``IN_MEMORY_NBYTES_MAX``."""
+    is not larger than ``IN_MEMORY_NBYTES_MAX``. (A checkpoint whose updates must be made again is always a copy.)"""
     from lightck.restore.contents import in_memory
 
     assert side.stored is not None
+    if not isinstance(side.stored, StoredCheckpoint):
+        _ = side.stored.entries  # makes the updates again
+        return side.stored
     if (side.nbytes or 0) > IN_MEMORY_NBYTES_MAX or holder_of(side.stored.reader.path) is None:
         return side.stored
     source = in_memory(side.stored)
@@ -156,7 +159,7 @@ def _is_in_slot(side: stored_checkpoints.FoundCheckpoint) -> bool:
 
 def _refuse_damage(sides: list[stored_checkpoints.FoundCheckpoint], error: DamagedError) -> NoReturn:
     """Raise ``CorruptPoolError`` for a bad block, or ``_OverwrittenError`` if a slot was overwritten meanwhile."""
-    if not all(map(_is_in_slot, sides)):
+    if any(stored_checkpoints.is_overwritten(side) for side in sides):
         raise _OverwrittenError from error
     named = " or ".join(f"step {side.step} of {_location(side)['pool']!r}" for side in sides)
     raise CorruptPoolError(

@@ -17,13 +17,13 @@ from dataclasses import asdict
 
 import click
 
-from lightck.cli import directories, groups, pieces, stored_checkpoints
+from lightck.cli import directories, gradients, groups, pieces, stored_checkpoints
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option, usage_error
 from lightck.cli.text import Facts, columns, count, listed, print_json, print_line, print_verdict, size, survives
 from lightck.errors import FormatError, NotAPoolError
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError, Superblock
-from lightck.pool.reader import PoolReader
+from lightck.pool.reader import PoolReader, StoredCheckpoint
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import holder_of
 
@@ -50,6 +50,7 @@ def command(pool: str, step: int | None, tensors: bool, shows_pieces: bool, as_j
     if shows_pieces and tensors:
         usage_error("--tensors and --pieces are two lists. Pass one of them.")
     if shows_pieces:
+        refuse_pieces(pool)
         return pieces.inspect(pool, step, as_json)
     if os.path.isdir(pool):
         directories.refuse_options_of_one_pool(step, tensors)
@@ -60,6 +61,19 @@ def command(pool: str, step: int | None, tensors: bool, shows_pieces: bool, as_j
     else:
         _show(facts, step)
     return BAD if facts["checkpoints"] and facts["shown"] is None else OK
+
+
+def refuse_pieces(path: str) -> None:
+    """Raise the error for ``--pieces`` of a pool with gradient records."""
+    if os.path.isdir(path):
+        return
+    with stored_checkpoints.open_reader(path) as reader:
+        if reader.superblock.has_gradients:
+            usage_error(
+                f"--pieces shows which ranks hold which parts of tensors, and {path!r} is the pool of a single process "
+                "with gradient records, which holds older states of whole tensors. Leave out --pieces: the bases and "
+                "records are listed without it, and with --tensors the tensors."
+            )
 
 
 # -- facts -----------------------------------------------------------------------------------------------------------
@@ -84,7 +98,9 @@ def pool_facts(path: str, step: int | None, tensors: bool) -> Facts:
             | {"evidence": list(durability.evidence)},
             "checkpoints": checkpoints,
             "versions": checkpoints,  # the old name of the key
-            "unfinished": [{"slot": slot, "generation": gen} for slot, gen in stored_checkpoints.unfinished(reader)],
+            "unfinished": [
+                {"slot": slot, "generation": gen} for slot, gen in stored_checkpoints.unfinished(reader, found)
+            ],
             "shown": None if shown is None else _contents(shown, tensors),
         }
 
@@ -100,6 +116,8 @@ def _geometry(reader: PoolReader, backend: str) -> Facts:
         "nbytes": sb.nbytes,
         "slots": len(sb.slots),
         "slot_nbytes": sb.slot_nbytes,
+        "homes": len(sb.homes),
+        "home_nbytes": sb.home_nbytes,
         "writable": reader.is_writable,
     }
 
@@ -125,14 +143,22 @@ def _checkpoint(checkpoint: stored_checkpoints.FoundCheckpoint, newest: bool) ->
         "reason": checkpoint.reason,
         "newest": newest,
         "nbytes": checkpoint.nbytes,
+        "updates": _updates(checkpoint),
     }
+
+
+def _updates(checkpoint: stored_checkpoints.FoundCheckpoint) -> int | None:
+    """Return how many updates are to be made again to recover a checkpoint; None if it is not readable."""
+    if checkpoint.stored is None:
+        return None
+    return 0 if isinstance(checkpoint.stored, StoredCheckpoint) else gradients.updates_of(checkpoint.stored)
 
 
 def _contents(checkpoint: stored_checkpoints.FoundCheckpoint, tensors: bool) -> Facts:
     assert checkpoint.stored is not None
     assert checkpoint.contents is not None
     contents, stored = checkpoint.contents, checkpoint.stored
-    entries = stored.entries
+    entries = contents.entries
     return {
         "step": checkpoint.step,
         "generation": checkpoint.generation,
@@ -149,6 +175,7 @@ def _contents(checkpoint: stored_checkpoints.FoundCheckpoint, tensors: bool) -> 
         "layout": None if contents.layout is None else contents.layout.to_value(),
         "rng": ["python", "numpy", "torch", *(f"cuda:{index}" for index, _ in contents.rng.cuda)],
         "closed_by": contents.event,
+        "gradients": None if isinstance(stored, StoredCheckpoint) else gradients.contents(stored),
         "made_with": {str(key): str(value) for key, value in contents.fingerprint.items()},
         "all_tensors": [_tensor(entry) for entry in entries.values()] if tensors else None,
     }
@@ -213,6 +240,9 @@ def _show(facts: Facts, step: int | None) -> None:
     if shown is not None:
         print_line()
         _show_contents(shown)
+        if shown["gradients"] is not None:
+            print_line()
+            gradients.show(shown["gradients"], shown["step"])
     print_line()
     _show_next(pool["path"], facts, step)
 
@@ -221,6 +251,9 @@ def _head(facts: Facts) -> Iterator[tuple[str, str]]:
     pool, holder, durability = facts["pool"], facts["holder"], facts["durability"]
     yield "pool", pool["path"]
     slots = f"{pool['slots']} slots of {size(pool['slot_nbytes'])}"
+    if pool["homes"]:
+        homes = f"{pool['homes']} homes of {size(pool['home_nbytes'])}"
+        slots = f"gradient records, {slots}, {homes}"
     yield "kind", f"{pool['backend']}, format {pool['format']}, {size(pool['file_nbytes'])}: {slots}"
     if not pool["writable"]:
         yield "", "written by a newer lightck: this lightck can read the pool, but attach cannot resume from it"
@@ -241,16 +274,18 @@ def _who(holder: Facts | None) -> str:
 
 
 def _show_checkpoints(facts: Facts) -> None:
-    rows = [("step", "iteration", "incarnation", "generation", "slot", "size", "state")]
+    has_homes = bool(facts["pool"]["homes"])
+    rows = [("step", "iteration", "incarnation", "generation", "slot", "size", *["updates"] * has_homes, "state")]
     for row in facts["checkpoints"]:
         step, incarnation, generation, slot = (str(row[key]) for key in ("step", "incarnation", "generation", "slot"))
         iteration = "-" if row["iteration"] is None else str(row["iteration"])
         nbytes = "-" if row["nbytes"] is None else size(row["nbytes"])
-        rows.append((step, iteration, incarnation, generation, slot, nbytes, _state(row)))
+        updates = ["-" if row["updates"] is None else str(row["updates"])] * has_homes
+        rows.append((step, iteration, incarnation, generation, slot, nbytes, *updates, _state(row)))
     if len(rows) == 1:
         print_line("no checkpoint was committed yet")
     else:
-        for line in columns(rows, right=range(6)):
+        for line in columns(rows, right=range(6 + has_homes)):
             print_line(line)
     for each in facts["unfinished"]:
         why = "is being written" if facts["holder"] else "was not finished: a kill cut it off, or lightck dropped it"
@@ -262,6 +297,8 @@ def _state(row: Facts) -> str:
         return f"rejected: {row['reason']}"
     if row["state"] == stored_checkpoints.DEAD:
         return "dead: training resumed from an older step; only recover(step=) returns it"
+    if row["state"] == stored_checkpoints.RECORDED:
+        return "recorded, not committed: recovery returns it if newer ones are damaged, or if its step is requested"
     return "committed, newest" if row["newest"] else "committed"
 
 
@@ -359,7 +396,7 @@ def folded(layers: list[Facts], rows_max: int = ROWS_MAX) -> list[Facts]:
 
 
 def _show_next(path: str, facts: Facts, step: int | None) -> None:
-    shown, name = facts["shown"], shlex.quote(path)
+    shown, pool, name = facts["shown"], facts["pool"], shlex.quote(path)
     if not facts["checkpoints"]:
         start = "" if facts["group"] else " attach(..., resume=True) starts the training from its beginning."
         print_line("Nothing to recover yet." + start)
@@ -370,9 +407,8 @@ def _show_next(path: str, facts: Facts, step: int | None) -> None:
         which = "" if step is None else f"--step {step} "
         print_line(f"{groups.recovery_note(facts['group'])} To check every byte: lightck verify {which}{name}")
     elif step is None:
-        print_line(
-            f"attach(..., resume=True) resumes from step {shown['step']}. To check every byte: lightck verify {name}"
-        )
+        how = "attach(..., resume=True)" + (" with the strategy Gradients" if pool["homes"] else "")
+        print_line(f"{how} resumes from step {shown['step']}. To check every byte: lightck verify {name}")
     else:
         check = f"To check every byte: lightck verify --step {step} {name}"
         print_line(f"lightck.recover({path!r}, step={step}) reads this checkpoint. {check}")

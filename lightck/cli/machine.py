@@ -69,7 +69,7 @@ def pool_refusal_at(path: str) -> str | None:
     if not os.path.lexists(path):
         return None
     try:
-        open_pool(pool_path(path)).close()
+        open_pool(pool_path(path), gradients=True).close()
     except PoolError as error:
         return str(error)
     return None

@@ -6,21 +6,23 @@ of the list. If no checkpoint is left, the pool is read again, as recovery does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightck.errors import NoCheckpointError, PoolLockedError
 from lightck.pool.commit_log import CommitLog, candidates
 from lightck.pool.format.structures import CommitRecord, DamagedError
-from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint, open_pool
 from lightck.pool.storage.backends import readable_path
 
 if TYPE_CHECKING:
+    from lightck.pool.overwritten import Places
     from lightck.restore.contents import Contents
+    from lightck.restore.replayed import ReplayedCheckpoint
 
-COMMITTED, REJECTED, DEAD = "committed", "rejected", "dead"
+COMMITTED, REJECTED, DEAD, RECORDED = "committed", "rejected", "dead", "recorded"
 ATTEMPTS = 20
 """If a training overwrites all checkpoints of a pool while they are read, the pool is read at most this number of
 times."""
@@ -32,7 +34,8 @@ class FoundCheckpoint:
 
     state: ``committed``: recovery can return the checkpoint. ``dead``: the training was later resumed from an older
     step, and recovery returns the checkpoint only if its step is requested. ``rejected``: the checkpoint is damaged,
-    and recovery skips it.
+    and recovery skips it. ``recorded``: a gradient record that no commit record names, but the chain of a newer
+    checkpoint; recovery can return its step.
     """
 
     record: CommitRecord
@@ -40,8 +43,10 @@ class FoundCheckpoint:
     reason: str | None
     """Why the checkpoint is rejected; None if it is not rejected. ``stored`` and ``contents`` of a rejected checkpoint
     are None."""
-    stored: StoredCheckpoint | None
+    stored: StoredCheckpoint | ReplayedCheckpoint | None
     contents: Contents | None
+    """Its entries are those that the manifest names. (In a pool with gradient records, optimizer state may appear in
+    the updates that are made again.)"""
 
     @property
     def step(self) -> int:
@@ -53,13 +58,18 @@ class FoundCheckpoint:
 
     @property
     def nbytes(self) -> int | None:
-        return None if self.stored is None else sum(entry.nbytes for entry in self.stored.entries.values())
+        return None if self.contents is None else sum(entry.nbytes for entry in self.contents.entries.values())
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether recovery returns the checkpoint without being asked for its step."""
+        return self.stored is not None and self.state in (COMMITTED, RECORDED)
 
 
 @contextmanager
 def open_reader(path: str) -> Iterator[PoolReader]:
     """Open the pool at ``path`` for reading only, until the end of the block."""
-    reader = open_pool(readable_path(path))
+    reader = open_pool(readable_path(path), gradients=True)
     try:
         yield reader
     finally:
@@ -106,8 +116,6 @@ def _of_step(reader: PoolReader, found: tuple[FoundCheckpoint, ...], step: int) 
 
 
 def _not_overwritten(reader: PoolReader, commit_log: CommitLog) -> Iterator[FoundCheckpoint]:
-    from lightck.restore.usable import StaleCheckpoints  # imports torch
-
     live = candidates(commit_log)
     known = {(record.slot, record.payload_generation) for record in live}
     dead = []
@@ -117,6 +125,17 @@ def _not_overwritten(reader: PoolReader, commit_log: CommitLog) -> Iterator[Foun
         if (record.slot, record.payload_generation) not in known:
             known.add((record.slot, record.payload_generation))
             dead.append(record)
+    if reader.superblock.has_gradients:
+        yield from _with_gradients(reader, live, dead)
+    else:
+        yield from _of_records(reader, commit_log, live, dead)
+
+
+def _of_records(
+    reader: PoolReader, commit_log: CommitLog, live: list[CommitRecord], dead: list[CommitRecord]
+) -> Iterator[FoundCheckpoint]:
+    from lightck.restore.usable import StaleCheckpoints  # imports torch
+
     newest, stale = newest_generations(commit_log), StaleCheckpoints.of_pool(reader)
     for records, state in ((live, COMMITTED), (dead, DEAD)):
         for record in records:
@@ -128,6 +147,54 @@ def _not_overwritten(reader: PoolReader, commit_log: CommitLog) -> Iterator[Foun
             checkpoint = _parsed(reader, record, state)
             if checkpoint is not None and not stale.includes(checkpoint.generation):  # a stale one counts as struck
                 yield checkpoint
+
+
+def _with_gradients(
+    reader: PoolReader, live: Sequence[CommitRecord], dead: Sequence[CommitRecord]
+) -> Iterator[FoundCheckpoint]:
+    """Yield the checkpoints of a pool with gradient records. A checkpoint is left out if anything that it needs was
+    overwritten."""
+    from lightck.pool.overwritten import Places
+    from lightck.restore.usable import StaleCheckpoints, parse_state  # imports torch
+
+    listed = list(_listed_with_gradients(reader, live, dead))
+    stored = [one for _, _, one in listed if not isinstance(one, RejectedCheckpoint)]
+    stale = StaleCheckpoints.of_pool(reader, stored)
+    places = Places(reader, [one.gradient_checkpoint for one in stored])
+    for record, state, one in listed:
+        if not is_in_slot(reader, record) or stale.includes(record.payload_generation):
+            continue
+        if isinstance(one, RejectedCheckpoint):
+            yield FoundCheckpoint(record, REJECTED, one.reason, None, None)
+        elif not places.are_overwritten_of(one.gradient_checkpoint):
+            try:
+                contents = replace(parse_state(one), entries=one.listed_entries)
+            except DamagedError as error:
+                yield FoundCheckpoint(record, REJECTED, str(error), None, None)
+            else:
+                yield FoundCheckpoint(record, state, None, one, contents)
+
+
+def _listed_with_gradients(
+    reader: PoolReader, live: Sequence[CommitRecord], dead: Sequence[CommitRecord]
+) -> Iterator[tuple[CommitRecord, str, ReplayedCheckpoint | RejectedCheckpoint]]:
+    """Yield the record, the state and the checkpoint of each committed checkpoint, and of each that only a chain
+    names."""
+    from lightck.restore.optimizers_at_hand import OptimizersAtHand  # imports torch
+    from lightck.restore.replayed import replayed_checkpoint, replayed_checkpoints
+
+    optimizers, committed = OptimizersAtHand(), {record.generation: record for record in live}
+    for one in replayed_checkpoints(reader, optimizers):
+        if isinstance(one, RejectedCheckpoint):
+            if one.generation in committed:  # else only a chain names it, and recovery needs it for nothing
+                yield committed[one.generation], COMMITTED, one
+        else:
+            yield one.record, COMMITTED if one.record in live else RECORDED, one
+    for record in dead:
+        try:
+            yield record, DEAD, replayed_checkpoint(reader, record, optimizers)
+        except DamagedError as error:
+            yield record, DEAD, RejectedCheckpoint(record.step, record.generation, str(error))
 
 
 def _parsed(reader: PoolReader, record: CommitRecord, state: str) -> FoundCheckpoint | None:
@@ -149,17 +216,44 @@ def is_in_slot(reader: PoolReader, record: CommitRecord) -> bool:
     return not reader.has_lost_slot(record)
 
 
+def is_overwritten(checkpoint: FoundCheckpoint) -> bool:
+    """Whether a newer checkpoint has overwritten a readable one since it was found."""
+    stored = checkpoint.stored
+    assert stored is not None
+    if not is_in_slot(stored.reader, checkpoint.record):
+        return True
+    if isinstance(stored, StoredCheckpoint):
+        return False
+    return places_of(stored.reader).are_overwritten_of(stored.gradient_checkpoint)
+
+
+def places_of(reader: PoolReader) -> Places:
+    """Return what lies in the homes of a pool with gradient records at this moment."""
+    from lightck.pool.gradient_reader import checkpoint_of, committed
+    from lightck.pool.overwritten import Places
+
+    found = []
+    for entry in committed(reader):
+        with suppress(DamagedError):
+            found.append(checkpoint_of(reader, entry))
+    return Places(reader, found)
+
+
 def first_usable(checkpoints: tuple[FoundCheckpoint, ...], step: int | None) -> FoundCheckpoint | None:
     """Return the first readable checkpoint in the order of recovery, or None if there is none. If ``step`` is None,
     dead checkpoints are passed over."""
     readable = (each for each in checkpoints if each.stored is not None)
-    return next((each for each in readable if step is not None or each.state == COMMITTED), None)
+    return next((each for each in readable if step is not None or each.is_offered), None)
 
 
-def unfinished(reader: PoolReader) -> list[tuple[int, int]]:
-    """Return (slot, generation) of each uncommitted checkpoint. It is being written now, or it was given up, or its
-    process was killed."""
+def unfinished(reader: PoolReader, found: Sequence[FoundCheckpoint]) -> list[tuple[int, int]]:
+    """Return (slot, generation) of each uncommitted checkpoint that is not among ``found``. It is being written now, or
+    it was given up, or its process was killed."""
     newest = newest_generations(reader.commit_log())
+    for each in found:
+        newest[each.record.slot] = max(newest.get(each.record.slot, 0), each.generation)
+    if reader.superblock.has_gradients:  # the commit records of older gradient records may be gone
+        newest = dict.fromkeys(range(len(reader.superblock.slots)), max(newest.values(), default=0))
     headers = [(slot, reader.slot_generation(slot)) for slot in range(len(reader.superblock.slots))]
     return [(slot, gen) for slot, gen in headers if gen is not None and gen > newest.get(slot, 0)]
 

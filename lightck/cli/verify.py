@@ -12,11 +12,13 @@ import shlex
 import struct
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NoReturn
 
 import click
 
-from lightck.cli import directories, groups, stored_checkpoints
-from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option
+from lightck.cli import directories, gradients, groups, stored_checkpoints
+from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option, usage_error
 from lightck.cli.output import progress_bar
 from lightck.cli.text import Facts, columns, count, print_json, print_line, print_verdict, size
 from lightck.errors import FormatError, NotAPoolError
@@ -46,18 +48,25 @@ writing the structure, its check succeeds at the next read.)"""
 @click.command("verify", cls=Command, short_help="Check a pool against its checksums.")
 @click.argument("pool", type=POOL)
 @click.option("--deep", is_flag=True, help="Read every block of every checkpoint, not only of the newest one.")
+@click.option(
+    "--replay",
+    is_flag=True,
+    help="Make the updates of gradient records again, and compare the result with the records.",
+)
 @step_option
 @json_option
-def command(pool: str, deep: bool, step: int | None, as_json: bool) -> int:
+def command(pool: str, deep: bool, replay: bool, step: int | None, as_json: bool) -> int:
     """Check the structures of POOL, its manifests, and every block of the newest checkpoint. For the directory of
     a group of ranks, check also whether the parts of all ranks make whole tensors.
 
     Nothing is written, and the pool may be in use. Exit status 1 if anything is damaged.
     """
     if os.path.isdir(pool):
+        if replay:
+            refuse_replay(pool)
         directories.refuse_options_of_one_pool(step)
         return directories.verify(pool, as_json, lambda path: pool_facts(path, None, deep))
-    facts = pool_facts(pool, step, deep)
+    facts = pool_facts(pool, step, deep, replays=replay)
     if as_json:
         print_json(facts)
     else:
@@ -68,13 +77,23 @@ def command(pool: str, deep: bool, step: int | None, as_json: bool) -> int:
 # -- facts -----------------------------------------------------------------------------------------------------------
 
 
-def pool_facts(path: str, step: int | None, deep: bool) -> Facts:
-    """Return the object that ``--json`` prints; docs/json.md lists its keys."""
+def refuse_replay(path: str) -> NoReturn:
+    """Raise the error for ``--replay`` where no update can be made again."""
+    usage_error(
+        f"--replay makes the updates of gradient records again, and {path!r} holds none: its checkpoints are complete. "
+        "Leave out --replay."
+    )
+
+
+def pool_facts(path: str, step: int | None, deep: bool, *, replays: bool = False) -> Facts:
+    """Return the object that ``--json`` prints; docs/json.md lists its keys. ``replays``: make updates again."""
     with stored_checkpoints.open_reader(path) as reader:
+        if replays and not reader.superblock.has_gradients:
+            refuse_replay(path)
         structures = list(_structures(reader))
-        checkpoints = _checkpoints(reader, step, deep)
-        intact = [row for row in checkpoints if row["blocks"] == "verified"]
-        usable = [row for row in intact if row["state"] == stored_checkpoints.COMMITTED]
+        checkpoints = _checkpoints(reader, step, deep, replays=replays)
+        offered = stored_checkpoints.COMMITTED, stored_checkpoints.RECORDED
+        usable = [row for row in checkpoints if row["recoverable"] and row["state"] in offered]
         damaged = [row for row in checkpoints if row["damage"]]
         return {
             "pool": reader.path,
@@ -192,19 +211,19 @@ def _check_header(reader: PoolReader, slot: int) -> CheckResult:
     )
 
 
-def _checkpoints(reader: PoolReader, step: int | None, deep: bool) -> list[Facts]:
+def _checkpoints(reader: PoolReader, step: int | None, deep: bool, *, replays: bool) -> list[Facts]:
     """Return one object per checkpoint. If a training overwrote all checkpoints during the read, the pool is read
     again. Raises ``PoolLockedError`` after ``ATTEMPTS`` reads."""
     for _ in range(stored_checkpoints.ATTEMPTS):
         found = stored_checkpoints.find_checkpoints(reader, step)
-        rows = _checked(reader, found, deep or step is not None)
+        rows = _checked(reader, found, deep or step is not None, replays=replays)
         if not found or any(row["blocks"] != "overwritten" for row in rows):
             return rows
     raise stored_checkpoints.overwritten_error(reader)
 
 
 def _checked(
-    reader: PoolReader, found: tuple[stored_checkpoints.FoundCheckpoint, ...], all_blocks: bool
+    reader: PoolReader, found: tuple[stored_checkpoints.FoundCheckpoint, ...], all_blocks: bool, *, replays: bool
 ) -> list[Facts]:
     rows, is_one_intact = [], False
     newest = stored_checkpoints.newest_generations(reader.commit_log())
@@ -213,12 +232,12 @@ def _checked(
     )
     with progress_bar("verifying", total) as advance:
         for checkpoint in found:
-            reads_blocks = all_blocks or (not is_one_intact and checkpoint.state == stored_checkpoints.COMMITTED)
-            row = _row(reader, checkpoint, reads_blocks, advance)
+            reads_blocks = all_blocks or (not is_one_intact and checkpoint.is_offered)
+            row = _row(reader, checkpoint, reads_blocks, advance, replays=replays)
             if row["damage"] and checkpoint.generation < newest.get(checkpoint.record.slot, 0):
                 continue  # the slot holds a newer checkpoint, although the slot's header names this checkpoint
             rows.append(row)
-            is_one_intact = is_one_intact or row["blocks"] == "verified"
+            is_one_intact = is_one_intact or row["recoverable"]
     return rows
 
 
@@ -227,8 +246,10 @@ def _row(
     checkpoint: stored_checkpoints.FoundCheckpoint,
     reads_blocks: bool,
     advance: Callable[[int], None],
+    *,
+    replays: bool,
 ) -> Facts:
-    row = {
+    row: Facts = {
         "step": checkpoint.step,
         "generation": checkpoint.generation,
         "incarnation": checkpoint.record.incarnation,
@@ -236,16 +257,24 @@ def _row(
         "state": checkpoint.state,
         "nbytes": checkpoint.nbytes,
         "blocks": "not read",
+        "recoverable": False,
+        "spare": None,
+        "replayed": None,
         "damage": [],
     }
     if checkpoint.stored is None:
         return row | {"damage": [{"tensor": None, "reason": checkpoint.reason, "logical_shape": None}]}
     if not reads_blocks:
         return row
-    damage = list(_damage(checkpoint.stored, advance))
+    if isinstance(checkpoint.stored, StoredCheckpoint):
+        damage = list(_damage(checkpoint.stored, advance))
+        found = {"blocks": "damaged" if damage else "verified", "recoverable": not damage, "damage": damage}
+    else:
+        places = partial(stored_checkpoints.places_of, reader)
+        found = gradients.checked(checkpoint.stored, places, replays=replays, advance=advance)
     if not stored_checkpoints.is_in_slot(reader, checkpoint.record):
         return row | {"blocks": "overwritten"}
-    return row | {"blocks": "damaged" if damage else "verified", "damage": damage}
+    return row | found
 
 
 def _damage(stored: StoredCheckpoint, advance: Callable[[int], None]) -> Iterator[Facts]:
@@ -279,19 +308,33 @@ def _show(facts: Facts, path: str) -> None:
 
 
 def _rows(checkpoint: Facts) -> list[tuple[str, str, str]]:
-    name = f"step {checkpoint['step']}" + (" (dead)" if checkpoint["state"] == stored_checkpoints.DEAD else "")
+    note = {stored_checkpoints.DEAD: " (dead)", stored_checkpoints.RECORDED: " (not committed)"}
+    name = f"step {checkpoint['step']}" + note.get(checkpoint["state"], "")
     damage = [_damage_words(each) for each in checkpoint["damage"]]
     if damage:
         rows = [(name if i == 0 else "", "damaged" if i == 0 else "", reason) for i, reason in enumerate(damage)]
         if len(rows) > SHOWN_MAX:
             rows[SHOWN_MAX:] = [("", "", f"and {len(rows) - SHOWN_MAX} more tensors (--json lists them)")]
+        if checkpoint["recoverable"]:
+            rows.append(("", "", "this step is recovered all the same: another copy stands in for what is damaged"))
         return rows
-    said = {
-        "verified": f"every block matches its checksum ({size(checkpoint['nbytes'] or 0)})",
-        "not read": "its manifest matches; its blocks were not read (--deep reads them)",
-        "overwritten": "not checked: the training overwrote it with a newer checkpoint meanwhile",
-    }
-    return [(name, "-" if checkpoint["blocks"] == "overwritten" else "OK", said[checkpoint["blocks"]])]
+    return [(name, "-" if checkpoint["blocks"] == "overwritten" else "OK", _good_words(checkpoint))]
+
+
+def _good_words(checkpoint: Facts) -> str:
+    """Return what is said of a checkpoint without damage."""
+    if checkpoint["blocks"] == "overwritten":
+        return "not checked: the training overwrote it with a newer checkpoint meanwhile"
+    if checkpoint["blocks"] == "not read":
+        return "its manifest matches; its blocks were not read (--deep reads them)"
+    nbytes = size(checkpoint["nbytes"] or 0)
+    if checkpoint["spare"] is None:
+        return f"every block matches its checksum ({nbytes})"
+    what = "bases, older bases and records" if checkpoint["spare"] == "verified" else "bases and records"
+    said = f"every block of its {what} matches its checksum ({nbytes} of state)"
+    if checkpoint["replayed"]:
+        said += "; its updates, made again, match the records"
+    return said
 
 
 def _damage_words(damage: Facts) -> str:

@@ -9,7 +9,7 @@ used, and blocks are verified while they are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -257,26 +257,75 @@ def find_damaged_bases(checkpoint: GradientCheckpoint) -> None:
                 checkpoint.read([base])
 
 
+class Problem(NamedTuple):
+    """Damage in something that a checkpoint names."""
+
+    tensor: str | None
+    """The damaged tensor; None: a manifest is damaged, or was overwritten."""
+    reason: str
+
+
 def problems_of(reader: PoolReader, checkpoint: GradientCheckpoint) -> list[str]:
     """Verify everything that a checkpoint needs to be recovered from its bases: the bases, its own record, and the
     records after the oldest base. Returns what is damaged; empty: nothing is. Raises ``PoolIOError``."""
+    return [problem.reason for problem in needed_problems(reader, checkpoint)]
+
+
+def needed_problems(
+    reader: PoolReader, checkpoint: GradientCheckpoint, advance: Callable[[int], None] = lambda _: None
+) -> list[Problem]:
+    """As ``problems_of``, with the names of tensors. ``advance`` is called with the number of bytes of each place that
+    was verified."""
     found = []
     for base in checkpoint.bases():
-        found += _problem(checkpoint, [base], f"base of step {base.step}")
+        found += _problems(checkpoint, [base], f"base of step {base.step}", advance)
     for entry in checkpoint.needed_records():
-        try:
-            record = checkpoint_of(reader, entry)
-        except DamagedError as err:
-            found.append(f"gradient record of step {entry.step}: {err}")
-            continue
-        found += _problem(record, list(record.in_record.values()), f"gradient record of step {entry.step}")
+        found += _problems_of_record(reader, entry, advance)
     own = list(checkpoint.in_record.values())
-    return found + _problem(checkpoint, own, f"gradient record of step {checkpoint.step}")
+    return found + _problems(checkpoint, own, f"gradient record of step {checkpoint.step}", advance)
 
 
-def _problem(checkpoint: GradientCheckpoint, tensors: Sequence[StoredTensor], words: str) -> list[str]:
+def spare_problems(
+    reader: PoolReader, checkpoint: GradientCheckpoint, advance: Callable[[int], None] = lambda _: None
+) -> list[Problem]:
+    """Verify what stands in if a base is damaged: the older bases, and the records that only they need. A record whose
+    slot was reused is no damage. ``advance``: as for ``needed_problems``. Raises ``PoolIOError``."""
+    found = []
+    for base in checkpoint.older_bases():
+        found += _problems(checkpoint, [base], f"older base of step {base.step}", advance)
+    needed = checkpoint.needed_records()
+    for entry in checkpoint.part.chain:
+        if entry not in needed and not is_overwritten(reader, entry):
+            found += _problems_of_record(reader, entry, advance)
+    return found
+
+
+def is_overwritten(reader: PoolReader, entry: ChainEntry) -> bool:
+    """Whether the slot of a gradient record was reused by a newer one."""
+    return (reader.slot_generation(entry.slot) or 0) > entry.generation
+
+
+def _problems_of_record(reader: PoolReader, entry: ChainEntry, advance: Callable[[int], None]) -> list[Problem]:
+    words = f"gradient record of step {entry.step}"
+    try:
+        record = checkpoint_of(reader, entry)
+    except DamagedError as err:
+        return [Problem(None, f"{words}: {err}")]
+    return _problems(record, list(record.in_record.values()), words, advance)
+
+
+def _problems(
+    checkpoint: GradientCheckpoint, tensors: Sequence[StoredTensor], words: str, advance: Callable[[int], None]
+) -> list[Problem]:
+    """Verify tensors, and return a problem for each that is damaged. ``words``: what holds them."""
+    found = []
     try:
         checkpoint.read([(tensor, 0) for tensor in tensors])
-    except DamagedError as err:
-        return [f"{words}: {err}"]
-    return []
+    except DamagedError:  # this says what is wrong with one of them
+        for tensor in tensors:
+            try:
+                checkpoint.read([(tensor, 0)])
+            except DamagedError as err:
+                found.append(Problem(tensor.entry.name, f"{words}: {err}"))
+    advance(sum(tensor.entry.nbytes for tensor in tensors))
+    return found

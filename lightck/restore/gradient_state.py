@@ -32,7 +32,7 @@ from lightck.state.inventory import Live, entry_of, is_direct, state_name
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.storable import dtype_from_name
 from lightck.state.unit_update import Unit
-from lightck.state.update_record import UPDATE_KEY, consumed_update
+from lightck.state.update_record import UPDATE_KEY, consumed_update, gradient_names
 from lightck.state.values import typed
 
 log = logging.getLogger("lightck")
@@ -58,10 +58,7 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
         ReplayError: this process cannot replay anything (it flushes denormal numbers to zero).
         UnsupportedError: an optimizer, or the device of a parameter, is not at hand.
     """
-    records = Records(checkpoint)
-    loaded = UnitCopies(records).load()
-    low = min((one.copy.step for one in loaded), default=checkpoint.step)
-    updates = [_Update(records.at(step)) for step in range(low + 1, checkpoint.step + 1)]
+    records, loaded, updates = _inputs_of(checkpoint)
     steppers = optimizers.of([one.consumed for one in updates])
     _refuse_state_elsewhere(checkpoint, loaded)
     plain = _PlainStates(records)
@@ -92,6 +89,28 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
     return _joined(checkpoint, [one for one in loaded if one.copy.step == checkpoint.step], older)
 
 
+def refuse_unreadable(checkpoint: GradientCheckpoint) -> None:
+    """Raise ``DamagedError`` if a copy or a record from which the units of a checkpoint are made again is damaged, and
+    nothing stands in for it. No update is made again."""
+    records, loaded, updates = _inputs_of(checkpoint)
+    plain = _PlainStates(records)
+    for one in loaded:
+        if one.copy.step < checkpoint.step:
+            plain.at(one.copy.step, one.copy.parameter)
+        for update in updates:
+            if update.consumed.step > one.copy.step:
+                update.refuse_damaged_gradient(one.copy.parameter)
+
+
+def _inputs_of(checkpoint: GradientCheckpoint) -> tuple[Records, list[LoadedUnit], list[_Update]]:
+    """Read and verify all from which the units of a checkpoint are made again: copies of the units, and what each
+    update after the oldest of them consumed."""
+    records = Records(checkpoint)
+    loaded = UnitCopies(records).load()
+    low = min((one.copy.step for one in loaded), default=checkpoint.step)
+    return records, loaded, [_Update(records.at(step)) for step in range(low + 1, checkpoint.step + 1)]
+
+
 class _Update:
     """What one update consumed, and the record that holds it."""
 
@@ -108,6 +127,15 @@ class _Update:
             raise DamagedError(f"the gradient record of step {record.step} holds the update of another step")
         self.optimizer_of = {name: step.optimizer for step in self.consumed.optimizer_steps for name in step.gradients}
         """Parameter -> the number of the optimizer that made its update, or that had it without a gradient."""
+
+    def refuse_damaged_gradient(self, parameter: str) -> None:
+        """Raise ``DamagedError`` if the stored gradient of a parameter is damaged."""
+        names = (*gradient_names(parameter, is_sparse=False), *gradient_names(parameter, is_sparse=True))
+        held = map(self.record.in_record.get, names)
+        try:
+            self.record.read([(one, 0) for one in held if one is not None])
+        except DamagedError as err:
+            raise DamagedError(f"the gradient record of step {self.record.step} cannot be used: {err}") from err
 
     def _read(self, name: str) -> torch.Tensor:
         try:

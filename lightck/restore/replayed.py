@@ -17,7 +17,7 @@ from lightck.pool.format.structures import KIND_CHECKPOINT, CommitRecord, Damage
 from lightck.pool.gradient_reader import GradientCheckpoint, chain_entry_of, checkpoint_of, find_damaged_bases
 from lightck.pool.reader import PoolReader, RejectedCheckpoint
 from lightck.restore.contents import MemorySource
-from lightck.restore.gradient_state import UnitsAtStep, units_at_step
+from lightck.restore.gradient_state import UnitsAtStep, refuse_unreadable, units_at_step
 from lightck.restore.optimizers_at_hand import OptimizersAtHand
 
 
@@ -28,6 +28,7 @@ class ReplayedCheckpoint:
     def __init__(self, checkpoint: GradientCheckpoint, record: CommitRecord, optimizers: OptimizersAtHand) -> None:
         """``record``: names the checkpoint; ``optimizers``: make its updates again."""
         self._checkpoint, self.record, self.optimizers = checkpoint, record, optimizers
+        self.reader = checkpoint.reader
         homes = {entry.name for entry in checkpoint.reader.entries if entry.place == HOME_PLACE}
         self._recorded = {
             name: one
@@ -77,6 +78,39 @@ class ReplayedCheckpoint:
         in_table = [one.name for one in self._checkpoint.reader.entries if one.name in found]
         return {name: found[name] for name in dict.fromkeys((*in_table, *found))}
 
+    @property
+    def gradient_checkpoint(self) -> GradientCheckpoint:
+        """The checkpoint as it lies in the pool, before an update is made again."""
+        return self._checkpoint
+
+    @cached_property
+    def listed_entries(self) -> Mapping[str, Entry]:
+        """Name -> entry of the tensors that the manifest names. No update is made again for it. Raises
+        ``DamagedError``."""
+        checkpoint, sentinels = self._checkpoint, self._checkpoint.part.sentinels.tolist()
+        homes = [entry for entry in checkpoint.reader.entries if entry.place == HOME_PLACE]
+        in_homes = {
+            entry.name: entry
+            for number, entry in enumerate(homes)
+            # Optimizer state that is created after the base of its unit has a sentinel and no base.
+            if checkpoint.rows[number]["generation"] or (sentinels and sentinels[number])
+        }
+        found = {**in_homes, **{name: one.entry for name, one in self._recorded.items()}}
+        layout.check_ties(found)
+        return found
+
+    def refuse_unreadable(self) -> None:
+        """Read and verify all from which the checkpoint is made, without making an update again. Raises
+        ``DamagedError`` if something is damaged and nothing stands in for it."""
+        refuse_unreadable(self._checkpoint)
+        self._checkpoint.read([(one, 0) for one in self._recorded.values()])
+
+    def replay(self) -> None:
+        """Make the updates again, and compare the result with the checksums of the records. Nothing of it is kept.
+        Raises as ``units_at_step`` does."""
+        units_at_step(self._checkpoint, self.optimizers)
+        self._checkpoint.read([(one, 0) for one in self._recorded.values()])
+
     def read_into(self, name: str, address: int) -> None:
         """As ``StoredCheckpoint.read_into``."""
         self.read_many([(name, address)])
@@ -108,7 +142,7 @@ def replayed_checkpoints(
     known = {(one.slot, one.payload_generation) for one in committed}
     in_chains: dict[int, ChainEntry] = {}
     """Generation -> entry, for what chains name and no commit record does."""
-    for record, older in zip(committed, [*committed[1:], None], strict=False):
+    for record, older in zip(committed, [*committed[1:], None], strict=False):  # nothing, if there are none
         try:
             checkpoint = checkpoint_of(reader, chain_entry_of(record))
         except DamagedError as err:

@@ -87,10 +87,15 @@ class UnitCopies:
         self._bases = self._by_unit(checkpoint.bases())
         self._older = self._by_unit(checkpoint.older_bases())
 
+    def first_choices(self) -> list[UnitCopy]:
+        """Return the newest copy of every unit, by what the manifests say. Raises ``DamagedError`` if a manifest that
+        is needed for this is damaged."""
+        return [one for parameter in self._entries if (one := self._first_choice(parameter)) is not None]
+
     def load(self) -> list[LoadedUnit]:
         """Read and verify a copy of every unit into new memory. Raises ``DamagedError`` if a unit has no copy that can
         be used."""
-        chosen = [one for parameter in self._entries if (one := self._first_choice(parameter)) is not None]
+        chosen = self.first_choices()
         loaded = [self._allocated(copy) for copy in chosen]
         try:
             _read(loaded)

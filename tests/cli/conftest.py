@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from gradient_damage import flip_gradient, flip_oldest_base
 from toys import damage, pool_with
+
+from lightck.strategy.gradients import Gradients
 
 KINDS = (
     "good",
@@ -20,6 +23,9 @@ KINDS = (
     "link",
     "missing",
     "no checkpoint yet",
+    "gradients",
+    "gradients, base damaged",
+    "gradients, newest damaged",
 )
 
 
@@ -28,6 +34,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("pools")
     pool_with(folder / "good", slots=3, steps=4)
     pool_with(folder / "fresh", steps=0)
+    pool_with(folder / "gradients", steps=7, strategy=Gradients(base_every=3))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -36,6 +43,13 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def good(folder: Path, originals: Path) -> Path:
     """A closed pool that holds the steps 2, 3 and 4."""
     return copied(originals / "good", folder / "good.pool")
+
+
+@pytest.fixture
+def gradients(folder: Path, originals: Path) -> Path:
+    """A closed pool with gradient records, from which the steps 4 to 7 can be recovered. The bases of step 7 are of the
+    steps 5, 6 and 7."""
+    return copied(originals / "gradients", folder / "gradients.pool")
 
 
 @pytest.fixture
@@ -52,9 +66,15 @@ def made(folder: Path, good: Path, originals: Path) -> Callable[[str], Path]:
             path.symlink_to(good)
         elif kind == "no checkpoint yet":
             copied(originals / "fresh", path)
+        elif kind.startswith("gradients"):
+            copied(originals / "gradients", path)
         elif kind != "missing":
             copied(good, path)
-        if kind.endswith("damaged"):
+        if kind == "gradients, base damaged":
+            flip_oldest_base(path)
+        elif kind == "gradients, newest damaged":
+            flip_gradient(path, 7)
+        elif kind.endswith("damaged"):
             damage(path, "model/0.weight", [4] if kind == "newest damaged" else None)
         if kind == "truncated":
             path.write_bytes(path.read_bytes()[: 3 << 20])

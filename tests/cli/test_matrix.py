@@ -27,6 +27,10 @@ EXPECTED = {
     "link": (OK,) * 5,
     "missing": (FAILED,) * 5,
     "no checkpoint yet": (OK, OK, OK, FAILED, FAILED),
+    # ``diff`` compares with another step of the same training.
+    "gradients": (OK, OK, OK, BAD, OK),
+    "gradients, base damaged": (OK, BAD, BAD, BAD, OK),
+    "gradients, newest damaged": (OK, BAD, BAD, FAILED, OK),
 }
 CELLS = [(kind, command, row[i]) for kind, row in EXPECTED.items() for i, command in enumerate(COMMANDS)]
 

@@ -1,0 +1,67 @@
+"""Which checkpoints of a pool with gradient records were overwritten in part by newer ones.
+
+The newest committed checkpoint is whole. An older one stays recoverable until a place that it needs is reused: a slot
+of a record, or a home of a unit. What lies in each place is known from the slot headers and the manifests. So a
+checkpoint that was overwritten is not taken for a damaged one, and no payload is read to know this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lightck.pool.format.gradients import IN_RECORD
+from lightck.pool.gradient_reader import GradientCheckpoint, is_overwritten
+from lightck.pool.reader import PoolReader
+
+
+class Places:
+    """What lies in the homes of a pool, by what its readable manifests say."""
+
+    def __init__(self, reader: PoolReader, checkpoints: Sequence[GradientCheckpoint]) -> None:
+        """``checkpoints``: the readable ones, in any order."""
+        self._reader = reader
+        self._newest = max(checkpoints, key=lambda one: one.header.generation, default=None)
+        n_homes = 0 if self._newest is None else len(self._newest.rows)
+        self._generations = np.zeros((IN_RECORD, n_homes), np.uint64)
+        """[home, entry in a home] -> the newest generation that is known to lie there."""
+        entries = np.arange(n_homes)
+        for one in checkpoints:
+            for rows in (one.rows, one.part.older):
+                there = (rows["generation"] > 0) & (rows["home"] < IN_RECORD)
+                at = rows["home"][there], entries[there]
+                self._generations[at] = np.maximum(self._generations[at], rows["generation"][there])
+
+    def are_overwritten_of(self, checkpoint: GradientCheckpoint) -> bool:
+        """Whether something that a checkpoint needs was overwritten."""
+        rows = checkpoint.rows
+        there = np.flatnonzero((rows["generation"] > 0) & (rows["home"] < IN_RECORD))
+        if (self._generations[rows["home"][there], there] > rows["generation"][there]).any():
+            return True
+        return any(is_overwritten(self._reader, entry) for entry in checkpoint.needed_records())
+
+    def may_be_overwritten_of(self, checkpoint: GradientCheckpoint) -> bool:
+        """Whether a checkpoint that is being written, or was not finished, may have overwritten a base that this one
+        needs. (It does not overwrite what the newest checkpoint needs.)"""
+        newest = self._newest
+        if newest is None or checkpoint.header.generation >= newest.header.generation or self.is_at_rest:
+            return False
+        rows, of_newest = checkpoint.rows, newest.rows
+        there = (rows["generation"] > 0) & (rows["home"] < IN_RECORD)
+        same = (rows["generation"] == of_newest["generation"]) & (rows["home"] == of_newest["home"])
+        return bool((there & ~same).any())
+
+    def is_spare_kept(self, checkpoint: GradientCheckpoint) -> bool:
+        """Whether what stands in for a damaged base of this checkpoint still lies in its place: nothing newer has
+        overwritten it, or may have begun to."""
+        is_newest = self._newest is not None and checkpoint.header.generation >= self._newest.header.generation
+        return is_newest and self.is_at_rest
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no slot belongs to a checkpoint that is newer than all readable ones: no place is being written, and
+        none was when the training ended."""
+        newest = 0 if self._newest is None else self._newest.header.generation
+        slots = range(len(self._reader.superblock.slots))
+        return all((self._reader.slot_generation(slot) or 0) <= newest for slot in slots)
