@@ -51,7 +51,7 @@ ROOMS = {
     "demo": BASE | {""},
     "cli": LOW | {"", "demo", "export", "profiler", "ranks", "restore"},
     "__main__": {"cli"},
-    "crash": LOW | {"", "cli", "pipeline", "restore", "session.slowdown"},
+    "crash": LOW | {"", "cli", "pipeline", "restore", "session.slowdown", "strategy"},
     "bench": LOW | {"", "cli", "pipeline", "ranks", "restore", "session.cross_check", "session.group", "session.steps"},
 }
 

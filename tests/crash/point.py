@@ -94,12 +94,14 @@ def _runs(fate: Fate) -> list[tuple[int, int]]:
     return runs
 
 
-def kind_of(fate: Fate, slots: Sequence[SlotPlace]) -> int:
-    """Whether a fate is about ring, headers or tables, about a manifest, or about payload."""
-    return min(_kind(at, slots) for at in fate.offsets)
+def kind_of(fate: Fate, slots: Sequence[SlotPlace], homes: Sequence[tuple[int, int]] = ()) -> int:
+    """Whether a fate is about ring, headers or tables, about a manifest, or about payload (all of a home is that)."""
+    return min(_kind(at, slots, homes) for at in fate.offsets)
 
 
-def _kind(offset: int, slots: Sequence[SlotPlace]) -> int:
+def _kind(offset: int, slots: Sequence[SlotPlace], homes: Sequence[tuple[int, int]]) -> int:
+    if any(begin <= offset < end for begin, end in homes):
+        return PAYLOAD
     for slot in slots:
         if slot.header <= offset < slot.end:
             return PAYLOAD if offset >= slot.payload else VITAL if offset < slot.header + 64 else METADATA

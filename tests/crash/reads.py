@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 from unittest.mock import patch
 
+from lightck.pool.gradient_reader import GradientCheckpoint, StoredTensor
 from lightck.pool.reader import PoolReader, StoredCheckpoint
+from lightck.restore.replay import replay
 
 T = TypeVar("T")
 Place = tuple[int, int]
@@ -22,9 +25,11 @@ Place = tuple[int, int]
 
 @contextmanager
 def watched() -> Iterator[list[Place]]:
-    """Inside, every read from any pool is appended to the list, in order."""
+    """Inside, every read from any pool is appended to the list, in order. Updates are made again for one unit after
+    the other, or their reads would come in any order."""
     places: list[Place] = []
     read, read_into, read_many = PoolReader.read, StoredCheckpoint.read_into, StoredCheckpoint.read_many
+    read_gradients = GradientCheckpoint.read
 
     def watched_read(reader: PoolReader, offset: int, nbytes: int) -> bytes:
         places.append((offset, nbytes))
@@ -44,10 +49,16 @@ def watched() -> Iterator[list[Place]]:
             note(checkpoint, name)
         read_many(checkpoint, wanted)
 
+    def watched_read_gradients(checkpoint: GradientCheckpoint, tensors: Sequence[tuple[StoredTensor, int]]) -> None:
+        places.extend((one.offset, one.entry.nbytes) for one, _ in tensors if one.entry.nbytes)
+        read_gradients(checkpoint, tensors)
+
     with (
         patch.object(PoolReader, "read", watched_read),
         patch.object(StoredCheckpoint, "read_into", watched_read_into),
         patch.object(StoredCheckpoint, "read_many", watched_read_many),
+        patch.object(GradientCheckpoint, "read", watched_read_gradients),
+        patch("lightck.restore.gradient_state.replay", partial(replay, workers=1)),
     ):
         yield places
 

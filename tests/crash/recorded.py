@@ -9,9 +9,9 @@ import gc
 import logging
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -71,16 +71,18 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``run`` trains under a recorder; ``build`` makes what a restart would make."""
+    """``run`` trains under a recorder; ``build`` makes what a restart would make, and ``options`` are those of its
+    attach."""
 
     run: Callable[[Recorder], None]
     build: Callable[[], Pair] = build
     state: Callable[[], dict[str, Any]] = dict
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def goes_on(self, recorder: Recorder) -> None:
         """Resume from an image and make two more steps; what then is in the pool must be the last one."""
         (model, optimizer), state = self.build(), self.state()
-        with recorder.attach(model, optimizer, state=state, resume=True) as session:
+        with recorder.attach(model, optimizer, state=state, resume=True, **self.options) as session:
             start = session.step
             train(recorder, model, optimizer, 2, start, **state)
         (again, optimizer_again), state_again = self.build(), self.state()

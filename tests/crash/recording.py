@@ -69,6 +69,8 @@ class Tape:
     """Generation of a commit record -> generation of the payload that it names."""
     acked: int | None = None
     """The generation that was acknowledged before the recording began, if one was."""
+    homes: tuple[tuple[int, int], ...] = ()
+    """Of a pool with gradient records: where its homes begin and end."""
 
 
 Recording: TypeAlias = "tuple[Tape, ...]"
@@ -241,6 +243,7 @@ class Recorder:
             expected,
             content,
             acked if before is not None else None,
+            tuple((at, at + n) for at, n in superblock.homes),
         )
 
 

@@ -222,7 +222,7 @@ class _Tape:
             return
         self._check.crash_points += 1
         fates = self._tracker.fates()
-        kinds = [kind_of(fate, self._tape.slots) for fate in fates]
+        kinds = [kind_of(fate, self._tape.slots, self._tape.homes) for fate in fates]
         rng = random.Random(f"{self._effort.seed}:{self._check.model.name}:{self._number}:{self._at}")
         point = Point(self._file, fates, self._base)
         for how, image in cuts.images(fates, kinds, self._effort.limits, rng):

@@ -18,6 +18,7 @@ NAMES: tuple[str, ...] = (
     "exits",
     "flips",
     "fuzz",
+    "gradient-power-cut",
 )
 
 

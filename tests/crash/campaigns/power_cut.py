@@ -13,11 +13,11 @@ from pathlib import Path
 from crash.campaign import Campaign, Order, Tally
 from crash.cuts import Limits
 from crash.persistence import MODELS
-from crash.recorded import alone, record, small_heap
+from crash.recorded import Workload, alone, record, small_heap
 from crash.report import Report
 from crash.seen import Known
 from crash.sequences import Sequence, sequences
-from crash.simulator import Effort, Simulator
+from crash.simulator import Effort, Simulator, Verify
 from crash.verdict import disagreement
 
 LIMITS = Limits(budget=4096, metadata=48, payload=16, contents=32, prefixes=8, masks=12)
@@ -36,7 +36,8 @@ def run(order: Order) -> Tally:
                 violations_max=5,
                 seed=order.seed + trial // len(chosen),
             )
-            _play(order, trial, sequence, effort, known, tally)
+            play(order, trial, str(sequence), sequence.workload(), effort, known, tally)
+            tally.counts["sequences"] += 1
             order.say(f"trial {trial}, {sequence}: {tally.counts['distinct images']} distinct images so far")
     return tally
 
@@ -47,25 +48,34 @@ def _shuffled(seed: int) -> list[Sequence]:
     return chosen
 
 
-def _play(order: Order, trial: int, sequence: Sequence, effort: Effort, known: Known, tally: Tally) -> None:
-    workload, path = sequence.workload(), Path(order.folder) / "run.pool"
+def play(
+    order: Order,
+    trial: int,
+    name: str,
+    workload: Workload,
+    effort: Effort,
+    known: Known,
+    tally: Tally,
+    verify: Verify | None = disagreement,
+) -> None:
+    """Record a workload, cut the power at every point of it under each model, and count what was seen."""
+    path = Path(order.folder) / "run.pool"
     gc.freeze()  # what was found out so far is nothing that an attach has to search
     try:
         recording = record(workload, path)
         simulator = Simulator(
-            recording, order.folder, goes_on=workload.goes_on, verify=disagreement, effort=effort, known=known
+            recording, order.folder, goes_on=workload.goes_on, verify=verify, effort=effort, known=known
         )
         for model in MODELS:
-            _count(tally, trial, sequence, simulator.check(model))
+            _count(tally, trial, name, simulator.check(model))
     except Exception as err:
-        tally.found(trial, f"{sequence}: it does not end: {type(err).__name__}: {err}")
+        tally.found(trial, f"{name}: it does not end: {type(err).__name__}: {err}")
     finally:
         for left in Path(order.folder).glob("*.pool*"):
             left.unlink()
-    tally.counts["sequences"] += 1
 
 
-def _count(tally: Tally, trial: int, sequence: Sequence, report: Report) -> None:
+def _count(tally: Tally, trial: int, name: str, report: Report) -> None:
     tally.counts["crash points"] += report.crash_points
     tally.counts["images"] += report.images
     tally.counts["distinct images"] += report.distinct
@@ -74,7 +84,7 @@ def _count(tally: Tally, trial: int, sequence: Sequence, report: Report) -> None
     tally.counts["verified"] += report.verified
     tally.counts["trainings that went on"] += report.went_on
     for violation in report.violations:
-        tally.found(trial, f"{sequence}: {violation}")
+        tally.found(trial, f"{name}: {violation}")
 
 
 CAMPAIGN = Campaign(

@@ -1,0 +1,209 @@
+"""Small trainings to record, saved by ``Gradients``: each shows one thing that a pool with gradient records does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import closing
+
+import numpy as np
+import torch
+from torch import nn
+
+from crash.recorded import Average, Pair, Workload, one_step
+from crash.recording import Recorder
+from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed
+from lightck.pool.reader import open_pool
+from lightck.strategy.gradients import Gradients
+
+
+class Sleeper(nn.Module):
+    """A layer that is used in some steps only: ``is_awake`` says whether in the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.sleeper = nn.Linear(2, 3), nn.Linear(2, 3, bias=False)
+        self.is_awake = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.used(x)
+        return y + self.sleeper(x) if self.is_awake else y
+
+
+def seeded() -> None:
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+
+
+def built(frozen: bool = False) -> Pair:
+    """A model of three parameters, with Adam: two tensors and a count of updates for each of them."""
+    seeded()
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1, bias=False))
+    if frozen:
+        model[0].bias.requires_grad_(False)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def with_momentum() -> Pair:
+    """A model of two parameters, with SGD."""
+    seeded()
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def with_sleeper() -> Pair:
+    seeded()
+    model = Sleeper()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(recorder: Recorder, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, start: int = 0) -> None:
+    """Make steps, and change the learning rate after each, as a scheduler does: an update that is made again with other
+    options shows."""
+    for number in range(start, start + steps):
+        one_step(model, optimizer, number)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (number + 2)
+        recorder.note(model, optimizer)
+
+
+def newest(recorder: Recorder) -> tuple[int, int]:
+    """The step of the newest checkpoint of a closed pool, and that of the oldest base that it names."""
+    with closing(open_pool(recorder.path, gradients=True)) as reader:
+        checkpoint: GradientCheckpoint = checkpoint_of(reader, committed(reader)[0])
+        return checkpoint.step, min(base.step for base in checkpoint.bases())
+
+
+def workload(
+    run: Callable[[Recorder, Gradients], None], base_every: int, build: Callable[[], Pair] = with_momentum
+) -> Workload:
+    strategy = Gradients(base_every)
+    return Workload(lambda recorder: run(recorder, strategy), build, options={"strategy": strategy})
+
+
+def plain(steps: int, build: Callable[[], Pair] = with_momentum) -> Callable[[Recorder, Gradients], None]:
+    def run(recorder: Recorder, strategy: Gradients) -> None:
+        model, optimizer = build()
+        with recorder.attach(model, optimizer, strategy=strategy):
+            train(recorder, model, optimizer, steps)
+        assert newest(recorder) == (steps, steps - strategy.base_every + 1), "it does not show what it is for"
+
+    return run
+
+
+def sleeping(recorder: Recorder, strategy: Gradients) -> None:
+    """A unit has no update in some steps, in which it needs no record, and then has updates again."""
+    model, optimizer = with_sleeper()
+    assert isinstance(model, Sleeper)
+    with recorder.attach(model, optimizer, strategy=strategy):
+        for number in range(8):
+            model.is_awake = number not in (2, 3, 4)
+            train(recorder, model, optimizer, 1, number)
+
+
+def frozen(recorder: Recorder, strategy: Gradients) -> None:
+    """A parameter that no update changes is written once to each home at most."""
+    model, optimizer = built(frozen=True)
+    with recorder.attach(model, optimizer, strategy=strategy):
+        train(recorder, model, optimizer, 5)
+
+
+def given_up(recorder: Recorder, strategy: Gradients) -> None:
+    """A gradient is written behind the update and before its copy: the checkpoint is given up, and the next one is
+    full."""
+    model, optimizer = with_momentum()
+    with recorder.attach(model, optimizer, strategy=strategy) as session:
+        train(recorder, model, optimizer, 5)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.zero_()
+        train(recorder, model, optimizer, 1, 5)
+        assert session.stats().skipped == 1, "the workload does not show what it is for"
+        session.flush()
+        assert newest(recorder) == (6, 6)
+        train(recorder, model, optimizer, 2, 6)
+
+
+def clamped(recorder: Recorder, strategy: Gradients) -> None:
+    """A parameter is written between two updates: that checkpoint is full."""
+    model, optimizer = with_momentum()
+    with recorder.attach(model, optimizer, strategy=strategy):
+        for number in range(6):
+            one_step(model, optimizer, number)
+            if number == 3:
+                with torch.no_grad():
+                    next(model.parameters()).clamp_(-0.1, 0.1)
+            recorder.note(model, optimizer)
+
+
+def adoption(recorder: Recorder, strategy: Gradients) -> None:
+    """A pool that is reopened twice, and trained on each time."""
+    for _ in range(3):
+        model, optimizer = with_momentum()
+        with recorder.attach(model, optimizer, resume=True, strategy=strategy) as session:
+            train(recorder, model, optimizer, 3, session.step)
+
+
+def failed_restarts(recorder: Recorder, strategy: Gradients) -> None:
+    """Restarts that end before their first step write only adoption records."""
+    for restart in range(6):
+        model, optimizer = with_momentum()
+        with recorder.attach(model, optimizer, resume=True, strategy=strategy) as session:
+            if restart in (0, 5):
+                train(recorder, model, optimizer, 3, session.step)
+
+
+def growing(recorder: Recorder, strategy: Gradients) -> None:
+    """What a record holds beside gradients outgrows it: first into the reserve, then a new file replaces the pool."""
+    model, optimizer = with_momentum()
+    average = Average(200)
+    with recorder.attach(model, optimizer, state={"average": average}, strategy=strategy):
+        for number, numel in enumerate((200, 300, 400, 400, 400_000, 400_000)):
+            one_step(model, optimizer, number)
+            average.values = torch.full((numel,), float(number))
+            recorder.note(model, optimizer, average=average)
+
+
+def saved_again(recorder: Recorder, strategy: Gradients) -> None:
+    """The last step is saved a second time, as the end of the training."""
+    model, optimizer = with_momentum()
+    with recorder.attach(model, optimizer, strategy=strategy) as session:
+        train(recorder, model, optimizer, 4)
+        session.flush()
+        session.close(done=True)
+    assert newest(recorder) == (4, 4)
+
+
+def background(recorder: Recorder, strategy: Gradients) -> None:
+    """Gradients and units too large for the boundary are copied by other threads while the loop goes on."""
+    model, optimizer = wide()
+    with recorder.attach(model, optimizer, strategy=strategy):
+        train(recorder, model, optimizer, 4)
+
+
+def wide() -> Pair:
+    seeded()
+    model = nn.Sequential(nn.Linear(2, 2000), nn.Tanh())
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+GRADIENT_WORKLOADS: dict[str, Workload] = {
+    "two turns": workload(plain(5), 2),
+    "three turns": workload(plain(8), 3),
+    "adam": workload(plain(4, built), 2, built),
+    "sleeping": workload(sleeping, 2, with_sleeper),
+    "frozen": workload(frozen, 2, lambda: built(frozen=True)),
+    "given up": workload(given_up, 3),
+    "clamped": workload(clamped, 3),
+    "adoption": workload(adoption, 2),
+    "failed restarts": workload(failed_restarts, 2),
+    "growing": Workload(
+        lambda recorder: growing(recorder, Gradients(2)),
+        with_momentum,
+        lambda: {"average": Average(10)},
+        {"strategy": Gradients(2)},
+    ),
+    "saved again": workload(saved_again, 2),
+    "background": workload(background, 2, wide),
+}

@@ -1,0 +1,320 @@
+"""One flipped bit anywhere in a pool with gradient records, at rest: recovery gives the newest checkpoint, or one that
+is at most ``base_every - 1`` updates older, bit for bit, and says so. It never gives other bits, and never nothing.
+
+The bits are drawn from a seed, from each kind of place. A damaged base costs nothing: the older base stands in for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+from unittest.mock import patch
+
+import pytest
+import torch
+import toys
+from crash.gradient_workloads import Sleeper, with_momentum, with_sleeper
+from crash.oracle import digest, truth
+from crash.reads import Memory, watched
+from crash.recorded import one_step
+from torch import nn
+
+import lightck
+from lightck.pool.format.layout import GRADIENT_ROLE
+from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, SLOT_HEADER_NBYTES, SUPERBLOCK_NBYTES
+from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed
+from lightck.pool.reader import PoolReader, open_pool
+from lightck.pool.storage import extents
+from lightck.pool.storage.extents import Extents
+from lightck.strategy.gradients import Gradients
+
+BASE_EVERY = 3
+SEED = 20261127
+Place = tuple[int, int]
+"""Offset in the pool and length in bytes."""
+
+
+# -- pools at rest -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Life:
+    """A training, and the true state of each of its steps."""
+
+    path: Path
+    truths: dict[int, bytes] = field(default_factory=dict)
+    step: int = 0
+
+    @contextmanager
+    def attached(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[lightck.Session]:
+        strategy = Gradients(BASE_EVERY)
+        with lightck.attach(model, self.path, optimizer=optimizer, strategy=strategy, resume=True) as session:
+            yield session
+
+    def train(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        steps: int,
+        then: Callable[[nn.Module, int], None] = lambda model, step: None,
+    ) -> None:
+        for _ in range(steps):
+            one_step(model, optimizer, self.step)
+            self.step += 1
+            then(model, self.step)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (self.step + 1)
+            self.truths[self.step] = truth(model, optimizer)
+
+
+def steady(life: Life) -> None:
+    model, optimizer = with_momentum()
+    with life.attached(model, optimizer):
+        life.train(model, optimizer, 9)
+
+
+def first_steps(life: Life) -> None:
+    model, optimizer = with_momentum()
+    with life.attached(model, optimizer):
+        life.train(model, optimizer, 2)
+
+
+def clamp_at_8(model: nn.Module, step: int) -> None:
+    if step == 8:
+        with torch.no_grad():
+            next(model.parameters()).clamp_(-0.1, 0.1)
+
+
+def after_a_hole(life: Life) -> None:
+    """The newest checkpoint is full, because a parameter was written outside of the update."""
+    model, optimizer = with_momentum()
+    with life.attached(model, optimizer):
+        life.train(model, optimizer, 8, clamp_at_8)
+
+
+def one_after_a_hole(life: Life) -> None:
+    model, optimizer = with_momentum()
+    with life.attached(model, optimizer):
+        life.train(model, optimizer, 9, clamp_at_8)
+
+
+def adopted(life: Life) -> None:
+    """Reopened, and not trained on."""
+    steady(life)
+    with life.attached(*with_momentum()):
+        pass
+
+
+def one_after_an_adoption(life: Life) -> None:
+    steady(life)
+    model, optimizer = with_momentum()
+    with life.attached(model, optimizer):
+        life.train(model, optimizer, 1)
+
+
+def asleep(life: Life) -> None:
+    """A unit has had no update for longer than the records reach back."""
+    model, optimizer = with_sleeper()
+    assert isinstance(model, Sleeper)
+    with life.attached(model, optimizer):
+        life.train(model, optimizer, 4)
+        model.is_awake = False
+        life.train(model, optimizer, 6)
+
+
+def just_awake(life: Life) -> None:
+    model, optimizer = with_sleeper()
+    assert isinstance(model, Sleeper)
+    with life.attached(model, optimizer):
+        life.train(model, optimizer, 4)
+        model.is_awake = False
+        life.train(model, optimizer, 6)
+        model.is_awake = True
+        life.train(model, optimizer, 1)
+
+
+LIVES = (steady, after_a_hole, one_after_a_hole, adopted, one_after_an_adoption, asleep, just_awake)
+
+
+# -- what a recovery gives ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a recovery gave. ``words``: what it said of damage: rejected checkpoints, and warnings."""
+
+    step: int
+    digest: bytes
+    words: tuple[str, ...]
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.words: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.words.append(record.getMessage())
+
+
+def recovered(path: Path) -> Found:
+    """``lightck.recover`` as a value. Raises what it raises."""
+    heard = _Warnings()
+    logger = logging.getLogger("lightck")
+    logger.addHandler(heard)
+    try:
+        checkpoint = lightck.recover(path)
+        content = digest([dict(checkpoint.model), checkpoint.optimizer, checkpoint.state])
+    finally:
+        logger.removeHandler(heard)
+    return Found(checkpoint.step, content, (*map(str, checkpoint.rejected), *heard.words))
+
+
+class Pool:
+    """A pool's file, mapped, with the true state of each step."""
+
+    def __init__(self, life: Life, mapped: mmap.mmap, places: Extents) -> None:
+        self._life, self._map, self._extents = life, mapped, places
+        self.newest, self.nbytes = life.step, extents.total(places)
+        self._memory: Memory[Found] = Memory()
+        with closing(open_pool(str(life.path), gradients=True)) as reader:
+            self.places = {name: [one for one in found if one[1]] for name, found in places_of(reader).items()}
+        assert self.recover() == Found(life.step, life.truths[life.step], ()), "nothing is damaged"
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        return b"".join(self._map[at : at + n] for at, n in extents.runs(self._extents, offset, nbytes))
+
+    def recover(self) -> Found:
+        """Recover, unless the same bytes were read before."""
+        known = self._memory.recall(self._read)
+        if known is not None:
+            return known[0]
+        with watched() as places:
+            found = recovered(self._life.path)
+        self._memory.learn(places, self._read, found)
+        return found
+
+    def flipped(self, at: int, mask: int) -> Found:
+        """Recover with these bits of a byte flipped. What comes must be exact, young enough, and said."""
+        ((place, _),) = extents.runs(self._extents, at, 1)
+        self._map[place] ^= mask
+        try:
+            found = self.recover()
+        finally:
+            self._map[place] ^= mask
+        where = f"mask {mask:#x} of byte {at:#x}: step {found.step}, {found.words}"
+        assert self._life.truths[found.step] == found.digest, f"other bits; {where}"
+        assert self.newest - BASE_EVERY < found.step <= self.newest, where
+        return found
+
+    def check(self, kind: str, count: int) -> Counter[str]:
+        """Flip so many seeded bits in places of this kind. Returns what came how often: updates lost, with words or
+        without."""
+        rng, seen = random.Random(f"{SEED} {kind}"), Counter[str]()
+        places = self.places[kind]
+        for _ in range(count):
+            start, nbytes = rng.choice(places)
+            found = self.flipped(start + rng.randrange(nbytes), 1 << rng.randrange(8))
+            seen[f"{self.newest - found.step} lost{', said' if found.words else ''}"] += 1
+        print(f"seed {SEED}, {kind}: {dict(seen)}")
+        return seen
+
+
+def places_of(reader: PoolReader) -> dict[str, list[Place]]:
+    """Kind -> the places of this kind in a pool."""
+    sb, lines = reader.superblock, reader.commit_log().records
+    newest = checkpoint_of(reader, committed(reader)[0])
+    named = [newest, *(checkpoint_of(reader, entry) for entry in newest.part.chain)]
+    newest_line = max(lines, key=lambda position: lines[position].generation)
+    return {
+        "superblocks": [(0, SUPERBLOCK_NBYTES), (SUPERBLOCK_NBYTES, SUPERBLOCK_NBYTES)],
+        "tables": [(offset, sb.table_nbytes) for offset in sb.table_offsets],
+        "the newest line": [(sb.commit_record_offset(newest_line), COMMIT_RECORD_NBYTES)],
+        "other lines": [
+            (sb.commit_record_offset(n), COMMIT_RECORD_NBYTES) for n in range(sb.ring_lines) if n != newest_line
+        ],
+        "slot headers": [(offset, SLOT_HEADER_NBYTES) for offset, _ in sb.slots],
+        "the newest manifest": [manifest_of(newest)],
+        "small state": [state_of(one) for one in named],
+        "older manifests": [manifest_of(one) for one in named[1:]] or [manifest_of(newest)],
+        "gradients": [
+            (one.offset, one.entry.nbytes)
+            for checkpoint in named
+            for one in checkpoint.in_record.values()
+            if one.entry.role == GRADIENT_ROLE
+        ],
+        "bases": [(one.offset, one.entry.nbytes) for one in newest.bases()],
+        "older bases": [(one.offset, one.entry.nbytes) for one in newest.older_bases()],
+        "anywhere": [(0, sb.nbytes)],
+    }
+
+
+def manifest_of(checkpoint: GradientCheckpoint) -> Place:
+    entry = checkpoint.chain_entry
+    return checkpoint.reader.superblock.manifest_at(entry.slot, entry.manifest_index), entry.manifest_nbytes
+
+
+def state_of(checkpoint: GradientCheckpoint) -> Place:
+    return manifest_of(checkpoint)[0] + checkpoint.header.state_offset, checkpoint.header.state_nbytes
+
+
+PoolOf: TypeAlias = "Callable[[Callable[[Life], None]], Pool]"
+
+
+@pytest.fixture
+def pool_of(folder: Path) -> Iterator[PoolOf]:
+    """Makes the pool of a life."""
+    with ExitStack() as opened:
+
+        def make(live: Callable[[Life], None]) -> Pool:
+            life = Life(folder / "run.pool")
+            live(life)
+            file = opened.enter_context(open(life.path, "r+b"))
+            mapped = opened.enter_context(mmap.mmap(file.fileno(), 0))
+            return Pool(life, mapped, toys.places(life.path))
+
+        yield make
+
+
+# -- what has to hold --------------------------------------------------------------------------------------------------
+
+TWICE = ("superblocks", "tables", "other lines", "slot headers", "older bases")
+"""Places of which there are two, or that the newest checkpoint does not need: it is recovered."""
+
+
+def check_all(pool: Pool, count: int) -> dict[str, Counter[str]]:
+    """Flip bits in places of every kind. What is older than the newest checkpoint must be said; only a damaged commit
+    record is as if it had never been written."""
+    seen = {kind: pool.check(kind, count) for kind, places in pool.places.items() if places}
+    for kind, found in seen.items():
+        silent = set(found) - {"0 lost", "0 lost, said", "1 lost, said", "2 lost, said"}
+        assert not silent or kind == "the newest line", f"{kind}: {found}"
+        assert kind not in TWICE or set(found) == {"0 lost"}, f"{kind}: {found}"
+    assert set(seen["the newest line"]) <= {"0 lost", "1 lost"}
+    assert set(seen["the newest manifest"]) == {"1 lost, said"}
+    return seen
+
+
+def test_one_flipped_bit_costs_at_most_the_updates_of_a_round(pool_of: PoolOf) -> None:
+    seen = check_all(pool_of(steady), 12)
+    assert set(seen["bases"]) == {"0 lost, said"}
+    assert len(seen["gradients"] + seen["small state"]) > 1, "some records are needed, and others are not"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("live", LIVES, ids=lambda live: live.__name__)
+def test_so_it_does_at_other_moments(live: Callable[[Life], None], pool_of: PoolOf) -> None:
+    check_all(pool_of(live), 50)
+
+
+def test_a_base_for_which_no_older_one_stands_in_is_found(pool_of: PoolOf) -> None:
+    pool = pool_of(steady)
+    with patch.object(GradientCheckpoint, "older_bases", lambda self: iter(())), pytest.raises(AssertionError):
+        pool.check("bases", 12)
