@@ -10,7 +10,6 @@ from crash.campaign import Campaign, Order, Tally
 from crash.campaigns.power_cut import play
 from crash.cuts import Limits
 from crash.gradient_workloads import GRADIENT_WORKLOADS
-from crash.mended import without_checkpoints
 from crash.recorded import alone, small_heap
 from crash.seen import Known
 from crash.simulator import Effort
@@ -20,7 +19,7 @@ LIMITS = Limits(budget=1024, metadata=32, payload=16, contents=16, prefixes=8, m
 
 def run(order: Order) -> Tally:
     tally, known, names = Tally(), Known(), list(GRADIENT_WORKLOADS)
-    with alone(order.backend), small_heap(), without_checkpoints():
+    with alone(order.backend), small_heap():
         for trial in order.trials:
             name = names[trial % len(names)]
             seed = order.seed + trial // len(names)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from crash.cuts import Limits
 from crash.gradient_workloads import GRADIENT_WORKLOADS, with_momentum
-from crash.mended import without_checkpoints
 from crash.oracle import Refused, recovery
 from crash.persistence import MODELS, BlockDevice, Model, PersistentMemory
 from crash.recorded import record
@@ -25,20 +23,6 @@ PM, DISK = PersistentMemory(), BlockDevice()
 FEW = Effort(Limits(budget=8, metadata=2, payload=2, contents=2, prefixes=1, masks=1), goes_on_every=300)
 MORE = Effort(Limits(budget=32, metadata=8, payload=4, contents=4, prefixes=2, masks=4), goes_on_every=1000)
 QUICK = ("two turns", "sleeping", "given up", "adoption")
-
-
-@pytest.fixture(autouse=True)
-def _mended(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "unmended" in request.fixturenames:
-        yield
-        return
-    with without_checkpoints():
-        yield
-
-
-@pytest.fixture
-def unmended() -> None:
-    """For a test of lightck as it is."""
 
 
 def check(name: str, folder: Path, models: tuple[Model, ...], effort: Effort) -> None:
@@ -79,8 +63,7 @@ def test_the_same_in_the_arenas_of_a_pmdk_pool(
     check(name, folder, (PM,), MORE)
 
 
-@pytest.mark.xfail(strict=True, reason="replayed_checkpoints: zip() of no checkpoints raises ValueError")
-def test_a_pool_that_holds_no_checkpoint_yet_is_an_error_by_name(folder: Path, unmended: None) -> None:
+def test_a_pool_that_holds_no_checkpoint_yet_is_an_error_by_name(folder: Path) -> None:
     """As a kill leaves it before the first commit: nothing is in its commit log."""
     path = folder / "run.pool"
     model, optimizer = with_momentum()
