@@ -11,7 +11,7 @@ from .scenarios import SCENARIOS, Scenario
 
 pytestmark = pytest.mark.long
 
-REFUSED = {"interval-of-3", "four-slots", "lbfgs-closure", "bf16-parameters-with-fp32-state"}
+REFUSED = {"interval-of-3", "four-slots", "lbfgs-closure", "bf16-parameters-with-fp32-state", "adafactor"}
 """Their arguments or optimizers are refused by name (``tests/session/test_gradient_records.py``)."""
 
 
