@@ -207,6 +207,12 @@ class ConsumedGradients(StepListener):
             self._let_go(hold, CopyResult.VALIDATED)
         return gradient.result is CopyResult.VALIDATED
 
+    def find_overwritten(self) -> None:
+        """Find gradients that were written since their update, by version counters and addresses, before their copies
+        begin."""
+        for hold in [hold for hold in self._held.values() if hold.was_written]:
+            self._overwritten(hold, "Its version counter or its address has changed.")
+
     def give_up(self, gradients: Iterable[HeldGradient]) -> None:
         """Release gradients that are not copied, and will not be."""
         for gradient in gradients:

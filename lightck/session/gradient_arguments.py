@@ -13,9 +13,11 @@ from lightck.pipeline.pool_kind import PoolKind
 from lightck.pool.create import pool_nbytes
 from lightck.pool.format.layout import GRADIENT_PREFIX, GRADIENT_ROLE, HOME_PLACE, Entry
 from lightck.pool.gradient_log import BASE_EVERY_MIN, problem_of, records_default
+from lightck.restore.checkpoint import refuse_other_than_bool
 from lightck.session.arguments import SaveOptions
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
+from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.replayable import MIN_RATIO, refuse_unreplayable
 from lightck.strategy.gradients import Gradients
 
@@ -43,6 +45,7 @@ def refuse_unrecordable(options: SaveOptions, found: Found, *, is_rank_pool: boo
     for name, value in numbers.items():
         if type(value) is not int:
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Pass a whole number.")
+    refuse_other_than_bool(own_optimizers=strategy.own_optimizers)
     problem = problem_of(strategy.base_every, strategy.log_records)
     if problem is not None:
         raise ValueError(f"Gradients: {problem}")
@@ -59,6 +62,13 @@ def refuse_unrecordable(options: SaveOptions, found: Found, *, is_rank_pool: boo
                 "it can be recorded. Use strategy=FullState(), or leave out layerwise()."
             )
         refuse_unreplayable(optimizer)
+        if not (strategy.own_optimizers or PartialOptimizer.of(optimizer).is_torch):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} is not a class of torch.optim, so lightck does not know what its step() "
+                "reads, and whether a recovery can make its updates again. Use strategy=FullState(). If its step reads "
+                "nothing but the gradient, the options and the state of each parameter, pass "
+                "Gradients(own_optimizers=True)."
+            )
 
 
 def refuse_small_gain(kind: PoolKind, entries: Iterable[Entry]) -> None:

@@ -3,7 +3,7 @@
 Right after each ``step`` the tensors' version counters and memory layouts are recorded, and the checksums of some of
 their bytes. They are compared at the boundary, and again when the next ``step`` begins. So all time outside of updates
 is covered. ``.data``, numpy and fused kernels move no version counter; such a write is found by its bytes: in the first
-updates all bytes are read, later 1 MiB for each update, in turn.
+updates all bytes are read, later 16 MiB for each update, in turn.
 """
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lightck.state.blocks import ALL, BUDGET_NBYTES, NO_BLOCKS, WHOLE_CHECKPOINTS, Blocks, Positions, RoundRobin
+from lightck.state.blocks import ALL, NO_BLOCKS, WHOLE_CHECKPOINTS, Blocks, Positions, RoundRobin
 from lightck.state.inventory import Live, address_of, is_plain
 from lightck.state.signatures import MemoryLayouts, Registrations, VersionCounters
 
 BLOCK = 64 << 10
 """Bytes of a block that is read in turn."""
+BUDGET_NBYTES = 16 << 20
+"""How many bytes are read for one update. (``FullState`` reads fewer: a write that it misses is in its next
+checkpoint.)"""
 
 
 class OutsideWrites:
     """Compares tensors with what they were when the last ``step`` ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reads_all: bool = False) -> None:
+        """``reads_all``: read all bytes for each update."""
+        self._reads_all = reads_all
         self.lives: Sequence[Live] = ()
         """The tensors that are compared."""
         self._layouts, self._counters = MemoryLayouts([]), VersionCounters([])
@@ -45,7 +50,7 @@ class OutsideWrites:
             self._record(lives)
             self._token = token
         self._counters = VersionCounters(self._layouts.tensors)
-        budget = None if self._n_taken < WHOLE_CHECKPOINTS else BUDGET_NBYTES
+        budget = None if self._reads_all or self._n_taken < WHOLE_CHECKPOINTS else BUDGET_NBYTES
         self._n_taken += 1
         self._chosen, _ = self._round_robin.next_blocks(self._blocks, budget)
         self._checksums = self._blocks.checksums(self._chosen)

@@ -144,6 +144,8 @@ class PoolFile:
     def _slots_wanted(self, reader: PoolReader) -> int | None:
         """Return the number of slots that this pool is to have; None if it keeps its number."""
         options = self.arguments.save_options
+        if isinstance(options.strategy, Gradients):
+            return options.strategy.log_records
         is_too_small = self.is_rank_pool and len(reader.superblock.slots) < options.replicas.slots_min
         return options.replicas.slots_min if options.slots is None and is_too_small else options.slots
 

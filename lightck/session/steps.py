@@ -115,7 +115,8 @@ class Steps(StepListener):
 
     def record_updates(self) -> None:
         """Store in each checkpoint what its update consumed."""
-        self.update_records = records = UpdateRecords(self.capture)
+        guard = self.pipeline.guard
+        self.update_records = records = UpdateRecords(self.capture, guard.copied_at_boundary, reads_all=guard.reads_all)
         self.hooks.report_gradients()
         self.events.add(records)
         self.events.add(records.consumed_gradients)

@@ -13,7 +13,7 @@ An update without a good record leaves a hole: its checkpoint is full.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -24,6 +24,7 @@ from lightck.hooks.consumed import ConsumedGradients
 from lightck.hooks.probation import plain_tensor
 from lightck.pipeline.guard import Rejection
 from lightck.pipeline.in_flight import InFlightCheckpoint
+from lightck.pool.format.layout import GRADIENT_PREFIX
 from lightck.pool.format.structures import BLOCK_MAX
 from lightck.pool.writer import PoolWriter
 from lightck.session.capture import Capture
@@ -32,6 +33,7 @@ from lightck.session.update_audit import UpdateAudit
 from lightck.state.blocks import checksums
 from lightck.state.inventory import Live
 from lightck.state.neutral_settings import settings_reason
+from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.signatures import UpdateRecord
 from lightck.state.update_record import UpdatePacker, gradient_tensors, unrecordable_reason
 
@@ -43,10 +45,12 @@ FULL_MAX = 20
 class UpdateRecords(StepListener):
     """The records of one session's updates. Its ``consumed_gradients`` is a listener of its own."""
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, capture: Capture, copied_at_boundary: Set[str], *, reads_all: bool = False) -> None:
+        """``copied_at_boundary``: names of tensors that no background copy may read. ``reads_all``: read all bytes at
+        each update to find writes outside of updates."""
+        self._capture, self._copied_at_boundary = capture, copied_at_boundary
         self.consumed_gradients = ConsumedGradients(self, self._names_of, block=BLOCK_MAX)
-        self._packer, self._outside, self._audit = UpdatePacker(), OutsideWrites(), UpdateAudit()
+        self._packer, self._outside, self._audit = UpdatePacker(), OutsideWrites(reads_all=reads_all), UpdateAudit()
         self._copies: dict[HeldGradient, tuple[torch.Tensor, ...]] = {}
         """Gradients that were copied to memory, because something would have overwritten them."""
         self._update: CapturedUpdate | None = None
@@ -134,11 +138,16 @@ class UpdateRecords(StepListener):
     def consumed(self, update: CapturedUpdate) -> None:
         gradients = list(update.gradients())
         for gradient in gradients:
-            if gradient.kind is GradientClass.VIEW and gradient.result is CopyResult.HELD:
+            if gradient.result is CopyResult.HELD and self._is_overwritten_early(gradient):
                 self._copy(gradient)
         self._last = set(gradients)
         self._copies = {gradient: copies for gradient, copies in self._copies.items() if gradient in self._last}
         self._update = update
+
+    def _is_overwritten_early(self, gradient: HeldGradient) -> bool:
+        """Whether the loop writes into the memory of this gradient before the next update. (If that was once found
+        after a copy had begun, also in an earlier process, the pool has its name.)"""
+        return gradient.kind is GradientClass.VIEW or GRADIENT_PREFIX + gradient.name in self._copied_at_boundary
 
     def overwritten(self, gradient: HeldGradient, reason: str) -> None:
         log.info("lightck: the gradient of %r cannot be recorded: %s", gradient.name, reason)
@@ -153,6 +162,7 @@ class UpdateRecords(StepListener):
         """Return what the update of this step consumed, for the checkpoint that closes now. Returns None if that is not
         known; then the checkpoint must be full."""
         self._find_outside_writes()
+        self.consumed_gradients.find_overwritten()
         update, self._update, self._begun = self._update, None, []
         reason, self._reason = self._reason or self._distrust, ""
         if update is None or update.step != step:
@@ -167,8 +177,17 @@ class UpdateRecords(StepListener):
             return None
         self._n_full = 0
         lives = [self._live_of(*one) for one in gradient_tensors(update)]
-        updated = frozenset(gradient.name for gradient in update.gradients())
-        return UpdateRecord(lives, self._packer.value(update), updated)
+        return UpdateRecord(lives, self._packer.value(update), self._updated(update))
+
+    def _updated(self, update: CapturedUpdate) -> frozenset[str]:
+        """Return the names of the parameters that an update may have changed. Classes of ``torch.optim`` leave one
+        without a gradient alone."""
+        found = {gradient.name for gradient in update.gradients()}
+        own = {view.root for view in self._capture.optimizers if not PartialOptimizer.of(view.optimizer).is_torch}
+        for step in update.optimizer_steps if own else ():
+            if step.optimizer in own:
+                found |= step.gradients.keys()
+        return frozenset(found)
 
     def _live_of(self, name: str, gradient: HeldGradient, number: int) -> Live:
         copies = self._copies.get(gradient)
@@ -183,11 +202,13 @@ class UpdateRecords(StepListener):
         """Compare the copies of a checkpoint with the gradients before the update, and release these. Returns why the
         checkpoint must not commit, or None."""
         begun, self._begun = self._begun, []
-        slot = checkpoint.pending.slot
+        slot, overwritten = checkpoint.pending.slot, list[str]()
         for gradient, names in begun:
             crcs = [writer.raw_crcs(slot, writer.numbers[name]) for name in names]
             if not self.consumed_gradients.copied(gradient, crcs):
-                return Rejection("something wrote to a gradient before its copy had ended", list(names))
+                overwritten += names
+        if overwritten:
+            return Rejection("something wrote to a gradient before its copy had ended", overwritten)
         return None
 
     def _log(self, step: int, reason: str) -> None:

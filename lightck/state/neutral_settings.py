@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.optim import Optimizer
 
+from lightck.state.fingerprint import flushes_denormals
 from lightck.state.torch_classes import ELEMENT_WISE
 
 _HIGHEST = "highest"
@@ -35,6 +36,8 @@ def neutral_settings() -> Iterator[None]:
 
 def settings_reason(kind: type[Optimizer]) -> str:
     """Return why a replay may compute other bits than an update that this class makes now; "" if it does not."""
+    if flushes_denormals():
+        return "torch.set_flush_denormal(True) takes very small numbers for zero"
     if torch.get_default_dtype() is not torch.float32:
         return "torch.set_default_dtype() changes the state that optimizers create"
     if kind in ELEMENT_WISE:

@@ -27,12 +27,17 @@ class Gradients:
         log_records: for how many steps the pool has room for gradients, at most 255. By default ``2 * base_every - 1``,
             so that any one damaged place in the pool is survived; at least ``base_every``.
 
+        own_optimizers: take optimizers that are no classes of ``torch.optim`` too, if steps of them on stand-ins can be
+            made again. You vouch that such a ``step`` reads nothing but the gradient, the options and the state of
+            each parameter: no attribute that the loop sets, no global variable, nothing that is drawn.
+
     ``lightck.attach`` raises ``TypeError`` or ``ValueError`` for numbers that cannot be, and ``UnsupportedError`` for a
     training that cannot be saved so.
     """
 
     base_every: int = 12
     log_records: int | None = None
+    own_optimizers: bool = False
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
         """Leave out what the slot says is not due; copy every other undecided tensor at the boundary."""

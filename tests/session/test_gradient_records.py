@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from toys import BIG, adam, everything, forward, is_step, net, train
+from torch import nn
+from toys import BIG, adam, batch, everything, forward, is_step, net, same, train
 
 import lightck
 from lightck.errors import UnsupportedError
@@ -110,6 +111,84 @@ def test_a_parameter_group_that_is_added_is_recovered(pool):
             run((model, optimizer, session), 1, number)
             assert newest(pool)[2]
             assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_gradients_that_another_loss_adds_to_cost_no_checkpoint(pool, caplog):
+    """As in a GAN: the loss of the generator goes through the discriminator, which still has gradients."""
+    caplog.set_level(logging.INFO)
+    model = nn.ModuleDict({"g": net(BIG), "d": net(BIG, seed=1)})
+    of_g, of_d = adam(model["g"]), adam(model["d"])
+    with lightck.attach(model, pool, optimizer=[of_g, of_d], strategy=Gradients(base_every=3)) as session:
+        for number in range(8):
+            x = torch.cat([batch(number), batch(number)], 1)[:, :4]
+            of_d.zero_grad()
+            forward(model["d"], number).backward()
+            of_d.step()
+            of_g.zero_grad()
+            model["d"](torch.cat([model["g"](x)] * 2, 1)).square().sum().backward()
+            of_g.step()
+            session.end_step()
+            session.flush()
+            assert session.committed == number + 1
+            assert is_step_of_both(lightck.recover(pool), everything(model, of_g, of_d))
+        assert session.stats().skipped == 0
+
+
+def is_step_of_both(checkpoint: lightck.Checkpoint, seen: dict[str, Any]) -> bool:
+    return same(dict(checkpoint.model), seen["model"]) and same(list(checkpoint.optimizer), seen["optimizers"])
+
+
+def test_denormals_that_are_flushed_after_attach_make_the_checkpoint_full(training, pool):
+    run(training, 9)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        run(training, 1, 9)
+        assert newest(pool) == (10, 0, True)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+class Decaying(torch.optim.SGD):
+    """Changes parameters without a gradient too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.99)
+        super().step()
+
+
+def test_an_optimizer_of_another_class_is_refused_unless_the_user_vouches_for_it(pool):
+    model = net()
+    optimizer = Decaying(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(UnsupportedError, match="own_optimizers=True"):
+        lightck.attach(model, pool, strategy=Gradients(3), optimizer=optimizer)
+    with lightck.attach(model, pool, strategy=Gradients(3, own_optimizers=True), optimizer=optimizer) as session:
+        for number in range(9):
+            optimizer.zero_grad()
+            layer = model[0] if number % 2 else model[2]
+            layer(torch.ones(1, layer.in_features)).sum().backward()  # the other layer gets no gradient
+            optimizer.step()
+            session.end_step()
+        session.flush()
+    other = net()
+    other_optimizer = Decaying(other.parameters(), lr=0.1, momentum=0.9)
+    lightck.recover(pool, other, other_optimizer)
+    assert same(everything(other, other_optimizer), everything(model, optimizer))
+
+
+def test_another_number_of_records_moves_the_pool_to_a_new_file(pool):
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(3)):
+        train(model, optimizer, 4)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(3, log_records=9), resume=True):
+        train(model, optimizer, 2, 4)
+    with closing(open_pool(str(pool), gradients=True)) as reader:
+        assert len(reader.superblock.slots) == 9
+    assert is_step(lightck.recover(pool), everything(model, optimizer))
 
 
 def test_a_gradient_that_is_written_behind_the_update_is_not_stored(training, pool):

@@ -15,6 +15,8 @@ import lightck
 from lightck.session.update_audit import EVERY
 from lightck.strategy.gradients import Gradients
 
+STRATEGY = Gradients(base_every=3, own_optimizers=True)
+
 
 class Products(torch.optim.Optimizer):
     """Multiplies gradients with each other, so the precision of matrix products changes its bits."""
@@ -83,7 +85,9 @@ def test_matrix_products_of_lower_precision_make_checkpoints_full(pool, kind, ma
     caplog.set_level("INFO")
     model = make()
     optimizer = kind(model.parameters())
-    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)) as session:
+    with lightck.attach(
+        model, pool, optimizer=optimizer, strategy=Gradients(base_every=3, own_optimizers=True)
+    ) as session:
         iterate(model, optimizer, session, 9)
     torch.set_float32_matmul_precision("highest")
     assert recovers(pool, model, optimizer, make)
@@ -94,7 +98,7 @@ def test_autocast_around_the_step_makes_checkpoints_full(pool, caplog):
     caplog.set_level("INFO")
     model = wide()
     optimizer = Products(model.parameters())
-    attached = lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3))
+    attached = lightck.attach(model, pool, optimizer=optimizer, strategy=STRATEGY)
     with attached as session, torch.autocast("cpu", torch.bfloat16):
         iterate(model, optimizer, session, 9)
     assert recovers(pool, model, optimizer)
@@ -104,7 +108,9 @@ def test_autocast_around_the_step_makes_checkpoints_full(pool, caplog):
 def test_a_recovery_under_other_settings_gives_the_same_bits(pool):
     model = wide()
     optimizer = Products(model.parameters())
-    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)) as session:
+    with lightck.attach(
+        model, pool, optimizer=optimizer, strategy=Gradients(base_every=3, own_optimizers=True)
+    ) as session:
         iterate(model, optimizer, session, 9)
     torch.set_float32_matmul_precision("medium")
     try:
@@ -119,7 +125,9 @@ def test_an_update_that_is_never_the_same_is_found(pool, caplog):
     """It begins after the first updates, in which all parameters are audited."""
     model = net(64)
     optimizer = NoisyLater(model.parameters())
-    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)) as session:
+    with lightck.attach(
+        model, pool, optimizer=optimizer, strategy=Gradients(base_every=3, own_optimizers=True)
+    ) as session:
         iterate(model, optimizer, session, EVERY + 3)
         assert "updates are not trusted any more" in caplog.text
         iterate(model, optimizer, session, 2)
@@ -135,7 +143,9 @@ def test_the_audit_finds_nothing_where_nothing_is(pool, how, dtype, caplog):
     model = wide().to(dtype)
     model.append(torch.nn.Linear(64, 1000).to(dtype))
     optimizer = torch.optim.AdamW(model.parameters(), **how)
-    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)) as session:
+    with lightck.attach(
+        model, pool, optimizer=optimizer, strategy=Gradients(base_every=3, own_optimizers=True)
+    ) as session:
         for number in range(2 * EVERY + 1):
             optimizer.zero_grad()
             model(batch(number).to(dtype)).square().mean().backward()
@@ -147,7 +157,7 @@ def test_the_audit_finds_nothing_where_nothing_is(pool, how, dtype, caplog):
 def test_full_checkpoints_in_a_row_are_reported(pool, caplog):
     model = wide()
     optimizer = torch.optim.AdamW(model.parameters())
-    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)):
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=STRATEGY):
         for number in range(25):
             optimizer.zero_grad()
             model(batch(number)).square().mean().backward()
