@@ -277,6 +277,46 @@ def test_export_writes_the_state_of_the_step(gradients, folder, step):
         assert same(one[part], other[part])
 
 
+# -- inject ----------------------------------------------------------------------------------------------------------
+
+
+PLACES = ("model/0.weight", "gradient/0.weight", "payload", "manifest", "superblock")
+
+
+@pytest.mark.parametrize(
+    ("option", "where"), [*(("--flip", one) for one in (*PLACES, "line")), ("--zero-page", "payload")]
+)
+def test_injected_damage_is_found(gradients, folder, where, option):
+    copy = folder / "hurt.pool"
+    status, facts = call_json("inject", gradients, copy, option, where, "--seed", 3)
+    assert status == OK
+    assert facts["damage"]["step"] == (None if where == "superblock" else 7)
+    assert call("verify", copy).exit_code == BAD
+    assert call("verify", gradients).exit_code == OK
+    assert lightck.recover(copy).step in (6, 7)
+
+
+def test_injected_damage_to_a_base_is_named_by_its_tensor(gradients, folder):
+    text = call("inject", gradients, folder / "hurt.pool", "--flip", "model/0.weight").stdout
+    assert "base of step" in text
+    assert "of tensor 'model/0.weight'" in text
+
+
+def test_torn_slot_is_refused_by_name(gradients, folder):
+    result = call("inject", gradients, folder / "hurt.pool", "--torn-slot")
+    assert result.exit_code == FAILED
+    assert "the slots of this pool hold gradient records" in result.stderr
+    assert not (folder / "hurt.pool").exists()
+
+
+# -- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_calls_the_pool_no_problem(gradients):
+    [line] = [one for one in call_json("doctor", gradients)[1]["lines"] if one["topic"] == str(gradients.parent)]
+    assert line["level"] != "problem"
+
+
 # -- in use ----------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -311,6 +312,24 @@ def test_step_that_only_a_chain_names_is_recovered_on_request(pool):
     checkpoint = lightck.recover(path, step=8)
     assert (checkpoint.step, is_step(checkpoint, found.steps[7].everything)) == (8, True)
     assert_recovers(path, found)
+
+
+def test_commands_show_a_step_that_only_a_chain_names(pool):
+    found = train(model := net(), adamw(model))
+    path = TrainedPool(found, n=4, interval=3).write(pool)
+    shown = CliRunner().invoke(main, ["inspect", "--json", str(path)])
+    states = {one["step"]: one["state"] for one in json.loads(shown.stdout)["checkpoints"]}
+    assert {step: states[step] for step in (6, 7, 8, 9)} == {
+        6: "committed",
+        7: "recorded",
+        8: "recorded",
+        9: "committed",
+    }
+    for step in states:
+        assert lightck.recover(path, step=step).step == step
+    done = CliRunner().invoke(main, ["verify", "--deep", "--replay", str(path)])
+    assert done.exit_code == 0, done.output
+    assert "step 8 (not committed)  OK" in done.stdout
 
 
 def test_restored_checkpoint_is_read_again_from_the_pool(pool):
