@@ -277,6 +277,35 @@ def test_export_writes_the_state_of_the_step(gradients, folder, step):
         assert same(one[part], other[part])
 
 
+class Own(torch.optim.SGD):
+    """An optimizer that only the user has: momentum, written by hand."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["m"] = state.get("m", torch.zeros_like(p)).mul_(0.5).add_(p.grad)
+                p.sub_(state["m"], alpha=group["lr"])
+
+
+def test_class_of_the_user_is_inspected_and_verified_and_is_named_where_it_is_needed(pool, folder):
+    model = net()
+    optimizer = Own(model.parameters(), lr=0.1)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)):
+        train(model, optimizer, 7)
+    file = folder / "model.safetensors"
+    assert [call(*words(command, pool, file)).exit_code for command in COMMANDS[:3]] == [OK, OK, OK]
+    for command in COMMANDS[3:]:
+        result = call(*words(command, pool, file))
+        assert result.exit_code == FAILED
+        assert "an optimizer of class Own" in result.stderr
+        assert "lightck.recover(path, model, optimizer)" in result.stderr
+    other = net()
+    checkpoint = lightck.recover(pool, other, Own(other.parameters(), lr=0.1))
+    assert lightck.export_checkpoint(checkpoint, file).tensors == 4
+
+
 # -- inject ----------------------------------------------------------------------------------------------------------
 
 

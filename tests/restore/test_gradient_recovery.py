@@ -438,6 +438,10 @@ def test_write_outside_of_step_that_nobody_noticed_is_named(pool):
     assert made.base_step("0.bias", STEPS) == 7
     path = made.write(pool)
     assert_recovers(path, found, 7, lambda: (model := net(), adamw(model)))
+    shown = [CliRunner().invoke(main, ["verify", *how, str(path)]) for how in ((), ("--replay",))]
+    assert [one.exit_code for one in shown] == [0, 1]
+    assert "OK: every byte that step 9 needs is intact." in shown[0].stdout
+    assert "DAMAGED. Step 7 is intact" in shown[1].stdout
     reasons = [one.reason for one in lightck.recover(path).rejected]
     assert len(reasons) == 2
     assert all(
@@ -509,6 +513,10 @@ def test_hostile_update_value_costs_its_step_or_raises_an_error_of_the_tree(data
     found.steps = [*found.steps[:-1], last]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = TrainedPool(found).write(Path(folder) / "run.pool")
+        for command in (["inspect"], ["verify"], ["verify", "--replay"]):
+            done = CliRunner().invoke(main, [*command, str(path)])
+            assert "Traceback" not in done.output
+            assert done.exit_code in (0, 1, 2)
         try:
             checkpoint = lightck.recover(path)
         except LightckError:
