@@ -21,7 +21,7 @@ from gradient_damage import (
     older_base_of,
     recorded_in,
 )
-from toys import adam, crashed, flip, net, poke, pool_with, running_child, same, train
+from toys import adam, crashed, flip, kill_at, killed_child, net, poke, pool_with, running_child, same, train
 
 import lightck
 from lightck.cli.base import BAD, FAILED, OK
@@ -390,6 +390,27 @@ def test_each_command_on_what_a_kill_leaves(pool, after, tmp_path):
         result = call(*words(command, path, tmp_path / "out.safetensors"))
         assert result.exit_code == OK, result.output
     assert path.read_bytes() == before.read_bytes()
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("site", ["header", "block", "manifest", "sealed", "body", "word", "ack"])
+def test_a_kill_at_a_store_is_no_damage(gradients, site, nth):
+    def die() -> None:
+        model = net()
+        optimizer = adam(model)
+        strategy = Gradients(base_every=3)
+        with lightck.attach(model, gradients, optimizer=optimizer, resume=True, strategy=strategy):
+            train(model, optimizer, 2)
+            kill_at(site, nth)
+            train(model, optimizer, 6)
+
+    killed_child(die)
+    status, facts = call_json("verify", gradients, "--deep", "--replay")
+    assert status == OK, facts
+    assert facts["recoverable_step"] == lightck.recover(gradients).step >= 8
+    listed = [row["step"] for row in facts["checkpoints"] if row["recoverable"]]
+    assert listed == recoverable(gradients, range(20))
+    assert call("inspect", gradients).exit_code == OK
 
 
 def test_step_that_was_overwritten_is_named_with_those_that_are_there(gradients):
