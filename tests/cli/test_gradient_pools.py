@@ -252,6 +252,23 @@ def test_a_base_of_the_newest_step_is_damage_also_after_a_kill(gradients):
     assert (status, facts["checkpoints"][0]["blocks"]) == (BAD, "damaged")
 
 
+def test_a_step_that_a_resume_left_behind_is_dead_and_harms_nothing(gradients):
+    """The record of step 7 is damaged, so a resume adopts step 6."""
+    flip_manifest(gradients, 7)
+    model = net()
+    strategy = Gradients(base_every=3)
+    lightck.attach(model, gradients, optimizer=adam(model), resume=True, strategy=strategy).close()
+    _, facts = call_json("inspect", gradients)
+    assert facts["shown"]["step"] == 6
+    status, facts = call_json("verify", "--deep", "--replay", gradients)
+    assert facts["recoverable_step"] == 6 == lightck.recover(gradients).step
+    assert [row["step"] for row in facts["checkpoints"] if row["damage"]] == [7]
+    assert status == BAD
+    assert [row["step"] for row in facts["checkpoints"] if row["recoverable"]] == recoverable(gradients, range(8))
+    flip_oldest_base(gradients)
+    assert call_json("verify", gradients)[1]["checkpoints"][0]["blocks"] == "damaged"
+
+
 # -- diff and export -------------------------------------------------------------------------------------------------
 
 
