@@ -105,7 +105,7 @@ def copy_of(pool: str, copy: str) -> Iterator[str]:
     """Copy the pool to a new file, whose path the block receives. If the block raises, the file is removed. Raises
     ``ExportExistsError`` or ``ExportError`` if the file cannot be written, and ``PoolError`` if the pool cannot be
     read."""
-    reader = open_pool(readable_path(pool))
+    reader = open_pool(readable_path(pool), gradients=True)
     target = pool_path(copy)
     try:
         fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -166,7 +166,7 @@ def cut(path: str, nbytes: int) -> Damage:
 def inject(path: str, rng: random.Random, flip: str | None, zero_page: str | None) -> Damage:
     """Damage the pool at ``path``, a copy that this command made. ``flip``, ``zero_page``: the WHERE of the option; if
     both are None, the newest checkpoint is torn."""
-    reader = open_pool(path)
+    reader = open_pool(path, gradients=True)
     try:
         parts = anatomy.parts_of(reader)
         if flip is not None:
@@ -202,6 +202,11 @@ def _zero(reader: PoolReader, parts: Sequence[Part], offset: int) -> Damage:
 def _tear(reader: PoolReader, parts: Sequence[Part], rng: random.Random) -> Damage:
     """Overwrite the newest payload, from a random tensor on, with the bytes of another slot, as if a write of the
     payload had been cut off."""
+    if reader.superblock.has_gradients:
+        usage_error(
+            "--torn-slot is for pools whose slots hold the same tensors, and the slots of this pool hold gradient "
+            "records. Use --flip payload or --zero-page payload."
+        )
     payload = sorted(_named(parts, anatomy.TENSOR), key=lambda part: part.offset)
     sb, slot = reader.superblock, payload[0].slot
     assert slot is not None, "a payload lies in a slot"

@@ -353,6 +353,9 @@ def _show_verdict(facts: Facts, path: str) -> None:
             print_verdict("OK, and empty: no checkpoint was committed yet.", good=True)
         elif step is None:
             print_verdict("OK: nothing that was read is damaged.", good=True)
+        elif _is_replay_open(facts):
+            print_verdict(f"OK: every byte that step {step} needs is intact.", good=True)
+            print_line(f"To make its updates again and compare them: lightck verify --replay {shlex.quote(path)}")
         else:
             print_verdict(f"OK: step {step} can be recovered.", good=True)
     elif step is None:
@@ -361,6 +364,17 @@ def _show_verdict(facts: Facts, path: str) -> None:
         )
         print_line("attach(..., overwrite=True) discards this pool and starts a new training.")
     else:
-        print_verdict(f"DAMAGED. Step {step} is intact: attach(..., resume=True) and recover() use it.", good=False)
+        how = "is intact" if _is_intact(facts, step) else "can be recovered all the same"
+        print_verdict(f"DAMAGED. Step {step} {how}: attach(..., resume=True) and recover() use it.", good=False)
         name = shlex.quote(path)
         print_line(f"To save step {step} outside of the pool: lightck export {name} FILE.safetensors --step {step}")
+
+
+def _is_replay_open(facts: Facts) -> bool:
+    """Whether the recoverable step is made by updates that were not made again here."""
+    rows = [row for row in facts["checkpoints"] if row["step"] == facts["recoverable_step"] and row["recoverable"]]
+    return any(row["spare"] is not None and row["replayed"] is None for row in rows)
+
+
+def _is_intact(facts: Facts, step: int) -> bool:
+    return any(row["step"] == step and row["recoverable"] and not row["damage"] for row in facts["checkpoints"])

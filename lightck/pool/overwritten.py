@@ -20,9 +20,10 @@ class Places:
     """What lies in the homes of a pool, by what its readable manifests say."""
 
     def __init__(self, reader: PoolReader, checkpoints: Sequence[GradientCheckpoint]) -> None:
-        """``checkpoints``: the readable ones, in any order."""
+        """``checkpoints``: the readable ones. The first is the newest that recovery may use, the others are in any
+        order."""
         self._reader = reader
-        self._newest = max(checkpoints, key=lambda one: one.header.generation, default=None)
+        self._newest = next(iter(checkpoints), None)
         n_homes = 0 if self._newest is None else len(self._newest.rows)
         self._generations = np.zeros((IN_RECORD, n_homes), np.uint64)
         """[home, entry in a home] -> the newest generation that is known to lie there."""
@@ -45,7 +46,7 @@ class Places:
         """Whether a checkpoint that is being written, or was not finished, may have overwritten a base that this one
         needs. (It does not overwrite what the newest checkpoint needs.)"""
         newest = self._newest
-        if newest is None or checkpoint.header.generation >= newest.header.generation or self.is_at_rest:
+        if newest is None or self._is_newest(checkpoint) or self.is_at_rest:
             return False
         rows, of_newest = checkpoint.rows, newest.rows
         there = (rows["generation"] > 0) & (rows["home"] < IN_RECORD)
@@ -55,13 +56,15 @@ class Places:
     def is_spare_kept(self, checkpoint: GradientCheckpoint) -> bool:
         """Whether what stands in for a damaged base of this checkpoint still lies in its place: nothing newer has
         overwritten it, or may have begun to."""
-        is_newest = self._newest is not None and checkpoint.header.generation >= self._newest.header.generation
-        return is_newest and self.is_at_rest
+        return self._is_newest(checkpoint) and self.is_at_rest
+
+    def _is_newest(self, checkpoint: GradientCheckpoint) -> bool:
+        return self._newest is not None and checkpoint.header.generation == self._newest.header.generation
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no slot belongs to a checkpoint that is newer than all readable ones: no place is being written, and
-        none was when the training ended."""
-        newest = 0 if self._newest is None else self._newest.header.generation
-        slots = range(len(self._reader.superblock.slots))
-        return all((self._reader.slot_generation(slot) or 0) <= newest for slot in slots)
+        """Whether no slot belongs to a record that is newer than the newest checkpoint. Such a record is being written,
+        was not finished, or is not used any more; it may have overwritten what the newest checkpoint does not need."""
+        newest, slots = self._newest, range(len(self._reader.superblock.slots))
+        generation = 0 if newest is None else newest.header.generation
+        return all((self._reader.slot_generation(slot) or 0) <= generation for slot in slots)

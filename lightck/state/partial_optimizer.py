@@ -74,8 +74,9 @@ class PartialOptimizer:
         if kind is None or foreign_code(kind) is not None:
             raise UnsupportedError(
                 f"The updates of this checkpoint were made by an optimizer of class {name}, which is not a class of "
-                "torch.optim as torch ships it, so they cannot be made again without the optimizer itself. Create the "
-                "optimizer as in the training, and pass it."
+                "torch.optim as torch ships it, so they cannot be made again without the optimizer itself. Create "
+                "model and optimizer as in the training, and pass them: lightck.recover(path, model, optimizer). The "
+                "checkpoint that this returns can be exported too."
             )
         return cls(kind, {"defaults": {"differentiable": False}})
 

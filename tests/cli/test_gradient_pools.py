@@ -21,7 +21,7 @@ from gradient_damage import (
     older_base_of,
     recorded_in,
 )
-from toys import adam, crashed, flip, net, poke, pool_with, running_child, same, train
+from toys import adam, crashed, flip, kill_at, killed_child, net, poke, pool_with, running_child, same, train
 
 import lightck
 from lightck.cli.base import BAD, FAILED, OK
@@ -252,6 +252,23 @@ def test_a_base_of_the_newest_step_is_damage_also_after_a_kill(gradients):
     assert (status, facts["checkpoints"][0]["blocks"]) == (BAD, "damaged")
 
 
+def test_a_step_that_a_resume_left_behind_is_dead_and_harms_nothing(gradients):
+    """The record of step 7 is damaged, so a resume adopts step 6."""
+    flip_manifest(gradients, 7)
+    model = net()
+    strategy = Gradients(base_every=3)
+    lightck.attach(model, gradients, optimizer=adam(model), resume=True, strategy=strategy).close()
+    _, facts = call_json("inspect", gradients)
+    assert facts["shown"]["step"] == 6
+    status, facts = call_json("verify", "--deep", "--replay", gradients)
+    assert facts["recoverable_step"] == 6 == lightck.recover(gradients).step
+    assert [row["step"] for row in facts["checkpoints"] if row["damage"]] == [7]
+    assert status == BAD
+    assert [row["step"] for row in facts["checkpoints"] if row["recoverable"]] == recoverable(gradients, range(8))
+    flip_oldest_base(gradients)
+    assert call_json("verify", gradients)[1]["checkpoints"][0]["blocks"] == "damaged"
+
+
 # -- diff and export -------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +292,75 @@ def test_export_writes_the_state_of_the_step(gradients, folder, step):
     one, other = (torch.load(file, weights_only=True) for file in files)
     for part in ("model", "optimizer"):
         assert same(one[part], other[part])
+
+
+class Own(torch.optim.SGD):
+    """An optimizer that only the user has: momentum, written by hand."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["m"] = state.get("m", torch.zeros_like(p)).mul_(0.5).add_(p.grad)
+                p.sub_(state["m"], alpha=group["lr"])
+
+
+def test_class_of_the_user_is_inspected_and_verified_and_is_named_where_it_is_needed(pool, folder):
+    model = net()
+    optimizer = Own(model.parameters(), lr=0.1)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)):
+        train(model, optimizer, 7)
+    file = folder / "model.safetensors"
+    assert [call(*words(command, pool, file)).exit_code for command in COMMANDS[:3]] == [OK, OK, OK]
+    for command in COMMANDS[3:]:
+        result = call(*words(command, pool, file))
+        assert result.exit_code == FAILED
+        assert "an optimizer of class Own" in result.stderr
+        assert "lightck.recover(path, model, optimizer)" in result.stderr
+    other = net()
+    checkpoint = lightck.recover(pool, other, Own(other.parameters(), lr=0.1))
+    assert lightck.export_checkpoint(checkpoint, file).tensors == 4
+
+
+# -- inject ----------------------------------------------------------------------------------------------------------
+
+
+PLACES = ("model/0.weight", "gradient/0.weight", "payload", "manifest", "superblock")
+
+
+@pytest.mark.parametrize(
+    ("option", "where"), [*(("--flip", one) for one in (*PLACES, "line")), ("--zero-page", "payload")]
+)
+def test_injected_damage_is_found(gradients, folder, where, option):
+    copy = folder / "hurt.pool"
+    status, facts = call_json("inject", gradients, copy, option, where, "--seed", 3)
+    assert status == OK
+    assert facts["damage"]["step"] == (None if where == "superblock" else 7)
+    assert call("verify", copy).exit_code == BAD
+    assert call("verify", gradients).exit_code == OK
+    assert lightck.recover(copy).step in (6, 7)
+
+
+def test_injected_damage_to_a_base_is_named_by_its_tensor(gradients, folder):
+    text = call("inject", gradients, folder / "hurt.pool", "--flip", "model/0.weight").stdout
+    assert "base of step" in text
+    assert "of tensor 'model/0.weight'" in text
+
+
+def test_torn_slot_is_refused_by_name(gradients, folder):
+    result = call("inject", gradients, folder / "hurt.pool", "--torn-slot")
+    assert result.exit_code == FAILED
+    assert "the slots of this pool hold gradient records" in result.stderr
+    assert not (folder / "hurt.pool").exists()
+
+
+# -- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_calls_the_pool_no_problem(gradients):
+    [line] = [one for one in call_json("doctor", gradients)[1]["lines"] if one["topic"] == str(gradients.parent)]
+    assert line["level"] != "problem"
 
 
 # -- in use ----------------------------------------------------------------------------------------------------------
@@ -321,6 +407,27 @@ def test_each_command_on_what_a_kill_leaves(pool, after, tmp_path):
         result = call(*words(command, path, tmp_path / "out.safetensors"))
         assert result.exit_code == OK, result.output
     assert path.read_bytes() == before.read_bytes()
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("site", ["header", "block", "manifest", "sealed", "body", "word", "ack"])
+def test_a_kill_at_a_store_is_no_damage(gradients, site, nth):
+    def die() -> None:
+        model = net()
+        optimizer = adam(model)
+        strategy = Gradients(base_every=3)
+        with lightck.attach(model, gradients, optimizer=optimizer, resume=True, strategy=strategy):
+            train(model, optimizer, 2)
+            kill_at(site, nth)
+            train(model, optimizer, 6)
+
+    killed_child(die)
+    status, facts = call_json("verify", gradients, "--deep", "--replay")
+    assert status == OK, facts
+    assert facts["recoverable_step"] == lightck.recover(gradients).step >= 8
+    listed = [row["step"] for row in facts["checkpoints"] if row["recoverable"]]
+    assert listed == recoverable(gradients, range(20))
+    assert call("inspect", gradients).exit_code == OK
 
 
 def test_step_that_was_overwritten_is_named_with_those_that_are_there(gradients):

@@ -54,9 +54,11 @@ def test_checkpoints_sizes_and_parts_are_those_of_the_pool(pool):
     assert shown["rng"] == ["python", "numpy", "torch"]
 
 
-def test_json_has_the_keys_that_the_page_names(good):
+def test_json_has_the_keys_that_the_page_names(good, gradients):
     page = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
-    for command in (["inspect", good, "--tensors"], ["verify", good], ["diff", good, "--steps", 3, 4], ["doctor"]):
+    of_gradients = ["inspect", gradients, "--tensors"], ["verify", gradients, "--replay"]
+    plain = ["inspect", good, "--tensors"], ["verify", good], ["diff", good, "--steps", 3, 4], ["doctor"]
+    for command in (*plain, *of_gradients):
         _, facts = call_json(*command)
         for key in keys_of(facts):
             assert f"`{key}`" in page, f"{command[0]}: {key} is not in docs/json.md"

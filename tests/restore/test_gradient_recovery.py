@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
@@ -315,6 +316,24 @@ def test_step_that_only_a_chain_names_is_recovered_on_request(pool):
     assert_recovers(path, found)
 
 
+def test_commands_show_a_step_that_only_a_chain_names(pool):
+    found = train(model := net(), adamw(model))
+    path = TrainedPool(found, n=4, interval=3).write(pool)
+    shown = CliRunner().invoke(main, ["inspect", "--json", str(path)])
+    states = {one["step"]: one["state"] for one in json.loads(shown.stdout)["checkpoints"]}
+    assert {step: states[step] for step in (6, 7, 8, 9)} == {
+        6: "committed",
+        7: "recorded",
+        8: "recorded",
+        9: "committed",
+    }
+    for step in states:
+        assert lightck.recover(path, step=step).step == step
+    done = CliRunner().invoke(main, ["verify", "--deep", "--replay", str(path)])
+    assert done.exit_code == 0, done.output
+    assert "step 8 (not committed)  OK" in done.stdout
+
+
 def test_restored_checkpoint_is_read_again_from_the_pool(pool):
     found = train(model := net(), adamw(model))
     path = TrainedPool(found).write(pool)
@@ -421,6 +440,10 @@ def test_write_outside_of_step_that_nobody_noticed_is_named(pool):
     assert made.base_step("0.bias", STEPS) == 7
     path = made.write(pool)
     assert_recovers(path, found, 7, lambda: (model := net(), adamw(model)))
+    shown = [CliRunner().invoke(main, ["verify", *how, str(path)]) for how in ((), ("--replay",))]
+    assert [one.exit_code for one in shown] == [0, 1]
+    assert "OK: every byte that step 9 needs is intact." in shown[0].stdout
+    assert "DAMAGED. Step 7 is intact" in shown[1].stdout
     reasons = [one.reason for one in lightck.recover(path).rejected]
     assert len(reasons) == 2
     assert all(
@@ -492,6 +515,10 @@ def test_hostile_update_value_costs_its_step_or_raises_an_error_of_the_tree(data
     found.steps = [*found.steps[:-1], last]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = TrainedPool(found).write(Path(folder) / "run.pool")
+        for command in (["inspect"], ["verify"], ["verify", "--replay"]):
+            done = CliRunner().invoke(main, [*command, str(path)])
+            assert "Traceback" not in done.output
+            assert done.exit_code in (0, 1, 2)
         try:
             checkpoint = lightck.recover(path)
         except LightckError:

@@ -7,8 +7,10 @@ Every run of bytes that a reader can use is a ``Part``. No reader uses the bytes
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
+from lightck.pool import gradient_reader
 from lightck.pool.commit_log import is_dead
 from lightck.pool.format.structures import (
     COMMIT_RECORD_NBYTES,
@@ -20,6 +22,7 @@ from lightck.pool.format.structures import (
     CommitRecord,
     DamagedError,
 )
+from lightck.pool.gradient_reader import GradientCheckpoint
 from lightck.pool.reader import PoolReader, StoredCheckpoint
 
 SUPERBLOCK, TABLE, COMMIT_RECORD, HEADER, MANIFEST, TENSOR = (
@@ -59,7 +62,10 @@ class Part:
 
 
 def parts_of(reader: PoolReader) -> tuple[Part, ...]:
-    """Return all parts of a pool: structures first, then the checkpoints from newest to oldest."""
+    """Return all parts of a pool: structures first, then the checkpoints from newest to oldest. In a pool with gradient
+    records, bases belong to the newest checkpoint, and each record is a checkpoint."""
+    if reader.superblock.has_gradients:
+        return *_structures(reader), *_gradient_parts(reader)
     return *_structures(reader), *(part for checkpoint in checkpoints_of(reader) for part in _checkpoint(checkpoint))
 
 
@@ -78,6 +84,38 @@ def checkpoints_of(reader: PoolReader) -> list[StoredCheckpoint]:
         except DamagedError:
             continue
     return list(found.values())
+
+
+def _gradient_parts(reader: PoolReader) -> Iterator[Part]:
+    """Yield the bases of the newest readable checkpoint, and its record and those that its chain names."""
+    for entry in gradient_reader.committed(reader):
+        with suppress(DamagedError):
+            newest = gradient_reader.checkpoint_of(reader, entry)
+            break
+    else:
+        return
+    yield from _record_parts(newest)
+    whose = newest.header.generation, newest.step
+    for bases, words in ((newest.bases(), "base"), (newest.older_bases(), "older base")):
+        for base in bases:
+            if base.entry.nbytes:
+                said = f"{words} of step {base.step} of tensor {base.entry.name!r}"
+                mine = whose if words == "base" else (base.generation, base.step)
+                yield Part(TENSOR, said, base.offset, base.entry.nbytes, *mine, tensor=base.entry.name)
+    for entry in reversed(newest.part.chain):
+        with suppress(DamagedError):
+            yield from _record_parts(gradient_reader.checkpoint_of(reader, entry))
+
+
+def _record_parts(record: GradientCheckpoint) -> Iterator[Part]:
+    entry, step = record.chain_entry, record.step
+    whose = entry.generation, step, entry.slot
+    at = record.reader.superblock.manifest_at(entry.slot, entry.manifest_index)
+    yield Part(MANIFEST, f"manifest of step {step} (slot {entry.slot})", at, entry.manifest_nbytes, *whose)
+    for name, one in record.in_record.items():
+        if one.entry.nbytes:
+            words = f"{name!r} in the gradient record of step {step} (slot {entry.slot})"
+            yield Part(TENSOR, words, one.offset, one.entry.nbytes, *whose, tensor=name)
 
 
 def _structures(reader: PoolReader) -> Iterator[Part]:
