@@ -72,3 +72,15 @@ def test_a_pool_that_holds_no_checkpoint_yet_is_an_error_by_name(folder: Path) -
     outcome = recovery(str(folder / "killed.pool"))
     assert isinstance(outcome, Refused)
     assert outcome.error == "NoCheckpointError"
+
+
+def test_a_training_begins_in_a_pool_that_holds_no_checkpoint_yet(folder: Path, unmended: None) -> None:
+    path = folder / "run.pool"
+    model, optimizer = with_momentum()
+    with lightck.attach(model, path, optimizer=optimizer, strategy=Gradients(2)):
+        shutil.copy(path, folder / "killed.pool")
+    model, optimizer = with_momentum()
+    with lightck.attach(
+        model, folder / "killed.pool", optimizer=optimizer, strategy=Gradients(2), resume=True
+    ) as session:
+        assert session.step == 0
