@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
+import lightck
 from crash.recorded import Average, Pair, Workload, one_step
 from crash.recording import Recorder
-import lightck
 from lightck.pool.format.layout import GRADIENT_PREFIX
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed
 from lightck.pool.reader import open_pool
@@ -168,7 +168,8 @@ def growing(recorder: Recorder, strategy: Gradients) -> None:
 
 
 def damaged_base(recorder: Recorder, strategy: Gradients) -> None:
-    """A base is damaged. The training resumes from the older one, and the pool is written anew."""
+    """A base is damaged. The training resumes from the older one, which must not be overwritten until the next
+    checkpoint is committed."""
     model, optimizer = with_momentum()
     with recorder.attach(model, optimizer, strategy=strategy):
         train(recorder, model, optimizer, 7)

@@ -10,7 +10,6 @@ import random
 
 from crash.campaign import Campaign, Order, Tally
 from crash.campaigns.kill_training import Saving, play
-from crash.mended import without_checkpoints
 from crash.trainings import KINDS, layer_by_layer
 from lightck.strategy.gradients import Gradients
 
@@ -25,8 +24,7 @@ def gradients(rng: random.Random) -> Saving:
 
 
 def run(order: Order) -> Tally:
-    with without_checkpoints():
-        return play(order, [name for name, kind in KINDS.items() if kind is not layer_by_layer], gradients)
+    return play(order, [name for name, kind in KINDS.items() if kind is not layer_by_layer], gradients)
 
 
 CAMPAIGN = Campaign(

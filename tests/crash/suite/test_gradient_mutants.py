@@ -21,7 +21,6 @@ import pytest
 import torch
 from crash.cuts import Limits
 from crash.gradient_workloads import seeded, train, with_momentum
-from crash.mended import without_checkpoints
 from crash.oracle import Recovered, recovery, truth
 from crash.persistence import Adversary, BlockDevice, Model, PersistentCaches, PersistentMemory
 from crash.recorded import Pair, Workload, record
@@ -46,12 +45,6 @@ FIRST = Effort(LIMITS, again_every=1 << 30, violations_max=1)
 FEW = replace(FIRST, limits=Limits(budget=4, metadata=1, payload=1, contents=1, prefixes=1, masks=1))
 SMALLEST = Gradients(3, 3)
 """As many records as are needed, and none that stands in for damage."""
-
-
-@pytest.fixture(autouse=True)
-def _mended() -> Iterator[None]:
-    with without_checkpoints():
-        yield
 
 
 def plain(
