@@ -54,6 +54,7 @@ def machine() -> str:
 HEADLINES = {
     "power-cut": ("distinct images", "recoveries", "trainings that went on"),
     "gradient-power-cut": ("distinct images", "recoveries", "trainings that went on"),
+    "gradient-kills": ("kills", "ends that were bit-identical"),
     "kill-writer": ("kills", "pools"),
     "kill-training": ("kills", "ends that were bit-identical"),
     "flips": ("damages that there are", "newest, exact", "older, exact", "nothing recovered: CorruptPoolError"),

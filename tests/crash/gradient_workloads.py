@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 
+import lightck
 from crash.recorded import Average, Pair, Workload, one_step
 from crash.recording import Recorder
+from lightck.pool.format.layout import GRADIENT_PREFIX
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed
 from lightck.pool.reader import open_pool
 from lightck.strategy.gradients import Gradients
@@ -165,6 +167,79 @@ def growing(recorder: Recorder, strategy: Gradients) -> None:
             recorder.note(model, optimizer, average=average)
 
 
+def damaged_base(recorder: Recorder, strategy: Gradients) -> None:
+    """A base is damaged. The training resumes from the older one, which must not be overwritten until the next
+    checkpoint is committed."""
+    model, optimizer = with_momentum()
+    with recorder.attach(model, optimizer, strategy=strategy):
+        train(recorder, model, optimizer, 7)
+    with closing(open_pool(recorder.path, gradients=True)) as reader:
+        checkpoint = checkpoint_of(reader, committed(reader)[0])
+        base = min(checkpoint.bases(), key=lambda base: base.step)
+        byte = reader.read(base.offset, 1)[0]
+    recorder.damage(base.offset, bytes([byte ^ 1]), left=checkpoint.header.generation)
+    model, optimizer = with_momentum()
+    with recorder.attach(model, optimizer, resume=True, strategy=strategy) as session:
+        assert session.step == 7
+        train(recorder, model, optimizer, 3, session.step)
+
+
+def damaged_record(recorder: Recorder, strategy: Gradients) -> None:
+    """The oldest record that the newest checkpoint needs is damaged. The training resumes from the step before it."""
+    model, optimizer = with_momentum()
+    with recorder.attach(model, optimizer, strategy=strategy):
+        train(recorder, model, optimizer, 8)
+    with closing(open_pool(recorder.path, gradients=True)) as reader:
+        checkpoint = checkpoint_of(reader, committed(reader)[0])
+        record = checkpoint_of(reader, checkpoint.needed_records()[0])
+        gradient = next(one for name, one in record.in_record.items() if name.startswith(GRADIENT_PREFIX))
+        byte = reader.read(gradient.offset, 1)[0]
+    recorder.damage(gradient.offset, bytes([byte ^ 1]), left=record.header.generation - 1)
+    model, optimizer = with_momentum()
+    with recorder.attach(model, optimizer, resume=True, strategy=strategy) as session:
+        assert session.step == record.step - 1
+        train(recorder, model, optimizer, 4, session.step)
+
+
+def going_back(recorder: Recorder, strategy: Gradients) -> None:
+    """The user goes on from an older step: the newer ones are dead from then on."""
+    model, optimizer = with_momentum()
+    with recorder.attach(model, optimizer, strategy=strategy):
+        train(recorder, model, optimizer, 7)
+    model, optimizer = with_momentum()
+    lightck.recover(recorder.path, model, optimizer, step=6)
+    with recorder.attach(model, optimizer, strategy=strategy):
+        train(recorder, model, optimizer, 4, 10)
+
+
+def late_sleeper(recorder: Recorder, strategy: Gradients) -> None:
+    """A unit has its first update late, so its optimizer state is created after bases without it were written."""
+    model, optimizer = with_sleeper()
+    assert isinstance(model, Sleeper)
+    with recorder.attach(model, optimizer, strategy=strategy):
+        for number in range(8):
+            model.is_awake = number in (4, 6, 7)
+            train(recorder, model, optimizer, 1, number)
+
+
+class Counting(nn.Module):
+    """With buffers that each forward changes, which no update makes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(2, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(self.layer(x))
+        return y * torch.arange(3.0)
+
+
+def with_buffers() -> Pair:
+    seeded()
+    model = Counting()
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
 def saved_again(recorder: Recorder, strategy: Gradients) -> None:
     """The last step is saved a second time, as the end of the training."""
     model, optimizer = with_momentum()
@@ -204,6 +279,11 @@ GRADIENT_WORKLOADS: dict[str, Workload] = {
         lambda: {"average": Average(10)},
         {"strategy": Gradients(2)},
     ),
+    "damaged base": workload(damaged_base, 3),
+    "damaged record": workload(damaged_record, 3),
+    "going back": workload(going_back, 3),
+    "late sleeper": workload(late_sleeper, 3, with_sleeper),
+    "buffers": workload(plain(5, with_buffers), 2, with_buffers),
     "saved again": workload(saved_again, 2),
     "background": workload(background, 2, wide),
 }

@@ -23,7 +23,7 @@ import lightck
 from crash import trace
 from crash.images import pages_of
 from crash.oracle import truth
-from crash.trace import LOST, PUBLISHED, Event, Flush, Mark, Store, Sync
+from crash.trace import LOST, NOBODY, PUBLISHED, Event, Flush, Mark, Store, Sync
 from lightck import _native
 from lightck.pool import create, writer
 from lightck.pool.engine import Medium
@@ -131,9 +131,8 @@ class Recorder:
                 left_over = left_over[n:]
         finally:
             os.close(fd)
-        nobody = -1
-        file.events.append(Mark(nobody, LOST, left))
-        file.events += [Store(nobody, offset, data), Flush(nobody, offset, len(data)), Sync(nobody)]
+        file.events.append(Mark(NOBODY, LOST, left))
+        file.events += [Store(NOBODY, offset, data), Flush(NOBODY, offset, len(data)), Sync(NOBODY)]
 
     # -- what the pool reports ---------------------------------------------------------------------------
 

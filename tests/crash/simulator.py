@@ -30,7 +30,7 @@ from crash.reads import Memory, Place, watched
 from crash.recording import Recorder, Recording, Tape
 from crash.report import Report, Violation
 from crash.seen import Known, Past
-from crash.trace import LOST, PUBLISHED, Event, Mark, Store
+from crash.trace import LOST, NOBODY, PUBLISHED, Event, Mark, Store
 
 Transform = Callable[[Sequence[Event]], Iterable[Event]]
 """Turns a trace into the trace of a program with a bug."""
@@ -203,7 +203,7 @@ class _Tape:
 
     def _check_header(self, store: Store) -> None:
         slot = next((s for s in self._tape.slots if s.payload <= store.offset < s.end), None)
-        if slot is None or not self._check.model.fences_order:
+        if slot is None or store.thread == NOBODY or not self._check.model.fences_order:
             return
         names = int.from_bytes(self._file.read(slot.header, 8), "little")
         if names not in self._promise.begun or self._tracker.is_pending(slot.header):

@@ -18,6 +18,8 @@ PUBLISHED = _native.lib.LCK_MARK_USER
 """Mark that a recorder sets when the file has become visible at its path."""
 LOST = 1000
 """Mark that a recorder sets where the medium loses what was acknowledged; ``value`` is the generation that is left."""
+NOBODY = -1
+"""The thread of what the medium did by itself."""
 
 
 @dataclass(frozen=True, slots=True)

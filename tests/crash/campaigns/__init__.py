@@ -19,6 +19,7 @@ NAMES: tuple[str, ...] = (
     "flips",
     "fuzz",
     "gradient-power-cut",
+    "gradient-kills",
 )
 
 

@@ -1,7 +1,6 @@
 """``gradient-power-cut``: the power is cut at every point of trainings that are saved by ``Gradients``.
 
-A trial is one of ``GRADIENT_WORKLOADS``; as many trials as there are play each once. (``lightck verify`` refuses pools
-with gradient records, so it is not compared with recovery.)
+A trial is one of ``GRADIENT_WORKLOADS``; as many trials as there are play each once.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ def run(order: Order) -> Tally:
         for trial in order.trials:
             name = names[trial % len(names)]
             seed = order.seed + trial // len(names)
-            effort = Effort(LIMITS, again_every=400, goes_on_every=4000, violations_max=5, seed=seed)
-            play(order, trial, name, GRADIENT_WORKLOADS[name], effort, known, tally, verify=None)
+            effort = Effort(LIMITS, again_every=400, verify_every=500, goes_on_every=4000, violations_max=5, seed=seed)
+            play(order, trial, name, GRADIENT_WORKLOADS[name], effort, known, tally)
             order.say(f"trial {trial}, {name}: {tally.counts['distinct images']} distinct images so far")
     return tally
 

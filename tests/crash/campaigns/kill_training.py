@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,14 +73,34 @@ class _Chain:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """How a training is saved. interval, slots: they bound how many updates a kill may lose. options: of ``attach``."""
+
+    interval: int
+    slots: int
+    options: dict[str, object]
+
+
+def full_state(rng: random.Random) -> Saving:
+    interval, slots = rng.choice((1, 1, 1, 3)), rng.choice((2, 2, 3))
+    return Saving(interval, slots, {"interval": interval, "slots": slots})
+
+
 def run(order: Order) -> Tally:
+    return play(order, tuple(KINDS), full_state)
+
+
+def play(order: Order, names: Sequence[str], drawn: Callable[[random.Random], Saving]) -> Tally:
+    """Run the trials of an order with trainings of these kinds. ``drawn``: how the training of a trial is saved."""
     tally = Tally()
     victims.be_ready(order.backend)
-    truths = {name: _truth(name) for name in KINDS}
+    truths = {name: _truth(name) for name in names}
     for trial in order.trials:
-        name = list(KINDS)[trial % len(KINDS)]
+        name = names[trial % len(names)]
+        rng = order.rng(trial)
         try:
-            _trial(order, trial, name, truths[name], tally)
+            _trial(order, trial, name, truths[name], drawn(rng), rng, tally)
         except BrokenError as err:
             tally.found(trial, f"{name}: {err}")
         if trial % 10 == 9:
@@ -103,10 +124,9 @@ def _train(name: str, path: str, seed: int, options: dict[str, object], tell: Te
     KINDS[name](Follow(tell, path, seed, options))
 
 
-def _trial(order: Order, trial: int, name: str, truth: Truth, tally: Tally) -> None:
-    rng = order.rng(trial)
-    chain = _Chain(truth, os.path.join(order.folder, f"{trial}.pool"), rng.choice((1, 1, 1, 3)), rng.choice((2, 2, 3)))
-    options = {"interval": chain.interval, "slots": chain.slots, "backend": order.backend}
+def _trial(order: Order, trial: int, name: str, truth: Truth, saving: Saving, rng: random.Random, tally: Tally) -> None:
+    chain = _Chain(truth, os.path.join(order.folder, f"{trial}.pool"), saving.interval, saving.slots)
+    options = {**saving.options, "backend": order.backend}
     tally.counts["trainings"] += 1
     history = []
     for kill in (*(_draw(rng, number) for number in range(KILLS)), None):

@@ -17,7 +17,7 @@ from crash.recorded import Workload, alone, record, small_heap
 from crash.report import Report
 from crash.seen import Known
 from crash.sequences import Sequence, sequences
-from crash.simulator import Effort, Simulator, Verify
+from crash.simulator import Effort, Simulator
 from crash.verdict import disagreement
 
 LIMITS = Limits(budget=4096, metadata=48, payload=16, contents=32, prefixes=8, masks=12)
@@ -56,7 +56,6 @@ def play(
     effort: Effort,
     known: Known,
     tally: Tally,
-    verify: Verify | None = disagreement,
 ) -> None:
     """Record a workload, cut the power at every point of it under each model, and count what was seen."""
     path = Path(order.folder) / "run.pool"
@@ -64,7 +63,7 @@ def play(
     try:
         recording = record(workload, path)
         simulator = Simulator(
-            recording, order.folder, goes_on=workload.goes_on, verify=verify, effort=effort, known=known
+            recording, order.folder, goes_on=workload.goes_on, verify=disagreement, effort=effort, known=known
         )
         for model in MODELS:
             _count(tally, trial, name, simulator.check(model))

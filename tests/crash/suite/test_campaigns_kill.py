@@ -47,7 +47,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 # -- what holds ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "kills"), [("kill-writer", 15), ("kill-training", 6)])
+@pytest.mark.parametrize(("name", "kills"), [("kill-writer", 15), ("kill-training", 6), ("gradient-kills", 6)])
 def test_nothing_that_was_acknowledged_is_lost_to_a_kill(folder, backend, name, kills):
     tally = play(name, folder, backend)
     assert not tally.findings

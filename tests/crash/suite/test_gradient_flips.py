@@ -27,6 +27,7 @@ from crash.recorded import one_step
 from torch import nn
 
 import lightck
+from lightck.cli import verify
 from lightck.pool.format.layout import GRADIENT_ROLE
 from lightck.pool.format.structures import COMMIT_RECORD_NBYTES, SLOT_HEADER_NBYTES, SUPERBLOCK_NBYTES
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed
@@ -226,6 +227,16 @@ class Pool:
         print(f"seed {SEED}, {kind}: {dict(seen)}")
         return seen
 
+    def is_reported(self, kind: str) -> bool:
+        """Whether ``lightck verify --deep`` calls the pool damaged, with one bit flipped in a place of this kind."""
+        start, nbytes = self.places[kind][-1]
+        ((place, _),) = extents.runs(self._extents, start + nbytes // 2, 1)
+        self._map[place] ^= 1
+        try:
+            return not verify.pool_facts(str(self._life.path), None, deep=True)["ok"]
+        finally:
+            self._map[place] ^= 1
+
 
 def places_of(reader: PoolReader) -> dict[str, list[Place]]:
     """Kind -> the places of this kind in a pool."""
@@ -306,6 +317,13 @@ def test_one_flipped_bit_costs_at_most_the_updates_of_a_round(pool_of: PoolOf) -
     seen = check_all(pool_of(steady), 12)
     assert set(seen["bases"]) == {"0 lost, said"}
     assert len(seen["gradients"] + seen["small state"]) > 1, "some records are needed, and others are not"
+
+
+def test_verify_reports_a_damaged_place_of_each_kind(pool_of: PoolOf) -> None:
+    """Also what a recovery need not say."""
+    pool = pool_of(steady)
+    anywhere = {"anywhere", "other lines"}  # there, nothing may lie
+    assert [kind for kind in pool.places if kind not in anywhere and not pool.is_reported(kind)] == []
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from crash.oracle import Refused, recovery
 from crash.persistence import MODELS, BlockDevice, Model, PersistentMemory
 from crash.recorded import record
 from crash.simulator import Effort, Simulator
+from crash.verdict import disagreement
 
 import lightck
 from lightck.pool.format.structures import MIB
@@ -20,8 +21,12 @@ from lightck.pool.storage.pmdk import PmdkBackend
 from lightck.strategy.gradients import Gradients
 
 PM, DISK = PersistentMemory(), BlockDevice()
-FEW = Effort(Limits(budget=8, metadata=2, payload=2, contents=2, prefixes=1, masks=1), goes_on_every=300)
-MORE = Effort(Limits(budget=32, metadata=8, payload=4, contents=4, prefixes=2, masks=4), goes_on_every=1000)
+FEW = Effort(
+    Limits(budget=8, metadata=2, payload=2, contents=2, prefixes=1, masks=1), goes_on_every=300, verify_every=100
+)
+MORE = Effort(
+    Limits(budget=32, metadata=8, payload=4, contents=4, prefixes=2, masks=4), goes_on_every=1000, verify_every=100
+)
 QUICK = ("two turns", "sleeping", "given up", "adoption")
 
 
@@ -29,7 +34,7 @@ def check(name: str, folder: Path, models: tuple[Model, ...], effort: Effort) ->
     """Cut the power under these models; trainings go on from one image at least."""
     workload = GRADIENT_WORKLOADS[name]
     recording = record(workload, folder / "run.pool")
-    simulator = Simulator(recording, str(folder), goes_on=workload.goes_on, effort=effort)
+    simulator = Simulator(recording, str(folder), goes_on=workload.goes_on, verify=disagreement, effort=effort)
     reports = [simulator.check(model) for model in models]
     for report in reports:
         print(report)
@@ -37,6 +42,7 @@ def check(name: str, folder: Path, models: tuple[Model, ...], effort: Effort) ->
         assert report.images > 50
         assert report.distinct > 0
     assert any(report.went_on for report in reports)
+    assert any(report.verified for report in reports)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -72,3 +78,15 @@ def test_a_pool_that_holds_no_checkpoint_yet_is_an_error_by_name(folder: Path) -
     outcome = recovery(str(folder / "killed.pool"))
     assert isinstance(outcome, Refused)
     assert outcome.error == "NoCheckpointError"
+
+
+def test_a_training_begins_in_a_pool_that_holds_no_checkpoint_yet(folder: Path) -> None:
+    path = folder / "run.pool"
+    model, optimizer = with_momentum()
+    with lightck.attach(model, path, optimizer=optimizer, strategy=Gradients(2)):
+        shutil.copy(path, folder / "killed.pool")
+    model, optimizer = with_momentum()
+    with lightck.attach(
+        model, folder / "killed.pool", optimizer=optimizer, strategy=Gradients(2), resume=True
+    ) as session:
+        assert session.step == 0

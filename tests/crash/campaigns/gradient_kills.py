@@ -1,0 +1,36 @@
+"""``gradient-kills``: the trainings of ``kill-training``, saved by ``Gradients``, killed again and again.
+
+After each kill the updates since the bases are made again, and the training ends with the same bits as a run that
+lightck never saw. (Layers that are updated inside the backward pass are left out: ``Gradients`` refuses them.)
+"""
+
+from __future__ import annotations
+
+import random
+
+from crash.campaign import Campaign, Order, Tally
+from crash.campaigns.kill_training import Saving, play
+from crash.trainings import KINDS, layer_by_layer
+from lightck.strategy.gradients import Gradients
+
+ONE_UNCOMMITTED = 2
+"""At most one checkpoint is not committed when the next update begins, as with two slots."""
+
+
+def gradients(rng: random.Random) -> Saving:
+    base_every = rng.choice((2, 3, 3, 5))
+    n_records = rng.choice((None, base_every))
+    return Saving(1, ONE_UNCOMMITTED, {"strategy": Gradients(base_every, n_records)})
+
+
+def run(order: Order) -> Tally:
+    return play(order, [name for name, kind in KINDS.items() if kind is not layer_by_layer], gradients)
+
+
+CAMPAIGN = Campaign(
+    "gradient-kills",
+    "SIGKILL in trainings with gradient records: updates are made again, and each ends bit-identical",
+    small=3,
+    long=90,
+    run=run,
+)
