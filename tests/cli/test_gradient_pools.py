@@ -309,7 +309,8 @@ class Own(torch.optim.SGD):
 def test_class_of_the_user_is_inspected_and_verified_and_is_named_where_it_is_needed(pool, folder):
     model = net()
     optimizer = Own(model.parameters(), lr=0.1)
-    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)):
+    strategy = Gradients(base_every=3, own_optimizers=True)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=strategy):
         train(model, optimizer, 7)
     file = folder / "model.safetensors"
     assert [call(*words(command, pool, file)).exit_code for command in COMMANDS[:3]] == [OK, OK, OK]

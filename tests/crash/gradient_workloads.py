@@ -112,15 +112,16 @@ def frozen(recorder: Recorder, strategy: Gradients) -> None:
 
 
 def given_up(recorder: Recorder, strategy: Gradients) -> None:
-    """A gradient is written behind the update and before its copy: the checkpoint is given up, and the next one is
-    full."""
+    """Gradients are written behind the boundary, before their copies are compared: the checkpoint is given up, and the
+    next one is full."""
     model, optimizer = with_momentum()
     with recorder.attach(model, optimizer, strategy=strategy) as session:
         train(recorder, model, optimizer, 5)
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad.zero_()
+        consumed = [p.grad for p in model.parameters() if p.grad is not None]
+        first = next(model.children())
+        hook = first.register_forward_pre_hook(lambda *_: [gradient.zero_() for gradient in consumed] and None)
         train(recorder, model, optimizer, 1, 5)
+        hook.remove()
         assert session.stats().skipped == 1, "the workload does not show what it is for"
         session.flush()
         assert newest(recorder) == (6, 6)

@@ -242,6 +242,7 @@ def copied_late() -> Iterator[None]:
         stack.enter_context(patch.object(GradientClasses, "observe", owned))
         stack.enter_context(patch.object(ConsumedGradients, "copied", believed))
         stack.enter_context(patch.object(ConsumedGradients, "_find_writes_of_step", lambda *_: None))
+        stack.enter_context(patch.object(ConsumedGradients, "find_overwritten", lambda *_: None))
         yield
 
 
