@@ -146,10 +146,12 @@ def _show_records(records: list[Facts]) -> None:
 # -- verify ------------------------------------------------------------------------------------------------------------
 
 
-def read_nbytes(checkpoint: GradientCheckpoint) -> int:
-    """Return the number of bytes that ``checked`` reads, without those of records of other steps."""
-    tensors = [*checkpoint.bases(), *checkpoint.older_bases(), *checkpoint.in_record.values()]
-    return sum(one.entry.nbytes for one in tensors)
+def read_nbytes(stored: ReplayedCheckpoint) -> int:
+    """Return about how many bytes ``checked`` reads. (The sizes of other records are in their own manifests.)"""
+    checkpoint = stored.gradient_checkpoint
+    copies = sum(one.entry.nbytes for one in (*checkpoint.bases(), *checkpoint.older_bases()))
+    record = sum(one.entry.nbytes for one in checkpoint.in_record.values())
+    return copies + record * (1 + len(checkpoint.part.chain))
 
 
 def checked(

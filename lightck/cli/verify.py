@@ -57,7 +57,8 @@ writing the structure, its check succeeds at the next read.)"""
 @json_option
 def command(pool: str, deep: bool, replay: bool, step: int | None, as_json: bool) -> int:
     """Check the structures of POOL, its manifests, and every block of the newest checkpoint. For the directory of
-    a group of ranks, check also whether the parts of all ranks make whole tensors.
+    a group of ranks, check also whether the parts of all ranks make whole tensors. For a pool with gradient records,
+    check the bases and records from which the checkpoint is made, and with --replay make it from them.
 
     Nothing is written, and the pool may be in use. Exit status 1 if anything is damaged.
     """
@@ -227,9 +228,8 @@ def _checked(
 ) -> list[Facts]:
     rows, is_one_intact = [], False
     newest = stored_checkpoints.newest_generations(reader.commit_log())
-    total = (
-        sum(each.nbytes or 0 for each in found) if all_blocks else max((each.nbytes or 0 for each in found), default=0)
-    )
+    nbytes = [_nbytes_to_read(each) for each in found]
+    total = sum(nbytes) if all_blocks else max(nbytes, default=0)
     with progress_bar("verifying", total) as advance:
         for checkpoint in found:
             reads_blocks = all_blocks or (not is_one_intact and checkpoint.is_offered)
@@ -239,6 +239,12 @@ def _checked(
             rows.append(row)
             is_one_intact = is_one_intact or row["recoverable"]
     return rows
+
+
+def _nbytes_to_read(checkpoint: stored_checkpoints.FoundCheckpoint) -> int:
+    if checkpoint.stored is None or isinstance(checkpoint.stored, StoredCheckpoint):
+        return checkpoint.nbytes or 0
+    return gradients.read_nbytes(checkpoint.stored)
 
 
 def _row(
