@@ -166,7 +166,7 @@ def main() -> None:
     if args.small:
         options: dict[str, Any] = {"shape": SMALL, "batch": (2, 16), "warm_up": 8, "steps": 6, "ns": (3,)}
     else:
-        options = {"shape": FULL, "batch": (8, 128), "warm_up": 28, "steps": 24, "ns": (6, 12)}
+        options = {"shape": FULL, "batch": (4, 64), "warm_up": 26, "steps": 12, "ns": (12,)}
     found: dict[str, Any] = {"shape": options["shape"], "plain": measured(options, None)}
     found["full"] = measured(options, lightck.FullState())
     for n in options["ns"]:
