@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from crash.cuts import Limits
+from crash.gradient_lives import Drawn
 from crash.gradient_workloads import GRADIENT_WORKLOADS, with_momentum
 from crash.oracle import Refused, recovery
 from crash.persistence import MODELS, BlockDevice, Model, PersistentMemory
-from crash.recorded import record
+from crash.recorded import Workload, record
 from crash.simulator import Effort, Simulator
 from crash.verdict import disagreement
 
@@ -30,9 +31,8 @@ MORE = Effort(
 QUICK = ("two turns", "sleeping", "given up", "adoption")
 
 
-def check(name: str, folder: Path, models: tuple[Model, ...], effort: Effort) -> None:
+def check(workload: Workload, folder: Path, models: tuple[Model, ...], effort: Effort) -> None:
     """Cut the power under these models; trainings go on from one image at least."""
-    workload = GRADIENT_WORKLOADS[name]
     recording = record(workload, folder / "run.pool")
     simulator = Simulator(recording, str(folder), goes_on=workload.goes_on, verify=disagreement, effort=effort)
     reports = [simulator.check(model) for model in models]
@@ -47,14 +47,14 @@ def check(name: str, folder: Path, models: tuple[Model, ...], effort: Effort) ->
 
 @pytest.mark.parametrize("name", QUICK)
 def test_some_crash_images_recover_what_was_promised(name: str, folder: Path) -> None:
-    check(name, folder, (PM,), FEW)
+    check(GRADIENT_WORKLOADS[name], folder, (PM,), FEW)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", GRADIENT_WORKLOADS)
 def test_more_crash_images_recover_what_was_promised(name: str, folder: Path) -> None:
     """All models for some trainings. (``python -m crash gradient-power-cut`` tries more.)"""
-    check(name, folder, MODELS if name in QUICK else (PM, DISK), MORE)
+    check(GRADIENT_WORKLOADS[name], folder, MODELS if name in QUICK else (PM, DISK), MORE)
 
 
 @pytest.mark.long
@@ -66,7 +66,13 @@ def test_the_same_in_the_arenas_of_a_pmdk_pool(
     monkeypatch.setitem(backends.BACKENDS, "pmdk", PmdkBackend(arena_nbytes=2 * MIB))
     recording = record(GRADIENT_WORKLOADS[name], folder / "first.pool")
     assert all(len(tape.places) > 1 for tape in recording)
-    check(name, folder, (PM,), MORE)
+    check(GRADIENT_WORKLOADS[name], folder, (PM,), MORE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [2, 3])
+def test_whatever_a_loop_does_between_updates_no_promise_is_broken(seed: int, folder: Path) -> None:
+    check(Drawn(seed).workload(), folder, (PM,), FEW)
 
 
 def test_a_pool_that_holds_no_checkpoint_yet_is_an_error_by_name(folder: Path) -> None:
