@@ -176,6 +176,8 @@ class Pipeline:
 
     def _begin(self, writer: PoolWriter, closed_step: ClosedStep) -> InFlightCheckpoint:
         """Plan and submit the checkpoint of a closed step. Raises ``RelayoutNeededError``."""
+        if self.guard.stale_after is not None:
+            closed_step.update = None  # the checkpoint must need none of those that are struck when it is committed
         tables = self._tables_of(writer, closed_step)
         slot = self._take_slot(writer, closed_step)
         plan = self._strategy.plan(closed_step, tables, self.guard.target(writer, slot))

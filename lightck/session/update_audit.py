@@ -7,7 +7,7 @@ an element-wise optimizer is audited in a window; large ones of other optimizers
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightck.state.neutral_settings import neutral_settings
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.unit_update import Unit, is_sliceable, update_unit
 
+TensorsOf = Callable[[HeldGradient], tuple[torch.Tensor, ...]]
 FIRST_UPDATES, EVERY = 3, 8
 WINDOW_NUMEL = 16 << 10
 """Elements of a window."""
@@ -53,14 +54,15 @@ class UpdateAudit:
         """Drop all references to tensors."""
         self._running.clear()
 
-    def begin(self, index: int, optimizer: Optimizer, step: CapturedStep) -> None:
-        """Copy what is audited, right before the update."""
+    def begin(self, index: int, optimizer: Optimizer, step: CapturedStep, tensors_of: TensorsOf) -> None:
+        """Copy what is audited, right before the update. ``tensors_of``: returns the tensors of a gradient; none if
+        they are not known."""
         self._running.pop(index, None)
         n = self._n_updates[index] = self._n_updates.get(index, -1) + 1
         if n >= FIRST_UPDATES and n % EVERY:
             return
         partial = PartialOptimizer.of(optimizer)
-        candidates = list(_updated(optimizer, step))
+        candidates = list(_updated(optimizer, step, tensors_of))
         if n >= FIRST_UPDATES and candidates:
             candidates = [candidates[n // EVERY % len(candidates)]]
         copies = [_copied(n, *one, optimizer, step, partial) for one in candidates]
@@ -85,13 +87,17 @@ class UpdateAudit:
         return ""
 
 
-def _updated(optimizer: Optimizer, step: CapturedStep) -> Iterator[tuple[int, torch.Tensor, HeldGradient]]:
-    """Yield group index, parameter and gradient of each parameter that has one."""
+def _updated(
+    optimizer: Optimizer, step: CapturedStep, tensors_of: TensorsOf
+) -> Iterator[tuple[int, torch.Tensor, HeldGradient, tuple[torch.Tensor, ...]]]:
+    """Yield group index, parameter and gradient, with its tensors, of each parameter that has one."""
     for g, (group, consumed) in enumerate(zip(optimizer.param_groups, step.groups, strict=True)):
         for p, name in zip(group["params"], consumed.parameters, strict=True):
             gradient = step.gradients.get(name)
-            if gradient is not None and gradient.tensors and type(p) in (torch.Tensor, torch.nn.Parameter):
-                yield g, p, gradient
+            if gradient is not None and type(p) in (torch.Tensor, torch.nn.Parameter):
+                tensors = tensors_of(gradient)
+                if tensors:
+                    yield g, p, gradient, tensors
 
 
 def _copied(
@@ -99,6 +105,7 @@ def _copied(
     group_index: int,
     p: torch.Tensor,
     held: HeldGradient,
+    tensors: tuple[torch.Tensor, ...],
     optimizer: Optimizer,
     step: CapturedStep,
     partial: PartialOptimizer,
@@ -107,7 +114,8 @@ def _copied(
     which chooses the window."""
     state, group, live = optimizer.state.get(p, {}), step.groups[group_index], p.detach()
     implementation = group.exceptions.get(held.name, group.implementation)
-    gradient = held.tensors[0] if not held.is_sparse else None
+    gradient = held.as_copied(tensors) if not held.is_sparse else None
+    assert gradient is None or isinstance(gradient, torch.Tensor)
     window = None
     if live.numel() > WINDOW_NUMEL:
         if gradient is not None and is_sliceable(live, state, gradient, partial, implementation):
@@ -121,7 +129,7 @@ def _copied(
     if gradient is not None:
         consumed = _window(gradient, window).clone()
     else:
-        indices, values = (tensor.clone() for tensor in held.tensors)
+        indices, values = (tensor.clone() for tensor in tensors)
         consumed = SparseGradient(indices, values, held.sparse_shape or (), held.is_coalesced)
     before = {key: _state_window(value, live, window) for key, value in state.items()}
     copies = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in before.items()}

@@ -93,7 +93,7 @@ class UpdateRecords(StepListener):
         self._reason = self._reason or settings_reason(type(optimizer))
         step = self.consumed_gradients.running_step(index)
         if step is not None:
-            self._audit.begin(index, optimizer, step)
+            self._audit.begin(index, optimizer, step, self._tensors_of)
 
     def after_step(self, index: int) -> None:
         difference = self._audit.difference(index)
@@ -109,6 +109,10 @@ class UpdateRecords(StepListener):
             self._token = token
             self._watched = [one for one in lives if one.role in ("param", "optimizer") and one.alias is None]
         self._outside.step_ended(self._watched, token)
+
+    def _tensors_of(self, gradient: HeldGradient) -> tuple[torch.Tensor, ...]:
+        """Return the tensors of a gradient, or their copies; none if it was overwritten."""
+        return gradient.tensors or self._copies.get(gradient, ())
 
     def _find_outside_writes(self) -> None:
         names = self._outside.found() or self._exchanged()

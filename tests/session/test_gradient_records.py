@@ -17,6 +17,7 @@ import lightck
 from lightck.errors import UnsupportedError
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed, problems_of
 from lightck.pool.reader import open_pool
+from lightck.session import outside_writes
 from lightck.strategy.gradients import Gradients
 
 
@@ -111,6 +112,21 @@ def test_a_parameter_group_that_is_added_is_recovered(pool):
             run((model, optimizer, session), 1, number)
             assert newest(pool)[2]
             assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_a_late_unannounced_write_to_a_frozen_tensor_strikes_what_is_wrong(pool, caplog, monkeypatch):
+    """The write guard finds it first: the next checkpoint is full, and needs none of those that are struck."""
+    monkeypatch.setattr(outside_writes, "BUDGET_NBYTES", 0)
+    model = net(BIG)
+    model[0].weight.requires_grad_(False)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)) as session:
+        run((model, optimizer, session), 9)
+        model[0].weight.data.mul_(0.5)
+        for number in range(9, 14):
+            run((model, optimizer, session), 1, number)
+            assert is_step(lightck.recover(pool), everything(model, optimizer))
+    assert "may be wrong are struck" in caplog.text
 
 
 def test_gradients_that_another_loss_adds_to_cost_no_checkpoint(pool, caplog):

@@ -154,6 +154,18 @@ def test_the_audit_finds_nothing_where_nothing_is(pool, how, dtype, caplog):
     assert "not trusted" not in caplog.text
 
 
+def test_gradients_that_are_copied_at_once_are_audited(pool, caplog):
+    """Where the loop zeroes them in place, as at the first update of every loop."""
+    model = net(64)
+    optimizer = NoisyLater(model.parameters())
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=STRATEGY):
+        for number in range(EVERY + 2):
+            optimizer.zero_grad(set_to_none=False)
+            model(batch(number)).square().mean().backward()
+            optimizer.step()
+    assert "updates are not trusted any more" in caplog.text
+
+
 def test_full_checkpoints_in_a_row_are_reported(pool, caplog):
     model = wide()
     optimizer = torch.optim.AdamW(model.parameters())
