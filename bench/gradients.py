@@ -22,8 +22,11 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,10 +38,7 @@ from lightck.pool.gradient_reader import checkpoint_of, committed
 from lightck.pool.reader import open_pool
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
     sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from toys import in_child
 
 from bench.measures.copies import memcpy_cpu_seconds
 from bench.workloads import language
@@ -147,6 +147,12 @@ def recovery(options: dict[str, Any], folder: str) -> dict[str, Any]:
             "update": update,
             "replayed": replayed / sum(base.entry.nbytes for base in bases),
         }
+
+
+def in_child(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what ``work`` returns in a process of its own."""
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        return pool.submit(work).result()
 
 
 def measured(options: dict[str, Any], strategy: Any) -> dict[str, Any]:
