@@ -210,8 +210,10 @@ class PoolReader:
         take the older bytes of a base for the tensor of the checkpoint."""
         if superblock.has_gradients and not self._reads_gradients:
             raise FormatError(
-                f"The pool {self.path!r} holds gradient records: its updates must be made again before a tensor can "
-                "be read, which is not possible here. Load or restore it with lightck.recover(path), without lazy=."
+                f"The pool {self.path!r} holds gradient records: a training with strategy=Gradients(...) made it, and "
+                "its updates must be made again before a tensor can be read. Pass strategy=lightck.Gradients(...) to "
+                "attach(); or load the checkpoint with lightck.recover(path), without lazy=, and train into another "
+                "pool."
             )
 
     def _check_size(self, superblock: Superblock) -> None:

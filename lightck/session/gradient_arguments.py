@@ -97,14 +97,14 @@ def space_advice(entries: Iterable[Entry], state_nbytes: int, kind: PoolKind, ba
 
 def _refuse_other_arguments(options: SaveOptions, *, is_rank_pool: bool) -> None:
     given = {
-        "slots=": options.slots is not None,
-        "keep=": options.keep is not None,
-        "interval= other than 1": options.interval != 1,
+        "slots=": (options.slots is not None, "its pool has gradient records instead (log_records=)"),
+        "keep=": (options.keep is not None, "a checkpoint that is kept would need the records of other steps too"),
+        "interval=": (options.interval != 1, "the updates of all steps are needed to make a later one again"),
     }
-    for name, is_given in given.items():
+    for name, (is_given, reason) in given.items():
         if is_given:
             raise UnsupportedError(
-                f"strategy=Gradients(...) cannot be used with {name}. Leave that argument out, or use "
+                f"strategy=Gradients(...) cannot be used with {name}: {reason}. Leave that argument out, or use "
                 "strategy=FullState()."
             )
     if is_rank_pool:

@@ -65,6 +65,8 @@ class UpdateRecords(StepListener):
         """The first difference that the audit has found; "" if it found none."""
         self._n_full = 0
         """How many checkpoints in a row were full for a reason."""
+        self._saved_step: int | None = None
+        """The step of the last checkpoint that closed."""
         self._watched: list[Live] = []
         """Parameters and optimizer state at the last ``step``."""
         self._token: object = None
@@ -169,14 +171,16 @@ class UpdateRecords(StepListener):
         self.consumed_gradients.find_overwritten()
         update, self._update, self._begun = self._update, None, []
         reason, self._reason = self._reason or self._distrust, ""
+        is_again, self._saved_step = step == self._saved_step, step
         if update is None or update.step != step:
-            reason = reason or "its update was not seen, or its checkpoint is saved again"
+            reason = reason or ("it is saved once more" if is_again else "its update was not seen")
         else:
             reason = reason or _reason_of(update)
         if not self._capture.state_is_only_tensors():
             reason = reason or "an optimizer has state that is no tensor, which has no older copy in the pool"
         if reason or update is None:
-            self._log(step, reason)
+            if not is_again:
+                self._log(step, reason)
             self._outside.go_on()
             return None
         self._n_full = 0
@@ -219,8 +223,8 @@ class UpdateRecords(StepListener):
         self._n_full += 1
         if self._n_full == FULL_MAX:
             log.warning(
-                "lightck: the last %d checkpoints were full, this one because %s. So Gradients writes more than "
-                "FullState() would: use strategy=FullState() for this training, or keep the loop from doing that",
+                "lightck: the last %d checkpoints were full, this one because %s. So Gradients saves nothing here, and "
+                "its pool and its memory are larger: use strategy=FullState() for this training, or change the loop",
                 FULL_MAX,
                 reason,
             )
