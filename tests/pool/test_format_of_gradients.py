@@ -16,12 +16,10 @@ import pools_by_hand as by_hand
 import pytest
 import test_format
 import toys
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightck
-from lightck.cli import main
 from lightck.errors import FormatError
 from lightck.pool.format import layout
 from lightck.pool.format.gradients import (
@@ -470,7 +468,7 @@ def test_a_part_with_changed_bytes_is_read_in_bounds_or_damaged(data: Any) -> No
 # -- what cannot be read so --------------------------------------------------------------------------------------------
 
 
-def test_a_pool_is_refused_by_name_by_what_makes_no_updates_again(pool: Path, tmp_path: Path) -> None:
+def test_a_pool_is_refused_by_name_by_what_makes_no_updates_again(pool: Path) -> None:
     model = toys.net()
     with lightck.attach(model, pool, optimizer=(optimizer := toys.adam(model)), strategy=Gradients(base_every=3)):
         toys.train(model, optimizer, 3)
@@ -479,9 +477,4 @@ def test_a_pool_is_refused_by_name_by_what_makes_no_updates_again(pool: Path, tm
         lightck.recover(pool, lazy=True)
     with pytest.raises(FormatError, match=words):
         lightck.attach(model, pool, optimizer=optimizer, resume=True)
-    for command in (["inspect"], ["verify"], ["verify", "--deep"], ["inject", "--zero-page", "payload"]):
-        more = {"inject": [str(tmp_path / "copy")]}.get(command[0], [])
-        result = CliRunner().invoke(main, [*command, str(pool), *more])
-        assert result.exit_code != 0
-        assert words in result.output, (command, result.output)
     assert pool.read_bytes() == before
