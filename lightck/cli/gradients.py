@@ -38,9 +38,7 @@ def updates_of(stored: ReplayedCheckpoint) -> int:
 
 def needed_steps(checkpoint: GradientCheckpoint) -> set[int]:
     """Return the steps whose gradient records are needed: those after the oldest base."""
-    present = checkpoint.rows[checkpoint.rows["generation"] > 0]
-    low = min(present["step"].tolist(), default=checkpoint.step)
-    return set(range(low + 1, checkpoint.step + 1))
+    return set(range(checkpoint.oldest_base_step + 1, checkpoint.step + 1))
 
 
 def contents(stored: ReplayedCheckpoint) -> Facts:

@@ -17,7 +17,7 @@ from lightck.errors import UnsupportedError
 from lightck.pipeline.pool_kind import in_module_order
 from lightck.pool.engine import Engine
 from lightck.pool.format.gradients import SENTINEL_PAGE, Crcs
-from lightck.pool.format.layout import GRADIENT_PREFIX, GRADIENT_ROLE, HOME_PLACE, HOME_ROLES, Entry, contiguous_stride
+from lightck.pool.format.layout import GRADIENT_ROLE, HOME_PLACE, HOME_ROLES, SLOT_PLACE, Entry, contiguous_stride
 from lightck.pool.gradient_log import records_min
 from lightck.pool.gradient_writer import GradientWriter
 from lightck.pool.reader import PoolReader
@@ -26,8 +26,9 @@ from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.writer import PoolWriter, RelayoutNeededError
 from lightck.state.blocks import Blocks
-from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain, param_of
+from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain, unit_of
 from lightck.state.signatures import ClosedStep
+from lightck.state.update_record import gradient_names
 
 
 class GradientPools:
@@ -89,16 +90,10 @@ def _is_in_home(entry: Entry) -> bool:
     return entry.role in HOME_ROLES and entry.alias is None
 
 
-def unit_of(entry: Entry) -> str:
-    """Return the name of the parameter to whose unit an entry in a home belongs."""
-    return param_of(entry.name) if entry.role == "optimizer" else entry.name.removeprefix("model/")
-
-
 def _gradient_entry(param: Entry) -> Entry:
     """Return the entry of a dense gradient, whose elements are stored in row-major order."""
-    return param._replace(
-        name=GRADIENT_PREFIX + unit_of(param), role=GRADIENT_ROLE, stride=contiguous_stride(param.shape), place="slot"
-    )
+    (name,) = gradient_names(unit_of(param), is_sparse=False)
+    return param._replace(name=name, role=GRADIENT_ROLE, stride=contiguous_stride(param.shape), place=SLOT_PLACE)
 
 
 class SentinelPages:

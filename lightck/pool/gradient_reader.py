@@ -145,11 +145,16 @@ class GradientCheckpoint:
                 found = crcs[crc : crc + blocks_of(entry.nbytes, sb.block)]
                 yield StoredTensor(entry, number, sb.homes[home][0] + offset, generation, step, found)
 
+    @property
+    def oldest_base_step(self) -> int:
+        """The step of the oldest base: the updates after it are made again."""
+        present = self.rows["generation"] > 0
+        return int(self.rows["step"][present].min(initial=self.step))
+
     def needed_records(self) -> list[ChainEntry]:
         """Return the records of the chain without which the checkpoint cannot be recovered from its bases, oldest
         first."""
-        present = self.rows["generation"] > 0
-        low = int(self.rows["step"][present].min(initial=self.step))
+        low = self.oldest_base_step
         return [one for one in self.part.chain if one.step > low]
 
     def read(self, tensors: Sequence[tuple[StoredTensor, int]]) -> None:

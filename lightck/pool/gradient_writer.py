@@ -104,16 +104,15 @@ class GradientWriter(PoolWriter):
         *,
         base_every: int,
         unit_names: Sequence[str],
-        step: int = 0,
     ) -> None:
         """``base_every``: see ``GradientLog``. ``unit_names``: for each entry in a home, in the order of the layout
-        table, the name of its unit. ``step``: the number of updates before the first checkpoint of this writer."""
+        table, the name of its unit."""
         super().__init__(reader, engine, durability, predecessor, lock)
         in_homes = [entry for entry in self.entries if entry.place == HOME_PLACE]
         assert in_homes == self.entries[: len(in_homes)], "the entries in homes come first (create.py)"
         self.n_home_entries = len(in_homes)
         self.units = Units.of(in_homes, unit_names)
-        self.log = GradientLog.new(base_every, len(self.slots.slots), self.units.turns(base_every), step)
+        self.log = GradientLog.new(base_every, len(self.slots.slots), self.units.turns(base_every), 0)
         blocks = np.array([blocks_of(entry.nbytes, self.superblock.block) for entry in in_homes], np.int64)
         self._block_starts, self._n_home_crcs = np.cumsum(blocks) - blocks, int(blocks.sum())
         self._entry_of_crc = np.repeat(np.arange(len(in_homes)), blocks)
@@ -139,11 +138,11 @@ class GradientWriter(PoolWriter):
 
     # -- before a checkpoint -----------------------------------------------------------------------------
 
-    def plan_record(self, updated: Mask, written_outside: Mask | None = None) -> RecordPlan | None:
-        """Plan the record of the next update. ``updated``, ``written_outside``: see ``GradientLog.next_record``.
-        Returns None if no record slot is free: then the pool must be replaced by a new one."""
+    def plan_record(self, updated: Mask) -> RecordPlan | None:
+        """Plan the record of the next update. ``updated``: the units that it changed. Returns None if no record slot is
+        free: then the pool must be replaced by a new one."""
         assert not any(slot.in_flight for slot in self.slots.slots), "one record at a time"
-        return self.log.next_record(self.generation + 1, updated, written_outside)
+        return self.log.next_record(self.generation + 1, updated)
 
     def prepare(self, plan: RecordPlan, sentinels: Crcs = NO_SENTINELS) -> Slot:
         """Let ``begin`` write the record of this plan, and return its slot. ``sentinels``: for each entry in a home the

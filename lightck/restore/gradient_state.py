@@ -24,11 +24,11 @@ from lightck.pool.gradient_reader import GradientCheckpoint
 from lightck.restore.contents import empty_for, unpack_dict
 from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.restore.replay import Base, replay
-from lightck.restore.unit_copies import LoadedUnit, Records, UnitCopies, parameter_of
+from lightck.restore.unit_copies import LoadedUnit, Records, UnitCopies
 from lightck.state import values
 from lightck.state.consumed_update import ConsumedUpdate
 from lightck.state.fingerprint import fingerprint
-from lightck.state.inventory import Live, entry_of, is_direct, state_name
+from lightck.state.inventory import Live, entry_of, is_direct, state_name, unit_of
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.storable import dtype_from_name
 from lightck.state.unit_update import Unit
@@ -260,7 +260,7 @@ def _refuse_state_elsewhere(checkpoint: GradientCheckpoint, loaded: Iterable[Loa
     """Raise ``DamagedError`` if optimizer state of an older unit lies outside of its copy: in the record of the
     checkpoint, or in the state of another parameter. Its value at the step of the copy is not known then."""
     elsewhere = {
-        parameter_of(one.entry): name
+        unit_of(one.entry): name
         for name, one in checkpoint.in_record.items()
         if one.entry.role == "optimizer" and one.entry.place == SLOT_PLACE
     }

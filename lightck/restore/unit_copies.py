@@ -18,7 +18,7 @@ from lightck.pool.format.layout import HOME_PLACE, Entry
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.gradient_reader import GradientCheckpoint, StoredTensor, checkpoint_of
 from lightck.restore.contents import empty_for
-from lightck.state.inventory import param_of
+from lightck.state.inventory import unit_of
 
 log = logging.getLogger("lightck")
 
@@ -67,11 +67,6 @@ class LoadedUnit:
     tensors: dict[str, torch.Tensor]
 
 
-def parameter_of(entry: Entry) -> str:
-    """Return the name that the small state gives the parameter of the unit to which an entry in a home belongs."""
-    return param_of(entry.name) if entry.role == "optimizer" else entry.name.removeprefix("model/")
-
-
 class UnitCopies:
     """Finds and reads the copies of all units of a checkpoint."""
 
@@ -82,7 +77,7 @@ class UnitCopies:
         """Parameter -> the entries of its unit in a home."""
         for entry in checkpoint.reader.entries:
             if entry.place == HOME_PLACE:
-                self._entries.setdefault(parameter_of(entry), []).append(entry)
+                self._entries.setdefault(unit_of(entry), []).append(entry)
         self._first_whole = _first_whole(checkpoint)
         self._bases = self._by_unit(checkpoint.bases())
         self._older = self._by_unit(checkpoint.older_bases())
@@ -108,7 +103,7 @@ class UnitCopies:
         of one moment."""
         checkpoint, found = self._records.checkpoint, dict[str, dict[str, StoredTensor]]()
         for base in bases:
-            found.setdefault(parameter_of(base.entry), {})[base.entry.name] = base
+            found.setdefault(unit_of(base.entry), {})[base.entry.name] = base
         copies = {}
         for parameter, tensors in found.items():
             moments = {(one.step, one.generation) for one in tensors.values()}
@@ -179,7 +174,7 @@ def _first_whole(checkpoint: GradientCheckpoint) -> dict[str, int]:
     """Return parameter -> the step of the record in which its unit lies whole, for the units that have no base."""
     homes = {entry.name: entry for entry in checkpoint.reader.entries if entry.place == HOME_PLACE}
     return {
-        parameter_of(homes[checkpoint.name_of(number)]): int(row["step"]) + 1
+        unit_of(homes[checkpoint.name_of(number)]): int(row["step"]) + 1
         for number, row in enumerate(checkpoint.rows)
         if row["generation"] and row["home"] == IN_RECORD
     }

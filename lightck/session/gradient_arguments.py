@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 
 from lightck.errors import UnsupportedError
 from lightck.hooks.layerwise import layerwise_of
-from lightck.pipeline.gradient_pools import GradientPools, unit_of
+from lightck.pipeline.gradient_pools import GradientPools
 from lightck.pipeline.pool_kind import PoolKind
 from lightck.pool.create import pool_nbytes
 from lightck.pool.format.layout import GRADIENT_PREFIX, GRADIENT_ROLE, HOME_PLACE, Entry
@@ -17,6 +17,7 @@ from lightck.restore.checkpoint import refuse_other_than_bool
 from lightck.session.arguments import SaveOptions
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
+from lightck.state.inventory import unit_of
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.replayable import MIN_RATIO, refuse_unreplayable
 from lightck.strategy.gradients import Gradients

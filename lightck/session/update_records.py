@@ -24,7 +24,6 @@ from lightck.hooks.consumed import ConsumedGradients
 from lightck.hooks.probation import plain_tensor
 from lightck.pipeline.guard import Rejection
 from lightck.pipeline.in_flight import InFlightCheckpoint
-from lightck.pool.format.layout import GRADIENT_PREFIX
 from lightck.pool.format.structures import BLOCK_MAX
 from lightck.pool.writer import PoolWriter
 from lightck.session.capture import Capture
@@ -35,7 +34,7 @@ from lightck.state.inventory import Live
 from lightck.state.neutral_settings import settings_reason
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.signatures import UpdateRecord
-from lightck.state.update_record import UpdatePacker, gradient_tensors, unrecordable_reason
+from lightck.state.update_record import UpdatePacker, gradient_names, gradient_tensors, unrecordable_reason
 
 log = logging.getLogger("lightck")
 FULL_MAX = 20
@@ -72,6 +71,8 @@ class UpdateRecords(StepListener):
         self._token: object = None
         """``Capture.token`` for which ``_watched`` was made."""
         self._logged: set[str] = set()
+        self._own_classes: dict[type, bool] = {}
+        """Class of an optimizer -> whether it is none of ``torch.optim``."""
 
     def _names_of(self, optimizer: Optimizer) -> list[list[str]]:
         self._capture.refresh()
@@ -153,7 +154,8 @@ class UpdateRecords(StepListener):
     def _is_overwritten_early(self, gradient: HeldGradient) -> bool:
         """Whether the loop writes into the memory of this gradient before the next update. (If that was once found
         after a copy had begun, also in an earlier process, the pool has its name.)"""
-        return gradient.kind is GradientClass.VIEW or GRADIENT_PREFIX + gradient.name in self._copied_at_boundary
+        names = gradient_names(gradient.name, is_sparse=gradient.is_sparse)
+        return gradient.kind is GradientClass.VIEW or not self._copied_at_boundary.isdisjoint(names)
 
     def overwritten(self, gradient: HeldGradient, reason: str) -> None:
         log.info("lightck: the gradient of %r cannot be recorded: %s", gradient.name, reason)
@@ -191,11 +193,18 @@ class UpdateRecords(StepListener):
         """Return the names of the parameters that an update may have changed. Classes of ``torch.optim`` leave one
         without a gradient alone."""
         found = {gradient.name for gradient in update.gradients()}
-        own = {view.root for view in self._capture.optimizers if not PartialOptimizer.of(view.optimizer).is_torch}
+        own = {view.root for view in self._capture.optimizers if self._is_own(view.optimizer)}
         for step in update.optimizer_steps if own else ():
             if step.optimizer in own:
                 found |= step.gradients.keys()
         return frozenset(found)
+
+    def _is_own(self, optimizer: Optimizer) -> bool:
+        """Whether the class of this optimizer is none of ``torch.optim``."""
+        kind = type(optimizer)
+        if kind not in self._own_classes:
+            self._own_classes[kind] = not PartialOptimizer.of(optimizer).is_torch
+        return self._own_classes[kind]
 
     def _live_of(self, name: str, gradient: HeldGradient, number: int) -> Live:
         copies = self._copies.get(gradient)

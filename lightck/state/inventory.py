@@ -514,6 +514,12 @@ def param_of(name: str) -> str:
     return name.removeprefix("optimizer/").rpartition("/")[0]
 
 
+def unit_of(entry: Entry) -> str:
+    """Return the name of the parameter to whose unit (the parameter with its optimizer state) an entry belongs.
+    ``entry``: of a parameter or of optimizer state."""
+    return param_of(entry.name) if entry.role == "optimizer" else entry.name.removeprefix("model/")
+
+
 def entry_of(live: Live) -> Entry:
     """Return the entry of a tensor in the layout table. Raises ``StateValueError`` for a tensor that cannot be
     stored."""

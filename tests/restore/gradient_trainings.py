@@ -39,10 +39,9 @@ from lightck.pool.format.structures import (
 )
 from lightck.pool.gradient_log import GradientLog, RecordPlan, next_position, records_default
 from lightck.restore.gradient_state import page_checksum
-from lightck.restore.unit_copies import parameter_of
 from lightck.state import values
 from lightck.state.fingerprint import fingerprint
-from lightck.state.inventory import Live, ModelView, OptimizerView, entry_of, optimizer_views
+from lightck.state.inventory import Live, ModelView, OptimizerView, entry_of, optimizer_views, unit_of
 from lightck.state.update_record import UpdatePacker, gradient_tensors, unrecordable_reason
 
 UUID = bytes(range(16))
@@ -161,7 +160,7 @@ class TrainedPool:
         self.entries = [*homes, *slots]
         self.homes = len(homes)
         self.numbers = {entry.name: number for number, entry in enumerate(self.entries)}
-        self.units = list(dict.fromkeys(map(parameter_of, homes)))
+        self.units = list(dict.fromkeys(map(unit_of, homes)))
         self._make(align_up(max(home_end, 1), 2 * MIB), end)
         self.log = GradientLog.new(self.n, self.n_slots, [i % self.n for i in range(len(self.units))], 0)
         self.named: dict[int, ChainEntry] = {}
@@ -236,7 +235,7 @@ class TrainedPool:
 
     def _tensors_of(self, unit: int, step: Step) -> list[int]:
         name = self.units[unit]
-        of_unit = [n for n in range(self.homes) if parameter_of(self.entries[n]) == name]
+        of_unit = [n for n in range(self.homes) if unit_of(self.entries[n]) == name]
         return [n for n in of_unit if self.entries[n].name in step.tensors]
 
     def _manifest(self, plan: RecordPlan, step: Step) -> bytes:
@@ -273,7 +272,7 @@ class TrainedPool:
         home, at = int(bases.home[unit]), int(bases.step[unit])
         for number in range(self.homes):
             entry = self.entries[number]
-            if parameter_of(entry) != self.units[unit]:
+            if unit_of(entry) != self.units[unit]:
                 continue
             if home == IN_RECORD:
                 if entry.name in step.tensors:
@@ -337,7 +336,7 @@ class TrainedPool:
     def base_of(self, name: str, step: int) -> tuple[int, int]:
         """Offset and length, in the pool, of the base of a tensor that the checkpoint of a step names."""
         entry, bases = self.entries[self.numbers[name]], self.plans[step].checkpoint.bases
-        home = int(bases.home[self.units.index(parameter_of(entry))])
+        home = int(bases.home[self.units.index(unit_of(entry))])
         return self.sb.homes[home][0] + entry.offset, entry.nbytes
 
     def base_step(self, parameter: str, step: int) -> int:
