@@ -18,6 +18,7 @@ from lightck.restore.checkpoint import refuse_other_than_bool, refuse_other_than
 from lightck.restore.resume import is_poisoned
 from lightck.session.interval import Auto, Cadence, cadence_of
 from lightck.session.replicas import Replicas
+from lightck.strategy.gradients import Gradients
 from lightck.tiers.keep import Keep
 
 
@@ -35,6 +36,11 @@ class SaveOptions:
     split: bool = True
     replicas_given: object = 1
     """The ``replicas`` argument."""
+
+    @property
+    def gradients(self) -> Gradients | None:
+        """The strategy, if it stores gradients."""
+        return self.strategy if isinstance(self.strategy, Gradients) else None
 
     @property
     def replicas(self) -> Replicas:

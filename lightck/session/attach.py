@@ -55,7 +55,6 @@ from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
 from lightck.strategy.full import FullState
-from lightck.strategy.gradients import Gradients
 from lightck.tiers.keep import Keep, Retention
 from lightck.tiers.pin import Holds
 
@@ -139,8 +138,9 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     medium_durability = backend.probe(path)
     durability.require(medium_durability, arguments.require)
     found = _discover(arguments)
-    if isinstance(arguments.save_options.strategy, Gradients):
-        refuse_unrecordable(arguments.save_options, found, is_rank_pool=is_rank_pool)
+    gradients = arguments.save_options.gradients
+    if gradients is not None:
+        refuse_unrecordable(gradients, arguments.save_options, found, is_rank_pool=is_rank_pool)
     capture = Capture(arguments.model, found.optimizers, found.state, arguments.layout)
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
     meter = Meter(slowdown())
@@ -172,7 +172,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
             first_step=first,
             strict_data=arguments.save_options.strict_data,
         )
-        if isinstance(arguments.save_options.strategy, Gradients):
+        if gradients is not None:
             steps.record_updates()
         session = Session(steps, lock, found.classes, None if group_start is None else group_start.membership())
         undo.pop_all()
@@ -200,8 +200,8 @@ def _pipeline(
     is_rank_pool: bool,
 ) -> Pipeline:
     options, slots, pool_kind = arguments.save_options, 2, None
-    if isinstance(options.strategy, Gradients):
-        slots, pool_kind = n_records(options.strategy), gradient_pools(options.strategy, capture)
+    if options.gradients is not None:
+        slots, pool_kind = n_records(options.gradients), gradient_pools(options.gradients, capture)
     on_device = any(transfer_of(p) is not None for p in arguments.model.parameters())
     return Pipeline(
         path,

@@ -37,11 +37,9 @@ def gradient_pools(strategy: Gradients, capture: Capture) -> GradientPools:
     return GradientPools(strategy.base_every, updated)
 
 
-def refuse_unrecordable(options: SaveOptions, found: Found, *, is_rank_pool: bool) -> None:
+def refuse_unrecordable(strategy: Gradients, options: SaveOptions, found: Found, *, is_rank_pool: bool) -> None:
     """Raise ``UnsupportedError``, ``ValueError`` or ``TypeError`` if this training, with these arguments, cannot be
-    saved by ``Gradients``."""
-    strategy = options.strategy
-    assert isinstance(strategy, Gradients)
+    saved by ``strategy``."""
     numbers = {"base_every": strategy.base_every, "log_records": strategy.log_records or 1}
     for name, value in numbers.items():
         if type(value) is not int:

@@ -45,7 +45,6 @@ from lightck.state.inventory import entry_of
 from lightck.state.parts import refuse_parts
 from lightck.state.predict import predict
 from lightck.state.rules import with_part_of_param
-from lightck.strategy.gradients import Gradients
 from lightck.tiers.keep import refuse_unexportable
 
 log = logging.getLogger("lightck")
@@ -82,7 +81,7 @@ class PoolFile:
 
     @property
     def _saves_gradients(self) -> bool:
-        return isinstance(self.arguments.save_options.strategy, Gradients)
+        return self.arguments.save_options.gradients is not None
 
     def lock(self) -> PoolLock:
         """Take the pool's lock, and return it. If the file at the path is no pool, raise before the lock is taken, so
@@ -144,8 +143,8 @@ class PoolFile:
     def _slots_wanted(self, reader: PoolReader) -> int | None:
         """Return the number of slots that this pool is to have; None if it keeps its number."""
         options = self.arguments.save_options
-        if isinstance(options.strategy, Gradients):
-            return options.strategy.log_records
+        if options.gradients is not None:
+            return options.gradients.log_records
         is_too_small = self.is_rank_pool and len(reader.superblock.slots) < options.replicas.slots_min
         return options.replicas.slots_min if options.slots is None and is_too_small else options.slots
 
@@ -295,8 +294,8 @@ class PoolFile:
             self.backend.discard(self.path)  # else a crash before the first checkpoint would leave the old pool
 
     def _create_for(self, pipeline: Pipeline, entries: list[Entry]) -> None:
-        strategy, state_nbytes = self.arguments.save_options.strategy, self.capture.expected_state_nbytes
-        if not isinstance(strategy, Gradients):
+        strategy, state_nbytes = self.arguments.save_options.gradients, self.capture.expected_state_nbytes
+        if strategy is None:
             pipeline.pool.create(entries, state_nbytes)
             return
         kind = pipeline.pool.kind
