@@ -19,7 +19,7 @@ from lightck.session.capture import Capture
 from lightck.session.discover import Found
 from lightck.state.inventory import unit_of
 from lightck.state.partial_optimizer import PartialOptimizer
-from lightck.state.replayable import MIN_RATIO, refuse_unreplayable
+from lightck.state.replayable import refuse_low_ratio, refuse_unreplayable
 from lightck.strategy.gradients import Gradients
 
 
@@ -77,11 +77,7 @@ def refuse_small_gain(kind: PoolKind, entries: Iterable[Entry]) -> None:
     updated = {entry.name.removeprefix(GRADIENT_PREFIX) for entry in laid_out if entry.role == GRADIENT_ROLE}
     gradient_nbytes = sum(entry.nbytes for entry in laid_out if entry.role == GRADIENT_ROLE)
     changed_nbytes = sum(e.nbytes for e in laid_out if e.place == HOME_PLACE and unit_of(e) in updated)
-    if gradient_nbytes and changed_nbytes / gradient_nbytes < MIN_RATIO:
-        raise UnsupportedError(
-            f"An update of this training changes {changed_nbytes / gradient_nbytes:.2f} bytes for each byte of "
-            f"gradients. Below {MIN_RATIO} it saves too little to store gradients instead. Use strategy=FullState()."
-        )
+    refuse_low_ratio(changed_nbytes, gradient_nbytes)
 
 
 def space_advice(entries: Iterable[Entry], state_nbytes: int, kind: PoolKind, base_every: int, path: str) -> str:

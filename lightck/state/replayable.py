@@ -7,7 +7,7 @@ compared with the same steps of one parameter at a time. Whatever fails is refus
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -57,23 +57,19 @@ def refuse_unreplayable(optimizer: Optimizer) -> None:
     _Probe(optimizer).run()
 
 
-def refuse_low_ratio(class_name: str, parameters: Iterable[torch.Tensor], state_nbytes: int) -> float:
-    """Return S/G of an optimizer: the bytes that its updates change, divided by the bytes of the gradients that they
-    consume.
-
-    parameters: those that get gradients. state_nbytes: bytes of the tensors in the optimizer's state.
+def refuse_low_ratio(changed_nbytes: int, gradient_nbytes: int) -> float:
+    """Return the bytes that updates change, divided by the bytes of the gradients that they consume.
 
     Raises:
         UnsupportedError: the ratio is below ``MIN_RATIO``.
     """
-    gradient_nbytes = sum(p.numel() * p.element_size() for p in parameters)
     if gradient_nbytes == 0:
         return float("inf")  # nothing is consumed
-    ratio = (gradient_nbytes + state_nbytes) / gradient_nbytes
+    ratio = changed_nbytes / gradient_nbytes
     if ratio < MIN_RATIO:
         raise UnsupportedError(
-            f"{class_name} changes {ratio:.2f} bytes for each byte of gradients. To record gradients instead of the "
-            f"changed bytes saves too little below {MIN_RATIO}. Use strategy=lightck.FullState()."
+            f"An update of this training changes {ratio:.2f} bytes for each byte of gradients. Below {MIN_RATIO} it "
+            "saves too little to store gradients instead. Use strategy=lightck.FullState()."
         )
     return ratio
 
