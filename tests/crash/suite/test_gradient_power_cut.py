@@ -26,13 +26,17 @@ FEW = Effort(
     Limits(budget=8, metadata=2, payload=2, contents=2, prefixes=1, masks=1), goes_on_every=300, verify_every=100
 )
 MORE = Effort(
-    Limits(budget=32, metadata=8, payload=4, contents=4, prefixes=2, masks=4), goes_on_every=1000, verify_every=100
+    Limits(budget=32, metadata=8, payload=4, contents=4, prefixes=2, masks=4), goes_on_every=400, verify_every=100
 )
 QUICK = ("two turns", "sleeping", "given up", "adoption")
 
 
 def check(workload: Workload, folder: Path, models: tuple[Model, ...], effort: Effort) -> None:
-    """Cut the power under these models; trainings go on from one image at least."""
+    """Cut the power under these models; trainings go on from one image at least.
+
+    A recording has as many images as its threads made events, about: each effort goes on more often than its
+    workload with the fewest images needs.
+    """
     recording = record(workload, folder / "run.pool")
     simulator = Simulator(recording, str(folder), goes_on=workload.goes_on, verify=disagreement, effort=effort)
     reports = [simulator.check(model) for model in models]
