@@ -16,8 +16,8 @@ from lightck.pool.create import RESERVE_MIN, create
 from lightck.pool.engine import Engine
 from lightck.pool.format.group import GroupIdentity
 from lightck.pool.format.layout import Entry
-from lightck.pool.listener import CommitEvents
-from lightck.pool.reader import PoolReader, StoredCheckpoint
+from lightck.pool.listener import CommitEvents, HeldCheckpoint
+from lightck.pool.reader import PoolReader
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
@@ -157,7 +157,7 @@ class CurrentPool:
 
     def _laid_out_anew(self, old: PoolWriter | None, entries: Sequence[Entry], state_nbytes: int) -> PoolWriter:
         """Return the writer of an empty new file with space for the checkpoints that the relayout carries over."""
-        carried: Sequence[StoredCheckpoint] = ()
+        carried: Sequence[HeldCheckpoint] = ()
         if old is not None:
             self._events.relayout_begins(old)
             carried = self._events.checkpoints_to_carry(old)

@@ -59,19 +59,19 @@ class Decisions:
         ranks needs this (``commits_within_boundary`` in ``ranks/rule.py`` says why)."""
         return self._of_group is not None
 
-    def wait_for_slot(self, writer: PoolWriter, pause: Callable[[], object]) -> bool:
-        """Wait until other ranks let this one overwrite a slot, and return True. Return False at once if there are no
-        other ranks."""
+    def wait_for_slot(self, has_slot: Callable[[], bool], pause: Callable[[], object]) -> bool:
+        """Wait until ``has_slot()`` is true, because other ranks let this one overwrite a slot, and return True. Return
+        False at once if there are no other ranks."""
         if self._of_group is None:
             return False
-        self._of_group.wait_until(lambda: writer.slots.choose(self.held(writer)) is not None, pause)
+        self._of_group.wait_until(has_slot, pause)
         return True
 
-    def wait_for_relayout(self, writer: PoolWriter, slots: int, pause: Callable[[], object]) -> None:
-        """Wait until a file with this number of slots has room for the held checkpoints of ``writer`` and for one
-        more. Without other ranks it always has."""
+    def wait_for_relayout(self, writer: PoolWriter, n_whole: int, pause: Callable[[], object]) -> None:
+        """Wait until a file with room for so many whole checkpoints has room for the held checkpoints of ``writer`` and
+        for one more. Without other ranks it always has."""
         if self._of_group is not None:
-            self._of_group.wait_until(lambda: len(self.held(writer)) < slots, pause)
+            self._of_group.wait_until(lambda: len(self.held(writer)) < n_whole, pause)
 
     def may_commit(self, closed_step: ClosedStep) -> bool:
         return all(one.may_commit(closed_step) for one in self._decisions)

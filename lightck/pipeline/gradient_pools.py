@@ -56,7 +56,8 @@ class GradientPools:
         lock: PoolLock | None,
     ) -> PoolWriter:
         units = [unit_of(entry) for entry in reader.entries if entry.place == HOME_PLACE]
-        n_slots, least = len(reader.superblock.slots), records_min(self._base_every)
+        n_slots = len(reader.superblock.slots)
+        least = records_min(self._base_every, in_group=reader.group is not None)
         if n_slots < least:
             raise UnsupportedError(
                 f"The pool {reader.path!r} has room for {n_slots} gradient records, and base_every={self._base_every} "
@@ -66,11 +67,14 @@ class GradientPools:
             reader, engine, durability, predecessor, lock, base_every=self._base_every, unit_names=units
         )
 
+    def whole_max(self, n_slots: int) -> int:
+        return 2  # one in each home
+
     def choose_slot(self, writer: PoolWriter, closed_step: ClosedStep, held: frozenset[int]) -> Slot | None:
         assert isinstance(writer, GradientWriter)
-        assert not held, "pins and exports are refused"
         if any(slot.in_flight for slot in writer.slots.slots):
             return None
+        writer.release(held)
         step, update, names = closed_step.step, closed_step.update, writer.units.names
         if update is None or writer.log.step != step - 1:
             writer.skipped(step - 1, np.ones(len(names), np.bool_))
@@ -78,6 +82,8 @@ class GradientPools:
         else:
             updated = np.array([name in update.updated for name in names], np.bool_)
         plan = writer.plan_record(updated)
+        if plan is None and len(held) > 1:
+            return None  # other ranks need one of these checkpoints only as long as they have not committed a newer one
         if plan is None:
             raise RelayoutNeededError("each of the pool's gradient records is needed")
         token = None if closed_step.tensor_list is None else closed_step.tensor_list.token

@@ -220,13 +220,17 @@ class Pipeline:
         checkpoints have ended. Raises ``LightckError`` if no slot is free even then."""
         if self.eager.reservation is not None:
             return self.eager.reservation.slot
+
+        def free_slot() -> Slot | None:
+            return self.pool.kind.choose_slot(writer, closed_step, self.decisions.held(writer))
+
         while True:
-            slot = self.pool.kind.choose_slot(writer, closed_step, self.decisions.held(writer))
+            slot = free_slot()
             if slot is not None:
                 return slot
             if not self._in_flight:
                 with self._meter.wait():
-                    if self.decisions.wait_for_slot(writer, raise_if_interrupted):
+                    if self.decisions.wait_for_slot(lambda: free_slot() is not None, raise_if_interrupted):
                         continue
                 raise LightckError(
                     "No slot of the pool can be written: earlier writes to the free slots failed. The last committed "
@@ -279,7 +283,8 @@ class Pipeline:
             if self.pool.writer is not None:
                 log.info("lightck: the pool %r is written anew, under the same path: %s", self.path, why)
                 with self._meter.wait():
-                    self.decisions.wait_for_relayout(self.pool.writer, self.pool.n_slots, raise_if_interrupted)
+                    n_whole = self.pool.kind.whole_max(self.pool.n_slots)
+                    self.decisions.wait_for_relayout(self.pool.writer, n_whole, raise_if_interrupted)
             checkpoint = self.pool.relayout(entries, len(closed_step.state), commit_checkpoint)
             self._note_committed(checkpoint)
             self._newest = self._writer, checkpoint.pending.slot, checkpoint.pending.record.generation

@@ -36,6 +36,10 @@ class PoolKind(Protocol):
         """Return the writer of a pool. The arguments are those of ``PoolWriter``."""
         ...
 
+    def whole_max(self, n_slots: int) -> int:
+        """Return how many whole checkpoints, without gradient records, a pool with so many slots has room for."""
+        ...
+
     def choose_slot(self, writer: PoolWriter, closed_step: ClosedStep, held: frozenset[int]) -> Slot | None:
         """Return the slot for the checkpoint of this step; None if no slot is free. ``held``: indexes of slots whose
         checkpoints must not be overwritten. Raises ``RelayoutNeededError`` if the pool must be replaced first."""
@@ -57,6 +61,9 @@ class WholeCheckpoints:
         lock: PoolLock | None,
     ) -> PoolWriter:
         return PoolWriter(reader, engine, durability, predecessor, lock)
+
+    def whole_max(self, n_slots: int) -> int:
+        return n_slots
 
     def choose_slot(self, writer: PoolWriter, closed_step: ClosedStep, held: frozenset[int]) -> Slot | None:
         return writer.slots.choose(held)

@@ -11,7 +11,7 @@ it ended (``GradientLog.with_record``, ``with_commit``, ``with_hole``). Nothing 
 Invariants (a checkpoint *needs* the bases that it names, and the records after the oldest of them):
 
 1. No plan overwrites a place that a protected checkpoint needs. Protected is the newest committed checkpoint; in a
-   group of ranks also the one before it.
+   group of ranks each committed one, until ``with_released`` says that the other ranks need it no more.
 2. The records of a checkpoint have no hole: their steps are consecutive, up to the checkpoint's own.
 3. A unit is written to a home that no protected checkpoint names as its base.
 4. After an update without a good record (a *hole*), the next checkpoint is full.
@@ -25,7 +25,7 @@ a model of a pool, in which a crash may come after every store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -262,8 +262,9 @@ class GradientLog:
     turn: Units
     """For each unit its turn, from 0 to ``base_every - 1``. A unit is *due* (to be written to a home) at the steps that
     are congruent to its turn modulo ``base_every``."""
-    n_protected: int
-    """How many committed checkpoints stay loadable: 1, or 2 in a group of ranks."""
+    in_group: bool
+    """Whether committed checkpoints stay protected until ``with_released`` is called, because other ranks may need
+    them. Else only the newest one is protected."""
     step: int
     bases: Bases
     records: tuple[GradientRecord, ...]
@@ -288,9 +289,8 @@ class GradientLog:
         """The log of a pool without checkpoints. ``step``: the last step that has no record; the next checkpoint is
         full."""
         bases = Bases.none(len(turn), step - 1)
-        n_protected = 2 if in_group else 1
         turns = np.asarray(turn, np.int64)
-        return cls(base_every, turns, n_protected, step, bases, (), (), bases, (0,) * n_records)
+        return cls(base_every, turns, in_group, step, bases, (), (), bases, (0,) * n_records)
 
     def adopted(self, checkpoint: LoggedCheckpoint) -> GradientLog:
         """The log after a training went on from a checkpoint. ``checkpoint.bases`` are the bases from which it was
@@ -433,8 +433,14 @@ class GradientLog:
     def with_commit(self, plan: RecordPlan) -> GradientLog:
         """The log after the last record was committed: its checkpoint is the newest one now."""
         assert self.step == plan.step
-        protected = (*self.protected, plan.checkpoint)[-self.n_protected :]
-        return replace(self, protected=protected, fallback=self.bases, has_previous=bool(self.protected))
+        kept = self.protected if self.in_group else ()
+        return replace(self, protected=(*kept, plan.checkpoint), fallback=self.bases, has_previous=bool(self.protected))
+
+    def with_released(self, kept_slots: Set[int]) -> GradientLog:
+        """The log after all committed checkpoints but those in these record slots may be overwritten. If none of them
+        is left, the newest one stays protected."""
+        kept = tuple(one for one in self.protected if one.records[-1].slot in kept_slots) or self.protected[-1:]
+        return self if len(kept) == len(self.protected) else replace(self, protected=kept)
 
     def with_hole(self, step: int, changed: Mask) -> GradientLog:
         """The log after the update of ``step`` left no good record: its record was given up, it was not saved, or it
@@ -474,12 +480,17 @@ def _low_after(bases: Bases, written: Mask, step: int) -> int:
     return min(int(np.where(written, step, bases.step).min(initial=step)), step)
 
 
-def next_position(commit_log: CommitLog, n_kept: int, ring_lines: int, after: int) -> int:
+def next_position(
+    commit_log: CommitLog, n_kept: int, ring_lines: int, after: int, protected_generations: Set[int] = frozenset()
+) -> int:
     """Return the position for the next commit record in the pool of a gradient log: the first one after ``after``, in
-    the order of the ring, whose record is not needed. Needed is the newest record of each of the ``n_kept`` newest
-    checkpoints: of the newest one, and of those that recovery takes if its record or its manifest is damaged. (Older
-    checkpoints are found through the chain in its manifest.)"""
-    kept = {(one.incarnation, one.generation) for one in candidates(commit_log)[:n_kept]}
+    the order of the ring, whose record is not needed. Needed is the newest record of each protected checkpoint, and of
+    each of the ``n_kept`` newest ones: of the newest one, and of those that recovery takes if its record or its
+    manifest is damaged. (Older checkpoints are found through the chain in its manifest.) The log has more than
+    ``n_kept`` positions beside those of protected checkpoints."""
+    tried = candidates(commit_log)
+    needed = tried[:n_kept] + [one for one in tried if one.payload_generation in protected_generations]
+    kept = {(one.incarnation, one.generation) for one in needed}
     protected = {p for p, one in commit_log.records.items() if (one.incarnation, one.generation) in kept}
     for distance in range(1, ring_lines + 1):
         position = (after + distance) % ring_lines

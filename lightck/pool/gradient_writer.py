@@ -11,7 +11,7 @@ home any more, until it is written again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -112,7 +112,9 @@ class GradientWriter(PoolWriter):
         assert in_homes == self.entries[: len(in_homes)], "the entries in homes come first (create.py)"
         self.n_home_entries = len(in_homes)
         self.units = Units.of(in_homes, unit_names)
-        self.log = GradientLog.new(base_every, len(self.slots.slots), self.units.turns(base_every), 0)
+        self.log = GradientLog.new(
+            base_every, len(self.slots.slots), self.units.turns(base_every), 0, in_group=reader.group is not None
+        )
         blocks = np.array([blocks_of(entry.nbytes, self.superblock.block) for entry in in_homes], np.int64)
         self._block_starts, self._n_home_crcs = np.cumsum(blocks) - blocks, int(blocks.sum())
         self._entry_of_crc = np.repeat(np.arange(len(in_homes)), blocks)
@@ -139,10 +141,19 @@ class GradientWriter(PoolWriter):
     # -- before a checkpoint -----------------------------------------------------------------------------
 
     def plan_record(self, updated: Mask) -> RecordPlan | None:
-        """Plan the record of the next update. ``updated``: the units that it changed. Returns None if no record slot is
-        free: then the pool must be replaced by a new one."""
+        """Plan the record of the next update. ``updated``: the units that it changed. Returns None if there is no room
+        for it: no record slot is free, or the checkpoint must be full, and both homes of a unit are needed. A rank of a
+        group gets room when other ranks have committed (``release``). Without a group the pool must be replaced by a
+        new one."""
         assert not any(slot.in_flight for slot in self.slots.slots), "one record at a time"
-        return self.log.next_record(self.generation + 1, updated)
+        if len(self.log.protected) + KEPT_COMMITS >= self.superblock.ring_lines:
+            return None  # each of them needs its commit record
+        plan = self.log.next_record(self.generation + 1, updated)
+        return None if plan is None or len(plan.whole) else plan
+
+    def release(self, held: Set[int]) -> None:
+        """Let the places of committed checkpoints be overwritten, except of those in these record slots."""
+        self.log = self.log.with_released(held)
 
     def prepare(self, plan: RecordPlan, sentinels: Crcs = NO_SENTINELS) -> Slot:
         """Let ``begin`` write the record of this plan, and return its slot. ``sentinels``: for each entry in a home the
@@ -174,19 +185,42 @@ class GradientWriter(PoolWriter):
                 raise RelayoutNeededError(f"{entry.name!r} has no home in the pool")
         super().add(entries, present)
 
+    # -- a copy of a whole checkpoint --------------------------------------------------------------------
+
+    def slot_for_copy(self, step: int, held: frozenset[int] = frozenset()) -> Slot | None:
+        """As ``PoolWriter.slot_for_copy``. All units of the copy are written to homes."""
+        self.release(held)
+        everything = np.ones(len(self.units.names), np.bool_)
+        self.skipped(step - 1, everything)
+        plan = self.plan_record(everything)
+        return None if plan is None else self.prepare(plan)
+
+    def reservation(self, slot: Slot) -> Reservation:
+        """As ``PoolWriter.reservation``, for the slot of ``slot_for_copy``."""
+        self._show_bases(slot.image)
+        self.log = self.log.with_record(self._prepared)
+        return super().reservation(slot)
+
+    def release_reservation(self, reservation: Reservation, *, bad: bool) -> None:
+        super().release_reservation(reservation, bad=bad)
+        plan, self._plan = self._prepared, None
+        self.skipped(plan.step, plan.changed)
+
     # -- a checkpoint ------------------------------------------------------------------------------------
 
     def begin(self, plan: CopyPlan, slot: Slot, memory: object, reservation: Reservation | None = None) -> Pending:
         """As ``PoolWriter.begin``, for the record of ``prepare``. ``plan.unchanged`` lists the entries in homes that
-        the record does not write."""
+        the record does not write. ``reservation``: of a copy of a whole checkpoint."""
         record = self._prepared
+        generation = self.generation + 1 if reservation is None else reservation.generation
         expected = record.slot, record.generation, record.step
-        assert (slot.index, self.generation + 1, plan.step) == expected, "prepare() gives slot and step"
-        assert reservation is None, "a gradient record has no eager copies"
+        assert (slot.index, generation, plan.step) == expected, "prepare() gives slot and step"
         listed = np.zeros(len(self.entries), np.bool_)
         for numbers in (plan.records, plan.unchanged, plan.recorded_only):
             listed[numbers] = True
         self._listed = listed[: self.n_home_entries]
+        if reservation is not None:
+            return super().begin(plan, slot, memory, reservation)
         self._show_bases(slot.image)
         pending = super().begin(plan, slot, memory)
         self.log = self.log.with_record(record)
@@ -218,12 +252,16 @@ class GradientWriter(PoolWriter):
 
     def _next_position(self) -> int:
         n_positions = self.superblock.ring_lines
-        self._last_position = next_position(self.commit_log, KEPT_COMMITS, n_positions, self._last_position)
+        protected = {one.generation for one in self.log.protected}
+        self._last_position = next_position(self.commit_log, KEPT_COMMITS, n_positions, self._last_position, protected)
         return self._last_position
 
     # -- the manifest ------------------------------------------------------------------------------------
 
     def _planned(self, slot: Slot, plan: CopyPlan) -> PlannedRecords:
+        return PlannedRecords(plan, self._template, self._origins(slot))
+
+    def _origins(self, slot: Slot) -> npt.NDArray[np.uint64]:
         """Units are written to their home of this time, everything else to the slot."""
         record = self._prepared
         origins = np.full(len(self.entries), slot.offset, np.uint64)
@@ -231,7 +269,7 @@ class GradientWriter(PoolWriter):
         homes[record.units] = record.homes
         starts = np.array([offset for offset, _ in self.superblock.homes], np.uint64)
         origins[: self.n_home_entries] = starts[homes[self.units.of_entry]]
-        return PlannedRecords(plan, self._template, origins)
+        return origins
 
     def _show_bases(self, image: SlotImage) -> None:
         """Write the checksums of all bases into the image of a slot, as if its checkpoints had written them there."""

@@ -5,13 +5,26 @@ The pipeline imports no listener. It calls the methods of ``CommitListener`` on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from lightck.pool.format.layout import Entry
-    from lightck.pool.reader import StoredCheckpoint
     from lightck.pool.writer import PoolWriter
+
+
+class HeldCheckpoint(Protocol):
+    """A checkpoint that a relayout carries over to the new file."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Name -> entry of each of its tensors."""
+        ...
+
+    @property
+    def state(self) -> bytes:
+        """The packed small state."""
+        ...
 
 
 class CommitListener:
@@ -37,7 +50,7 @@ class CommitListener:
     def relayout_begins(self, old: PoolWriter) -> None:
         """The pool moves to a new file. After this call ``relayout_done`` or ``relayout_failed`` follows."""
 
-    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
+    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[HeldCheckpoint]:
         """Return the checkpoints of the old file that a relayout must carry over to the new one, oldest first."""
         return ()
 
@@ -100,7 +113,7 @@ class CommitEvents(CommitListener):
         for one in self._listeners:
             one.relayout_begins(old)
 
-    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
+    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[HeldCheckpoint]:
         return [checkpoint for one in self._listeners for checkpoint in one.checkpoints_to_carry(old)]
 
     def carry(self, new: PoolWriter) -> None:

@@ -334,6 +334,11 @@ class PoolWriter:
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
+    def slot_for_copy(self, step: int, held: frozenset[int] = frozenset()) -> Slot | None:
+        """Return the slot for a copy of a whole checkpoint of this step; None if there is no room. ``held``: as in
+        ``Slots.choose``."""
+        return self.slots.choose(held)
+
     def reservation(self, slot: Slot) -> Reservation:
         """Reserve a slot for a checkpoint whose step is not closed yet. Raises ``BackgroundError``."""
         self._refuse_lost_lock()
@@ -396,7 +401,7 @@ class PoolWriter:
         ``LCK_FOLLOWS``, ``LCK_HELD``. ``memory``: as for ``begin``."""
         slot = reservation.slot
         commit = self._fill_commit_struct(slot, 0, reservation.generation, 0, slot.image.tail_offset, flags)
-        copies = copies_of(self._template, slot.offset, records, 0 if sources is None else sources)
+        copies = copies_of(self._template, self._origins(slot), records, 0 if sources is None else sources)
         copies["flags"] = lib.LCK_PLACED if sources is None else 0
         status, ticket = self._submit(ffi.from_buffer("lck_copy[]", copies), len(copies), commit)
         if status == lib.LCK_EBUSY:
@@ -419,7 +424,12 @@ class PoolWriter:
         planned = slot.image.planned
         if planned is not None and planned.matches(plan, self._template):
             return planned
-        return PlannedRecords(plan, self._template, slot.offset)
+        return PlannedRecords(plan, self._template, self._origins(slot))
+
+    def _origins(self, slot: Slot) -> int | npt.NDArray[np.uint64]:
+        """Return the offset of the region that a checkpoint in this slot writes: one for all entries, or one for each
+        of them."""
+        return slot.offset
 
     def _fill_image(self, slot: Slot, plan: CopyPlan, planned: PlannedRecords, generation: int) -> int:
         """Write the manifest, except the block checksums, into the slot's image. Returns the manifest's length in

@@ -105,7 +105,7 @@ class Neighbour:
         if self._reader.container.is_current():
             return
         try:
-            reader = open_pool(self._reader.path)
+            reader = open_pool(self._reader.path, gradients=True)  # only the commit log is read
         except PoolError as err:  # the rank itself will find that its pool was removed or damaged
             log.debug(
                 "lightck: the pool of rank %d cannot be opened now, so this rank does not see newer checkpoints in "

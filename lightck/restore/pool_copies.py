@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from lightck.pool.engine import ENDED
 from lightck.pool.reservation import Reservation
-from lightck.pool.slots import Slot
 from lightck.pool.writer import CopyPlan, Pending, PoolWriter
 from lightck.ranks.rule import CheckpointId
-from lightck.restore.contents import Saved, load_tensors
+from lightck.restore.contents import Saved, load_tensors, unpack_dict
+from lightck.state.update_record import UPDATE_KEY
 
 BATCH_NBYTES = 32 << 20
 """Tensors are read into memory in batches of at most so many bytes. A larger tensor is a batch of its own."""
@@ -22,9 +22,7 @@ def commit_copy(writer: PoolWriter, checkpoint_id: CheckpointId, stored: Saved, 
     """Commit a copy of ``stored`` in an empty pool, and wait until it is durable. ``checkpoint_id``: of the copy.
     ``state``: its small state. Raises ``DamagedError``."""
     writer.incarnation = checkpoint_id.incarnation
-    slot = writer.slots.choose()
-    assert slot is not None, "the pool is new"
-    job = begin_copy(writer, slot, stored, {name: writer.numbers[name] for name in stored.entries}, state).job
+    job = begin_copy(writer, stored, {name: writer.numbers[name] for name in stored.entries}, state).job
     try:
         job.release()
         job.wait(ENDED)
@@ -32,12 +30,16 @@ def commit_copy(writer: PoolWriter, checkpoint_id: CheckpointId, stored: Saved, 
         job.abandon()
 
 
-def begin_copy(writer: PoolWriter, slot: Slot, stored: Saved, numbers: dict[str, int], state: bytes) -> Pending:
-    """Copy the tensors of a checkpoint into a slot of another pool file, and return what has to be released to commit
+def begin_copy(
+    writer: PoolWriter, stored: Saved, numbers: dict[str, int], state: bytes, held: frozenset[int] = frozenset()
+) -> Pending:
+    """Copy the tensors of a checkpoint into a slot of a new pool file, and return what has to be released to commit
     the copy. The tensors are read and copied in batches, so that they need little memory. Raises ``DamagedError``.
 
     ``numbers``: name -> record number in that file, of each tensor of the checkpoint. ``state``: the small state of the
-    copy."""
+    copy. ``held``: indexes of slots that must not be overwritten."""
+    slot = writer.slot_for_copy(stored.step, held)
+    assert slot is not None, "a new pool has room for each checkpoint that is copied into it"
     reservation = writer.reservation(slot)
     try:
         for batch in _batches(stored):
@@ -47,6 +49,14 @@ def begin_copy(writer: PoolWriter, slot: Slot, stored: Saved, numbers: dict[str,
         if slot.in_flight:
             reservation.drop()
         raise
+
+
+def state_for_copy(stored: Saved) -> dict[str, object]:
+    """Return the small state for a copy of a checkpoint: that of the checkpoint, without what its update consumed,
+    because gradients are not copied."""
+    state = unpack_dict(stored.state)
+    state.pop(UPDATE_KEY, None)
+    return state
 
 
 def _plan(stored: Saved, numbers: dict[str, int], state: bytes) -> CopyPlan:

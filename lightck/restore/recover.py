@@ -32,9 +32,9 @@ from lightck.restore.directory import recover_directory
 from lightck.restore.logical import LogicalCheckpoint
 from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.restore.ranges import RangeReader, pieces_of_pool
-from lightck.restore.replayed import ReplayedCheckpoint, replayed_checkpoint, replayed_checkpoints
+from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.tensor_writes import ordinary_tensors
-from lightck.restore.usable import STALE_REASON, StaleCheckpoints, parse
+from lightck.restore.usable import STALE_REASON, StaleCheckpoints, checkpoints_of, parse, stored_checkpoint
 
 T = TypeVar("T")
 _ATTEMPTS = 20
@@ -171,24 +171,6 @@ def _open_lazily(path: str, step: int | None) -> Checkpoint:
         checkpoint = take_newest(reader, step, take)
         opened.push(stack.pop_all())
         return checkpoint
-
-
-def checkpoints_of(
-    reader: PoolReader, step: int | None = None, optimizers: OptimizersAtHand | None = None
-) -> Iterator[Saved | RejectedCheckpoint]:
-    """Yield the checkpoints of a pool, from newest to oldest. ``step``: yield only those of this step. ``optimizers``:
-    make updates again, if the pool has gradient records; None: classes of ``torch.optim``."""
-    if reader.superblock.has_gradients:
-        return replayed_checkpoints(reader, optimizers or OptimizersAtHand(), step)
-    return reader.checkpoints(step)
-
-
-def stored_checkpoint(reader: PoolReader, record: CommitRecord, optimizers: OptimizersAtHand | None = None) -> Saved:
-    """Return the checkpoint that a commit record names. ``optimizers``: as in ``checkpoints_of``. Raises
-    ``DamagedError`` if it was overwritten or fails a check."""
-    if reader.superblock.has_gradients:
-        return replayed_checkpoint(reader, record, optimizers or OptimizersAtHand())
-    return reader.checkpoint(record)
 
 
 def take_newest(

@@ -16,9 +16,10 @@ from lightck.pool.format.layout import GRADIENT_ROLE, HOME_PLACE, Entry
 from lightck.pool.format.structures import KIND_CHECKPOINT, CommitRecord, DamagedError, ManifestHeader
 from lightck.pool.gradient_reader import GradientCheckpoint, chain_entry_of, checkpoint_of, find_damaged_bases
 from lightck.pool.reader import PoolReader, RejectedCheckpoint
-from lightck.restore.contents import MemorySource
+from lightck.restore.contents import MemorySource, load_tensor
 from lightck.restore.gradient_state import UnitsAtStep, refuse_unreadable, units_at_step
 from lightck.restore.optimizers_at_hand import OptimizersAtHand
+from lightck.state.blocks import checksums
 
 
 class ReplayedCheckpoint:
@@ -120,6 +121,11 @@ class ReplayedCheckpoint:
         self._source.read_many([(name, address) for name, address in places if name not in self._recorded])
         recorded = [(self._recorded[name], address) for name, address in places if name in self._recorded]
         self._checkpoint.read(recorded)
+
+    def raw_checksums(self, name: str) -> list[int]:
+        """As ``StoredCheckpoint.raw_checksums``; computed from the tensor."""
+        found: list[int] = checksums(load_tensor(self, name), self.reader.superblock.block).tolist()
+        return found
 
     def find_damaged_bases(self) -> None:
         """Let the reader know which bases are damaged, before a training goes on from this checkpoint."""

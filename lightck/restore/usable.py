@@ -1,21 +1,48 @@
-"""Which checkpoints of a pool recovery may use: those whose manifest and small state verify, and that are not stale."""
+"""The checkpoints of a pool, and which of them recovery may use: those whose manifest and small state verify, and that
+are not stale."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import TypeAlias, TypeVar
 
 from lightck.errors import CorruptPoolError
-from lightck.pool.format.structures import DamagedError
+from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Contents, Saved
+from lightck.restore.optimizers_at_hand import OptimizersAtHand
+from lightck.restore.replayed import ReplayedCheckpoint, replayed_checkpoint, replayed_checkpoints
 
+RankCheckpoint: TypeAlias = StoredCheckpoint | ReplayedCheckpoint
+"""A checkpoint in the pool of one rank."""
+C = TypeVar("C", StoredCheckpoint, RankCheckpoint)
 STALE_REASON = (
     "it is stale: it holds old bytes of a tensor, because lightck noticed a write to that tensor too late (a newer "
     "checkpoint records this)"
 )
+
+
+def checkpoints_of(
+    reader: PoolReader, step: int | None = None, optimizers: OptimizersAtHand | None = None
+) -> Iterator[RankCheckpoint | RejectedCheckpoint]:
+    """Yield the checkpoints of a pool, from newest to oldest. ``step``: yield only those of this step. ``optimizers``:
+    make updates again, if the pool has gradient records; None: classes of ``torch.optim``."""
+    if reader.superblock.has_gradients:
+        return replayed_checkpoints(reader, optimizers or OptimizersAtHand(), step)
+    return reader.checkpoints(step)
+
+
+def stored_checkpoint(
+    reader: PoolReader, record: CommitRecord, optimizers: OptimizersAtHand | None = None
+) -> RankCheckpoint:
+    """Return the checkpoint that a commit record names. ``optimizers``: as in ``checkpoints_of``. Raises
+    ``DamagedError`` if it was overwritten or fails a check."""
+    if reader.superblock.has_gradients:
+        return replayed_checkpoint(reader, record, optimizers or OptimizersAtHand())
+    return reader.checkpoint(record)
 
 
 class StaleCheckpoints:
@@ -72,21 +99,36 @@ def parse_state(stored: Saved) -> Contents:
         raise DamagedError(str(err)) from err
 
 
-def usable_checkpoints(reader: PoolReader) -> Iterator[StoredCheckpoint]:
-    """Yield the checkpoints whose manifest and small state verify, from newest to oldest, without stale ones."""
+def usable_checkpoints(
+    reader: PoolReader, optimizers: OptimizersAtHand | None = None
+) -> Iterator[StoredCheckpoint | ReplayedCheckpoint]:
+    """Yield the checkpoints whose manifest and small state verify, from newest to oldest, without stale ones. No update
+    is made again for it. ``optimizers``: as in ``checkpoints_of``."""
     stale = StaleCheckpoints()
-    for stored in reader.checkpoints():
+    for stored in checkpoints_of(reader, None, optimizers):
         if isinstance(stored, RejectedCheckpoint) or stale.includes(stored.record.payload_generation):
             continue
         with suppress(DamagedError):
-            stale.add(parse(stored), stored.record.payload_generation)
+            stale.add(parse_state(stored), stored.record.payload_generation)
             yield stored
 
 
 def usable_by_id(reader: PoolReader) -> dict[CheckpointId, list[StoredCheckpoint]]:
     """Return id in the group -> usable checkpoints of a rank's pool with this id, newest first. Two checkpoints have
-    the same id if a step was saved twice."""
-    found: dict[CheckpointId, list[StoredCheckpoint]] = {}
-    for stored in usable_checkpoints(reader):
+    the same id if a step was saved twice. The pool has no gradient records."""
+    assert not reader.superblock.has_gradients, "usable_or_replayed_by_id reads such a pool"
+    return _by_id(one for one in usable_checkpoints(reader) if isinstance(one, StoredCheckpoint))
+
+
+def usable_or_replayed_by_id(
+    reader: PoolReader, optimizers: OptimizersAtHand
+) -> dict[CheckpointId, list[RankCheckpoint]]:
+    """As ``usable_by_id``, and the pool may have gradient records. ``optimizers``: make its updates again."""
+    return _by_id(usable_checkpoints(reader, optimizers))
+
+
+def _by_id(checkpoints: Iterable[C]) -> dict[CheckpointId, list[C]]:
+    found: dict[CheckpointId, list[C]] = {}
+    for stored in checkpoints:
         found.setdefault(CheckpointId(stored.header.incarnation, stored.step), []).append(stored)
     return found

@@ -151,7 +151,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
             arguments, path, backend, medium_durability, meter, lock, capture, is_rank_pool=is_rank_pool
         )
         undo.callback(pipeline.close)
-        participants = _commit_participants(arguments.save_options, found, path, meter, is_rank_pool=is_rank_pool)
+        participants = _commit_participants(file, meter)
         participants.register_with(pipeline)
         backend.remove_stale(path)
         first = _first_step(found, arguments, is_rank_known)
@@ -199,15 +199,17 @@ def _pipeline(
     *,
     is_rank_pool: bool,
 ) -> Pipeline:
-    options, slots, pool_kind = arguments.save_options, 2, None
+    options, pool_kind = arguments.save_options, None
+    slots = options.slots or (options.replicas.slots_min if is_rank_pool else 2)
     if options.gradients is not None:
-        slots, pool_kind = n_records(options.gradients), gradient_pools(options.gradients, capture)
+        slots = n_records(options.gradients, is_rank_pool=is_rank_pool)
+        pool_kind = gradient_pools(options.gradients, capture)
     on_device = any(transfer_of(p) is not None for p in arguments.model.parameters())
     return Pipeline(
         path,
         backend,
         medium_durability,
-        options.slots or (options.replicas.slots_min if is_rank_pool else slots),
+        slots,
         meter,
         options.strategy or FullState(),
         options.staging,
@@ -219,13 +221,12 @@ def _pipeline(
     )
 
 
-def _commit_participants(
-    save_options: SaveOptions, found: Found, path: str, meter: Meter, *, is_rank_pool: bool
-) -> CommitParticipants:
-    holds = Holds(save_options.replicas.slots_min if is_rank_pool else 2)
-    keeper = Retention(save_options.keep, path, meter, holds) if save_options.keep is not None else None
+def _commit_participants(file: PoolFile, meter: Meter) -> CommitParticipants:
+    options = file.arguments.save_options
+    holds = Holds(options.replicas.slots_min if file.is_rank_pool else 2, file.optimizers_at_hand)
+    keeper = Retention(options.keep, file.path, meter, holds) if options.keep is not None else None
     return CommitParticipants(
-        holds, keeper, NonfiniteCheck(found.state, meter) if save_options.pause_on_nonfinite else None
+        holds, keeper, NonfiniteCheck(file.found.state, meter) if options.pause_on_nonfinite else None
     )
 
 

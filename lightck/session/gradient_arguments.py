@@ -23,9 +23,9 @@ from lightck.state.replayable import refuse_low_ratio, refuse_unreplayable
 from lightck.strategy.gradients import Gradients
 
 
-def n_records(strategy: Gradients) -> int:
+def n_records(strategy: Gradients, *, is_rank_pool: bool) -> int:
     """Return the number of record slots of a new pool."""
-    return strategy.log_records or records_default(strategy.base_every)
+    return strategy.log_records or records_default(strategy.base_every, in_group=is_rank_pool)
 
 
 def gradient_pools(strategy: Gradients, capture: Capture) -> GradientPools:
@@ -45,10 +45,10 @@ def refuse_unrecordable(strategy: Gradients, options: SaveOptions, found: Found,
         if type(value) is not int:
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Pass a whole number.")
     refuse_other_than_bool(own_optimizers=strategy.own_optimizers)
-    problem = problem_of(strategy.base_every, strategy.log_records)
+    problem = problem_of(strategy.base_every, strategy.log_records, in_group=is_rank_pool)
     if problem is not None:
         raise ValueError(f"Gradients: {problem}")
-    _refuse_other_arguments(options, is_rank_pool=is_rank_pool)
+    _refuse_other_arguments(options)
     if not found.optimizers:
         raise UnsupportedError(
             "strategy=Gradients(...) records what an optimizer consumes, and no optimizer of this model exists at "
@@ -90,11 +90,12 @@ def space_advice(entries: Iterable[Entry], state_nbytes: int, kind: PoolKind, ba
     return "No base_every makes it fit. FullState() needs less space."
 
 
-def _refuse_other_arguments(options: SaveOptions, *, is_rank_pool: bool) -> None:
+def _refuse_other_arguments(options: SaveOptions) -> None:
     given = {
         "slots=": (options.slots is not None, "its pool has gradient records instead (log_records=)"),
         "keep=": (options.keep is not None, "a checkpoint that is kept would need the records of other steps too"),
         "interval=": (options.interval != 1, "the updates of all steps are needed to make a later one again"),
+        "replicas=": (options.replicas.count > 1, "a peer copy holds whole checkpoints"),
     }
     for name, (is_given, reason) in given.items():
         if is_given:
@@ -102,8 +103,3 @@ def _refuse_other_arguments(options: SaveOptions, *, is_rank_pool: bool) -> None
                 f"strategy=Gradients(...) cannot be used with {name}: {reason}. Leave that argument out, or use "
                 "strategy=FullState()."
             )
-    if is_rank_pool:
-        raise UnsupportedError(
-            "strategy=Gradients(...) cannot be used in a group of ranks. Use strategy=FullState(), or group=False to "
-            "save this process alone."
-        )

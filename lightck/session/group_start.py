@@ -32,7 +32,7 @@ import msgpack
 from lightck.errors import RankError, UnsupportedError, capitalized, listed
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.format.group import ID_NBYTES, GroupIdentity
-from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.durability import TIER_CACHE
 from lightck.pool.storage.temporary import remove_all_stale
 from lightck.ranks.agreement import (
@@ -54,7 +54,7 @@ from lightck.restore.averages import describe_averaged
 from lightck.restore.moved_state import key_of_rank
 from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
-from lightck.restore.usable import parse, usable_by_id
+from lightck.restore.usable import RankCheckpoint, parse, usable_or_replayed_by_id
 from lightck.session.arguments import Arguments, SaveOptions
 from lightck.session.group import (
     Group,
@@ -103,7 +103,7 @@ class Restored:
     name: CheckpointId
     start: Start
     """The decision that chose the checkpoint."""
-    chosen: StoredCheckpoint
+    chosen: RankCheckpoint
     """This rank's part. ``name`` and ``chosen`` are of one checkpoint."""
     is_done: bool
     """Whether all ranks had declared the training finished there."""
@@ -197,13 +197,13 @@ class GroupStart:
                 return None
             if source is not None:
                 reader = open_source(os.path.dirname(file.path), self.group, source, start.run_id)
-                stored = usable_by_id(reader)
+                stored = usable_or_replayed_by_id(reader, file.optimizers_at_hand)
             assert reader is not None, "a rank has its own pool or that of another rank"
             restored = self._restore(file, reader, stored, reports, start)
             self._divide(file)
             if source is not None:
                 reader = self._copy_into_own_pool(file, pipeline, reader, restored, source)
-                stored = usable_by_id(reader)
+                stored = usable_or_replayed_by_id(reader, file.optimizers_at_hand)
                 restored = replace(restored, chosen=stored[restored.name][0])
             if start.sources:
                 self.meeting.exchange("copies", b"")
@@ -219,7 +219,7 @@ class GroupStart:
         refuse_differences(reports)
         refuse_other_tensors(file, reports, self.meeting)
         assert other.source is not None, "the caller has checked it"
-        first, options = next(iter(other.source.readers.values())), file.arguments.save_options
+        first = next(iter(other.source.readers.values()))
         restore = file.live_restore(first)
         with restore.poisons_on_error():
             loaded = load(other, self.group, self.meeting, restore)
@@ -234,7 +234,7 @@ class GroupStart:
                 source,
                 loaded.name,
                 list(file.predicted_entries().values()),
-                n_slots=options.slots or max(options.replicas.slots_min, len(first.superblock.slots)),
+                n_slots=file.n_slots_of_rank(first),
                 expected_state_nbytes=file.capture.expected_state_nbytes,
                 changed_state=loaded.changed_state,
             )
@@ -242,7 +242,7 @@ class GroupStart:
         reader = file.existing()
         assert reader is not None, "it was made just now"
         try:
-            stored = usable_by_id(reader)
+            stored = usable_or_replayed_by_id(reader, file.optimizers_at_hand)
             chosen = stored[loaded.name][0]
             restored = Restored(loaded.name, start, chosen, loaded.is_done, loaded.reason, (0,))
             return self._adopt(file, pipeline, reader, stored, restored)
@@ -253,14 +253,15 @@ class GroupStart:
 
     def _stored(self, reader: PoolReader, file: PoolFile) -> Stored:
         """Return the usable checkpoints of this rank's pool. Raises ``UnsupportedError`` if the pool is that of a
-        single process, and ``CorruptPoolError`` if its commit records were erased."""
+        single process, or of another strategy, and ``CorruptPoolError`` if its commit records were erased."""
         if reader.group is None:
             raise UnsupportedError(
                 f"The pool {reader.path!r} is that of a training in a single process, and not of a rank. Nothing was "
                 "changed. Use another directory; or remove the pool if nobody needs it."
             )
+        file.refuse_whole_checkpoints(reader)
         file.refuse_erased_log(reader)
-        return usable_by_id(reader)
+        return usable_or_replayed_by_id(reader, file.optimizers_at_hand)
 
     def _exchange_reports(self, file: PoolFile, reader: PoolReader | None, stored: Stored) -> list[Report]:
         identity = None if reader is None else reader.group
@@ -288,7 +289,9 @@ class GroupStart:
     def _divide(self, file: PoolFile) -> None:
         """Decide what this rank writes. All ranks call this, with the tensors from which they go on. (With a layout
         nothing is divided, but the ranks compare the tensors that have no rule.)"""
-        if (file.arguments.save_options.split or file.arguments.layout) and self.group.world_size > 1:
+        options = file.arguments.save_options
+        divides = options.split and options.gradients is None  # a rank makes updates again only of whole parameters
+        if (divides or file.arguments.layout) and self.group.world_size > 1:
             entries = file.predicted_entries().values()
             file.capture.use_shares(shares_of(file.capture, entries, self.group, self.meeting, self._directory_ids))
 
@@ -460,7 +463,7 @@ class GroupStart:
                     neighbours.append(
                         Neighbour(
                             rank,
-                            open_pool(path),
+                            open_pool(path, gradients=True),
                             self._adoption,
                             must_sync=must_sync,
                             reads_checkpoints=bool(file.capture.shares.cuts),

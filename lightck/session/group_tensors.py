@@ -11,15 +11,17 @@ import msgpack
 
 from lightck.errors import RankError, listed
 from lightck.pool.format.layout import Entry
-from lightck.pool.reader import PoolReader, StoredCheckpoint
+from lightck.pool.reader import PoolReader
 from lightck.ranks.agreement import Report
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
+from lightck.restore.replayed import ReplayedCheckpoint
+from lightck.restore.usable import RankCheckpoint
 from lightck.session.pool_file import PoolFile
 
 NAMES_NBYTES_MAX = 1 << 20
 """The largest number of bytes that a rank sends of its tensors' names, for the error that lists differences."""
-Stored: TypeAlias = dict[CheckpointId, list[StoredCheckpoint]]
+Stored: TypeAlias = dict[CheckpointId, list[RankCheckpoint]]
 """The usable checkpoints in one pool, by id. If a step was saved twice, its list has two items, the newer one first."""
 
 
@@ -82,7 +84,9 @@ def has_parts(file: PoolFile, reader: PoolReader | None, stored: Stored) -> bool
     if file.arguments.layout is not None:
         return True
     entries = [*file.entries.values(), *(() if reader is None else reader.entries)]
-    entries += [entry for many in stored.values() for one in many for entry in one.entries.values()]
+    # The layout table of a pool with gradient records has all parameters and all optimizer state.
+    whole = [one for many in stored.values() for one in many if not isinstance(one, ReplayedCheckpoint)]
+    entries += [entry for one in whole for entry in one.entries.values()]
     return any(entry.pieces is not None for entry in entries)
 
 

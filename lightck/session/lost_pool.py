@@ -23,13 +23,13 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.partial_copy import BlocksMissingError
-from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.pool.reader import PoolReader, open_pool
 from lightck.ranks.rule import CheckpointId
-from lightck.restore.contents import Saved, unpack_dict
+from lightck.restore.contents import Saved
 from lightck.restore.logical import REPLICATED
 from lightck.restore.moved_state import new_random_states
-from lightck.restore.pool_copies import commit_copy
-from lightck.restore.usable import parse
+from lightck.restore.pool_copies import commit_copy, state_for_copy
+from lightck.restore.usable import RankCheckpoint, parse
 from lightck.session.group import Group, path_of_pool
 from lightck.state import values
 
@@ -37,7 +37,7 @@ from lightck.state import values
 def open_source(directory: str, group: Group, rank: int, run_id: bytes) -> PoolReader:
     """Open the pool of another rank for reading. Raises ``PoolError`` or ``RankError``."""
     path = path_of_pool(directory, rank, group.world_size)
-    reader = None if path is None else open_pool(path)
+    reader = None if path is None else open_pool(path, gradients=True)
     if reader is not None and reader.group is not None and reader.group.run_id == run_id:
         return reader
     if reader is not None:
@@ -53,11 +53,11 @@ def has_checkpoints_of(directory: str, rank: int, world_size: int) -> bool:
     path = path_of_pool(directory, rank, world_size)
     if path is None:
         return False
-    with closing(open_pool(path)) as reader:
+    with closing(open_pool(path, gradients=True)) as reader:
         return bool(reader.commit_log().records)
 
 
-def replicated_lines(stored: StoredCheckpoint) -> list[str]:
+def replicated_lines(stored: RankCheckpoint) -> list[str]:
     """Return lines that are equal on two ranks if these hold the same parameters and the same optimizer state: one for
     each parameter, for each tensor of an optimizer, and for the rest of each optimizer's state. A line is a name, and a
     digest of the checksums of the bytes."""
@@ -97,7 +97,7 @@ def copy_into_new_pool(
     in addition to those of ``stored``. ``expected_state_nbytes``: bytes of small state for which the slots must have
     space at least. ``changed_state``: what the copy has in its small state in place of what ``stored`` has."""
     pool = pipeline.pool
-    state = values.pack(unpack_dict(stored.state) | dict(changed_state), path="state")
+    state = values.pack(state_for_copy(stored) | dict(changed_state), path="state")
     pool.n_slots = n_slots
     entries = [*entries, *stored.entries.values()]
     try:

@@ -26,21 +26,15 @@ from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.lock import PoolLock
 from lightck.restore.changed_options import set_requires_grad
 from lightck.restore.contents import Contents
-from lightck.restore.recover import (
-    LiveRestore,
-    checkpoints_of,
-    erased_log_error,
-    refuse_part,
-    restore_newest,
-    stored_checkpoint,
-)
+from lightck.restore.optimizers_at_hand import OptimizersAtHand
+from lightck.restore.recover import LiveRestore, erased_log_error, refuse_part, restore_newest
 from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.resume import RestoredFrom, Resumed, forget_restored_from, restored_from, warn_differences
-from lightck.restore.usable import parse_state
+from lightck.restore.usable import checkpoints_of, parse_state, stored_checkpoint
 from lightck.session.arguments import Arguments
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
-from lightck.session.gradient_arguments import refuse_small_gain, space_advice
+from lightck.session.gradient_arguments import n_records, refuse_small_gain, space_advice
 from lightck.state.inventory import entry_of
 from lightck.state.parts import refuse_parts
 from lightck.state.predict import predict
@@ -100,7 +94,7 @@ class PoolFile:
             self._create(pipeline)
             return None
         try:
-            self._refuse_whole_checkpoints(reader)
+            self.refuse_whole_checkpoints(reader)
             checkpoint = self._restored(reader)
             recorded = None if checkpoint is None else reader.next_batches(checkpoint[1])
         except BaseException:
@@ -147,6 +141,13 @@ class PoolFile:
             return options.gradients.log_records
         is_too_small = self.is_rank_pool and len(reader.superblock.slots) < options.replicas.slots_min
         return options.replicas.slots_min if options.slots is None and is_too_small else options.slots
+
+    def n_slots_of_rank(self, source: PoolReader) -> int:
+        """Return the number of slots of a new pool of this rank. ``source``: a pool from which it goes on."""
+        options = self.arguments.save_options
+        if options.gradients is not None:
+            return n_records(options.gradients, is_rank_pool=True)
+        return options.slots or max(options.replicas.slots_min, len(source.superblock.slots))
 
     def existing(self, *, write: bool = True) -> PoolReader | None:
         """Open the pool at this path. Returns None if there is no pool, or if the pool is to be discarded."""
@@ -201,7 +202,7 @@ class PoolFile:
             log.warning("lightck: a newer checkpoint cannot be used, and an older one is restored: %s", rejected)
         return checkpoint.contents, checkpoint.record
 
-    def _refuse_whole_checkpoints(self, reader: PoolReader) -> None:
+    def refuse_whole_checkpoints(self, reader: PoolReader) -> None:
         """Raise ``UnsupportedError`` if the strategy writes gradient records, and the pool has no place for them."""
         if self._saves_gradients and not reader.superblock.has_gradients:
             raise UnsupportedError(
@@ -228,6 +229,11 @@ class PoolFile:
             of_rank=True,
             layout=self.arguments.layout,
         )
+
+    @property
+    def optimizers_at_hand(self) -> OptimizersAtHand:
+        """Make the updates of a pool with gradient records again."""
+        return OptimizersAtHand(self.arguments.model, list(self.found.optimizers))
 
     @staticmethod
     def refuse_erased_log(reader: PoolReader) -> None:
@@ -309,7 +315,7 @@ class PoolFile:
     def create_at_once(self, pipeline: Pipeline) -> None:
         """Create the pool of a rank. Raises ``UnsupportedError`` if the tensors of a checkpoint cannot be predicted."""
         forget_restored_from(self.arguments.model)
-        pipeline.pool.create(list(self.predicted_entries().values()), self.capture.expected_state_nbytes)
+        self._create_for(pipeline, list(self.predicted_entries().values()))
 
     def predicted_entries(self) -> dict[str, Entry]:
         """Return the entries of all tensors of a rank's checkpoint, those predicted for the optimizers' state included.

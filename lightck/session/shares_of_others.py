@@ -15,14 +15,15 @@ from lightck.restore.contents import Saved
 from lightck.restore.held_tensors import HeldTensors
 from lightck.restore.logical import has_shares
 from lightck.restore.recover import LiveRestore
+from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.rows_of_others import differing_rows
-from lightck.restore.usable import parse, usable_by_id
+from lightck.restore.usable import RankCheckpoint, parse, usable_by_id
 from lightck.session.group import Group
 
 
 def restore_one_of(
-    restore: LiveRestore, name: CheckpointId, candidates: Sequence[StoredCheckpoint], group: Group
-) -> tuple[StoredCheckpoint | None, str, list[str]]:
+    restore: LiveRestore, name: CheckpointId, candidates: Sequence[RankCheckpoint], group: Group
+) -> tuple[RankCheckpoint | None, str, list[str]]:
     """Restore the first of these checkpoints of one step that verifies. Returns the checkpoint and "", or None and the
     reason why the first one does not verify; and the names of tensors of which this rank held other values in rows that
     other ranks wrote."""
@@ -38,11 +39,11 @@ def restore_one_of(
 
 
 @contextmanager
-def whole_of(own: StoredCheckpoint, name: CheckpointId, group: Group) -> Iterator[tuple[Saved, list[str]]]:
+def whole_of(own: RankCheckpoint, name: CheckpointId, group: Group) -> Iterator[tuple[Saved, list[str]]]:
     """Yield this rank's checkpoint, with all rows of each tensor, and the names of tensors of which the rank held other
     values in rows that other ranks wrote (``differing_rows``). ``name``: id of the checkpoint. The other ranks' pools
     are open in the block. Raises ``DamagedError`` if rows are missing."""
-    if not has_shares(own):
+    if isinstance(own, ReplayedCheckpoint) or not has_shares(own):
         yield own, []
         return
     with ExitStack() as opened:

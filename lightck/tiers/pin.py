@@ -21,11 +21,13 @@ from lightck.errors import CorruptPoolError, SessionError
 from lightck.pool.engine import ENDED
 from lightck.pool.format.structures import SLOTS_MAX, CommitRecord, DamagedError
 from lightck.pool.listener import CommitListener
-from lightck.pool.reader import StoredCheckpoint
-from lightck.pool.slots import Slot
 from lightck.pool.storage.failures import io_error
 from lightck.pool.writer import Pending, PoolWriter
-from lightck.restore.pool_copies import begin_copy
+from lightck.restore.optimizers_at_hand import OptimizersAtHand
+from lightck.restore.pool_copies import begin_copy, state_for_copy
+from lightck.restore.replayed import ReplayedCheckpoint
+from lightck.restore.usable import RankCheckpoint, stored_checkpoint
+from lightck.state import values
 
 log = logging.getLogger("lightck")
 
@@ -47,11 +49,12 @@ class Holds(CommitListener):
     relayout. As a ``CommitDecision`` (``pipeline/decision.py``) it protects their slots. Any thread can call
     ``release``; all other methods are called on the training thread."""
 
-    def __init__(self, n_free: int = 2) -> None:
-        """``n_free``: the number of slots that the training needs besides the held ones."""
-        self._n_free = n_free
+    def __init__(self, n_free: int = 2, optimizers: OptimizersAtHand | None = None) -> None:
+        """``n_free``: the number of slots that the training needs besides the held ones. ``optimizers``: make the
+        updates of a held checkpoint again, if the pool has gradient records."""
+        self._n_free, self._optimizers = n_free, optimizers
         self._held: list[Hold] = []
-        self._to_carry: list[tuple[Hold, StoredCheckpoint]] = []
+        self._to_carry: list[tuple[Hold, RankCheckpoint]] = []
         """During a relayout: each hold, and its checkpoint in the old file."""
         self._carried: list[tuple[Hold, CommitRecord]] = []
         """During a relayout: each hold whose checkpoint is committed in the new file, and its commit record there."""
@@ -123,12 +126,12 @@ class Holds(CommitListener):
                 ", ".join(map(str, pinned)),
             )
 
-    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[StoredCheckpoint]:
+    def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[RankCheckpoint]:
         """Return the held checkpoints, oldest first. Raises ``CorruptPoolError`` if one of them cannot be read."""
         self._to_carry = []
         for hold in sorted(self._held, key=lambda h: h.record.payload_generation):
             try:
-                self._to_carry.append((hold, old.reader.checkpoint(hold.record)))
+                self._to_carry.append((hold, stored_checkpoint(old.reader, hold.record, self._optimizers)))
             except DamagedError as err:
                 raise _damaged(hold, err) from err
         return [stored for _, stored in self._to_carry]
@@ -167,34 +170,35 @@ class Holds(CommitListener):
             self._held = []
 
 
-def _carry(stored: StoredCheckpoint, hold: Hold, writer: PoolWriter, held: frozenset[int]) -> CommitRecord:
+def _carry(stored: RankCheckpoint, hold: Hold, writer: PoolWriter, held: frozenset[int]) -> CommitRecord:
     """Read and verify a held checkpoint, and commit it in the new file. Returns its commit record in the new file.
     ``writer``: the writer of the new file. ``held``: indexes of the held slots of the new file. Raises
     ``CorruptPoolError`` if the checkpoint is damaged."""
     numbers = _add_missing_tensors(stored, writer)
-    slot = writer.slots.choose(held)
-    assert slot is not None, "a new pool has a slot for each held checkpoint"
     try:
-        pending = _begin(stored, writer, slot, numbers)
+        pending = _begin(stored, writer, numbers, held)
     except DamagedError as err:
         raise _damaged(hold, err) from err
     pending.job.release()  # allows the commit: ``begin`` has made all copies
     pending.job.wait(ENDED)
     recorded = stored.reader.next_batches(stored.record)
     if recorded is not None:
-        writer.store_next_batch(slot, pending.record.generation, recorded)
+        writer.store_next_batch(pending.slot, pending.record.generation, recorded)
     writer.committed(pending)
     pending.job.forget()
-    return _commit_record_of(writer, slot.index, pending.record.generation)
+    return _commit_record_of(writer, pending.slot.index, pending.record.generation)
 
 
-def _begin(stored: StoredCheckpoint, writer: PoolWriter, slot: Slot, numbers: dict[str, int]) -> Pending:
+def _begin(stored: RankCheckpoint, writer: PoolWriter, numbers: dict[str, int], held: frozenset[int]) -> Pending:
     """Begin the checkpoint in the new file, under the generation and the incarnation that it has in the old one. (Held
     checkpoints are carried over first, oldest first, so generations only grow in the new file too.)"""
+    state = bytes(stored.state)
+    if isinstance(stored, ReplayedCheckpoint):
+        state = values.pack(state_for_copy(stored), path="state")
     own = writer.generation, writer.incarnation
     writer.generation, writer.incarnation = stored.header.generation - 1, stored.header.incarnation
     try:
-        return begin_copy(writer, slot, stored, numbers, bytes(stored.state))
+        return begin_copy(writer, stored, numbers, state, held)
     finally:
         writer.generation, writer.incarnation = own
 
@@ -210,7 +214,7 @@ def _commit_record_of(writer: PoolWriter, slot: int, generation: int | None) -> 
     return max(records, key=lambda record: record.generation)
 
 
-def _add_missing_tensors(stored: StoredCheckpoint, writer: PoolWriter) -> dict[str, int]:
+def _add_missing_tensors(stored: RankCheckpoint, writer: PoolWriter) -> dict[str, int]:
     """Add those tensors of a held checkpoint to the new file that have no extent there. Return tensor name -> number of
     the tensor record in the new file, for all tensors of the checkpoint.
 

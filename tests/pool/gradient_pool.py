@@ -232,7 +232,13 @@ class Writer:
         self.medium.fence()
         self.commit(KIND_CHECKPOINT, plan.generation, entry)
         self.log = self.log.with_commit(plan)
-        self.promised = [*self.promised, plan.generation][-self.log.n_protected :]
+        self.promised = [*self.promised, plan.generation][-self._n_needed() :]
+        slots = {one.records[-1].slot for one in self.log.protected if one.generation in self.promised}
+        self.log = self.log.with_released(slots)
+
+    def _n_needed(self) -> int:
+        """How many of the newest checkpoints are needed: in a group one or two, as the other ranks have committed."""
+        return self.chance.choice((1, 2, 2)) if self.in_group else 1
 
     def commit(self, kind: int, generation: int, entry: ChainEntry) -> None:
         record = CommitRecord(
@@ -248,7 +254,8 @@ class Writer:
         )
         self.committing = entry.record.generation
         commit_log = Reader(self.medium.places).commit_log()
-        self.position = next_position(commit_log, 2 if not self.in_group else 3, RING_LINES, self.position)
+        protected = {one.generation for one in self.log.protected}
+        self.position = next_position(commit_log, 2, RING_LINES, self.position, protected)
         self.medium.store(("line", self.position, "rest"), record)
         self.medium.fence()
         self.medium.store(("line", self.position, "first"), generation)

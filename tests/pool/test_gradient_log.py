@@ -136,6 +136,13 @@ class RecordFreedOneEarly(GradientLog):
         )
 
 
+class GroupForgotten(GradientLog):
+    """A rank overwrites what other ranks still need."""
+
+    def with_commit(self, plan: RecordPlan) -> GradientLog:
+        return replace(super().with_commit(plan), protected=(plan.checkpoint,))
+
+
 class HoleWithoutFull(GradientLog):
     """After an update without a record the chain goes on."""
 
@@ -220,6 +227,7 @@ PLANTED = [
     (with_log(BaseToNamedHome), least(3), "is lost|is wrong", 0),
     (with_log(RecordFreedOneEarly), one_less(least(3)), "is lost", 0),
     (with_log(RecordFreedOneEarly), one_less(least(4, 2)), "is lost", 0),
+    (with_log(GroupForgotten), least(3, in_group=True), "is lost", 0),
     (with_log(HoleWithoutFull), least(3), "is lost|is wrong", 0),
     (with_log(HoleIsHidden), least(3), "is lost|is wrong", 0),
     (with_log(UpdateForgotten), least(3), "is wrong", 0),
@@ -262,6 +270,7 @@ def trained(log: GradientLog, n_steps: int, updated: Any = None) -> tuple[Gradie
         plan = log.next_record(log.step + 2, all_of(log) if updated is None else updated)
         assert plan is not None
         log = log.with_record(plan).with_commit(plan)
+        log = log.with_released({one.records[-1].slot for one in log.protected[-2:]})
         plans.append(plan)
     return log, plans
 
