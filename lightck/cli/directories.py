@@ -89,7 +89,7 @@ def _pool(path: str) -> Facts:
     facts: Facts = {"path": path, "group": None, "holder": None, "checkpoints": [], "error": None}
     facts["is_copy"] = is_peer_copy(path)
     try:
-        with closing(open_pool(path)) as reader:
+        with closing(open_pool(path, gradients=True)) as reader:
             found = stored_checkpoints.find_checkpoints(reader)
             holder = holder_of(path)
             facts["group"] = groups.group_facts(reader.group)

@@ -63,10 +63,8 @@ def command(pool: str, deep: bool, replay: bool, step: int | None, as_json: bool
     Nothing is written, and the pool may be in use. Exit status 1 if anything is damaged.
     """
     if os.path.isdir(pool):
-        if replay:
-            refuse_replay(pool)
         directories.refuse_options_of_one_pool(step)
-        return directories.verify(pool, as_json, lambda path: pool_facts(path, None, deep))
+        return directories.verify(pool, as_json, lambda path: pool_facts(path, None, deep, replays=replay))
     facts = pool_facts(pool, step, deep, replays=replay)
     if as_json:
         print_json(facts)

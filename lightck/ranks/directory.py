@@ -87,7 +87,7 @@ def open_worlds(directory: str) -> Iterator[list[World]]:
     with ExitStack() as stack:
         readers = []
         for path in existing_pools(directory):
-            readers.append(open_pool(str(path)))
+            readers.append(open_pool(str(path), gradients=True))
             stack.callback(readers[-1].close)
         worlds = worlds_of(directory, readers)
         if any(world.missing for world in worlds):

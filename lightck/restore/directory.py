@@ -23,24 +23,26 @@ import msgpack
 import torch
 from torch import nn
 
-from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError, listed
+from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError, UnsupportedError, listed
 from lightck.layout import Layout
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import DamagedError
-from lightck.pool.reader import RejectedCheckpoint, StoredCheckpoint
+from lightck.pool.reader import RejectedCheckpoint
 from lightck.ranks.directory import World, missing_error, open_worlds
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore import restore as _restore
 from lightck.restore.averages import describe_averaged
-from lightck.restore.checkpoint import Checkpoint, plan_restore, poison
+from lightck.restore.checkpoint import Checkpoint, as_list, plan_restore, poison
 from lightck.restore.contents import Contents, MemorySource, in_memory
 from lightck.restore.logical import LogicalCheckpoint
+from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.restore.ranges import RangeReader, pieces_of_ranks
 from lightck.restore.relocated import Relocated
+from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.stages import flags_of, held_by, names_of_model, refuse_held_by_nobody
 from lightck.restore.together import meeting_of, refuse_other_layouts, refuse_unused_rules
-from lightck.restore.usable import parse, usable_by_id
+from lightck.restore.usable import RankCheckpoint, parse, usable_by_id
 from lightck.state.local_tensors import reshard
 from lightck.state.rules import ModelTensors, tensors_of
 
@@ -69,19 +71,23 @@ def recover_directory(
         opened = ExitStack()
         return recovered(path, step, partial(_lazily, opened=opened), opened)
     tensors = None if model is None else _tensors_of(model, layout)
+    at_hand = OptimizersAtHand() if model is None else OptimizersAtHand(model, as_list(optimizer))
     if model is None or tensors is None or not (tensors.parts or tensors.is_stage):
-        checkpoint = recovered(path, step, partial(_whole, device=device if model is None else "cpu"))
+        whole = partial(_whole, device=device if model is None else "cpu")
+        checkpoint = recovered(path, step, whole, optimizers=at_hand)
         if model is not None:
             checkpoint.restore(model, optimizer, state, strict=strict)
         return checkpoint
     meeting, take = meeting_of(tensors.lives, layout), partial(_parts, tensors=tensors)
     if meeting is None:
-        return recovered(path, step, take).into(model, optimizer, state, strict=strict, layout=layout)
+        return recovered(path, step, take, optimizers=at_hand).into(
+            model, optimizer, state, strict=strict, layout=layout
+        )
     meeting.meet(socket.gethostname())
     with meeting.shares_errors():
         refuse_other_layouts(layout, meeting)
         refuse_unused_rules(layout, tensors.names, meeting)
-        loaded = _recovered_together(path, step, take, meeting)
+        loaded = _recovered_together(path, step, take, meeting, at_hand)
         if tensors.is_stage:
             loaded.refuse_held_by_nobody(tensors, meeting)
     return loaded.into(model, optimizer, state, strict=strict, layout=layout)
@@ -97,15 +103,21 @@ Take = Callable[[str, LogicalCheckpoint, Sequence[RejectedCheckpoint]], T]
 ``DamagedError``."""
 
 
-def recovered(directory: str, step: int | None, take: Take[T], opened: ExitStack | None = None) -> T:
+def recovered(
+    directory: str,
+    step: int | None,
+    take: Take[T],
+    opened: ExitStack | None = None,
+    optimizers: OptimizersAtHand | None = None,
+) -> T:
     """Call ``take`` for the newest common checkpoint (of ``step``, if given), and return the result. If a pool has
     moved to a new file since it was opened, and so nothing was found, open all pools again. ``opened``: keeps the pools
-    open afterwards; None: they are closed."""
+    open afterwards; None: they are closed. ``optimizers``: as in ``checkpoints_of``."""
     for attempt in range(1, _ATTEMPTS + 1):
         with ExitStack() as stack:
             worlds = stack.enter_context(open_worlds(directory))
             try:
-                taken = _newest(directory, worlds, step, take)
+                taken = _newest(directory, worlds, step, take, optimizers)
                 if opened is not None:
                     opened.push(stack.pop_all())
                 return taken
@@ -116,7 +128,9 @@ def recovered(directory: str, step: int | None, take: Take[T], opened: ExitStack
     raise AssertionError("the last attempt returns or raises")
 
 
-def _newest(directory: str, worlds: Sequence[World], step: int | None, take: Take[T]) -> T:
+def _newest(
+    directory: str, worlds: Sequence[World], step: int | None, take: Take[T], optimizers: OptimizersAtHand | None
+) -> T:
     """Call ``take`` for one common checkpoint after the other (of ``step``, if given), from newest to oldest, until one
     verifies. Checkpoints of all worlds count; if two have the same one, that of the first world is taken first."""
     readers = [reader for world in worlds for reader in world.readers.values()]
@@ -125,7 +139,7 @@ def _newest(directory: str, worlds: Sequence[World], step: int | None, take: Tak
         common = [
             (id_, number, held)
             for number, world in enumerate(worlds)
-            for id_, held in common_checkpoints(world).items()
+            for id_, held in common_checkpoints(world, optimizers).items()
         ]
         rejected: list[RejectedCheckpoint] = []
         # The newest id first; of one id, that of the first world (the smallest number) first.
@@ -148,7 +162,9 @@ def _in_use_error(directory: str) -> PoolLockedError:
     )
 
 
-def _recovered_together(directory: str, step: int | None, take: Take[T], meeting: Meeting) -> T:
+def _recovered_together(
+    directory: str, step: int | None, take: Take[T], meeting: Meeting, optimizers: OptimizersAtHand
+) -> T:
     """``recovered`` for ranks that hold parts, which must be of one checkpoint on all ranks. They agree on the newest
     one that all of them find (a training may have the pools open), and say whether they could load it. If one could
     not, they take the next older one."""
@@ -159,7 +175,7 @@ def _recovered_together(directory: str, step: int | None, take: Take[T], meeting
         with open_worlds(directory) as worlds:
             found: dict[CheckpointId, tuple[World, Held]] = {}
             for world in reversed(worlds):
-                found |= {id_: (world, held) for id_, held in common_checkpoints(world).items()}
+                found |= {id_: (world, held) for id_, held in common_checkpoints(world, optimizers).items()}
             own = [list(id_) for id_ in found if id_ not in failed_ids and step in (None, id_.step)]
             has_changed, newest = set(found) != newest, set(found)
             said = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints", msgpack.packb([own, has_changed]))]
@@ -184,13 +200,13 @@ def _recovered_together(directory: str, step: int | None, take: Take[T], meeting
     raise _in_use_error(directory)
 
 
-Held = list[list[StoredCheckpoint]]
+Held = list[list[RankCheckpoint]]
 """For each pool of a world: the checkpoints of one id, newest first. (There are two if a step was saved twice.)"""
 
 
-def common_checkpoints(world: World) -> dict[CheckpointId, Held]:
-    """Return the usable checkpoints that all pools of a world have."""
-    held = [usable_by_id(reader) for reader in world.readers.values()]
+def common_checkpoints(world: World, optimizers: OptimizersAtHand | None = None) -> dict[CheckpointId, Held]:
+    """Return the usable checkpoints that all pools of a world have. ``optimizers``: as in ``checkpoints_of``."""
+    held = [usable_by_id(reader, optimizers) for reader in world.readers.values()]
     common = frozenset.intersection(*map(frozenset, held))
     return {one: [of_rank[one] for of_rank in held] for one in common}
 
@@ -228,7 +244,7 @@ def logical_of(directory: str, world: World, held: Held, state_of: int = 0, *, w
     return logical
 
 
-def intact_of(checkpoints: Sequence[StoredCheckpoint]) -> StoredCheckpoint:
+def intact_of(checkpoints: Sequence[RankCheckpoint]) -> RankCheckpoint:
     """Return the newest checkpoint that verifies. If all but the oldest fail, return the oldest unverified, because its
     bytes are verified when they are read. ``checkpoints``: the checkpoints of one step in one pool, newest first."""
     for stored in checkpoints[:-1]:
@@ -279,6 +295,12 @@ def _lazily(
     directory: str, logical: LogicalCheckpoint, rejected: Sequence[RejectedCheckpoint], *, opened: ExitStack
 ) -> Checkpoint:
     """Load a checkpoint without its tensors, which are read when they are used."""
+    for stored in logical.of_ranks:
+        if isinstance(stored, ReplayedCheckpoint):
+            raise UnsupportedError(
+                f"The pool {stored.path!r} holds gradient records, from which all tensors are made together. So they "
+                "cannot be loaded one by one. Leave out lazy=True."
+            )
     # Buffers usually differ between ranks, and a program may open the same checkpoint lazily many times. So there is no
     # warning about buffers.
     _warn_differences(logical, ("param", "optimizer"))

@@ -15,16 +15,16 @@ from lightck.pool.format.boxes import Box, Ints
 from lightck.pool.format.layout import Entry, held_entry
 from lightck.pool.format.shares import Share
 from lightck.pool.format.structures import CommitRecord, DamagedError
-from lightck.pool.reader import StoredCheckpoint
 from lightck.restore.read_boxes import BoxRead, Destination, read_boxes
+from lightck.restore.usable import RankCheckpoint
 
 
 @dataclass(slots=True)
 class HeldTensors:
     """A rank's checkpoint with all rows of the tensors that it held. It is read as a ``StoredCheckpoint`` is."""
 
-    own: StoredCheckpoint
-    of_ranks: Mapping[int, StoredCheckpoint]
+    own: RankCheckpoint
+    of_ranks: Mapping[int, RankCheckpoint]
     """Another rank -> its checkpoint of the same step."""
     entries: dict[str, Entry] = field(init=False)
 
@@ -36,7 +36,7 @@ class HeldTensors:
                     pass
         self.entries = {name: held_entry(entry) for name, entry in self.own.entries.items()}
 
-    def _writers(self, name: str, share: Share) -> Iterator[tuple[StoredCheckpoint, Share, int]]:
+    def _writers(self, name: str, share: Share) -> Iterator[tuple[RankCheckpoint, Share, int]]:
         """Yield, for each rank that wrote rows of a tensor that is divided: the rank's checkpoint, its share, and its
         place in the cut. Raises ``DamagedError`` if the rows of a rank are missing."""
         for place, rank in enumerate(share.cut.ranks):
@@ -95,7 +95,7 @@ class HeldTensors:
     def read_many(self, places: Sequence[tuple[str, int]]) -> None:
         """Read many tensors; see ``Source``. Raises ``DamagedError`` and ``PoolIOError``."""
         wholes: list[tuple[str, int]] = []
-        boxes: dict[int, tuple[StoredCheckpoint, list[BoxRead]]] = {}
+        boxes: dict[int, tuple[RankCheckpoint, list[BoxRead]]] = {}
         for name, address in places:
             if not self.entries[name].nbytes:
                 continue

@@ -19,10 +19,10 @@ import torch
 from lightck.errors import UnsupportedError
 from lightck.pool.format.assembly import coverage
 from lightck.pool.format.boxes import Box, Ints, intersection, whole_box
-from lightck.pool.format.layout import ITEM_NBYTES, Entry, check_ties, contiguous_stride, held_entry
+from lightck.pool.format.layout import ITEM_NBYTES, SLOT_PLACE, Entry, check_ties, contiguous_stride, held_entry
 from lightck.pool.format.pieces import Piece, is_flat
 from lightck.pool.format.structures import DamagedError
-from lightck.pool.reader import PoolReader, StoredCheckpoint
+from lightck.pool.reader import PoolReader
 from lightck.restore.averages import owner_of, places_of
 from lightck.restore.contents import load_tensor
 from lightck.restore.read_boxes import Frame
@@ -30,7 +30,7 @@ from lightck.restore.rows_of_others import differing_rows
 from lightck.restore.saved_layout import SavedLayout
 from lightck.restore.stages import refuse_missing_stages
 from lightck.restore.tensor_writes import same_bits
-from lightck.restore.usable import parse
+from lightck.restore.usable import RankCheckpoint, parse
 
 log = logging.getLogger("lightck")
 REPLICATED = ("param", "optimizer")
@@ -44,7 +44,7 @@ class Holder:
 
     position: int
     """Of the pool in ``of_ranks``."""
-    stored: StoredCheckpoint
+    stored: RankCheckpoint
     entry: Entry
     name: str
     """Name under which the bytes lie. (The tensor may be tied on some ranks only.)"""
@@ -73,7 +73,7 @@ class Holder:
 class LogicalCheckpoint:
     """One checkpoint of several ranks. ``of_ranks``: the checkpoint in the pool of each of them, in their order."""
 
-    of_ranks: Sequence[StoredCheckpoint]
+    of_ranks: Sequence[RankCheckpoint]
     state_of: int = 0
     """Position in ``of_ranks`` of the rank whose small state and whose objects in ``state=`` count. (They belong to
     each rank, and are not the same on all.)"""
@@ -113,7 +113,7 @@ class LogicalCheckpoint:
         return self.of_ranks[0].step
 
     @property
-    def own(self) -> StoredCheckpoint:
+    def own(self) -> RankCheckpoint:
         """The checkpoint of ``state_of``."""
         return self.of_ranks[self.state_of]
 
@@ -206,7 +206,7 @@ class LogicalCheckpoint:
         return found
 
 
-def _layout_of(stored: StoredCheckpoint) -> SavedLayout | None:
+def _layout_of(stored: RankCheckpoint) -> SavedLayout | None:
     """Return the layout with which a checkpoint was saved. Raises ``DamagedError``."""
     group = stored.reader.group
     return parse(stored).layout if group is not None and group.mesh_shape else None
@@ -217,7 +217,7 @@ def has_shares_in_table(reader: PoolReader) -> bool:
     return any(entry.share is not None for entry in reader.entries)
 
 
-def has_shares(stored: StoredCheckpoint) -> bool:
+def has_shares(stored: RankCheckpoint) -> bool:
     """Whether the rank wrote its share of a tensor."""
     return any(entry.share is not None for entry in stored.entries.values())
 
@@ -225,7 +225,7 @@ def has_shares(stored: StoredCheckpoint) -> bool:
 def _whole_entry(entry: Entry) -> Entry:
     """Return the entry of the logical tensor of which a rank has ``entry``. If the rank holds the whole logical tensor,
     the result keeps the strides of the rank's tensor; else it is contiguous."""
-    held = held_entry(entry)
+    held = held_entry(entry)._replace(place=SLOT_PLACE)  # nobody has the logical tensor in a home
     if held.logical_shape is None:
         return held
     shape = held.logical_shape

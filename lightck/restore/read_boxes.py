@@ -28,7 +28,8 @@ import numpy.typing as npt
 
 from lightck.pool.format.boxes import Box, Ints, flat_boxes, intersection
 from lightck.pool.format.layout import ITEM_NBYTES, Entry
-from lightck.pool.reader import StoredCheckpoint, read_threads
+from lightck.pool.reader import read_threads
+from lightck.restore.usable import RankCheckpoint
 
 BUFFERS_NBYTES = 32 << 20
 _BATCH_NBYTES = 4 << 20
@@ -98,7 +99,7 @@ class _Stored(NamedTuple):
         return cls(entry.name, frame.shape, stride, item, entry.nbytes, frame.first)
 
 
-def read_boxes(stored: StoredCheckpoint, reads: Sequence[BoxRead]) -> None:
+def read_boxes(stored: RankCheckpoint, reads: Sequence[BoxRead]) -> None:
     """Read boxes of the tensors of one checkpoint. Boxes in memory must not overlap. Raises ``DamagedError`` at a bad
     block, and ``PoolIOError``; other boxes may have been written before the error."""
     plan = _plan_of(stored, reads)
@@ -113,14 +114,14 @@ def read_boxes(stored: StoredCheckpoint, reads: Sequence[BoxRead]) -> None:
             plan.copy_batch(batch)
 
 
-def blocks_of(stored: StoredCheckpoint, reads: Sequence[BoxRead]) -> list[tuple[str, int, int]]:
+def blocks_of(stored: RankCheckpoint, reads: Sequence[BoxRead]) -> list[tuple[str, int, int]]:
     """Return the blocks that ``read_boxes`` reads: name, number of the first block, number of bytes."""
     plan = _plan_of(stored, reads)
     buffered = [(one.entry.name, one.first_block, one.nbytes) for one in plan.buffered]
     return [*(place[:3] for place in plan.straight), *buffered]
 
 
-def _plan_of(stored: StoredCheckpoint, reads: Sequence[BoxRead]) -> _Plan:
+def _plan_of(stored: RankCheckpoint, reads: Sequence[BoxRead]) -> _Plan:
     plan = _Plan(stored)
     of_tensor: dict[tuple[str, Frame | None], list[BoxRead]] = {}
     for read in reads:
@@ -149,7 +150,7 @@ class _Buffered:
 class _Plan:
     """What is read straight, and what is read through buffers."""
 
-    stored: StoredCheckpoint
+    stored: RankCheckpoint
     straight: list[tuple[str, int, int, int]] = field(default_factory=list)
     """Arguments of ``StoredCheckpoint.read_blocks``."""
     buffered: list[_Buffered] = field(default_factory=list)

@@ -28,6 +28,7 @@ from lightck.pool.format.boxes import Box, Ints
 from lightck.pool.format.layout import ITEM_NBYTES, Entry, contiguous_stride, is_dense
 from lightck.pool.format.pieces import Piece, is_flat
 from lightck.pool.format.structures import CommitRecord, DamagedError
+from lightck.pool.reader import StoredCheckpoint
 from lightck.restore.averages import mean_of
 from lightck.restore.contents import empty_for, load_tensor
 from lightck.restore.logical import (
@@ -217,6 +218,7 @@ class Relocated:
                 stored = self.logical.of_ranks[position]
                 if stored.reader.partial is None:
                     continue
+                assert isinstance(stored, StoredCheckpoint), "pools with gradient records are not copied in part"
                 blocks = [(name, 0, stored.entries[name].nbytes) for name, _ in wholes.get(position, ())]
                 blocks += blocks_of(stored, boxes.get(position, []))
                 error = stored.reader.partial.damage_in(stored, blocks)

@@ -6,6 +6,7 @@ tensors are first asked for (``gradient_state.py``). Buffers, and what else its 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -121,6 +122,25 @@ class ReplayedCheckpoint:
         self._source.read_many([(name, address) for name, address in places if name not in self._recorded])
         recorded = [(self._recorded[name], address) for name, address in places if name in self._recorded]
         self._checkpoint.read(recorded)
+
+    @property
+    def block_nbytes(self) -> int:
+        """As ``StoredCheckpoint.block_nbytes``."""
+        return self.reader.superblock.block
+
+    def read_blocks(self, places: Sequence[tuple[str, int, int, int]]) -> None:
+        """As ``StoredCheckpoint.read_blocks``. (The tensors are in memory already, apart from those that the record
+        holds, which are read whole for each of these places.)"""
+        for name, first, nbytes, address in places:
+            tensor = load_tensor(self, name)
+            if address:
+                ctypes.memmove(address, tensor.data_ptr() + first * self.block_nbytes, nbytes)
+
+    def verify(self) -> None:
+        """As ``StoredCheckpoint.verify``. No update is made again."""
+        self.refuse_unreadable()
+        if not self.owns_slot():
+            raise DamagedError("its slot was reused while it was read")
 
     def raw_checksums(self, name: str) -> list[int]:
         """As ``StoredCheckpoint.raw_checksums``; computed from the tensor."""

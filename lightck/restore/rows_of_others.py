@@ -17,13 +17,13 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from lightck.pool.format.layout import ITEM_NBYTES, Entry, blocks_of
-from lightck.pool.reader import StoredCheckpoint
 from lightck.restore.contents import RowsOfOther, load_tensor
+from lightck.restore.usable import RankCheckpoint
 from lightck.state.blocks import checksums
 
 
 def differing_rows(
-    own: StoredCheckpoint, records: Iterable[RowsOfOther], of_ranks: Mapping[int, StoredCheckpoint]
+    own: RankCheckpoint, records: Iterable[RowsOfOther], of_ranks: Mapping[int, RankCheckpoint]
 ) -> list[str]:
     """Return the names of tensors of which the rank held other rows than the ranks that wrote them. If another rank
     wrote its tensor whole, because the tensors differ, and no record says what this rank held, the tensor is returned
@@ -49,7 +49,7 @@ def _is_share(entry: Entry) -> bool:
 class _Written:
     """The rows that another rank wrote of the tensors that it divides with the rank of ``shared``."""
 
-    def __init__(self, stored: StoredCheckpoint, rank: int, shared: Mapping[str, Entry]) -> None:
+    def __init__(self, stored: RankCheckpoint, rank: int, shared: Mapping[str, Entry]) -> None:
         """``shared``: name -> entry of each tensor that a rank has divided with others."""
         self._stored = stored
         entries = [stored.entries[name] for name in shared if name in stored.entries]

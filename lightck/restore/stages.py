@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from lightck.errors import RankError, UnsupportedError, listed
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import DamagedError
-from lightck.pool.reader import StoredCheckpoint
 from lightck.restore.contents import Contents, OptimizerContents, unpack_dict
 from lightck.restore.saved_layout import SavedLayout
-from lightck.restore.usable import parse
+from lightck.restore.usable import RankCheckpoint, parse
 from lightck.state import values
 from lightck.state.inventory import param_of
 from lightck.state.rules import ModelTensors
@@ -77,7 +76,7 @@ def refuse_missing_stages(layouts: Sequence[SavedLayout | None]) -> None:
 # -- the small state ---------------------------------------------------------------------------------------------------
 
 
-def merged_state(of_ranks: Sequence[StoredCheckpoint], own: StoredCheckpoint, held: HeldNames | None) -> bytes:
+def merged_state(of_ranks: Sequence[RankCheckpoint], own: RankCheckpoint, held: HeldNames | None) -> bytes:
     """Return the packed small state of the whole model; of what a rank holds, if ``held`` is given. ``own``: the
     checkpoint of the rank whose state counts. Raises ``DamagedError``, and ``UnsupportedError`` for optimizers that
     cannot be put together."""
@@ -175,7 +174,7 @@ def _with_held_params(one: OptimizerContents, held: HeldNames | None) -> Optimiz
     return OptimizerContents(one.class_name, names, one.groups, packed, one.rest, one.wraps)
 
 
-def differing_options(of_ranks: Sequence[StoredCheckpoint]) -> Iterator[str]:
+def differing_options(of_ranks: Sequence[RankCheckpoint]) -> Iterator[str]:
     """Yield a text for each optimizer in which stages contradict each other: another class, other options of a group,
     or another state of a parameter that several stages have. Raises ``DamagedError``."""
     contents = [parse(stored).optimizers for stored in of_ranks]

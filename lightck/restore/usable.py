@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from lightck.errors import CorruptPoolError
 from lightck.pool.format.structures import CommitRecord, DamagedError
@@ -18,7 +18,6 @@ from lightck.restore.replayed import ReplayedCheckpoint, replayed_checkpoint, re
 
 RankCheckpoint: TypeAlias = StoredCheckpoint | ReplayedCheckpoint
 """A checkpoint in the pool of one rank."""
-C = TypeVar("C", StoredCheckpoint, RankCheckpoint)
 STALE_REASON = (
     "it is stale: it holds old bytes of a tensor, because lightck noticed a write to that tensor too late (a newer "
     "checkpoint records this)"
@@ -99,9 +98,7 @@ def parse_state(stored: Saved) -> Contents:
         raise DamagedError(str(err)) from err
 
 
-def usable_checkpoints(
-    reader: PoolReader, optimizers: OptimizersAtHand | None = None
-) -> Iterator[StoredCheckpoint | ReplayedCheckpoint]:
+def usable_checkpoints(reader: PoolReader, optimizers: OptimizersAtHand | None = None) -> Iterator[RankCheckpoint]:
     """Yield the checkpoints whose manifest and small state verify, from newest to oldest, without stale ones. No update
     is made again for it. ``optimizers``: as in ``checkpoints_of``."""
     stale = StaleCheckpoints()
@@ -113,22 +110,12 @@ def usable_checkpoints(
             yield stored
 
 
-def usable_by_id(reader: PoolReader) -> dict[CheckpointId, list[StoredCheckpoint]]:
-    """Return id in the group -> usable checkpoints of a rank's pool with this id, newest first. Two checkpoints have
-    the same id if a step was saved twice. The pool has no gradient records."""
-    assert not reader.superblock.has_gradients, "usable_or_replayed_by_id reads such a pool"
-    return _by_id(one for one in usable_checkpoints(reader) if isinstance(one, StoredCheckpoint))
-
-
-def usable_or_replayed_by_id(
-    reader: PoolReader, optimizers: OptimizersAtHand
+def usable_by_id(
+    reader: PoolReader, optimizers: OptimizersAtHand | None = None
 ) -> dict[CheckpointId, list[RankCheckpoint]]:
-    """As ``usable_by_id``, and the pool may have gradient records. ``optimizers``: make its updates again."""
-    return _by_id(usable_checkpoints(reader, optimizers))
-
-
-def _by_id(checkpoints: Iterable[C]) -> dict[CheckpointId, list[C]]:
-    found: dict[CheckpointId, list[C]] = {}
-    for stored in checkpoints:
+    """Return id in the group -> usable checkpoints of a rank's pool with this id, newest first. Two checkpoints have
+    the same id if a step was saved twice. ``optimizers``: as in ``checkpoints_of``."""
+    found: dict[CheckpointId, list[RankCheckpoint]] = {}
+    for stored in usable_checkpoints(reader, optimizers):
         found.setdefault(CheckpointId(stored.header.incarnation, stored.step), []).append(stored)
     return found

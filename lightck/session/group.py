@@ -232,7 +232,7 @@ def _identity(path: str) -> GroupIdentity | None:
     """Return the rank and the group that a pool belongs to. Return None if the pool is missing or cannot be read, or if
     a single process made it."""
     try:
-        with closing(open_pool(path)) as reader:
+        with closing(open_pool(path, gradients=True)) as reader:
             return reader.group
     except PoolError:
         return None

@@ -16,7 +16,6 @@ import msgpack
 from lightck.errors import RankError, listed
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.partial_copy import BlocksMissingError
-from lightck.pool.reader import StoredCheckpoint
 from lightck.ranks.agreement import describe_from_world, describe_lost, describe_missing, describe_other_parts
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
@@ -27,7 +26,7 @@ from lightck.restore.moved_state import describe_restarted, key_of_rank, moved_s
 from lightck.restore.recover import LiveRestore
 from lightck.restore.relocated import Relocated
 from lightck.restore.stages import flags_of, held_by, names_of_model, refuse_held_by_nobody
-from lightck.restore.usable import parse
+from lightck.restore.usable import RankCheckpoint, parse
 from lightck.session.group import Group
 from lightck.session.lost_pool import no_longer_intact
 from lightck.session.other_world import OtherWorlds
@@ -149,7 +148,7 @@ def _refuse_held_by_nobody(other: OtherWorlds, meeting: Meeting, logical: Logica
         refuse_held_by_nobody(names, logical.entries, flags, f"The checkpoint of step {logical.step}")
 
 
-def _other_parts(own: StoredCheckpoint, now: Relocated) -> list[str]:
+def _other_parts(own: RankCheckpoint, now: Relocated) -> list[str]:
     """Return the names of the parameters of which this rank now holds another part than ``own``, the checkpoint in its
     pool of the old world, has. ``now``: this rank's parts of the checkpoint."""
     return [

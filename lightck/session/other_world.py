@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import msgpack
 
-from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankError, listed
+from lightck.errors import CheckpointExistsError, NoSpaceError, PoolError, RankError, UnsupportedError, listed
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.lock import PoolLock
@@ -241,6 +241,7 @@ def _over_hosts(
         if chosen is not None and not is_own and arguments.resume:
             if group.rank == 0:
                 _report_copies_of_hosts(chosen, hosts, meeting)
+            _refuse_gradients_elsewhere(chosen, hosts)
             copies = PartialCopies(directory, group, meeting, hosts, chosen)
             stack.callback(copies.close)
             copies.begin()
@@ -277,6 +278,18 @@ def _refuse_loss_or_two_histories(facts: Sequence[WorldFacts], chosen: WorldFact
         [([one.name for files in world.pools.values() for one in files], world.common) for world in facts],
         max(chosen.common),
     )
+
+
+def _refuse_gradients_elsewhere(world: WorldFacts, hosts: Hosts) -> None:
+    """Raise ``UnsupportedError`` if a pool with gradient records would have to be read from another host: blocks of it
+    are of no use without the records from which updates are made again."""
+    for rank, files in world.pools.items():
+        if any(one.has_gradients for one in files) and {one.directory for one in files} != set(hosts.ranks_of):
+            raise UnsupportedError(
+                f"The pool of rank {rank} holds gradient records, and not every host has it in its directory. Only "
+                "whole checkpoints can be fetched from another host. Nothing was changed. Copy the pools of all ranks "
+                "into the directory of each host; or start the ranks on the same hosts in the same order as before."
+            )
 
 
 def _report_copies_of_hosts(world: WorldFacts, hosts: Hosts, meeting: Meeting) -> None:
@@ -328,7 +341,7 @@ def _opened(directory: str, number: int, world: WorldFacts, copies: PartialCopie
     for rank, files in world.pools.items():
         here = next((one for one in files if one.directory == number and newest in one.ids), None)
         if here is not None:
-            readers[rank] = open_pool(os.path.join(directory, here.name))
+            readers[rank] = open_pool(os.path.join(directory, here.name), gradients=True)
             stack.callback(readers[rank].close)
     return World(world.run_id, world.world_id, world.world_size, dict(sorted(readers.items())))
 
@@ -339,7 +352,7 @@ def _fits_own(directory: str, group: Group, tensors: ModelTensors, world: WorldF
     own = next((one for one in files if one.directory == number and not one.is_copy), None)
     if own is None:
         return True
-    with closing(open_pool(os.path.join(directory, own.name))) as reader:
+    with closing(open_pool(os.path.join(directory, own.name), gradients=True)) as reader:
         return reader.group is not None and fits(reader, tensors)
 
 
@@ -376,7 +389,7 @@ def _has_other_world(directory: str, group: Group, tensors: ModelTensors) -> boo
     if any(path.name not in standard for path in pools_in(directory)):
         return True
     own = os.path.join(directory, pool_name(group.rank, group.world_size))
-    with suppress(PoolError), closing(open_pool(own)) as reader:  # the attach raises this error later
+    with suppress(PoolError), closing(open_pool(own, gradients=True)) as reader:  # the attach raises this error later
         identity = reader.group
         if identity is None:  # the pool of a single process
             return group.world_size == 1
@@ -385,7 +398,7 @@ def _has_other_world(directory: str, group: Group, tensors: ModelTensors) -> boo
     found = path_of_pool(directory, group.rank, group.world_size)
     if found is None:
         return False
-    with closing(open_pool(found)) as reader:
+    with closing(open_pool(found, gradients=True)) as reader:
         return not fits(reader, tensors)
 
 

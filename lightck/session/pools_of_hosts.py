@@ -17,14 +17,14 @@ from typing import Any
 import msgpack
 
 from lightck.errors import RankError
-from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.failures import io_error
 from lightck.ranks.copy_file import PEER_COPIES, is_peer_copy, readable_copies
 from lightck.ranks.directory import pool_name, pools_in
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.logical import has_shares_in_table
-from lightck.restore.usable import usable_by_id
+from lightck.restore.usable import RankCheckpoint, usable_by_id
 from lightck.session.group import Group
 
 
@@ -47,6 +47,8 @@ class PoolFacts:
     """The largest step of a commit record, whether its checkpoint is usable or not."""
     has_shares: bool
     """Whether the rank wrote only its share of some tensors that all ranks of its host held."""
+    has_gradients: bool
+    """Whether the pool holds gradient records."""
     digest: bytes
     """Two pools with the same digest have the same checkpoints at the same offsets, so a block can be fetched from
     either."""
@@ -204,7 +206,7 @@ def _with_copies_that_help(world: WorldFacts) -> WorldFacts:
 def _facts_of(directory: str) -> Iterator[list[Any]]:
     """Yield, for each pool and each peer copy in a directory, the fields of ``PoolFacts`` after ``directory``."""
     for path in pools_in(directory):
-        with closing(open_pool(str(path))) as reader:
+        with closing(open_pool(str(path), gradients=True)) as reader:
             identity = reader.group
             uuid = reader.superblock.uuid
             if identity is None and path.name != pool_name(0, 1):
@@ -220,7 +222,8 @@ def _facts_of(directory: str) -> Iterator[list[Any]]:
                 _digest(reader, [one for many in usable.values() for one in many]),
             )
             steps = max((record.step for record in log.records.values()), default=0)
-            yield [path.name, *key, ids, log.incarnation, steps, has_shares_in_table(reader), digest]
+            kinds = has_shares_in_table(reader), reader.superblock.has_gradients
+            yield [path.name, *key, ids, log.incarnation, steps, *kinds, digest]
     for copy, reader in readable_copies(directory):
         with closing(reader):
             if reader.group is not None:
@@ -228,10 +231,10 @@ def _facts_of(directory: str) -> Iterator[list[Any]]:
                 name, ids = os.path.join(PEER_COPIES, os.path.basename(copy)), [list(one) for one in usable]
                 digest = _digest(reader, [one for many in usable.values() for one in many])
                 incarnation = reader.commit_log().incarnation
-                yield [name, *_key(reader.group), ids, incarnation, 0, has_shares_in_table(reader), digest]
+                yield [name, *_key(reader.group), ids, incarnation, 0, has_shares_in_table(reader), False, digest]
 
 
-def _digest(reader: PoolReader, usable: Sequence[StoredCheckpoint]) -> bytes:
+def _digest(reader: PoolReader, usable: Sequence[RankCheckpoint]) -> bytes:
     sb, records = reader.superblock, [one.record for one in usable]
     places = sorted((one.slot, one.payload_generation, one.manifest_hash) for one in records)
     return blake2b(repr((sb.uuid, sb.nbytes, sb.slots, sb.table_hash, places)).encode(), digest_size=16).digest()

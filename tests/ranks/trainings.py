@@ -78,6 +78,8 @@ class Topology:
     """So many neighbouring ranks get the same batches: the ranks of one tensor parallel group."""
     grows_at: dict[int, dict[int, int]] = field(default_factory=dict)
     """Rank -> step -> how many numbers its object in ``state=`` gets after that step (see ``Grown``)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of attach."""
     ranks_per_host: int = 0
     """If not 0, a folder stands for each host, and so many ranks are on it."""
 
@@ -181,7 +183,8 @@ def body(
             options["state"] = {"grown": grown}
         if pools is not None:
             directory = topology.on_host(rank, pools)
-            session = lightck.attach(model, directory, optimizer=optimizer, **{"resume": True, "timeout": 60} | options)
+            given = {"resume": True, "timeout": 60} | topology.options | options
+            session = lightck.attach(model, directory, optimizer=optimizer, **given)
         began = 0 if session is None else session.step
         on_step(rank, began)
         called = topology.wrap(model)
