@@ -97,9 +97,13 @@ def _is_in_home(entry: Entry) -> bool:
 
 
 def _gradient_entry(param: Entry) -> Entry:
-    """Return the entry of a dense gradient, whose elements are stored in row-major order."""
+    """Return the entry of a dense gradient, whose elements are stored in row-major order. (That of a part of a
+    parameter is a whole tensor: only the same rank makes updates with it.)"""
     (name,) = gradient_names(unit_of(param), is_sparse=False)
-    return param._replace(name=name, role=GRADIENT_ROLE, stride=contiguous_stride(param.shape), place=SLOT_PLACE)
+    stride = contiguous_stride(param.shape)
+    return param._replace(
+        name=name, role=GRADIENT_ROLE, stride=stride, place=SLOT_PLACE, logical_shape=None, pieces=None
+    )
 
 
 class SentinelPages:

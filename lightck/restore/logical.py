@@ -225,7 +225,8 @@ def has_shares(stored: RankCheckpoint) -> bool:
 def _whole_entry(entry: Entry) -> Entry:
     """Return the entry of the logical tensor of which a rank has ``entry``. If the rank holds the whole logical tensor,
     the result keeps the strides of the rank's tensor; else it is contiguous."""
-    held = held_entry(entry)._replace(place=SLOT_PLACE)  # nobody has the logical tensor in a home
+    entry = entry._replace(place=SLOT_PLACE)  # nobody has the logical tensor in a home
+    held = held_entry(entry)
     if held.logical_shape is None:
         return held
     shape = held.logical_shape

@@ -23,11 +23,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import ranked
 
+import lightck
 from lightck._native import lib
 from lightck.pool.storage.file import FileContainer
 from lightck.pool.writer import PoolWriter
@@ -58,7 +60,13 @@ GROWING = {
     ),
 }
 """Trainings in which pools get new files, on both ranks in one step and in different ones."""
-ALL = TOPOLOGIES | GROWING
+GRADIENTS = {
+    f"{name} gradients": replace(topology, options={"strategy": lightck.Gradients(base_every=n)})
+    for (name, topology), n in zip((TOPOLOGIES | GROWING).items(), cycle((2, 3, 5)), strict=False)
+    if "split" not in name
+}
+"""The same trainings, whose ranks store gradients."""
+ALL = TOPOLOGIES | GROWING | GRADIENTS
 SITES = ("header", "block", "manifest", "sealed", "body", "word", "ack")
 """Points of the native core in the life of a checkpoint, checkpoint 0 included."""
 

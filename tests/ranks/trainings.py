@@ -78,6 +78,7 @@ class Topology:
     """So many neighbouring ranks get the same batches: the ranks of one tensor parallel group."""
     grows_at: dict[int, dict[int, int]] = field(default_factory=dict)
     """Rank -> step -> how many numbers its object in ``state=`` gets after that step (see ``Grown``)."""
+    optimizer: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=1e-2)
     options: dict[str, Any] = field(default_factory=dict)
     """Of attach."""
     ranks_per_host: int = 0
@@ -142,7 +143,7 @@ def build(topology: Topology) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = topology.model()
     topology.shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, topology.optimizer(model.parameters())
 
 
 def batch(rank: int, step: int) -> torch.Tensor:

@@ -87,20 +87,24 @@ class Entry(NamedTuple):
         return self.shape if self.share is None else self.share.cut.shape
 
     def can_hold(self, other: Entry) -> bool:
-        """Whether this extent can hold the tensor that ``other`` describes: same dtype, shape, strides, alias, device,
-        pieces, share and place."""
-        return (self.dtype, self.shape, self.stride, self.alias, self.device) == (
-            other.dtype,
-            other.shape,
-            other.stride,
-            other.alias,
-            other.device,
-        ) and (self.logical_shape, self.pieces, self.share, self.place) == (
+        """Whether this extent can hold the tensor that ``other`` describes: same dtype, shape, order of the bytes,
+        alias, device, pieces, share and place."""
+        if (self.dtype, self.shape, self.alias, self.device) != (other.dtype, other.shape, other.alias, other.device):
+            return False
+        if self.stride != other.stride and self._strides_that_count != other._strides_that_count:
+            return False
+        return (self.logical_shape, self.pieces, self.share, self.place) == (
             other.logical_shape,
             other.pieces,
             other.share,
             other.place,
         )
+
+    @property
+    def _strides_that_count(self) -> list[int]:
+        """The strides of dimensions with more than one element; the others say nothing of the order of the bytes. (The
+        local tensor of a DTensor and its optimizer state may differ in those.)"""
+        return [stride for stride, size in zip(self.stride, self.shape, strict=True) if size > 1]
 
     def is_same_tensor(self, other: Entry) -> bool:
         """Whether the logical tensors have the same name, dtype and shape. (The two entries may hold different parts of
