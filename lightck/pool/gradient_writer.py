@@ -144,6 +144,12 @@ class GradientWriter(PoolWriter):
         assert not any(slot.in_flight for slot in self.slots.slots), "one record at a time"
         return self.log.next_record(self.generation + 1, updated)
 
+    def last_checkpoint(self) -> GradientCheckpoint | None:
+        """Return the checkpoint of the last record, read from the pool; None after a hole. Raises ``DamagedError``."""
+        last = self.log.records[-1] if self.log.records else None
+        named = None if last is None else self._chain.get(last.generation)
+        return None if named is None else checkpoint_of(self.reader, named)
+
     def prepare(self, plan: RecordPlan, sentinels: Crcs = NO_SENTINELS) -> Slot:
         """Let ``begin`` write the record of this plan, and return its slot. ``sentinels``: for each entry in a home the
         CRC-32C of the page that docs/format.md names, or none."""

@@ -31,6 +31,7 @@ from lightck.hooks.hooks import Hooks
 from lightck.hooks.layers import PartialUpdate
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore.resume import Resumed
+from lightck.session.base_check import BaseCheck
 from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants, Commits, deadline_after
 from lightck.session.discover import (
@@ -117,6 +118,8 @@ class Steps(StepListener):
         """Store in each checkpoint what its update consumed."""
         guard = self.pipeline.guard
         self.update_records = records = UpdateRecords(self.capture, guard.copied_at_boundary, reads_all=guard.reads_all)
+        if guard.reads_all:
+            records.base_check = BaseCheck(self.capture, lambda: self.pipeline.pool.writer)
         self.hooks.report_gradients()
         self.events.add(records)
         self.events.add(records.consumed_gradients)
