@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -12,36 +12,55 @@ from lightck.pool.reservation import Reservation
 from lightck.pool.slots import Slot
 from lightck.pool.writer import CopyPlan, Pending, PoolWriter
 from lightck.ranks.rule import CheckpointId
-from lightck.restore.contents import Saved, load_tensors
+from lightck.restore.contents import Saved, Source, load_tensors
 
 BATCH_NBYTES = 32 << 20
 """Tensors are read into memory in batches of at most so many bytes. A larger tensor is a batch of its own."""
 
 
-def commit_copy(writer: PoolWriter, checkpoint_id: CheckpointId, stored: Saved, state: bytes) -> None:
-    """Commit a copy of ``stored`` in an empty pool, and wait until it is durable. ``checkpoint_id``: of the copy.
-    ``state``: its small state. Raises ``DamagedError``."""
+def commit_copy(
+    writer: PoolWriter,
+    checkpoint_id: CheckpointId,
+    stored: Saved,
+    state: bytes,
+    advance: Callable[[int], None] = lambda _: None,
+    source: Source | None = None,
+) -> Pending:
+    """Commit a copy of ``stored`` in an empty pool, and wait until it is durable. Returns where it lies.
+    ``checkpoint_id``: of the copy. ``state``: its small state. ``advance`` is called with the number of bytes of each
+    batch. ``source``: has the tensors; None: ``stored``. Raises ``DamagedError``."""
     writer.incarnation = checkpoint_id.incarnation
     slot = writer.slots.choose()
     assert slot is not None, "the pool is new"
-    job = begin_copy(writer, slot, stored, {name: writer.numbers[name] for name in stored.entries}, state).job
+    numbers = {name: writer.numbers[name] for name in stored.entries}
+    pending = begin_copy(writer, slot, stored, numbers, state, advance, source)
     try:
-        job.release()
-        job.wait(ENDED)
+        pending.job.release()
+        pending.job.wait(ENDED)
     finally:
-        job.abandon()
+        pending.job.abandon()
+    return pending
 
 
-def begin_copy(writer: PoolWriter, slot: Slot, stored: Saved, numbers: dict[str, int], state: bytes) -> Pending:
+def begin_copy(
+    writer: PoolWriter,
+    slot: Slot,
+    stored: Saved,
+    numbers: dict[str, int],
+    state: bytes,
+    advance: Callable[[int], None] = lambda _: None,
+    source: Source | None = None,
+) -> Pending:
     """Copy the tensors of a checkpoint into a slot of another pool file, and return what has to be released to commit
     the copy. The tensors are read and copied in batches, so that they need little memory. Raises ``DamagedError``.
 
     ``numbers``: name -> record number in that file, of each tensor of the checkpoint. ``state``: the small state of the
-    copy."""
+    copy. ``advance``, ``source``: as for ``commit_copy``."""
     reservation = writer.reservation(slot)
     try:
         for batch in _batches(stored):
-            _copy_batch(reservation, stored, numbers, batch)
+            _copy_batch(reservation, source or stored, numbers, batch)
+            advance(sum(stored.entries[name].nbytes for name in batch))
         return writer.begin(_plan(stored, numbers, state), slot, None, reservation)
     except BaseException:
         if slot.in_flight:
@@ -64,8 +83,8 @@ def _plan(stored: Saved, numbers: dict[str, int], state: bytes) -> CopyPlan:
     )
 
 
-def _copy_batch(reservation: Reservation, stored: Saved, numbers: dict[str, int], batch: list[str]) -> None:
-    tensors = load_tensors(stored, batch)
+def _copy_batch(reservation: Reservation, source: Source, numbers: dict[str, int], batch: list[str]) -> None:
+    tensors = load_tensors(source, batch)
     addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64)
     is_begun = reservation.copy(_numbers(numbers, tensors), addresses, tensors)
     assert is_begun, "no other checkpoint is in flight"
