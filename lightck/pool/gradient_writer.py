@@ -173,6 +173,11 @@ class GradientWriter(PoolWriter):
         """The update of ``step``, which changed these units, has no record. The next checkpoint is full."""
         self.log = self.log.with_hole(step, changed)
 
+    def limit_base_every(self, most: int) -> None:
+        """Lower ``base_every`` to this number, if it is larger. Called only after ``skipped``."""
+        if most < self.log.base_every:
+            self.log = self.log.with_base_every(most, self.units.turns(most))
+
     def add(self, entries: Sequence[Entry], present: set[str]) -> None:
         """As ``PoolWriter.add``. New parameters and optimizer state have no home, so they need a new pool."""
         for entry in entries:

@@ -38,7 +38,7 @@ from lightck.restore.recover import collector_paused, take_newest
 from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.state import values
-from lightck.state.update_record import UPDATE_KEY
+from lightck.state.update_record import BASE_EVERY_KEY, UPDATE_KEY
 
 SLOTS = 2
 """Number of slots of the new pool: the least that a pool has."""
@@ -142,7 +142,8 @@ def _small_state(stored: Saved) -> bytes:
     """Return the small state of the copy: without what the update consumed, because no update is made again in the new
     pool, and without the number of a checkpoint of the old one."""
     state = unpack_dict(stored.state) | {"stale_after": None}
-    state.pop(UPDATE_KEY, None)
+    for key in (UPDATE_KEY, BASE_EVERY_KEY):
+        state.pop(key, None)
     return values.pack(state, path="state")
 
 

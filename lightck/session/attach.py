@@ -173,7 +173,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
             strict_data=arguments.save_options.strict_data,
         )
         if gradients is not None:
-            steps.record_updates()
+            steps.record_updates(gradients.mtbf)
         session = Session(steps, lock, found.classes, None if group_start is None else group_start.membership())
         undo.pop_all()
         undo.callback(session.abandon)
@@ -201,7 +201,7 @@ def _pipeline(
 ) -> Pipeline:
     options, slots, pool_kind = arguments.save_options, 2, None
     if options.gradients is not None:
-        slots, pool_kind = n_records(options.gradients), gradient_pools(options.gradients, capture)
+        slots, pool_kind = n_records(options.gradients), gradient_pools(options.gradients, capture, path, backend)
     on_device = any(transfer_of(p) is not None for p in arguments.model.parameters())
     return Pipeline(
         path,

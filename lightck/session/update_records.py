@@ -13,6 +13,7 @@ An update without a good record leaves a hole: its checkpoint is full.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence, Set
 
 import torch
@@ -65,6 +66,10 @@ class UpdateRecords(StepListener):
         """Why the record of the update that is made next will be of no use; "" if no reason is known."""
         self._distrust = ""
         """The first difference that the audit or the check of bases has found; "" if they found none."""
+        self.update_seconds = 0.0
+        """How long the ``step`` of all optimizers took so far."""
+        self._step_began: float | None = None
+        """When the ``step`` that runs now began."""
         self._n_full = 0
         """How many checkpoints in a row were full for a reason."""
         self._saved_step: int | None = None
@@ -100,8 +105,12 @@ class UpdateRecords(StepListener):
         step = self.consumed_gradients.running_step(index)
         if step is not None:
             self._audit.begin(index, optimizer, step, self._tensors_of)
+        self._step_began = time.perf_counter()
 
     def after_step(self, index: int) -> None:
+        if self._step_began is not None:
+            self.update_seconds += time.perf_counter() - self._step_began
+            self._step_began = None
         difference = self._audit.difference(index)
         if difference:
             self._trust_no_more(difference)

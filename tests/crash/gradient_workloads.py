@@ -89,7 +89,7 @@ def plain(steps: int, build: Callable[[], Pair] = with_momentum) -> Callable[[Re
         model, optimizer = build()
         with recorder.attach(model, optimizer, strategy=strategy):
             train(recorder, model, optimizer, steps)
-        assert newest(recorder) == (steps, steps - strategy.base_every + 1), "it does not show what it is for"
+        assert newest(recorder) == (steps, steps - int(strategy.base_every) + 1), "it does not show what it is for"
 
     return run
 
