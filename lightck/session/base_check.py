@@ -19,8 +19,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lightck.errors import PoolIOError, ReplayError
+from lightck.errors import CorruptPoolError, PoolIOError, ReplayError
 from lightck.pool.format.structures import DamagedError
+from lightck.pool.gradient_reader import GradientCheckpoint
 from lightck.pool.gradient_writer import GradientWriter
 from lightck.pool.writer import PoolWriter
 from lightck.restore.gradient_state import units_after
@@ -56,25 +57,27 @@ class BaseCheck:
         writer = self._writer()
         if not isinstance(writer, GradientWriter) or writer.log.step != step - 1 or writer.log.must_be_full:
             return CheckedBases()
+        if any(slot.in_flight for slot in writer.slots.slots):
+            return CheckedBases()  # the old bases are not committed yet
         names = writer.units.names
         plan = writer.plan_record(np.array([name in updated for name in names], np.bool_))
         if plan is None or not len(plan.units):
             return CheckedBases()
         due = {names[unit] for unit in plan.units.tolist()}
         try:
-            return CheckedBases(self._difference(writer, due, value, read))
+            checkpoint = writer.last_checkpoint()
+            return CheckedBases("" if checkpoint is None else self._difference(checkpoint, due, value, read))
         except (DamagedError, PoolIOError) as err:
             return CheckedBases(unreadable=str(err))
 
-    def _difference(self, writer: GradientWriter, due: Collection[str], value: object, read: Read) -> str:
-        checkpoint, live = writer.last_checkpoint(), self._live_units(due)
-        assert checkpoint is not None, "the log has a record"
-        following = consumed_update(values.unpack(values.pack(value, path="update")), read)
+    def _difference(self, checkpoint: GradientCheckpoint, due: Collection[str], value: object, read: Read) -> str:
+        live = self._live_units(due)
         optimizers = OptimizersAtHand(self._capture.model.model, [one.optimizer for one in self._capture.optimizers])
         try:
+            following = consumed_update(values.unpack(values.pack(value, path="update")), read)
             with ordinary_tensors():
                 replayed = units_after(checkpoint, following, due, optimizers)
-        except ReplayError as err:
+        except (ReplayError, CorruptPoolError) as err:
             return str(err).removesuffix(" An older checkpoint can be restored.").rstrip(".")
         for name in sorted({*live, *replayed}):
             if not _is_equal(live.get(name), replayed.get(name)):

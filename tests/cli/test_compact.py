@@ -19,6 +19,7 @@ import lightck
 from lightck.cli.base import BAD, FAILED, OK
 from lightck.pool.commit_log import candidates
 from lightck.pool.reader import open_pool
+from lightck.pool.storage import pmemobj
 from lightck.restore import compact
 from lightck.strategy.gradients import Gradients
 
@@ -119,6 +120,16 @@ def test_a_pool_with_gradient_records_becomes_smaller(pool):
     text = call("compact", pool, new).stdout
     assert new.stat().st_size < pool.stat().st_size / 4
     assert "updates made again" in text
+
+
+def test_the_new_pool_is_made_by_the_backend_that_attach_would_take(gradients, folder, monkeypatch):
+    monkeypatch.setenv("LIGHTCK_BACKEND", "pmdk")
+    if not pmemobj.is_available():
+        pytest.skip("PMDK is not installed")
+    new = folder / "new.pool"
+    assert call("compact", gradients, new).exit_code == OK
+    assert call_json("inspect", new)[1]["pool"]["backend"] == "pmdk"
+    assert same(dict(lightck.recover(new).model), dict(lightck.recover(gradients).model))
 
 
 def test_an_older_step(gradients, folder):

@@ -15,6 +15,7 @@ from toys import adam, crashed, everything, is_step, kill_at, killed_child, net,
 
 import lightck
 from lightck.cli.inspect import pool_facts
+from lightck.errors import PoolNotFoundError
 from lightck.pool.create import pool_nbytes
 from lightck.pool.gradient_log import records_default
 from lightck.pool.gradient_reader import checkpoint_of, committed
@@ -108,6 +109,12 @@ def test_what_the_new_pool_replaces_counts_as_free(pool, nbytes_of, monkeypatch)
         with lightck.attach(model, pool, optimizer=adam(model), strategy=AUTO, overwrite=True) as session:
             chosen = session.stats().base_every
     assert chosen == 5  # the first pool has half of the space
+
+
+def test_a_missing_folder_is_named(folder):
+    model = net()
+    with pytest.raises(PoolNotFoundError, match="missing"):
+        lightck.attach(model, folder / "missing" / "run.pool", optimizer=adam(model), strategy=AUTO)
 
 
 def test_a_device_offers_its_own_size(monkeypatch):
