@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lightck.cli.base import OK, POOL, Command, json_option, step_option
+from lightck.cli.base import OK, POOL, Command, ended_by_signals, json_option, step_option
 from lightck.cli.output import progress_bar
 from lightck.cli.text import count, print_json, print_line, size
 
@@ -22,7 +22,8 @@ def command(pool: str, new: str, step: int | None, as_json: bool) -> int:
     """
     from lightck.restore.compact import compact
 
-    done = compact(pool, new, step=step, progress=progress_bar)
+    with ended_by_signals():
+        done = compact(pool, new, step=step, progress=progress_bar)
     if as_json:
         facts = {"step": done.step, "path": done.path, "tensors": done.tensors, "nbytes": done.nbytes}
         facts |= {"old_nbytes": done.old_nbytes, "updates": done.updates}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -13,10 +14,10 @@ import torch
 from calls import call, call_json
 from gradient_damage import flip_oldest_base
 from ranked import run_ranks
-from toys import crashed, damage, everything, kill_at, killed_child, net, pool_with, same
+from toys import crashed, damage, everything, in_child, kill_at, killed_child, net, pool_with, same
 
 import lightck
-from lightck.cli.base import BAD, FAILED, OK
+from lightck.cli.base import BAD, FAILED, INTERRUPTED, OK
 from lightck.pool.commit_log import candidates
 from lightck.pool.reader import open_pool
 from lightck.pool.storage import pmemobj
@@ -265,6 +266,33 @@ def test_a_kill_leaves_no_file_under_the_name_and_the_next_attempt_succeeds(site
     assert gradients.read_bytes() == before
     assert call("compact", gradients, new).exit_code == OK
     assert lightck.recover(new).step == 7
+    assert not list(folder.glob(".lightck-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing(number, gradients, folder, monkeypatch):
+    monkeypatch.setattr(compact, "_verify", lambda *_: os.kill(os.getpid(), number))
+    before = signal.getsignal(signal.SIGTERM)
+    result = call("compact", gradients, folder / "new.pool")
+    assert result.exit_code == INTERRUPTED
+    assert not (folder / "new.pool").exists()
+    assert not list(folder.glob(".lightck-*"))
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_medium_without_space_is_named(good, folder):
+    """The system refuses files of that length."""
+
+    def limited() -> tuple[int, str]:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20))
+        result = call("compact", good, folder / "new.pool")
+        return result.exit_code, result.stderr
+
+    status, text = in_child(limited)
+    assert status == FAILED
+    assert str(folder / "new.pool") in text
+    assert not (folder / "new.pool").exists()
     assert not list(folder.glob(".lightck-*"))
 
 
