@@ -36,11 +36,13 @@ from lightck.state.update_record import Read, consumed_update
 class CheckedBases(NamedTuple):
     """What a check found. At most one of the two is not empty.
 
-    difference: which tensor differs. unreadable: why units could not be checked.
+    difference: which tensor differs. unreadable: why units could not be checked. since: the step of the oldest base
+    that was checked; the checkpoints of later steps may be wrong, if there is a difference.
     """
 
     difference: str = ""
     unreadable: str = ""
+    since: int = 0
 
 
 class BaseCheck:
@@ -66,7 +68,8 @@ class BaseCheck:
         due = {names[unit] for unit in plan.units.tolist()}
         try:
             checkpoint = writer.last_checkpoint()
-            return CheckedBases("" if checkpoint is None else self._difference(checkpoint, due, value, read))
+            difference = "" if checkpoint is None else self._difference(checkpoint, due, value, read)
+            return CheckedBases(difference, since=int(writer.log.bases.step[plan.units].min()))
         except (DamagedError, PoolIOError) as err:
             return CheckedBases(unreadable=str(err))
 

@@ -39,6 +39,7 @@ from lightck.state.signatures import UpdateRecord
 from lightck.state.update_record import UpdatePacker, gradient_names, gradient_tensors, unrecordable_reason
 
 log = logging.getLogger("lightck")
+_CRASH_NOW = "If the process crashes now, an older checkpoint may be recovered."
 FULL_MAX = 20
 """After so many full checkpoints in a row a warning says that the strategy does not fit the loop."""
 
@@ -113,20 +114,21 @@ class UpdateRecords(StepListener):
             self._step_began = None
         difference = self._audit.difference(index)
         if difference:
-            self._trust_no_more(difference)
+            self._trust_no_more(difference, _CRASH_NOW)
         lives, token = self._capture.tensors(), self._capture.token
         if token is None or token is not self._token:
             self._token = token
             self._watched = [one for one in lives if one.role in ("param", "optimizer") and one.alias is None]
         self._outside.step_ended(self._watched, token)
 
-    def _trust_no_more(self, difference: str) -> None:
+    def _trust_no_more(self, difference: str, consequence: str) -> None:
         if not self._distrust:
             self._distrust = difference
             log.warning(
-                "lightck: %s, so updates are not trusted any more: from now on each checkpoint is full. If the process "
-                "crashes now, an older checkpoint may be recovered. Use strategy=FullState() for this training",
+                "lightck: %s, so updates are not trusted any more: from now on each checkpoint is full. %s Use "
+                "strategy=FullState() for this training",
                 difference,
+                consequence,
             )
 
     def _tensors_of(self, gradient: HeldGradient) -> tuple[torch.Tensor, ...]:
@@ -226,7 +228,9 @@ class UpdateRecords(StepListener):
                 found.unreadable,
             )
         if found.difference:
-            self._trust_no_more(found.difference)
+            first, last = found.since + 1, update.step - 1
+            wrong = f"The checkpoints of the steps {first} to {last} may be recovered without a write."
+            self._trust_no_more(found.difference, wrong if first <= last else _CRASH_NOW)
         return found.difference or found.unreadable
 
     def _updated(self, update: CapturedUpdate) -> frozenset[str]:
