@@ -61,6 +61,8 @@ class Stats:
     change how OpenMP's threads wait."""
     interval: int = 1
     """The number of updates from one checkpoint to the next, at present."""
+    base_every: int | None = None
+    """With ``Gradients``: in how many steps each parameter is written once, at present; None with another strategy."""
     emulated: str | None = None
     """The memory whose speed was emulated (``LIGHTCK_EMULATE``); None without emulation. With emulation the times are
     not those of the real medium."""
@@ -199,6 +201,7 @@ class Meter:
         committed: int | None,
         interval: int,
         rank_wait_seconds: float = 0.0,
+        base_every: int | None = None,
         emulated: str | None = None,
     ) -> Stats:
         """Return the present values of all counters. The arguments are figures that only the session knows."""
@@ -210,5 +213,6 @@ class Meter:
             committed=committed,
             interval=interval,
             rank_wait_seconds=rank_wait_seconds,
+            base_every=base_every,
             emulated=emulated,
         )

@@ -45,7 +45,17 @@ def contents(stored: ReplayedCheckpoint) -> Facts:
     """Return the object for ``--json``."""
     checkpoint = stored.gradient_checkpoint
     bases, reason = _bases(checkpoint)
-    return {"bases": bases, "reason": reason, "records": list(_records(checkpoint))}
+    records = list(_records(checkpoint))
+    return {"base_every": _base_every(stored), "bases": bases, "reason": reason, "records": records}
+
+
+def _base_every(stored: ReplayedCheckpoint) -> int | None:
+    """Return in how many steps each unit was written once; None if the checkpoint does not say it."""
+    from lightck.restore.contents import unpack_dict
+    from lightck.state.update_record import BASE_EVERY_KEY
+
+    found = unpack_dict(stored.state).get(BASE_EVERY_KEY)
+    return found if type(found) is int else None
 
 
 def _bases(checkpoint: GradientCheckpoint) -> tuple[list[Facts], str | None]:
@@ -105,18 +115,20 @@ def show(facts: Facts, step: int) -> None:
     if facts["reason"] is not None:
         print_line(f"The bases of step {step} cannot be listed: {facts['reason']}.")
     else:
-        _show_bases(facts["bases"], step)
+        _show_bases(facts["bases"], step, facts["base_every"])
     print_line()
     _show_records(facts["records"])
 
 
-def _show_bases(bases: list[Facts], step: int) -> None:
+def _show_bases(bases: list[Facts], step: int, base_every: int | None) -> None:
     table = [("base of step", "updates to make again", "units", "tensors", "size")]
     for row in bases:
         step_of_base, updates, units, tensors = (str(row[name]) for name in ("step", "updates", "units", "tensors"))
         table.append((step_of_base, updates, units, tensors, size(row["nbytes"])))
     for line in columns(table, right=range(5)):
         print_line(line)
+    if base_every is not None:
+        print_line(f"Each unit is written once in {base_every} steps (base_every).")
     older = sum(row["nbytes"] for row in bases if row["updates"])
     most = max((row["updates"] for row in bases), default=0)
     if older:

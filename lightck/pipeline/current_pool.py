@@ -112,6 +112,8 @@ class CurrentPool:
     def _new_writer(
         self, entries: Sequence[Entry], state_nbytes: int, spare_nbytes: int = 0, extras: Sequence[Entry] = ()
     ) -> PoolWriter:
+        if self.writer is None:
+            self.n_slots = self.kind.n_slots(entries, state_nbytes, self.n_slots)
         container, _ = create(
             self._backend,
             self.path,

@@ -17,8 +17,17 @@ from lightck.errors import UnsupportedError
 from lightck.pipeline.pool_kind import in_module_order
 from lightck.pool.engine import Engine
 from lightck.pool.format.gradients import SENTINEL_PAGE, Crcs
-from lightck.pool.format.layout import GRADIENT_ROLE, HOME_PLACE, HOME_ROLES, SLOT_PLACE, Entry, contiguous_stride
-from lightck.pool.gradient_log import records_min
+from lightck.pool.format.layout import (
+    GRADIENT_PREFIX,
+    GRADIENT_ROLE,
+    HOME_PLACE,
+    HOME_ROLES,
+    SLOT_PLACE,
+    Entry,
+    contiguous_stride,
+)
+from lightck.pool.format.structures import RECORD_SLOTS_MAX
+from lightck.pool.gradient_log import BASE_EVERY_MIN, records_min, tolerant_base_every
 from lightck.pool.gradient_writer import GradientWriter
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
@@ -30,14 +39,33 @@ from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain,
 from lightck.state.signatures import ClosedStep
 from lightck.state.update_record import gradient_names
 
+BASE_EVERY_MAX = tolerant_base_every(RECORD_SLOTS_MAX)
+
 
 class GradientPools:
-    """``base_every``: see ``GradientLog``. ``updated``: returns the names of the parameters that optimizers update, for
-    which a pool has room for gradients."""
+    """``base_every``: see ``GradientLog``; None: in each pool as many steps as pay there (``paying_base_every``) and as
+    its records allow. ``updated``: returns the names of the parameters that optimizers update, for which a pool has
+    room for gradients. ``n_records``: returns the number of record slots of a new pool, from its entries and the bytes
+    of its small state; None: the number that the session asks for."""
 
-    def __init__(self, base_every: int, updated: Callable[[], Collection[str]]) -> None:
-        self._base_every, self._updated = base_every, updated
+    def __init__(
+        self,
+        base_every: int | None,
+        updated: Callable[[], Collection[str]],
+        n_records: Callable[[Sequence[Entry], int], int] | None = None,
+    ) -> None:
+        self._base_every, self._updated, self._n_records = base_every, updated, n_records
+        self._most = BASE_EVERY_MAX
+        """The largest ``base_every`` from the next full checkpoint on."""
         self._pages: SentinelPages | None = None
+
+    def limit_base_every(self, most: int) -> None:
+        """Let the next checkpoint be full, and ``base_every`` at most this number from then on."""
+        self._most = min(self._most, most)
+
+    def base_every_of(self, writer: PoolWriter | None) -> int | None:
+        """Return ``base_every`` in a pool, from the next checkpoint on; None if there is no pool yet."""
+        return min(writer.log.base_every, self._most) if isinstance(writer, GradientWriter) else None
 
     def laid_out(self, entries: Iterable[Entry]) -> list[Entry]:
         kept = in_module_order(entry for entry in entries if entry.role != GRADIENT_ROLE)
@@ -46,6 +74,9 @@ class GradientPools:
         updated = self._updated()
         gradients = [_gradient_entry(e) for e in in_homes if e.role == "param" and unit_of(e) in updated]
         return [*in_homes, *in_slots, *gradients]
+
+    def n_slots(self, entries: Sequence[Entry], state_nbytes: int, wanted: int) -> int:
+        return wanted if self._n_records is None else self._n_records(entries, state_nbytes)
 
     def writer(
         self,
@@ -57,15 +88,17 @@ class GradientPools:
     ) -> PoolWriter:
         units = [unit_of(entry) for entry in reader.entries if entry.place == HOME_PLACE]
         n_slots = len(reader.superblock.slots)
-        least = records_min(self._base_every, in_group=reader.group is not None)
+        base_every = self._base_every
+        if base_every is None:
+            base_every = min(paying_base_every(reader.entries), tolerant_base_every(n_slots))
+        base_every = min(base_every, self._most)
+        least = records_min(base_every, in_group=reader.group is not None)
         if n_slots < least:
             raise UnsupportedError(
-                f"The pool {reader.path!r} has room for {n_slots} gradient records, and base_every={self._base_every} "
+                f"The pool {reader.path!r} has room for {n_slots} gradient records, and base_every={base_every} "
                 f"needs {least}. Use a smaller base_every, or start a new pool."
             )
-        return GradientWriter(
-            reader, engine, durability, predecessor, lock, base_every=self._base_every, unit_names=units
-        )
+        return GradientWriter(reader, engine, durability, predecessor, lock, base_every=base_every, unit_names=units)
 
     def whole_max(self, n_slots: int) -> int:
         return 2  # one in each home
@@ -76,8 +109,9 @@ class GradientPools:
             return None
         writer.release(held)
         step, update, names = closed_step.step, closed_step.update, writer.units.names
-        if update is None or writer.log.step != step - 1:
+        if update is None or writer.log.step != step - 1 or self._most < writer.log.base_every:
             writer.skipped(step - 1, np.ones(len(names), np.bool_))
+            writer.limit_base_every(self._most)
             updated = np.ones(len(names), np.bool_)
         else:
             updated = np.array([name in update.updated for name in names], np.bool_)
@@ -90,6 +124,24 @@ class GradientPools:
         if token is None or self._pages is None or not self._pages.is_of(writer, token):
             self._pages = SentinelPages(writer, token, closed_step.lives)
         return writer.prepare(plan, self._pages.checksums(step))
+
+
+def updated_nbytes(laid_out: Iterable[Entry]) -> tuple[int, int]:
+    """Return how many bytes an update changes, and how many bytes of gradients it consumes. ``laid_out``: the entries
+    of a pool."""
+    laid_out = list(laid_out)
+    gradients = [entry for entry in laid_out if entry.role == GRADIENT_ROLE]
+    updated = {entry.name.removeprefix(GRADIENT_PREFIX) for entry in gradients}
+    changed = sum(e.nbytes for e in laid_out if e.place == HOME_PLACE and unit_of(e) in updated)
+    return changed, sum(entry.nbytes for entry in gradients)
+
+
+def paying_base_every(laid_out: Iterable[Entry]) -> int:
+    """Return the largest ``base_every`` that pays: twice the number of bytes that an update changes for each byte of
+    gradients. With it a checkpoint writes half as much of the state as of gradients; a larger number saves little more,
+    and needs space and a longer recovery. ``laid_out``: the entries of a pool."""
+    changed, consumed = updated_nbytes(laid_out)
+    return min(max(2 * changed // consumed, BASE_EVERY_MIN), BASE_EVERY_MAX) if consumed else BASE_EVERY_MAX
 
 
 def _is_in_home(entry: Entry) -> bool:

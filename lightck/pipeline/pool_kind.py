@@ -25,6 +25,11 @@ class PoolKind(Protocol):
         and tensors of an old file that keep an extent."""
         ...
 
+    def n_slots(self, entries: Sequence[Entry], state_nbytes: int, wanted: int) -> int:
+        """Return the number of slots of the first file. entries: as ``laid_out`` returned them. state_nbytes: of the
+        small state. wanted: the number that the session asks for."""
+        ...
+
     def writer(
         self,
         reader: PoolReader,
@@ -51,6 +56,9 @@ class WholeCheckpoints:
 
     def laid_out(self, entries: Iterable[Entry]) -> list[Entry]:
         return in_module_order(entries)
+
+    def n_slots(self, entries: Sequence[Entry], state_nbytes: int, wanted: int) -> int:
+        return wanted
 
     def writer(
         self,

@@ -65,6 +65,12 @@ def tolerant_records(base_every: int) -> int:
     return 2 * base_every - 1
 
 
+def tolerant_base_every(n_records: int) -> int:
+    """Return the largest ``base_every`` for which so many record slots are ``tolerant_records``, but at least
+    ``BASE_EVERY_MIN``."""
+    return max((n_records + 1) // 2, BASE_EVERY_MIN)
+
+
 def records_default(base_every: int, interval: int = 1, *, in_group: bool = False) -> int:
     """Return the number of record slots of a new pool, if the user does not choose it."""
     return max(tolerant_records(base_every), records_min(base_every, interval, in_group=in_group))
@@ -308,6 +314,13 @@ class GradientLog:
             slot_generations=tuple(kept.get(slot, 0) for slot in range(len(self.slot_generations))),
             has_previous=False,
         )
+
+    def with_base_every(self, base_every: int, turn: Sequence[int]) -> GradientLog:
+        """The log with a smaller ``base_every``, after a hole: the next checkpoint is full. ``turn``: the new turns of
+        the units."""
+        assert base_every <= self.base_every
+        assert self.must_be_full
+        return replace(self, base_every=base_every, turn=np.asarray(turn, np.int64))
 
     # -- what is needed
 

@@ -155,6 +155,12 @@ class GradientWriter(PoolWriter):
         """Let the places of committed checkpoints be overwritten, except of those in these record slots."""
         self.log = self.log.with_released(held)
 
+    def last_checkpoint(self) -> GradientCheckpoint | None:
+        """Return the checkpoint of the last record, read from the pool; None after a hole. Raises ``DamagedError``."""
+        last = self.log.records[-1] if self.log.records else None
+        named = None if last is None else self._chain.get(last.generation)
+        return None if named is None else checkpoint_of(self.reader, named)
+
     def prepare(self, plan: RecordPlan, sentinels: Crcs = NO_SENTINELS) -> Slot:
         """Let ``begin`` write the record of this plan, and return its slot. ``sentinels``: for each entry in a home the
         CRC-32C of the page that docs/format.md names, or none."""
@@ -177,6 +183,11 @@ class GradientWriter(PoolWriter):
     def skipped(self, step: int, changed: Mask) -> None:
         """The update of ``step``, which changed these units, has no record. The next checkpoint is full."""
         self.log = self.log.with_hole(step, changed)
+
+    def limit_base_every(self, most: int) -> None:
+        """Lower ``base_every`` to this number, if it is larger. Called only after ``skipped``."""
+        if most < self.log.base_every:
+            self.log = self.log.with_base_every(most, self.units.turns(most))
 
     def add(self, entries: Sequence[Entry], present: set[str]) -> None:
         """As ``PoolWriter.add``. New parameters and optimizer state have no home, so they need a new pool."""

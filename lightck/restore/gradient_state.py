@@ -8,7 +8,7 @@ a replay that is not exact ends there. All else (buffers, small state) lies in t
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,11 +59,12 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
         UnsupportedError: an optimizer, or the device of a parameter, is not at hand.
     """
     records, loaded, updates = _inputs_of(checkpoint)
-    steppers = optimizers.of([one.consumed for one in updates])
+    consumed = [one.consumed for one in updates]
+    steppers = optimizers.of(consumed)
     _refuse_state_elsewhere(checkpoint, loaded)
     plain = _PlainStates(records)
     older = [
-        _OlderUnit(one, _optimizers_of(one, updates), plain, steppers, optimizers)
+        _OlderUnit(one, _optimizers_of(one, consumed), plain, steppers, optimizers)
         for one in loaded
         if one.copy.step < checkpoint.step
     ]
@@ -73,7 +74,7 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
     try:
         replay(
             [one.base for one in older],
-            [one.consumed for one in updates],
+            consumed,
             steppers,
             checkpoint.step,
             check=check.difference,
@@ -89,6 +90,27 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
     return _joined(checkpoint, [one for one in loaded if one.copy.step == checkpoint.step], older)
 
 
+def units_after(
+    checkpoint: GradientCheckpoint, following: ConsumedUpdate, parameters: Collection[str], optimizers: OptimizersAtHand
+) -> dict[str, torch.Tensor]:
+    """Make some units again, with one update more than the pool has: ``following``, that of the step after the
+    checkpoint. ``parameters``: those of the units. Returns name of a tensor -> the tensor after this update.
+
+    Raises:
+        ReplayError: an update cannot be made again, or its result differs from the checksums of a record.
+        DamagedError: a copy or a record that is needed is damaged.
+    """
+    records, loaded, updates = _inputs_of(checkpoint, parameters)
+    consumed = [*(one.consumed for one in updates), following]
+    steppers = optimizers.of(consumed)
+    _refuse_state_elsewhere(checkpoint, loaded)
+    plain = _PlainStates(records)
+    units = [_OlderUnit(one, _optimizers_of(one, consumed), plain, steppers, optimizers) for one in loaded]
+    check = _Sentinels({one.record.step: one.record for one in updates})
+    replay([one.base for one in units], consumed, steppers, following.step, check=check.difference)
+    return {name: tensor for unit in units for name, tensor in unit.tensors().items()}
+
+
 def refuse_unreadable(checkpoint: GradientCheckpoint) -> None:
     """Raise ``DamagedError`` if a copy or a record from which the units of a checkpoint are made again is damaged, and
     nothing stands in for it. No update is made again."""
@@ -102,11 +124,13 @@ def refuse_unreadable(checkpoint: GradientCheckpoint) -> None:
                 update.refuse_damaged_gradient(one.copy.parameter)
 
 
-def _inputs_of(checkpoint: GradientCheckpoint) -> tuple[Records, list[LoadedUnit], list[_Update]]:
-    """Read and verify all from which the units of a checkpoint are made again: copies of the units, and what each
-    update after the oldest of them consumed."""
+def _inputs_of(
+    checkpoint: GradientCheckpoint, parameters: Collection[str] | None = None
+) -> tuple[Records, list[LoadedUnit], list[_Update]]:
+    """Read and verify all from which units of a checkpoint are made again: copies of the units, and what each update
+    after the oldest of them consumed. ``parameters``: as for ``UnitCopies``."""
     records = Records(checkpoint)
-    loaded = UnitCopies(records).load()
+    loaded = UnitCopies(records, parameters).load()
     low = min((one.copy.step for one in loaded), default=checkpoint.step)
     return records, loaded, [_Update(records.at(step)) for step in range(low + 1, checkpoint.step + 1)]
 
@@ -125,8 +149,6 @@ class _Update:
             raise DamagedError(f"the gradient record of step {record.step} cannot be used: {err}") from err
         if self.consumed.step != record.step:
             raise DamagedError(f"the gradient record of step {record.step} holds the update of another step")
-        self.optimizer_of = {name: step.optimizer for step in self.consumed.optimizer_steps for name in step.gradients}
-        """Parameter -> the number of the optimizer that made its update, or that had it without a gradient."""
 
     def refuse_damaged_gradient(self, parameter: str) -> None:
         """Raise ``DamagedError`` if the stored gradient of a parameter is damaged."""
@@ -270,10 +292,12 @@ def _refuse_state_elsewhere(checkpoint: GradientCheckpoint, loaded: Iterable[Loa
             raise DamagedError(f"{elsewhere[parameter]!r} does not lie with its parameter, whose copy is older")
 
 
-def _optimizers_of(loaded: LoadedUnit, updates: Iterable[_Update]) -> frozenset[int]:
-    """Return the number of the optimizer that updates a unit after the step of its copy; none if nothing does."""
+def _optimizers_of(loaded: LoadedUnit, updates: Iterable[ConsumedUpdate]) -> frozenset[int]:
+    """Return the number of the optimizer that updates a unit after the step of its copy, or has it without a gradient;
+    none if no optimizer has it."""
     name, step = loaded.copy.parameter, loaded.copy.step
-    found = {one.optimizer_of[name] for one in updates if one.consumed.step > step and name in one.optimizer_of}
+    later = [one for update in updates if update.step > step for one in update.optimizer_steps]
+    found = {one.optimizer for one in later if name in one.gradients}
     if len(found) > 1:
         raise DamagedError(f"the parameter {name!r} was updated by several optimizers")
     return frozenset(found)

@@ -8,7 +8,7 @@ one, if the chain reaches back to it; the updates after it lead to the same bits
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,15 +68,16 @@ class LoadedUnit:
 
 
 class UnitCopies:
-    """Finds and reads the copies of all units of a checkpoint."""
+    """Finds and reads the copies of units of a checkpoint."""
 
-    def __init__(self, records: Records) -> None:
-        """Raises ``DamagedError`` if a unit has no copy, or one that is not complete."""
+    def __init__(self, records: Records, parameters: Collection[str] | None = None) -> None:
+        """``parameters``: those of the units; None: all units. Raises ``DamagedError`` if a unit has no copy, or one
+        that is not complete."""
         self._records, checkpoint = records, records.checkpoint
         self._entries: dict[str, list[Entry]] = {}
         """Parameter -> the entries of its unit in a home."""
         for entry in checkpoint.reader.entries:
-            if entry.place == HOME_PLACE:
+            if entry.place == HOME_PLACE and (parameters is None or unit_of(entry) in parameters):
                 self._entries.setdefault(unit_of(entry), []).append(entry)
         self._first_whole = _first_whole(checkpoint)
         self._bases = self._by_unit(checkpoint.bases())

@@ -140,7 +140,8 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     found = _discover(arguments)
     gradients = arguments.save_options.gradients
     if gradients is not None:
-        refuse_unrecordable(gradients, arguments.save_options, found, is_rank_pool=is_rank_pool)
+        has_layout = arguments.layout is not None
+        refuse_unrecordable(gradients, arguments.save_options, found, is_rank_pool=is_rank_pool, has_layout=has_layout)
     capture = Capture(arguments.model, found.optimizers, found.state, arguments.layout)
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
     meter = Meter(slowdown())
@@ -173,7 +174,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
             strict_data=arguments.save_options.strict_data,
         )
         if gradients is not None:
-            steps.record_updates()
+            steps.record_updates(gradients.mtbf)
         session = Session(steps, lock, found.classes, None if group_start is None else group_start.membership())
         undo.pop_all()
         undo.callback(session.abandon)
@@ -203,7 +204,7 @@ def _pipeline(
     slots = options.slots or (options.replicas.slots_min if is_rank_pool else 2)
     if options.gradients is not None:
         slots = n_records(options.gradients, is_rank_pool=is_rank_pool)
-        pool_kind = gradient_pools(options.gradients, capture)
+        pool_kind = gradient_pools(options.gradients, capture, path, backend)
     on_device = any(transfer_of(p) is not None for p in arguments.model.parameters())
     return Pipeline(
         path,

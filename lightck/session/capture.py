@@ -49,7 +49,7 @@ from lightck.state.shares import Shares
 from lightck.state.signatures import ClosedStep, TensorList, UpdateRecord, tensor_list_of
 from lightck.state.small_state import CachedPacker, Packed, StatePacker, join_list
 from lightck.state.storable import class_name_of, is_loader
-from lightck.state.update_record import UPDATE_KEY
+from lightck.state.update_record import BASE_EVERY_KEY, UPDATE_KEY
 
 if TYPE_CHECKING:
     from lightck.dataloader.loader import SessionLoader
@@ -99,6 +99,8 @@ class Capture:
 
     update_of: Callable[[int], UpdateRecord | None] | None = None
     """Returns what the update of a step consumed; None: checkpoints do not store it."""
+    base_every: Callable[[], int | None] | None = None
+    """Returns in how many steps each unit is written once; None: each checkpoint holds the whole state."""
 
     def __init__(
         self,
@@ -500,6 +502,8 @@ class Capture:
             state["layout"] = self._saved_layout(lives)
         if update is not None:
             state[UPDATE_KEY] = update.value
+        if self.base_every is not None:
+            state[BASE_EVERY_KEY] = self.base_every()
         if self.shares.cuts:
             state["others"] = [list(one) for one in rows_of_others]
         return self._state.pack(state)

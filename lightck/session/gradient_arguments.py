@@ -4,48 +4,61 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+
+from torch.optim import Optimizer
 
 from lightck.errors import UnsupportedError
 from lightck.hooks.layerwise import layerwise_of
-from lightck.pipeline.gradient_pools import GradientPools
+from lightck.pipeline.gradient_pools import GradientPools, updated_nbytes
 from lightck.pipeline.pool_kind import PoolKind
 from lightck.pool.create import pool_nbytes
-from lightck.pool.format.layout import GRADIENT_PREFIX, GRADIENT_ROLE, HOME_PLACE, Entry
+from lightck.pool.format.layout import Entry
 from lightck.pool.gradient_log import BASE_EVERY_MIN, problem_of, records_default
+from lightck.pool.storage.backend import Backend
 from lightck.restore.checkpoint import refuse_other_than_bool
 from lightck.session.arguments import SaveOptions
+from lightck.session.base_every import chosen, free_nbytes, records_of_new_pool, refuse_wrong_mtbf
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
-from lightck.state.inventory import unit_of
 from lightck.state.partial_optimizer import PartialOptimizer
+from lightck.state.parts import is_part
 from lightck.state.replayable import refuse_low_ratio, refuse_unreplayable
+from lightck.state.torch_classes import ELEMENT_WISE
 from lightck.strategy.gradients import Gradients
 
 
 def n_records(strategy: Gradients, *, is_rank_pool: bool) -> int:
-    """Return the number of record slots of a new pool."""
-    return strategy.log_records or records_default(strategy.base_every, in_group=is_rank_pool)
+    """Return the number of record slots of a new pool. (With ``base_every="auto"`` it is chosen when the tensors are
+    known.)"""
+    return strategy.log_records or records_default(chosen(strategy) or BASE_EVERY_MIN, in_group=is_rank_pool)
 
 
-def gradient_pools(strategy: Gradients, capture: Capture) -> GradientPools:
-    """Return the kind of pools of this session."""
+def gradient_pools(strategy: Gradients, capture: Capture, path: str, backend: Backend) -> GradientPools:
+    """Return the kind of pools of this session. path, backend: of the pool."""
 
     def updated() -> Collection[str]:
         return {name for view in capture.optimizers for name, _ in view.params}
 
-    return GradientPools(strategy.base_every, updated)
+    def records_that_fit(entries: Sequence[Entry], state_nbytes: int) -> int:
+        return records_of_new_pool(entries, state_nbytes, free_nbytes(path, backend))
+
+    base_every = chosen(strategy)
+    is_chosen = base_every is not None or strategy.log_records is not None
+    return GradientPools(base_every, updated, None if is_chosen else records_that_fit)
 
 
-def refuse_unrecordable(strategy: Gradients, options: SaveOptions, found: Found, *, is_rank_pool: bool) -> None:
+def refuse_unrecordable(
+    strategy: Gradients, options: SaveOptions, found: Found, *, is_rank_pool: bool, has_layout: bool
+) -> None:
     """Raise ``UnsupportedError``, ``ValueError`` or ``TypeError`` if this training, with these arguments, cannot be
     saved by ``strategy``."""
-    numbers = {"base_every": strategy.base_every, "log_records": strategy.log_records or 1}
-    for name, value in numbers.items():
-        if type(value) is not int:
-            raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Pass a whole number.")
+    base_every, records = chosen(strategy), strategy.log_records
+    if records is not None and type(records) is not int:
+        raise TypeError(f"log_records={records!r} is a {type(records).__name__}. Pass a whole number.")
     refuse_other_than_bool(own_optimizers=strategy.own_optimizers)
-    problem = problem_of(strategy.base_every, strategy.log_records, in_group=is_rank_pool)
+    refuse_wrong_mtbf(strategy)
+    problem = problem_of(BASE_EVERY_MIN if base_every is None else base_every, records, in_group=is_rank_pool)
     if problem is not None:
         raise ValueError(f"Gradients: {problem}")
     _refuse_other_arguments(options)
@@ -61,6 +74,7 @@ def refuse_unrecordable(strategy: Gradients, options: SaveOptions, found: Found,
                 "it can be recorded. Use strategy=FullState(), or leave out layerwise()."
             )
         refuse_unreplayable(optimizer)
+        _refuse_coupled_parts(optimizer, has_layout=has_layout)
         if not (strategy.own_optimizers or PartialOptimizer.of(optimizer).is_torch):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} is not a class of torch.optim, so lightck does not know what its step() "
@@ -70,14 +84,24 @@ def refuse_unrecordable(strategy: Gradients, options: SaveOptions, found: Found,
             )
 
 
+def _refuse_coupled_parts(optimizer: Optimizer, *, has_layout: bool) -> None:
+    """Raise ``UnsupportedError`` if a rank holds parts of parameters, and the class needs the other parts for its
+    update, or may need them: then no rank can make an update again by itself."""
+    kind = type(optimizer)
+    holds_parts = has_layout or any(is_part(p) for group in optimizer.param_groups for p in group["params"])
+    if kind in ELEMENT_WISE or not holds_parts:
+        return
+    raise UnsupportedError(
+        f"{kind.__name__} updates parameters of which each rank holds a part, and its update of a part may need the "
+        "parts of other ranks. So a rank cannot make its updates again from its own gradients. Use "
+        "strategy=FullState()."
+    )
+
+
 def refuse_small_gain(kind: PoolKind, entries: Iterable[Entry]) -> None:
     """Raise ``UnsupportedError`` if gradients have nearly as many bytes as what the updates change. ``entries``: the
     tensors of a checkpoint, with optimizer state."""
-    laid_out = kind.laid_out(entries)
-    updated = {entry.name.removeprefix(GRADIENT_PREFIX) for entry in laid_out if entry.role == GRADIENT_ROLE}
-    gradient_nbytes = sum(entry.nbytes for entry in laid_out if entry.role == GRADIENT_ROLE)
-    changed_nbytes = sum(e.nbytes for e in laid_out if e.place == HOME_PLACE and unit_of(e) in updated)
-    refuse_low_ratio(changed_nbytes, gradient_nbytes)
+    refuse_low_ratio(*updated_nbytes(kind.laid_out(entries)))
 
 
 def space_advice(entries: Iterable[Entry], state_nbytes: int, kind: PoolKind, base_every: int, path: str) -> str:

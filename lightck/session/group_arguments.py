@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightck.errors import UnsupportedError
 from lightck.session.arguments import Arguments
+from lightck.session.base_every import AUTO
 
 
 def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
@@ -15,6 +16,11 @@ def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
         (options.keep is not None, "keep=", "use `lightck export` on the directory, also while training runs"),
         (options.pause_on_nonfinite, "pause_on_nonfinite=True", "one rank could pause and another go on"),
         (arguments.backend == "devdax", 'backend="devdax"', "a device holds one pool"),
+        (
+            options.gradients is not None and options.gradients.base_every == AUTO,
+            'Gradients(base_every="auto")',
+            "each rank would choose a number of its own",
+        ),
     )
     for is_passed, what, why in refused:
         if is_passed:
@@ -41,7 +47,7 @@ def arguments_to_compare(arguments: Arguments) -> dict[str, str]:
         "slots=": repr(options.slots),
         "resume=": repr(arguments.resume),
         "overwrite=": repr(arguments.overwrite),
-        "strategy=": type(options.strategy).__name__,
+        "strategy=": repr(options.strategy) if options.gradients is not None else type(options.strategy).__name__,
         "strict_data=": repr(options.strict_data),
         "split=": repr(options.split),
     }

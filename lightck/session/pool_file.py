@@ -21,6 +21,7 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.commit_log import candidates
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import CommitRecord, DamagedError
+from lightck.pool.gradient_log import tolerant_base_every
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, open_pool
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.lock import PoolLock
@@ -32,6 +33,7 @@ from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.resume import RestoredFrom, Resumed, forget_restored_from, restored_from, warn_differences
 from lightck.restore.usable import checkpoints_of, parse_state, stored_checkpoint
 from lightck.session.arguments import Arguments
+from lightck.session.base_every import chosen
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
 from lightck.session.gradient_arguments import n_records, refuse_small_gain, space_advice
@@ -309,7 +311,8 @@ class PoolFile:
         try:
             pipeline.pool.create(entries, state_nbytes)
         except NoSpaceError as err:
-            advice = space_advice(entries, state_nbytes, kind, strategy.base_every, self.path)
+            largest = chosen(strategy) or tolerant_base_every(pipeline.pool.n_slots)
+            advice = space_advice(entries, state_nbytes, kind, largest, self.path)
             raise NoSpaceError(f"{err} {advice}") from err
 
     def create_at_once(self, pipeline: Pipeline) -> None:

@@ -155,6 +155,7 @@ class Session:
             committed=self.committed,
             interval=self._steps.commits.cadence.interval,
             rank_wait_seconds=0.0 if self._membership is None else self._membership.rule.wait_seconds,
+            base_every=self._steps.base_every,
             emulated=self.durability.emulated,
         )
 

@@ -29,8 +29,11 @@ from lightck.hooks.boundary import BY_HAND, Boundary
 from lightck.hooks.early_gate import EarlyGate
 from lightck.hooks.hooks import Hooks
 from lightck.hooks.layers import PartialUpdate
+from lightck.pipeline.gradient_pools import GradientPools, updated_nbytes
 from lightck.pipeline.pipeline import Pipeline
 from lightck.restore.resume import Resumed
+from lightck.session.base_check import BaseCheck
+from lightck.session.base_every import BaseEveryTuner, Costs
 from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants, Commits, deadline_after
 from lightck.session.discover import (
@@ -113,15 +116,33 @@ class Steps(StepListener):
         self.hooks = Hooks(self.events, model, found.optimizers, meter)
         self.update_records: UpdateRecords | None = None
 
-    def record_updates(self) -> None:
-        """Store in each checkpoint what its update consumed."""
+    def record_updates(self, mtbf: float | None = None) -> None:
+        """Store in each checkpoint what its update consumed. ``mtbf``: lower ``base_every`` to what this mean time
+        between failures asks for; None: leave it as it is."""
         guard = self.pipeline.guard
         self.update_records = records = UpdateRecords(self.capture, guard.copied_at_boundary, reads_all=guard.reads_all)
+        if guard.reads_all:
+            records.base_check = BaseCheck(self.capture, lambda: self.pipeline.pool.writer)
         self.hooks.report_gradients()
         self.events.add(records)
         self.events.add(records.consumed_gradients)
-        self.capture.update_of = records.record_of
+        self.capture.update_of, self.capture.base_every = records.record_of, lambda: self.base_every
+        if mtbf is not None:
+            self.events.add(self._tuner(mtbf, records))
         self.pipeline.validators.append(records.validate)
+
+    def _tuner(self, mtbf: float, records: UpdateRecords) -> BaseEveryTuner:
+        kind, pool, engine = self.pipeline.pool.kind, self.pipeline.pool, self.pipeline.engine
+        assert isinstance(kind, GradientPools)
+        return BaseEveryTuner(
+            mtbf,
+            costs=lambda: Costs(
+                engine.cpu_seconds + self.meter.wait_seconds, self.meter.bytes_written, records.update_seconds
+            ),
+            state_nbytes=lambda: 0 if pool.writer is None else updated_nbytes(pool.writer.entries)[0],
+            base_every=lambda: self.base_every,
+            lower=kind.limit_base_every,
+        )
 
     # -- properties --------------------------------------------------------------------------------------
 
@@ -129,6 +150,13 @@ class Steps(StepListener):
     def model(self) -> nn.Module | None:
         """The model, or None after it was collected."""
         return self._model()
+
+    @property
+    def base_every(self) -> int | None:
+        """In how many steps each unit is written once (``Gradients``), from the next checkpoint on; None if it is not
+        known yet, or with another strategy."""
+        kind = self.pipeline.pool.kind
+        return kind.base_every_of(self.pipeline.pool.writer) if isinstance(kind, GradientPools) else None
 
     @property
     def updates(self) -> int:

@@ -13,6 +13,7 @@ An update without a good record leaves a hole: its checkpoint is full.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence, Set
 
 import torch
@@ -26,6 +27,7 @@ from lightck.pipeline.guard import Rejection
 from lightck.pipeline.in_flight import InFlightCheckpoint
 from lightck.pool.format.structures import BLOCK_MAX
 from lightck.pool.writer import PoolWriter
+from lightck.session.base_check import BaseCheck
 from lightck.session.capture import Capture
 from lightck.session.outside_writes import OutsideWrites
 from lightck.session.update_audit import UpdateAudit
@@ -37,6 +39,7 @@ from lightck.state.signatures import UpdateRecord
 from lightck.state.update_record import UpdatePacker, gradient_names, gradient_tensors, unrecordable_reason
 
 log = logging.getLogger("lightck")
+_CRASH_NOW = "If the process crashes now, an older checkpoint may be recovered."
 FULL_MAX = 20
 """After so many full checkpoints in a row a warning says that the strategy does not fit the loop."""
 
@@ -58,10 +61,16 @@ class UpdateRecords(StepListener):
         """The gradients of the last update."""
         self._begun: list[tuple[HeldGradient, tuple[str, ...]]] = []
         """Gradients that the checkpoint in flight copies, with the names of their entries."""
+        self.base_check: BaseCheck | None = None
+        """Set under ``LIGHTCK_CHECK=1``."""
         self._reason = ""
         """Why the record of the update that is made next will be of no use; "" if no reason is known."""
         self._distrust = ""
-        """The first difference that the audit has found; "" if it found none."""
+        """The first difference that the audit or the check of bases has found; "" if they found none."""
+        self.update_seconds = 0.0
+        """How long the ``step`` of all optimizers took so far."""
+        self._step_began: float | None = None
+        """When the ``step`` that runs now began."""
         self._n_full = 0
         """How many checkpoints in a row were full for a reason."""
         self._saved_step: int | None = None
@@ -97,21 +106,30 @@ class UpdateRecords(StepListener):
         step = self.consumed_gradients.running_step(index)
         if step is not None:
             self._audit.begin(index, optimizer, step, self._tensors_of)
+        self._step_began = time.perf_counter()
 
     def after_step(self, index: int) -> None:
+        if self._step_began is not None:
+            self.update_seconds += time.perf_counter() - self._step_began
+            self._step_began = None
         difference = self._audit.difference(index)
-        if difference and not self._distrust:
-            self._distrust = difference
-            log.warning(
-                "lightck: %s, so updates are not trusted any more: from now on each checkpoint is full. If the process "
-                "crashes now, an older checkpoint may be recovered. Use strategy=FullState() for this training",
-                difference,
-            )
+        if difference:
+            self._trust_no_more(difference, _CRASH_NOW)
         lives, token = self._capture.tensors(), self._capture.token
         if token is None or token is not self._token:
             self._token = token
             self._watched = [one for one in lives if one.role in ("param", "optimizer") and one.alias is None]
         self._outside.step_ended(self._watched, token)
+
+    def _trust_no_more(self, difference: str, consequence: str) -> None:
+        if not self._distrust:
+            self._distrust = difference
+            log.warning(
+                "lightck: %s, so updates are not trusted any more: from now on each checkpoint is full. %s Use "
+                "strategy=FullState() for this training",
+                difference,
+                consequence,
+            )
 
     def _tensors_of(self, gradient: HeldGradient) -> tuple[torch.Tensor, ...]:
         """Return the tensors of a gradient, or their copies; none if it was overwritten."""
@@ -180,6 +198,8 @@ class UpdateRecords(StepListener):
             reason = reason or _reason_of(update)
         if not self._capture.state_is_only_tensors():
             reason = reason or "an optimizer has state that is no tensor, which has no older copy in the pool"
+        if not reason and update is not None:
+            reason = self._checked_bases(update)
         if reason or update is None:
             if not is_again:
                 self._log(step, reason)
@@ -188,6 +208,30 @@ class UpdateRecords(StepListener):
         self._n_full = 0
         lives = [self._live_of(*one) for one in gradient_tensors(update)]
         return UpdateRecord(lives, self._packer.value(update), self._updated(update))
+
+    def _checked_bases(self, update: CapturedUpdate) -> str:
+        """Return why the units that are due must not be trusted to follow from their old bases; "" if they do follow,
+        or if nothing is checked."""
+        if self.base_check is None:
+            return ""
+        tensors = {name: self._tensors_of(gradient)[number] for name, gradient, number in gradient_tensors(update)}
+        found = self.base_check.run(
+            update.step,
+            self._packer.value(update),
+            lambda name: plain_tensor(tensors[name].detach()).to(tensors[name].device),
+            self._updated(update),
+        )
+        if found.unreadable:
+            log.warning(
+                "lightck: LIGHTCK_CHECK=1 cannot compare the bases of this step with the updates, and the checkpoint "
+                "is full: %s. lightck verify names what is damaged",
+                found.unreadable,
+            )
+        if found.difference:
+            first, last = found.since + 1, update.step - 1
+            wrong = f"The checkpoints of the steps {first} to {last} may be recovered without a write."
+            self._trust_no_more(found.difference, wrong if first <= last else _CRASH_NOW)
+        return found.difference or found.unreadable
 
     def _updated(self, update: CapturedUpdate) -> frozenset[str]:
         """Return the names of the parameters that an update may have changed. Classes of ``torch.optim`` leave one

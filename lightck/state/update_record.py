@@ -32,6 +32,8 @@ from lightck.state.values import typed
 
 UPDATE_KEY = "update"
 """Key of the small state under which the value of an update lies."""
+BASE_EVERY_KEY = "base_every"
+"""Key of the small state that says in how many steps each unit is written once. No recovery reads it."""
 RECORD_VERSION = 1
 """Version of the value."""
 THREADS_MAX = 4096

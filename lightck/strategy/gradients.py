@@ -23,21 +23,25 @@ class Gradients:
 
     Args:
         base_every: each parameter is written with its optimizer state once in so many steps, at least 2. A larger
-            number writes less, and needs more space and a longer recovery.
+            number writes less, and needs more space and a longer recovery. ``"auto"``: at most twice as many as an
+            update changes bytes for each byte of gradients (Adam: 6), and as half of the free space holds.
         log_records: for how many steps the pool has room for gradients, at most 255. By default ``2 * base_every - 1``,
             so that any one damaged place in the pool is survived; at least ``base_every``.
-
         own_optimizers: take optimizers that are no classes of ``torch.optim`` too, if steps of them on stand-ins can be
             made again. You vouch that such a ``step`` reads nothing but the gradient, the options and the state of
             each parameter: no attribute that the loop sets, no global variable, nothing that is drawn.
+        mtbf: mean time between failures, in seconds, for ``base_every="auto"``. After ten steps ``base_every`` is
+            lowered to the number that minimizes the cost of copies plus that of recoveries, if this is smaller
+            (docs/gradients.md). None or infinity: it is not.
 
     ``lightck.attach`` raises ``TypeError`` or ``ValueError`` for numbers that cannot be, and ``UnsupportedError`` for a
     training that cannot be saved so.
     """
 
-    base_every: int = 12
+    base_every: int | str = 12
     log_records: int | None = None
     own_optimizers: bool = False
+    mtbf: float | None = None
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
         """Leave out what the slot says is not due; copy every other undecided tensor at the boundary."""

@@ -29,11 +29,11 @@ from lightck.errors import LightckError, NoCheckpointError
 from lightck.pool.format.structures import pack_slot_header
 from lightck.strategy.gradients import Gradients
 
-COMMANDS = ("inspect", "verify", "verify --deep", "verify --replay", "diff", "export")
+COMMANDS = ("inspect", "verify", "verify --deep", "verify --replay", "diff", "export", "compact")
 
 
 def words(command: str, pool: Path, out: Path) -> list[str]:
-    more = {"diff": ["--steps", "6", "7"], "export": [str(out)]}
+    more = {"diff": ["--steps", "6", "7"], "export": [str(out)], "compact": [str(out)]}
     return [*command.split(), str(pool), *more.get(command, [])]
 
 
@@ -79,6 +79,7 @@ def test_bases_and_records_are_those_of_the_pool(gradients):
 def test_text_says_how_much_is_made_again(gradients):
     text = call("inspect", gradients).stdout
     assert "gradient records, 5 slots of 2.1 MB, 2 homes of 2.1 MB" in text
+    assert "Each unit is written once in 3 steps (base_every)." in text
     assert "To recover step 7, at most 2 updates of" in text
     assert "attach(..., resume=True) with the strategy Gradients resumes from step 7" in text
 
@@ -386,7 +387,7 @@ def test_each_command_on_a_pool_that_is_written_all_the_time(pool, tmp_path):
                 time.sleep(0.01)
             for number in range(4):
                 for command in COMMANDS:
-                    line = words(command, pool, tmp_path / f"{number}.safetensors")
+                    line = words(command, pool, tmp_path / f"{command}-{number}.safetensors")
                     if command == "diff":
                         line = ["diff", str(pool), str(pool)]  # may be two checkpoints
                     result = call(*line)

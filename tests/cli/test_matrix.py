@@ -15,28 +15,28 @@ from toys import adam, child_that_holds, net, pool_with, running_child, train
 import lightck
 
 OK, BAD, FAILED = 0, 1, 2
-COMMANDS = ("inspect", "verify", "verify --deep", "diff", "export")
+COMMANDS = ("inspect", "verify", "verify --deep", "diff", "export", "compact")
 EXPECTED = {
-    "good": (OK, OK, OK, OK, OK),
-    "newest damaged": (OK, BAD, BAD, FAILED, OK),
-    "all damaged": (OK, BAD, BAD, FAILED, BAD),
-    "truncated": (BAD, BAD, BAD, FAILED, BAD),
-    "foreign": (FAILED,) * 5,
-    "empty file": (FAILED,) * 5,
-    "folder": (FAILED,) * 5,
-    "link": (OK,) * 5,
-    "missing": (FAILED,) * 5,
-    "no checkpoint yet": (OK, OK, OK, FAILED, FAILED),
+    "good": (OK, OK, OK, OK, OK, OK),
+    "newest damaged": (OK, BAD, BAD, FAILED, OK, OK),
+    "all damaged": (OK, BAD, BAD, FAILED, BAD, BAD),
+    "truncated": (BAD, BAD, BAD, FAILED, BAD, BAD),
+    "foreign": (FAILED,) * 6,
+    "empty file": (FAILED,) * 6,
+    "folder": (FAILED,) * 6,
+    "link": (OK,) * 6,
+    "missing": (FAILED,) * 6,
+    "no checkpoint yet": (OK, OK, OK, FAILED, FAILED, FAILED),
     # ``diff`` compares with another step of the same training.
-    "gradients": (OK, OK, OK, BAD, OK),
-    "gradients, base damaged": (OK, BAD, BAD, BAD, OK),
-    "gradients, newest damaged": (OK, BAD, BAD, FAILED, OK),
+    "gradients": (OK, OK, OK, BAD, OK, OK),
+    "gradients, base damaged": (OK, BAD, BAD, BAD, OK, OK),
+    "gradients, newest damaged": (OK, BAD, BAD, FAILED, OK, OK),
 }
 CELLS = [(kind, command, row[i]) for kind, row in EXPECTED.items() for i, command in enumerate(COMMANDS)]
 
 
 def words(command: str, pool: Path, other: Path, out: Path) -> list[str]:
-    more = {"diff": [str(other)], "export": [str(out)]}
+    more = {"diff": [str(other)], "export": [str(out)], "compact": [str(out)]}
     return [*command.split(), str(pool), *more.get(command, [])]
 
 

@@ -89,7 +89,7 @@ def plain(steps: int, build: Callable[[], Pair] = with_momentum) -> Callable[[Re
         model, optimizer = build()
         with recorder.attach(model, optimizer, strategy=strategy):
             train(recorder, model, optimizer, steps)
-        assert newest(recorder) == (steps, steps - strategy.base_every + 1), "it does not show what it is for"
+        assert newest(recorder) == (steps, steps - int(strategy.base_every) + 1), "it does not show what it is for"
 
     return run
 
@@ -251,6 +251,23 @@ def saved_again(recorder: Recorder, strategy: Gradients) -> None:
     assert newest(recorder) == (4, 4)
 
 
+LOWERED = Gradients(base_every="auto", mtbf=1e-9)
+"""With failures that come so soon, two is best."""
+
+
+def lowered(recorder: Recorder) -> None:
+    """``base_every`` is chosen at attach, and lowered after ten steps: that checkpoint is full."""
+    model, optimizer = with_momentum()
+    with recorder.attach(model, optimizer, strategy=LOWERED) as session:
+        train(recorder, model, optimizer, 9)
+        session.flush()
+        assert (session.stats().base_every, newest(recorder)) == (4, (9, 8)), "it does not show what it is for"
+        train(recorder, model, optimizer, 1, 9)
+        session.flush()
+        assert (session.stats().base_every, newest(recorder)) == (2, (10, 10))
+        train(recorder, model, optimizer, 3, 10)
+
+
 def background(recorder: Recorder, strategy: Gradients) -> None:
     """Gradients and units too large for the boundary are copied by other threads while the loop goes on."""
     model, optimizer = wide()
@@ -286,5 +303,6 @@ GRADIENT_WORKLOADS: dict[str, Workload] = {
     "late sleeper": workload(late_sleeper, 3, with_sleeper),
     "buffers": workload(plain(5, with_buffers), 2, with_buffers),
     "saved again": workload(saved_again, 2),
+    "lowered": Workload(lowered, with_momentum, options={"strategy": LOWERED}),
     "background": workload(background, 2, wide),
 }

@@ -170,6 +170,10 @@ class Writer:
         self.update(updated, np.zeros_like(updated))
         self.log = self.log.with_hole(self.step, updated)
 
+    def lower_base_every(self, base_every: int) -> None:
+        turns = [self.chance.randrange(base_every) for _ in self.group]
+        self.log = self.log.with_hole(self.step, np.ones(len(self.group), np.bool_)).with_base_every(base_every, turns)
+
     def save(self, updated: np.ndarray, outside: np.ndarray, *, commits: bool, is_given_up: bool = False) -> bool:
         """Make an update and write its record. Returns whether it was committed."""
         gradients = self.update(updated, outside)
@@ -425,6 +429,8 @@ class Settings(NamedTuple):
     share_of_every_place: float = 0.0
     """How often every place is damaged in turn, and not only one of them."""
     n_units: int = 4
+    lowers: bool = False
+    """Whether ``base_every`` is lowered now and then, with a full checkpoint."""
 
 
 @dataclass
@@ -477,6 +483,9 @@ class Life:
         updated = np.array([chance.random() < share for share in self.activity])
         outside = np.array([chance.random() < 0.02 for _ in self.activity])
         kind = chance.random()
+        if self.settings.lowers and chance.random() < 0.03:
+            writer.lower_base_every(chance.randint(2, writer.log.base_every))
+            self.commits_in_a_row = 0
         if kind < 0.02:
             writer.not_saved(updated)
         elif kind < 0.04:

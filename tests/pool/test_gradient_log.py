@@ -56,6 +56,7 @@ TOLERANT = [
 
 def name_of(one: Settings) -> str:
     more = (" group" if one.in_group else "") + (" damages" if one.has_damages else "")
+    more += " lowers" if one.lowers else ""
     return f"n={one.n} R={one.n_records} i={one.interval}{more}"
 
 
@@ -84,8 +85,22 @@ def test_what_is_recovered_after_a_damage_is_exact_also_with_few_records(seed: i
     live(seed, one)
 
 
+LOWERED = [
+    least(5, lowers=True),
+    Settings(4, tolerant_records(4), 1, has_damages=True, lowers=True),
+]
+"""``base_every`` becomes smaller in a pool that was made for a larger one."""
+
+
+@pytest.mark.parametrize("one", LOWERED, ids=name_of)
+@settings(max_examples=6)
+@given(seed=SEEDS)
+def test_a_smaller_base_every_in_the_same_pool_breaks_no_promise(seed: int, one: Settings) -> None:
+    live(seed, one)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("one", SAFE + TOLERANT, ids=name_of)
+@pytest.mark.parametrize("one", SAFE + TOLERANT + LOWERED, ids=name_of)
 @settings(max_examples=14)
 @given(seed=SEEDS)
 def test_many_lives_of_a_pool(seed: int, one: Settings) -> None:

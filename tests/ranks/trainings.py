@@ -64,6 +64,10 @@ class Grown:
         self.value = state["value"]
 
 
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2)
+
+
 @dataclass(frozen=True)
 class Topology:
     """``shard``: turns the model into the one that is attached; ``wrap``: into the one that the loop calls."""
@@ -78,7 +82,7 @@ class Topology:
     """So many neighbouring ranks get the same batches: the ranks of one tensor parallel group."""
     grows_at: dict[int, dict[int, int]] = field(default_factory=dict)
     """Rank -> step -> how many numbers its object in ``state=`` gets after that step (see ``Grown``)."""
-    optimizer: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.AdamW, lr=1e-2)
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
     options: dict[str, Any] = field(default_factory=dict)
     """Of attach."""
     ranks_per_host: int = 0

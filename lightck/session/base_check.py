@@ -1,0 +1,104 @@
+"""The check of new bases (``LIGHTCK_CHECK=1``): a unit that is due must have the bytes to which its old base leads.
+
+    boundary t   the old base and the records up to t - 1 are committed, so both are read from the pool
+                 the update of step t is in memory
+                 base, then one update after the other, on tensors of its own: the result has the bits of the live unit
+
+So each write that the updates do not explain is found within ``base_every`` steps, however small it is, and wherever it
+was made: the audit of updates compares parts, and the search for outside writes does not look into ``step``.
+
+Invariant: nothing of the training changes. The replay has tensors and optimizer objects of its own, calls no hook, and
+draws no random number (``state/partial_optimizer.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lightck.errors import CorruptPoolError, PoolIOError, ReplayError
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.gradient_reader import GradientCheckpoint
+from lightck.pool.gradient_writer import GradientWriter
+from lightck.pool.writer import PoolWriter
+from lightck.restore.gradient_state import units_after
+from lightck.restore.optimizers_at_hand import OptimizersAtHand
+from lightck.restore.tensor_writes import ordinary_tensors, same_bits
+from lightck.session.capture import Capture
+from lightck.state import values
+from lightck.state.inventory import Live, param_of
+from lightck.state.update_record import Read, consumed_update
+
+
+class CheckedBases(NamedTuple):
+    """What a check found. At most one of the two is not empty.
+
+    difference: which tensor differs. unreadable: why units could not be checked. since: the step of the oldest base
+    that was checked; the checkpoints of later steps may be wrong, if there is a difference.
+    """
+
+    difference: str = ""
+    unreadable: str = ""
+    since: int = 0
+
+
+class BaseCheck:
+    """Checks the units that the next checkpoint writes to a home."""
+
+    def __init__(self, capture: Capture, writer: Callable[[], PoolWriter | None]) -> None:
+        """``writer``: returns the writer of the pool; None if there is no pool yet."""
+        self._capture, self._writer = capture, writer
+
+    def run(self, step: int, value: object, read: Read, updated: Collection[str]) -> CheckedBases:
+        """Compare the units that are due at a boundary. step: of the boundary. value, read: the value of its update in
+        the small state, and what reads the tensors of its gradients. updated: the names of the parameters that it
+        changed."""
+        writer = self._writer()
+        if not isinstance(writer, GradientWriter) or writer.log.step != step - 1 or writer.log.must_be_full:
+            return CheckedBases()
+        if any(slot.in_flight for slot in writer.slots.slots):
+            return CheckedBases()  # the old bases are not committed yet
+        names = writer.units.names
+        plan = writer.plan_record(np.array([name in updated for name in names], np.bool_))
+        if plan is None or not len(plan.units):
+            return CheckedBases()
+        due = {names[unit] for unit in plan.units.tolist()}
+        try:
+            checkpoint = writer.last_checkpoint()
+            difference = "" if checkpoint is None else self._difference(checkpoint, due, value, read)
+            return CheckedBases(difference, since=int(writer.log.bases.step[plan.units].min()))
+        except (DamagedError, PoolIOError) as err:
+            return CheckedBases(unreadable=str(err))
+
+    def _difference(self, checkpoint: GradientCheckpoint, due: Collection[str], value: object, read: Read) -> str:
+        live = self._live_units(due)
+        optimizers = OptimizersAtHand(self._capture.model.model, [one.optimizer for one in self._capture.optimizers])
+        try:
+            following = consumed_update(values.unpack(values.pack(value, path="update")), read)
+            with ordinary_tensors():
+                replayed = units_after(checkpoint, following, due, optimizers)
+        except (ReplayError, CorruptPoolError) as err:
+            return str(err).removesuffix(" An older checkpoint can be restored.").rstrip(".")
+        for name in sorted({*live, *replayed}):
+            if not _is_equal(live.get(name), replayed.get(name)):
+                return f"{name!r} has other bits than its older copy in the pool leads to, with the updates since then"
+        return ""
+
+    def _live_units(self, parameters: Collection[str]) -> Mapping[str, torch.Tensor]:
+        """Return name -> tensor of these parameters and of their optimizer state."""
+        return {one.name: one.tensor for one in self._capture.tensors() if _unit_of(one) in parameters}
+
+
+def _unit_of(live: Live) -> str | None:
+    if live.alias is not None or live.role not in ("param", "optimizer"):
+        return None
+    return param_of(live.name) if live.role == "optimizer" else live.name.removeprefix("model/")
+
+
+def _is_equal(live: torch.Tensor | None, replayed: torch.Tensor | None) -> bool:
+    if live is None or replayed is None or live.shape != replayed.shape or live.dtype != replayed.dtype:
+        return False
+    return same_bits(live, replayed)
