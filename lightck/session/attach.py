@@ -140,8 +140,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     found = _discover(arguments)
     gradients = arguments.save_options.gradients
     if gradients is not None:
-        has_layout = arguments.layout is not None
-        refuse_unrecordable(gradients, arguments.save_options, found, is_rank_pool=is_rank_pool, has_layout=has_layout)
+        refuse_unrecordable(gradients, arguments, found, is_rank_pool=is_rank_pool)
     capture = Capture(arguments.model, found.optimizers, found.state, arguments.layout)
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
     meter = Meter(slowdown())

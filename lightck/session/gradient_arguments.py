@@ -17,7 +17,7 @@ from lightck.pool.format.layout import Entry
 from lightck.pool.gradient_log import BASE_EVERY_MIN, problem_of, records_default
 from lightck.pool.storage.backend import Backend
 from lightck.restore.checkpoint import refuse_other_than_bool
-from lightck.session.arguments import SaveOptions
+from lightck.session.arguments import Arguments, SaveOptions
 from lightck.session.base_every import chosen, free_nbytes, records_of_new_pool, refuse_wrong_mtbf
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
@@ -48,9 +48,7 @@ def gradient_pools(strategy: Gradients, capture: Capture, path: str, backend: Ba
     return GradientPools(base_every, updated, None if is_chosen else records_that_fit)
 
 
-def refuse_unrecordable(
-    strategy: Gradients, options: SaveOptions, found: Found, *, is_rank_pool: bool, has_layout: bool
-) -> None:
+def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found, *, is_rank_pool: bool) -> None:
     """Raise ``UnsupportedError``, ``ValueError`` or ``TypeError`` if this training, with these arguments, cannot be
     saved by ``strategy``."""
     base_every, records = chosen(strategy), strategy.log_records
@@ -61,7 +59,7 @@ def refuse_unrecordable(
     problem = problem_of(BASE_EVERY_MIN if base_every is None else base_every, records, in_group=is_rank_pool)
     if problem is not None:
         raise ValueError(f"Gradients: {problem}")
-    _refuse_other_arguments(options)
+    _refuse_other_arguments(arguments.save_options)
     if not found.optimizers:
         raise UnsupportedError(
             "strategy=Gradients(...) records what an optimizer consumes, and no optimizer of this model exists at "
@@ -74,7 +72,7 @@ def refuse_unrecordable(
                 "it can be recorded. Use strategy=FullState(), or leave out layerwise()."
             )
         refuse_unreplayable(optimizer)
-        _refuse_coupled_parts(optimizer, has_layout=has_layout)
+        _refuse_coupled_parts(optimizer, has_layout=arguments.layout is not None)
         if not (strategy.own_optimizers or PartialOptimizer.of(optimizer).is_torch):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} is not a class of torch.optim, so lightck does not know what its step() "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import ranked
 import torch
 from ranked import run_ranks
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lightck
@@ -233,3 +234,51 @@ def test_a_rank_that_cannot_restore_makes_all_take_an_older_checkpoint(pool: Pat
     runs = train("ddp", pools)
     assert [run.began for run in runs] == [8, 8]
     assert is_equal(runs, reference("ddp"))
+
+
+# -- optimizers of sharded parameters ----------------------------------------------------------------------------------
+
+CLASSES = {
+    "adam foreach": partial(torch.optim.Adam, lr=0.01, foreach=True),
+    "adamw fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "sgd nesterov foreach": partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True, foreach=True),
+    "nadam": partial(torch.optim.NAdam, lr=0.01),
+    "rmsprop": partial(torch.optim.RMSprop, centered=True, momentum=0.9),
+    "asgd": torch.optim.ASGD,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CLASSES)
+def test_updates_of_shards_are_made_again_with_the_same_bits(name: str, pool: Path) -> None:
+    """DTensors take another way through torch than plain tensors, which the replay updates."""
+    topology = replace(TOPOLOGIES["fsdp"], optimizer=CLASSES[name])
+    run_ranks(2, body(topology, pool.parent / "pools", 11, kill=(1, 8), **STRATEGY))
+    runs = ranked.values(run_ranks(2, body(topology, pool.parent / "pools", 11, **STRATEGY)))
+    assert runs[0].began == 8
+    assert is_equal(runs, ranked.values(run_ranks(2, body(topology, None, 11))))
+
+
+class OwnSGD(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize("kind", [partial(OwnSGD, momentum=0.9), torch.optim.Muon], ids=["own", "muon"])
+def test_classes_that_may_need_the_parts_of_other_ranks_are_refused(kind: Any, pool: Path) -> None:
+    topology = replace(TOPOLOGIES["fsdp"], model=TwoMatrices, optimizer=partial(kind, lr=0.01))
+    strategy = lightck.Gradients(base_every=4, own_optimizers=True)
+    for ended in run_ranks(2, body(topology, pool.parent / "pools", 3, strategy=strategy)):
+        assert isinstance(ended.error, UnsupportedError)
+        assert "may need the parts of other ranks" in str(ended.error)
+
+
+class TwoMatrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8, bias=False), nn.Linear(8, 1, bias=False)
+
+
+def test_a_number_that_each_rank_would_choose_is_refused(pool: Path) -> None:
+    for error in errors_of(pool.parent / "pools", strategy=lightck.Gradients(base_every="auto")):
+        assert isinstance(error, UnsupportedError)
+        assert "each rank would choose a number of its own" in str(error)

@@ -30,6 +30,11 @@ def test_killed_ranks_come_back_together(seed):
     print(f"{tally.n_trials} trials from seed {seed}, {tally.n_killed} ranks killed")
 
 
+def test_killed_ranks_that_store_gradients_come_back_together():
+    tally = campaign(5, seed := 5000, ("ddp gradients", "fsdp gradients", "tp gradients"))
+    print(f"{tally.n_trials} trials from seed {seed}, {tally.n_killed} ranks killed")
+
+
 @pytest.mark.parametrize("seed", [9, 1])
 def test_killed_ranks_whose_hosts_are_lost_come_back_together(seed):
     """Seed 9 once removed the old copies before the pools that needed them."""
