@@ -298,7 +298,7 @@ def _state(row: Facts) -> str:
     if row["state"] == stored_checkpoints.DEAD:
         return "dead: training resumed from an older step; only recover(step=) returns it"
     if row["state"] == stored_checkpoints.RECORDED:
-        return "recorded, not committed: recovery returns it if newer ones are damaged, or if its step is requested"
+        return "commit record overwritten: recovery returns it if newer ones are damaged, or if its step is requested"
     return "committed, newest" if row["newest"] else "committed"
 
 

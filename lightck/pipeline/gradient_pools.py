@@ -3,8 +3,10 @@
 All parameters and their optimizer state lie in homes, also those that are never updated: they are written once.
 Everything else lies in the record of each step: gradients, buffers, the user's objects.
 
-A step without a good record of its update (nobody captured it, or the step before was not saved) gets a full
-checkpoint: every unit is written to a home.
+A step without a good record of its update (nobody captured it, or the step before left none) gets a full checkpoint:
+every unit is written to a home. With an interval, each step between two checkpoints gets a record that is not
+committed: gradients, options of the update, and the units whose turn it is. If one of these steps leaves no record, the
+next checkpoint is full. The records up to it would be of no use, and are not written.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from lightck.pipeline.pool_kind import in_module_order
 from lightck.pool.engine import Engine
 from lightck.pool.format.gradients import SENTINEL_PAGE, Crcs
 from lightck.pool.format.layout import GRADIENT_ROLE, HOME_PLACE, HOME_ROLES, SLOT_PLACE, Entry, contiguous_stride
-from lightck.pool.gradient_log import records_min
+from lightck.pool.gradient_log import records_min, round_of
 from lightck.pool.gradient_writer import GradientWriter
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
@@ -32,11 +34,12 @@ from lightck.state.update_record import gradient_names
 
 
 class GradientPools:
-    """``base_every``: see ``GradientLog``. ``updated``: returns the names of the parameters that optimizers update, for
-    which a pool has room for gradients."""
+    """Made for a session."""
 
-    def __init__(self, base_every: int, updated: Callable[[], Collection[str]]) -> None:
-        self._base_every, self._updated = base_every, updated
+    def __init__(self, base_every: int, updated: Callable[[], Collection[str]], interval: int = 1) -> None:
+        """``base_every``: see ``Gradients``. ``updated``: returns the names of the parameters that optimizers update,
+        for which a pool has room for gradients. ``interval``: updates from one commit to the next."""
+        self._base_every, self._interval, self._updated = base_every, interval, updated
         self._pages: SentinelPages | None = None
 
     def laid_out(self, entries: Iterable[Entry]) -> list[Entry]:
@@ -56,15 +59,16 @@ class GradientPools:
         lock: PoolLock | None,
     ) -> PoolWriter:
         units = [unit_of(entry) for entry in reader.entries if entry.place == HOME_PLACE]
-        n_slots, least = len(reader.superblock.slots), records_min(self._base_every)
+        n_slots, least = len(reader.superblock.slots), records_min(self._base_every, self._interval)
         if n_slots < least:
+            given = f"base_every={self._base_every}" + f" and interval={self._interval}" * (self._interval > 1)
+            smaller = "base_every or interval" if self._interval > 1 else "base_every"
             raise UnsupportedError(
-                f"The pool {reader.path!r} has room for {n_slots} gradient records, and base_every={self._base_every} "
-                f"needs {least}. Use a smaller base_every, or start a new pool."
+                f"The pool {reader.path!r} has room for {n_slots} gradient records, and {given} needs {least}. Use a "
+                f"smaller {smaller}, or start a new pool."
             )
-        return GradientWriter(
-            reader, engine, durability, predecessor, lock, base_every=self._base_every, unit_names=units
-        )
+        length = round_of(self._base_every, self._interval)
+        return GradientWriter(reader, engine, durability, predecessor, lock, base_every=length, unit_names=units)
 
     def choose_slot(self, writer: PoolWriter, closed_step: ClosedStep, held: frozenset[int]) -> Slot | None:
         assert isinstance(writer, GradientWriter)
@@ -77,13 +81,17 @@ class GradientPools:
             updated = np.ones(len(names), np.bool_)
         else:
             updated = np.array([name in update.updated for name in names], np.bool_)
-        plan = writer.plan_record(updated)
+        plan = writer.plan_record(updated, commits=closed_step.is_checkpoint)
         if plan is None:
             raise RelayoutNeededError("each of the pool's gradient records is needed")
         token = None if closed_step.tensor_list is None else closed_step.tensor_list.token
         if token is None or self._pages is None or not self._pages.is_of(writer, token):
             self._pages = SentinelPages(writer, token, closed_step.lives)
-        return writer.prepare(plan, self._pages.checksums(step))
+        return writer.prepare(plan, self._pages.checksums(step), commits=closed_step.is_checkpoint)
+
+    def takes_record(self, writer: PoolWriter, closed_step: ClosedStep) -> bool:
+        assert isinstance(writer, GradientWriter)
+        return closed_step.update is not None and writer.takes_record(closed_step.step)
 
 
 def _is_in_home(entry: Entry) -> bool:

@@ -159,6 +159,24 @@ class Pipeline:
         if self._was_given_up and self.decisions.commits_after_give_up:
             self.finish()
 
+    def begin_record(self, closed_step: ClosedStep) -> None:
+        """Begin to store what the update of a step consumed that is no checkpoint. Nothing is stored if no checkpoint
+        could use it, or if the pool must be replaced first: then the next checkpoint is full."""
+        self._collect_ended()
+        self.guard.copied_at_boundary.update(closed_step.written_outside_step)
+        writer = self.pool.writer
+        if writer is None or self.pool.requested_slots is not None or self.guard.stale_after is not None:
+            return
+        if not self.pool.kind.takes_record(writer, closed_step):
+            return
+        try:
+            self.wait_policy.checkpoint_begins()
+            self._in_flight.append(self._begin(writer, closed_step))
+        except RelayoutNeededError as why:
+            log.info(
+                "lightck: step %d leaves no gradient record, and the next checkpoint is full: %s", closed_step.step, why
+            )
+
     def _release(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> None:
         """Release a checkpoint that needs no validation. If all its bytes are copied and a commit does not wait for a
         disk, commit the checkpoint on this thread, which takes less time than to wake a copy thread."""
@@ -427,7 +445,10 @@ class Pipeline:
             checkpoint = self._in_flight[0]
             self._wait_or_fail(checkpoint, ENDED)
             self._in_flight.pop(0)
-            self._note_committed(checkpoint)
+            if checkpoint.pending.commits:
+                self._note_committed(checkpoint)
+            else:
+                self._note_recorded(checkpoint)
 
     def _note_committed(self, checkpoint: InFlightCheckpoint) -> None:
         writer = self._writer
@@ -442,10 +463,17 @@ class Pipeline:
         checkpoint.pending.job.forget()
         self.events.committed(writer, checkpoint.step)
 
+    def _note_recorded(self, record: InFlightCheckpoint) -> None:
+        info = record.pending.job.info()
+        record.pending.job.forget()
+        self._writer.recorded(record.pending)
+        self._meter.count_record(info.nbytes + record.pending.record.manifest_nbytes, info.nbytes_helped)
+        self.wait_policy.checkpoint_ended(info.nbytes, info.nbytes_helped)
+
     def newest_committed(self) -> int | None:
         """Return the step of the newest durable checkpoint at this moment, or None. This changes nothing, so any thread
         may call it."""
-        in_flight = [(one.step, one.pending.job) for one in tuple(self._in_flight)]
+        in_flight = [(one.step, one.pending.job) for one in tuple(self._in_flight) if one.pending.commits]
         done = [step for step, job in in_flight if job.is_released and job.has_committed]
         return done[-1] if done else self.committed
 

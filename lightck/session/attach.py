@@ -201,7 +201,8 @@ def _pipeline(
 ) -> Pipeline:
     options, slots, pool_kind = arguments.save_options, 2, None
     if options.gradients is not None:
-        slots, pool_kind = n_records(options.gradients), gradient_pools(options.gradients, capture)
+        slots = n_records(options.gradients, options.fixed_interval)
+        pool_kind = gradient_pools(options.gradients, capture, options.fixed_interval)
     on_device = any(transfer_of(p) is not None for p in arguments.model.parameters())
     return Pipeline(
         path,

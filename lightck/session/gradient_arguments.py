@@ -23,18 +23,18 @@ from lightck.state.replayable import refuse_low_ratio, refuse_unreplayable
 from lightck.strategy.gradients import Gradients
 
 
-def n_records(strategy: Gradients) -> int:
-    """Return the number of record slots of a new pool."""
-    return strategy.log_records or records_default(strategy.base_every)
+def n_records(strategy: Gradients, interval: int) -> int:
+    """Return the number of record slots of a new pool. ``interval``: updates from one commit to the next."""
+    return strategy.log_records or records_default(strategy.base_every, interval)
 
 
-def gradient_pools(strategy: Gradients, capture: Capture) -> GradientPools:
+def gradient_pools(strategy: Gradients, capture: Capture, interval: int) -> GradientPools:
     """Return the kind of pools of this session."""
 
     def updated() -> Collection[str]:
         return {name for view in capture.optimizers for name, _ in view.params}
 
-    return GradientPools(strategy.base_every, updated)
+    return GradientPools(strategy.base_every, updated, interval)
 
 
 def refuse_unrecordable(strategy: Gradients, options: SaveOptions, found: Found, *, is_rank_pool: bool) -> None:
@@ -45,10 +45,10 @@ def refuse_unrecordable(strategy: Gradients, options: SaveOptions, found: Found,
         if type(value) is not int:
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}. Pass a whole number.")
     refuse_other_than_bool(own_optimizers=strategy.own_optimizers)
-    problem = problem_of(strategy.base_every, strategy.log_records)
+    _refuse_other_arguments(options, is_rank_pool=is_rank_pool)
+    problem = problem_of(strategy.base_every, strategy.log_records, options.fixed_interval)
     if problem is not None:
         raise ValueError(f"Gradients: {problem}")
-    _refuse_other_arguments(options, is_rank_pool=is_rank_pool)
     if not found.optimizers:
         raise UnsupportedError(
             "strategy=Gradients(...) records what an optimizer consumes, and no optimizer of this model exists at "
@@ -80,12 +80,14 @@ def refuse_small_gain(kind: PoolKind, entries: Iterable[Entry]) -> None:
     refuse_low_ratio(changed_nbytes, gradient_nbytes)
 
 
-def space_advice(entries: Iterable[Entry], state_nbytes: int, kind: PoolKind, base_every: int, path: str) -> str:
+def space_advice(
+    entries: Iterable[Entry], state_nbytes: int, kind: PoolKind, base_every: int, interval: int, path: str
+) -> str:
     """Return a sentence for a pool that does not fit into its folder: with which ``base_every`` it would."""
     laid_out = kind.laid_out(entries)
     free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
     for smaller in range(base_every - 1, BASE_EVERY_MIN - 1, -1):
-        if pool_nbytes(laid_out, slots=records_default(smaller), state_nbytes=state_nbytes) <= free:
+        if pool_nbytes(laid_out, slots=records_default(smaller, interval), state_nbytes=state_nbytes) <= free:
             return f"With Gradients(base_every={smaller}) it fits."
     return "No base_every makes it fit. FullState() needs less space."
 
@@ -94,7 +96,6 @@ def _refuse_other_arguments(options: SaveOptions, *, is_rank_pool: bool) -> None
     given = {
         "slots=": (options.slots is not None, "its pool has gradient records instead (log_records=)"),
         "keep=": (options.keep is not None, "a checkpoint that is kept would need the records of other steps too"),
-        "interval=": (options.interval != 1, "the updates of all steps are needed to make a later one again"),
     }
     for name, (is_given, reason) in given.items():
         if is_given:
@@ -102,6 +103,12 @@ def _refuse_other_arguments(options: SaveOptions, *, is_rank_pool: bool) -> None
                 f"strategy=Gradients(...) cannot be used with {name}: {reason}. Leave that argument out, or use "
                 "strategy=FullState()."
             )
+    if not isinstance(options.interval, int):
+        raise UnsupportedError(
+            'strategy=Gradients(...) cannot be used with interval="auto" or lightck.Auto(...): the interval would '
+            "change, and for how many updates a pool has room depends on it. Pass a number, interval=4 for example, or "
+            "use strategy=FullState()."
+        )
     if is_rank_pool:
         raise UnsupportedError(
             "strategy=Gradients(...) cannot be used in a group of ranks. Use strategy=FullState(), or group=False to "

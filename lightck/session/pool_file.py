@@ -294,7 +294,8 @@ class PoolFile:
             self.backend.discard(self.path)  # else a crash before the first checkpoint would leave the old pool
 
     def _create_for(self, pipeline: Pipeline, entries: list[Entry]) -> None:
-        strategy, state_nbytes = self.arguments.save_options.gradients, self.capture.expected_state_nbytes
+        options, state_nbytes = self.arguments.save_options, self.capture.expected_state_nbytes
+        strategy = options.gradients
         if strategy is None:
             pipeline.pool.create(entries, state_nbytes)
             return
@@ -303,7 +304,8 @@ class PoolFile:
         try:
             pipeline.pool.create(entries, state_nbytes)
         except NoSpaceError as err:
-            advice = space_advice(entries, state_nbytes, kind, strategy.base_every, self.path)
+            interval = options.fixed_interval
+            advice = space_advice(entries, state_nbytes, kind, strategy.base_every, interval, self.path)
             raise NoSpaceError(f"{err} {advice}") from err
 
     def create_at_once(self, pipeline: Pipeline) -> None:

@@ -28,7 +28,7 @@ FEW = Effort(
 MORE = Effort(
     Limits(budget=32, metadata=8, payload=4, contents=4, prefixes=2, masks=4), goes_on_every=400, verify_every=100
 )
-QUICK = ("two turns", "sleeping", "given up", "adoption")
+QUICK = ("two turns", "sleeping", "given up", "adoption", "interval of two", "interval, flushed")
 
 
 def check(workload: Workload, folder: Path, models: tuple[Model, ...], effort: Effort) -> None:
