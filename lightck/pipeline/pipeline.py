@@ -161,7 +161,7 @@ class Pipeline:
 
     def begin_record(self, closed_step: ClosedStep) -> None:
         """Begin to store what the update of a step consumed that is no checkpoint. Nothing is stored if no checkpoint
-        could use it, or if the pool must be replaced first: then the next checkpoint is full."""
+        could use it, or if the pool must be replaced first: then the next checkpoint is full, and replaces it."""
         self._collect_ended()
         self.guard.copied_at_boundary.update(closed_step.written_outside_step)
         writer = self.pool.writer
@@ -173,9 +173,11 @@ class Pipeline:
             self.wait_policy.checkpoint_begins()
             self._in_flight.append(self._begin(writer, closed_step))
         except RelayoutNeededError as why:
-            log.info(
-                "lightck: step %d leaves no gradient record, and the next checkpoint is full: %s", closed_step.step, why
-            )
+            log.info("lightck: step %d leaves no gradient record, for the pool must be moved: %s", closed_step.step, why)
+            assert closed_step.update is not None, "takes_record"
+            nbytes = sum(live.tensor.nbytes for live in closed_step.update.gradients)
+            self.pool.spare_nbytes_min = max(self.pool.spare_nbytes_min, nbytes)
+            self.pool.requested_slots = self.pool.n_slots
 
     def _release(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> None:
         """Release a checkpoint that needs no validation. If all its bytes are copied and a commit does not wait for a

@@ -29,7 +29,8 @@ class Gradients:
         base_every: each parameter is written with its optimizer state once in so many steps, at least 2. A larger
             number writes less, and needs more space and a longer recovery.
         log_records: for how many steps the pool has room for gradients, at most 255. By default ``2 * base_every - 1``,
-            so that any one damaged place in the pool is survived; at least ``base_every``.
+            so that any one damaged place in the pool is survived; at least ``base_every``, and with ``interval=i`` up
+            to i - 1 more.
 
         own_optimizers: take optimizers that are no classes of ``torch.optim`` too, if steps of them on stand-ins can be
             made again. You vouch that such a ``step`` reads nothing but the gradient, the options and the state of

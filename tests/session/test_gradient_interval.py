@@ -3,6 +3,7 @@ newest commit, bit for bit, and at most i updates are lost."""
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,11 +16,13 @@ from torch import nn
 from toys import BIG, adam, batch, crashed, everything, is_step, kill_at, killed_child, net, same, train
 
 import lightck
-from lightck.errors import UnsupportedError
+from lightck._native import lib
+from lightck.errors import BackgroundError, UnsupportedError
 from lightck.pool.format.gradients import CHAIN_COMMITTED
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed, problems_of
 from lightck.pool.listener import CommitListener
 from lightck.pool.reader import open_pool
+from lightck.session import outside_writes
 from lightck.session.session import Session
 from lightck.strategy.gradients import Gradients
 
@@ -478,3 +481,89 @@ def test_a_tensor_that_outgrows_the_pool_between_commits_moves_it_at_the_next(po
     assert checkpoint.step == 12
     assert same(checkpoint.state["growing"]["values"], growing.values)
     loop.session.abandon()
+
+
+class Vocabulary(nn.Module):
+    """Its sparse gradient outgrows the room that records have for it in some steps, none of which is a commit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(3000, 64, sparse=True), nn.Linear(64, 2)
+
+    def forward(self, number: int) -> torch.Tensor:
+        words = torch.arange(2500 if number % 3 == 1 and number > 6 else 10)
+        return self.out(self.table(words)).square()
+
+
+def test_a_gradient_that_outgrows_the_pool_between_commits_moves_it_at_the_next(pool):
+    """The new file has room for it."""
+    model = Vocabulary()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    session = lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(3), interval=3)
+    relayouts = []
+    for number in range(24):
+        optimizer.zero_grad()
+        model(number).sum().backward()
+        optimizer.step()
+        session.end_step()
+        session._pipeline.finish()
+        if session.committed == number + 1:
+            relayouts.append(session._pipeline.pool.writer.n_relayouts)
+            assert is_step(lightck.recover(crashed(pool)), everything(model, optimizer))
+    assert relayouts == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert newest(pool)[1] > 0, "the chain goes on"
+    session.abandon()
+
+
+def test_another_number_of_records_moves_the_pool_at_the_first_commit(pool):
+    loop = Loop(pool, 3, 2)
+    loop.run(6)
+    loop.session.close()
+    again = lightck.attach(
+        loop.model, pool, optimizer=loop.optimizer, strategy=Gradients(3, 9), interval=4, resume=True
+    )
+    for number in range(6, 14):
+        train(loop.model, loop.optimizer, 1, number)
+        again.end_step()
+        again._pipeline.finish()
+        if again.committed == number + 1:
+            assert is_step(lightck.recover(crashed(pool)), everything(loop.model, loop.optimizer))
+        assert again._pipeline.pool.writer.n_relayouts == int(number >= 7)
+    assert again.committed == 12
+    again.abandon()
+
+
+def test_a_late_unannounced_write_to_a_frozen_tensor_strikes_records_too(pool, caplog, monkeypatch):
+    monkeypatch.setattr(outside_writes, "BUDGET_NBYTES", 0)
+    model = net(BIG)
+    model[0].weight.requires_grad_(False)
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(3), interval=3)
+    for number in range(18):
+        if number == 10:
+            model[0].weight.data.mul_(0.5)
+        train(model, optimizer, 1, number)
+        session.end_step()
+        session._pipeline.finish()
+        if session.committed == number + 1:
+            assert is_step(lightck.recover(crashed(pool)), everything(model, optimizer))
+    assert session.committed == 18
+    assert "may be wrong are struck" in caplog.text
+    session.abandon()
+
+
+def test_a_record_that_cannot_be_written_is_an_error_and_the_last_commit_stays(loop):
+    loop.run(1)
+    lib.lck_fault(lib.LCK_OP_COPY, 2, errno.EIO)
+    try:
+        with pytest.raises(BackgroundError, match="could not be"):
+            loop.run(3)
+    finally:
+        lib.lck_fault(lib.LCK_OP_COPY, 0, 0)
+    assert loop.assert_recovers(crashed(loop.pool)).step == 12
+
+
+def test_a_trace_of_steps_between_commits(loop, tmp_path):
+    with loop.session.trace(tmp_path / "run.trace", steps=6):
+        loop.run(7)
+    assert (tmp_path / "run.trace").stat().st_size
