@@ -102,6 +102,11 @@ class Pipeline:
         return not self._in_flight
 
     @property
+    def stores_record(self) -> bool:
+        """Whether a gradient record that is not committed is in flight."""
+        return any(not one.pending.commits for one in self._in_flight)
+
+    @property
     def on_background_thread(self) -> bool:
         """Whether the caller runs on a background thread of this pipeline, for which ``close`` waits."""
         return self.staging.is_transfer_thread or self.events.called_from_own_thread

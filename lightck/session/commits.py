@@ -115,9 +115,11 @@ class Commits:
 
     @property
     def has_nothing_to_commit(self) -> bool:
-        """Whether every saved checkpoint is committed, and a forward would close no checkpoint now."""
+        """Whether every saved checkpoint is committed, no gradient record is being stored, and a forward would close no
+        checkpoint now."""
         is_committed = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
-        return is_committed and not self._boundary.closes_at(ClosingEvent.FORWARD)
+        is_done = is_committed and not self.pipeline.stores_record
+        return is_done and not self._boundary.closes_at(ClosingEvent.FORWARD)
 
     # -- a checkpoint closes -----------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from lightck.session import outside_writes
 from lightck.session.session import Session
 from lightck.strategy.gradients import Gradients
 
-ROUNDS = [(2, 2), (3, 2), (6, 3), (5, 3), (2, 5), (4, 5)]
+ROUNDS = [(3, 2), (2, 5), *(pytest.param(*one, marks=pytest.mark.long) for one in ((2, 2), (6, 3), (5, 3), (4, 5)))]
 """``base_every`` and ``interval``."""
 
 
@@ -375,7 +375,7 @@ def test_a_training_that_crashes_at_each_step_goes_on_bit_for_bit(pool, n, inter
 
 
 @pytest.mark.parametrize("site", ["header", "block", "manifest", "sealed", "body", "word"])
-@pytest.mark.parametrize("nth", [1, 2, 3, 4])
+@pytest.mark.parametrize("nth", [2, *(pytest.param(nth, marks=pytest.mark.long) for nth in (1, 3, 4))])
 def test_a_kill_at_any_point_loses_at_most_an_interval(pool, site, nth):
     def work() -> None:
         loop = Loop(pool, 2, 3)
@@ -435,6 +435,7 @@ def test_an_interval_that_changes_is_refused(pool, interval):
         lightck.attach(model, pool, strategy=Gradients(), interval=interval)
 
 
+@pytest.mark.long
 def test_as_few_records_as_are_allowed_are_enough(pool):
     for n, interval, records in ((3, 2, 4), (4, 3, 6), (2, 7, 3)):
         model = net()
