@@ -1,8 +1,8 @@
 """What checkpoints from gradients save and cost, beside FullState: python bench/gradients.py [--out DIR].
 
 Each loop runs in a process of its own, on a GPT-2 with AdamW that trains on the CPU: without lightck, with
-``FullState()``, with ``Gradients(n)``, and without again. A checkpoint is made at every step, or with ``--interval I`` at
-every I-th; then all figures are those of a step on average. The first steps, in which checkpoints are full, are left
+``FullState()``, with ``Gradients(n)``, and without again. A checkpoint is made at every step, or with ``--interval I``
+at every I-th; then all figures are those of a step on average. The first steps, in which checkpoints are full, are left
 out.
 
 - *Bytes*: written for a checkpoint, as a multiple of the state (parameters and optimizer state).

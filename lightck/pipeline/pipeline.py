@@ -178,7 +178,7 @@ class Pipeline:
             self.wait_policy.checkpoint_begins()
             self._in_flight.append(self._begin(writer, closed_step))
         except RelayoutNeededError as why:
-            log.info("lightck: step %d leaves no gradient record, for the pool must be moved: %s", closed_step.step, why)
+            log.info("lightck: step %d leaves no gradient record: %s", closed_step.step, why)
             assert closed_step.update is not None, "takes_record"
             nbytes = sum(live.tensor.nbytes for live in closed_step.update.gradients)
             self.pool.spare_nbytes_min = max(self.pool.spare_nbytes_min, nbytes)
