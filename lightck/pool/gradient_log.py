@@ -365,12 +365,10 @@ class GradientLog:
         first, low = checkpoint.records[0].step, checkpoint.low
         earlier = [step for step in self.committed if first <= step < checkpoint.step]
         if all(record.step in self.committed for record in checkpoint.records[:-1]):
-            return True  # the checkpoint of the step before the record (``_may_lose_older_base``)
+            return True  # that of the step before the damaged record: ``_may_lose_older_base`` keeps its bases
         if not earlier or low >= earlier[-1]:
-            return (
-                True  # the newest of the earlier ones, which was protected until now, or that of a step before a hole
-            )
-        before = max((step for step in earlier if step <= low), default=None)
+            return True  # the newest one before: all needed records are newer, and it was protected until now
+        before = max((step for step in earlier if step <= low), default=None)  # it is older than any needed record
         if before is None:
             return False
         bases = checkpoint.bases
