@@ -568,3 +568,43 @@ def test_a_trace_of_steps_between_commits(loop, tmp_path):
     with loop.session.trace(tmp_path / "run.trace", steps=6):
         loop.run(7)
     assert (tmp_path / "run.trace").stat().st_size
+
+
+def test_a_parameter_group_that_is_added_between_commits_moves_the_pool_at_the_next(pool):
+    model = net()
+    optimizer = torch.optim.AdamW(model[2].parameters())
+    session = lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(3), interval=3)
+    for number in range(18):
+        if number == 10:
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.1})
+        train(model, optimizer, 1, number)
+        session.end_step()
+        session._pipeline.finish()
+        if session.committed == number + 1:
+            assert is_step(lightck.recover(crashed(pool)), everything(model, optimizer))
+    assert session.committed == 18
+    assert newest(pool)[1] > 0, "the chain goes on"
+    session.abandon()
+
+
+class Own(torch.optim.SGD):
+    """Its state cannot be predicted, so the pool is made at the first commit."""
+
+
+def test_a_pool_that_is_made_at_the_first_commit(pool):
+    model = net()
+    optimizer = Own(model.parameters(), lr=0.1, momentum=0.9)
+    strategy = Gradients(3, own_optimizers=True)
+    session = lightck.attach(model, pool, optimizer=optimizer, strategy=strategy, interval=3)
+    for number in range(12):
+        train(model, optimizer, 1, number)
+        session.end_step()
+        session._pipeline.finish()
+        assert pool.exists() == (number >= 2)
+        assert session.committed == ((number + 1) // 3 * 3 or None)
+    seen = everything(model, optimizer)
+    other = net(seed=3)
+    lightck.recover(pool, other, other_optimizer := Own(other.parameters(), lr=0.1, momentum=0.9))
+    assert same(everything(other, other_optimizer), seen)
+    assert newest(pool)[1] > 0
+    session.abandon()
