@@ -343,13 +343,10 @@ class Capture:
         assert self.update_of is not None, "the strategy stores updates"
         self.refresh()
         update, lives = self.update_of(step, False), self.tensors()
-        state = (
-            b""
-            if update is None
-            else self._update_state.pack({"version": values.STATE_VERSION, UPDATE_KEY: update.value})
-        )
-        outside = self._written_outside_step(lives)
-        lives += [] if update is None else update.gradients
+        state, outside = b"", self._written_outside_step(lives)
+        if update is not None:
+            state = self._update_state.pack({"version": values.STATE_VERSION, UPDATE_KEY: update.value})
+            lives += update.gradients
         return ClosedStep(step, iteration, lives, state, outside, self._tensor_list, update, is_checkpoint=False)
 
     def _provisional_of(self, step: int) -> Provisional:

@@ -185,6 +185,8 @@ class UpdateRecords(StepListener):
             reason = reason or "an optimizer has state that is no tensor, which has no older copy in the pool"
         if not is_again:
             self._note(step, reason, is_checkpoint)
+        elif is_checkpoint:
+            self._hole = ""
         if reason or update is None:
             self._outside.go_on()
             return None

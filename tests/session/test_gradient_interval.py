@@ -608,3 +608,15 @@ def test_a_pool_that_is_made_at_the_first_commit(pool):
     assert same(everything(other, other_optimizer), seen)
     assert newest(pool)[1] > 0
     session.abandon()
+
+
+def test_holes_in_each_interval_are_a_warning_after_twenty_full_checkpoints(pool, caplog):
+    """Although every other update leaves a record."""
+    loop = Loop(pool, 3, 2)
+    for _ in range(22):
+        loop.run(1)
+        with torch.no_grad():
+            loop.model[0].weight.clamp_(-0.3, 0.3)
+        loop.run(1)
+    loop.session.abandon()
+    assert caplog.text.count("the last 20 checkpoints were full") == 1
