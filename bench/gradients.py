@@ -1,8 +1,9 @@
 """What checkpoints from gradients save and cost, beside FullState: python bench/gradients.py [--out DIR].
 
 Each loop runs in a process of its own, on a GPT-2 with AdamW that trains on the CPU: without lightck, with
-``FullState()``, with ``Gradients(n)``, and without again. A checkpoint is made at every step. The first steps, in which
-checkpoints are full, are left out.
+``FullState()``, with ``Gradients(n)``, and without again. A checkpoint is made at every step, or with ``--interval I``
+at every I-th; then all figures are those of a step on average. The first steps, in which checkpoints are full, are left
+out.
 
 - *Bytes*: written for a checkpoint, as a multiple of the state (parameters and optimizer state).
 - *CPU*: seconds of all of lightck's threads and hooks for a checkpoint, as a multiple of one memcpy of the state.
@@ -87,7 +88,8 @@ def loop(options: dict[str, Any], strategy: Any, folder: str) -> dict[str, Any]:
     session = None
     if strategy is not None:
         path = os.path.join(folder, "run.pool")
-        session = lightck.attach(made.model, path, optimizer=made.optimizer, strategy=strategy, overwrite=True)
+        more = {"strategy": strategy, "interval": options["interval"], "overwrite": True}
+        session = lightck.attach(made.model, path, optimizer=made.optimizer, **more)
     made.run(options["warm_up"], session)
     found: dict[str, Any] = {}
     if session is not None:
@@ -168,12 +170,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write gradients.json into this folder")
     parser.add_argument("--small", action="store_true", help="a small model, few steps: only that it runs")
+    parser.add_argument("--interval", type=int, default=1, help="updates from one checkpoint to the next")
     args = parser.parse_args()
     if args.small:
         options: dict[str, Any] = {"shape": SMALL, "batch": (2, 16), "warm_up": 8, "steps": 6, "ns": (3,)}
     else:
         options = {"shape": FULL, "batch": (4, 64), "warm_up": 26, "steps": 12, "ns": (12,)}
-    found: dict[str, Any] = {"shape": options["shape"], "plain": measured(options, None)}
+    options["interval"] = args.interval
+    for name in ("warm_up", "steps"):  # whole intervals: else flush() would commit a step whose turn has not come
+        options[name] += -options[name] % args.interval
+    found: dict[str, Any] = {"shape": options["shape"], "interval": args.interval, "plain": measured(options, None)}
     found["full"] = measured(options, lightck.FullState())
     for n in options["ns"]:
         found[f"gradients {n}"] = measured(options, lightck.Gradients(n))
@@ -188,7 +194,7 @@ def show(found: dict[str, Any]) -> None:
     print(f"a step: {1e3 * plain:.0f} ms; again: {100 * (found['again']['step'] / found['plain']['step'] - 1):+.1f} %")
     full = found["full"]
     for name, row in found.items():
-        if "bytes" not in row:
+        if not isinstance(row, dict) or "bytes" not in row:
             continue
         memory = (row["rss"] - found["plain"]["rss"]) / row["gradient_bytes"]
         print(

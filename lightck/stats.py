@@ -31,7 +31,7 @@ class Stats:
     cpu_seconds: float = 0.0
     """CPU time of all threads and hooks of lightck."""
     bytes_written: int = 0
-    """Bytes of payload and manifests of the committed checkpoints."""
+    """Bytes of payload and manifests of the committed checkpoints, and of gradient records between them."""
     bytes_helped: int = 0
     """The part of ``bytes_written`` that the training thread copied itself while it waited."""
     checkpoints: int = 0
@@ -156,8 +156,13 @@ class Meter:
         self.bytes_written += nbytes
         self.bytes_helped += nbytes_helped
 
+    def count_record(self, nbytes: int, nbytes_helped: int) -> None:
+        """Count one gradient record that is not committed. The arguments are those of ``count_commit``."""
+        self.bytes_written += nbytes
+        self.bytes_helped += nbytes_helped
+
     def count_step(self, is_saved: bool) -> None:
-        """Count the slowdown of one closed step. ``is_saved``: whether its checkpoint is saved."""
+        """Count the slowdown of one closed step. ``is_saved``: whether a checkpoint or a gradient record is saved."""
         self.unsaved_slowdown_seconds += self._slowdown.unsaved
         self.slowdown_seconds += self._slowdown.saved if is_saved else self._slowdown.unsaved
 

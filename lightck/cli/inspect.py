@@ -289,7 +289,10 @@ def _show_checkpoints(facts: Facts) -> None:
             print_line(line)
     for each in facts["unfinished"]:
         why = "is being written" if facts["holder"] else "was not finished: a kill cut it off, or lightck dropped it"
-        print_line(f"slot {each['slot']}: the checkpoint of generation {each['generation']} {why}; it is not committed")
+        what = "gradient record" if has_homes else "checkpoint"
+        if has_homes and not facts["holder"]:
+            why = "came after the newest checkpoint: a kill came before the next one, or lightck dropped it"
+        print_line(f"slot {each['slot']}: the {what} of generation {each['generation']} {why}; it is not committed")
 
 
 def _state(row: Facts) -> str:
@@ -298,7 +301,7 @@ def _state(row: Facts) -> str:
     if row["state"] == stored_checkpoints.DEAD:
         return "dead: training resumed from an older step; only recover(step=) returns it"
     if row["state"] == stored_checkpoints.RECORDED:
-        return "recorded, not committed: recovery returns it if newer ones are damaged, or if its step is requested"
+        return "commit record overwritten: recovery returns it if newer ones are damaged, or if its step is requested"
     return "committed, newest" if row["newest"] else "committed"
 
 

@@ -34,8 +34,8 @@ class FoundCheckpoint:
 
     state: ``committed``: recovery can return the checkpoint. ``dead``: the training was later resumed from an older
     step, and recovery returns the checkpoint only if its step is requested. ``rejected``: the checkpoint is damaged,
-    and recovery skips it. ``recorded``: a gradient record that no commit record names, but the chain of a newer
-    checkpoint; recovery can return its step.
+    and recovery skips it. ``recorded``: its commit record was overwritten, and the chain of a newer checkpoint names
+    it; recovery can return its step.
     """
 
     record: CommitRecord

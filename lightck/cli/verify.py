@@ -312,7 +312,7 @@ def _show(facts: Facts, path: str) -> None:
 
 
 def _rows(checkpoint: Facts) -> list[tuple[str, str, str]]:
-    note = {stored_checkpoints.DEAD: " (dead)", stored_checkpoints.RECORDED: " (not committed)"}
+    note = {stored_checkpoints.DEAD: " (dead)", stored_checkpoints.RECORDED: " (named by a newer one only)"}
     name = f"step {checkpoint['step']}" + note.get(checkpoint["state"], "")
     damage = [_damage_words(each) for each in checkpoint["damage"]]
     if damage:

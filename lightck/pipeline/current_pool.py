@@ -51,6 +51,8 @@ class CurrentPool:
         self.writer: PoolWriter | None = None
         self.n_slots, self.spare_slots = slots, 0
         self.requested_slots: int | None = None
+        self.spare_nbytes_min = 0
+        """How many bytes a new file has for growth at least, because so many had no room in a gradient record."""
         self.group: GroupIdentity | None = None
         """Which rank of which group the pool belongs to. Set before the pool of a rank is created."""
         self._backend, self._engine, self._lock, self._events = backend, engine, lock, events
@@ -166,7 +168,8 @@ class CurrentPool:
         held = [entry for checkpoint in carried for entry in checkpoint.entries.values()]
         layout, extras = pool_layout(old, entries, held)
         state_nbytes = max([state_nbytes, *(len(checkpoint.state) for checkpoint in carried)])
-        return self._new_writer(self.kind.laid_out(layout.values()), state_nbytes, spare_nbytes(old, layout), extras)
+        spare = max(spare_nbytes(old, layout), self.spare_nbytes_min)
+        return self._new_writer(self.kind.laid_out(layout.values()), state_nbytes, spare, extras)
 
     def close(self) -> None:
         if self.writer is not None:

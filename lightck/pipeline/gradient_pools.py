@@ -3,8 +3,10 @@
 All parameters and their optimizer state lie in homes, also those that are never updated: they are written once.
 Everything else lies in the record of each step: gradients, buffers, the user's objects.
 
-A step without a good record of its update (nobody captured it, or the step before was not saved) gets a full
-checkpoint: every unit is written to a home.
+A step without a good record of its update (nobody captured it, or the step before left none) gets a full checkpoint:
+every unit is written to a home. With an interval, each step between two checkpoints gets a record that is not
+committed: gradients, options of the update, and the units whose turn it is. If one of these steps leaves no record, the
+next checkpoint is full. The records up to it would be of no use, and are not written.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from lightck.pool.format.layout import (
     contiguous_stride,
 )
 from lightck.pool.format.structures import RECORD_SLOTS_MAX
-from lightck.pool.gradient_log import BASE_EVERY_MIN, records_min, tolerant_base_every
+from lightck.pool.gradient_log import BASE_EVERY_MIN, records_min, round_of, tolerant_base_every
 from lightck.pool.gradient_writer import GradientWriter
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
@@ -43,18 +45,22 @@ BASE_EVERY_MAX = tolerant_base_every(RECORD_SLOTS_MAX)
 
 
 class GradientPools:
-    """``base_every``: see ``GradientLog``; None: in each pool as many steps as pay there (``paying_base_every``) and as
-    its records allow. ``updated``: returns the names of the parameters that optimizers update, for which a pool has
-    room for gradients. ``n_records``: returns the number of record slots of a new pool, from its entries and the bytes
-    of its small state; None: the number that the session asks for."""
+    """Made for a session."""
 
     def __init__(
         self,
         base_every: int | None,
         updated: Callable[[], Collection[str]],
+        interval: int = 1,
         n_records: Callable[[Sequence[Entry], int], int] | None = None,
     ) -> None:
-        self._base_every, self._updated, self._n_records = base_every, updated, n_records
+        """``base_every``: see ``Gradients``; None: in each pool as many steps as pay there (``paying_base_every``) and
+        as its records allow. ``updated``: returns the names of the parameters that optimizers update, for which a pool
+        has room for gradients. ``interval``: updates from one commit to the next. ``n_records``: returns the number of
+        record slots of a new pool, from its entries and the bytes of its small state; None: the number that the session
+        asks for."""
+        self._base_every, self._interval, self._updated = base_every, interval, updated
+        self._n_records = n_records
         self._most = BASE_EVERY_MAX
         """The largest ``base_every`` from the next full checkpoint on."""
         self._pages: SentinelPages | None = None
@@ -92,13 +98,16 @@ class GradientPools:
         if base_every is None:
             base_every = min(paying_base_every(reader.entries), tolerant_base_every(n_slots))
         base_every = min(base_every, self._most)
-        least = records_min(base_every, in_group=reader.group is not None)
+        least = records_min(base_every, self._interval, in_group=reader.group is not None)
         if n_slots < least:
+            given = f"base_every={self._base_every}" + f" and interval={self._interval}" * (self._interval > 1)
+            smaller = "base_every or interval" if self._interval > 1 else "base_every"
             raise UnsupportedError(
-                f"The pool {reader.path!r} has room for {n_slots} gradient records, and base_every={base_every} "
-                f"needs {least}. Use a smaller base_every, or start a new pool."
+                f"The pool {reader.path!r} has room for {n_slots} gradient records, and {given} needs {least}. Use a "
+                f"smaller {smaller}, or start a new pool."
             )
-        return GradientWriter(reader, engine, durability, predecessor, lock, base_every=base_every, unit_names=units)
+        length = round_of(base_every, self._interval)
+        return GradientWriter(reader, engine, durability, predecessor, lock, base_every=length, unit_names=units)
 
     def whole_max(self, n_slots: int) -> int:
         return 2  # one in each home
@@ -115,7 +124,7 @@ class GradientPools:
             updated = np.ones(len(names), np.bool_)
         else:
             updated = np.array([name in update.updated for name in names], np.bool_)
-        plan = writer.plan_record(updated)
+        plan = writer.plan_record(updated, commits=closed_step.is_checkpoint)
         if plan is None and len(held) > 1:
             return None  # other ranks need one of these checkpoints only as long as they have not committed a newer one
         if plan is None:
@@ -123,7 +132,11 @@ class GradientPools:
         token = None if closed_step.tensor_list is None else closed_step.tensor_list.token
         if token is None or self._pages is None or not self._pages.is_of(writer, token):
             self._pages = SentinelPages(writer, token, closed_step.lives)
-        return writer.prepare(plan, self._pages.checksums(step))
+        return writer.prepare(plan, self._pages.checksums(step), commits=closed_step.is_checkpoint)
+
+    def takes_record(self, writer: PoolWriter, closed_step: ClosedStep) -> bool:
+        assert isinstance(writer, GradientWriter)
+        return closed_step.update is not None and writer.takes_record(closed_step.step)
 
 
 def updated_nbytes(laid_out: Iterable[Entry]) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""A checkpoint between its boundary and its commit, with the sources that its background copies read."""
+"""A checkpoint between its boundary and its commit, with the sources that its background copies read. Or a gradient
+record that is not committed, between the boundary of its step and its last store."""
 
 from __future__ import annotations
 
@@ -42,9 +43,10 @@ class InFlightCheckpoint:
     def drop(self, reason: str, names: Sequence[str]) -> None:
         """Give the checkpoint up with a warning that names the tensors."""
         log.warning(
-            "lightck: the checkpoint of step %d is given up: %s. Tensor: %s. The copy may mix bytes from before and "
+            "lightck: the %s of step %d is given up: %s. Tensor: %s. The copy may mix bytes from before and "
             "after the write. From now on this tensor is copied at the end of each step, before training goes on. If "
             "the loop swaps weights and puts them back, let it do so inside `with session.paused():`.",
+            "checkpoint" if self.pending.commits else "gradient record",
             self.step,
             reason,
             listed(names),

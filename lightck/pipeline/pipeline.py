@@ -102,6 +102,11 @@ class Pipeline:
         return not self._in_flight
 
     @property
+    def stores_record(self) -> bool:
+        """Whether a gradient record that is not committed is in flight."""
+        return any(not one.pending.commits for one in self._in_flight)
+
+    @property
     def on_background_thread(self) -> bool:
         """Whether the caller runs on a background thread of this pipeline, for which ``close`` waits."""
         return self.staging.is_transfer_thread or self.events.called_from_own_thread
@@ -158,6 +163,26 @@ class Pipeline:
             self._release(checkpoint, writer)
         if self._was_given_up and self.decisions.commits_after_give_up:
             self.finish()
+
+    def begin_record(self, closed_step: ClosedStep) -> None:
+        """Begin to store what the update of a step consumed that is no checkpoint. Nothing is stored if no checkpoint
+        could use it, or if the pool must be replaced first: then the next checkpoint is full, and replaces it."""
+        self._collect_ended()
+        self.guard.copied_at_boundary.update(closed_step.written_outside_step)
+        writer = self.pool.writer
+        if writer is None or self.pool.requested_slots is not None or self.guard.stale_after is not None:
+            return
+        if not self.pool.kind.takes_record(writer, closed_step):
+            return
+        try:
+            self.wait_policy.checkpoint_begins()
+            self._in_flight.append(self._begin(writer, closed_step))
+        except RelayoutNeededError as why:
+            log.info("lightck: step %d leaves no gradient record: %s", closed_step.step, why)
+            assert closed_step.update is not None, "takes_record"
+            nbytes = sum(live.tensor.nbytes for live in closed_step.update.gradients)
+            self.pool.spare_nbytes_min = max(self.pool.spare_nbytes_min, nbytes)
+            self.pool.requested_slots = self.pool.n_slots
 
     def _release(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> None:
         """Release a checkpoint that needs no validation. If all its bytes are copied and a commit does not wait for a
@@ -432,7 +457,10 @@ class Pipeline:
             checkpoint = self._in_flight[0]
             self._wait_or_fail(checkpoint, ENDED)
             self._in_flight.pop(0)
-            self._note_committed(checkpoint)
+            if checkpoint.pending.commits:
+                self._note_committed(checkpoint)
+            else:
+                self._note_recorded(checkpoint)
 
     def _note_committed(self, checkpoint: InFlightCheckpoint) -> None:
         writer = self._writer
@@ -447,10 +475,17 @@ class Pipeline:
         checkpoint.pending.job.forget()
         self.events.committed(writer, checkpoint.step)
 
+    def _note_recorded(self, record: InFlightCheckpoint) -> None:
+        info = record.pending.job.info()
+        record.pending.job.forget()
+        self._writer.recorded(record.pending)
+        self._meter.count_record(info.nbytes + record.pending.record.manifest_nbytes, info.nbytes_helped)
+        self.wait_policy.checkpoint_ended(info.nbytes, info.nbytes_helped)
+
     def newest_committed(self) -> int | None:
         """Return the step of the newest durable checkpoint at this moment, or None. This changes nothing, so any thread
         may call it."""
-        in_flight = [(one.step, one.pending.job) for one in tuple(self._in_flight)]
+        in_flight = [(one.step, one.pending.job) for one in tuple(self._in_flight) if one.pending.commits]
         done = [step for step, job in in_flight if job.is_released and job.has_committed]
         return done[-1] if done else self.committed
 

@@ -54,6 +54,9 @@ class WritePlan:
     """Tensors of ``WriteTable.undecided`` that are written: they are copied at the boundary."""
     unchanged: tuple[tuple[Live, TensorRecord], ...]
     """Tensors that are left out, because the slot holds their bytes already."""
+    omitted: frozenset[int] = frozenset()
+    """Record numbers of tensors of which nothing is stored, because the step is no checkpoint. They are in no other
+    field."""
 
     @property
     def background(self) -> list[Live]:

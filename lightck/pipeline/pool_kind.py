@@ -50,6 +50,10 @@ class PoolKind(Protocol):
         checkpoints must not be overwritten. Raises ``RelayoutNeededError`` if the pool must be replaced first."""
         ...
 
+    def takes_record(self, writer: PoolWriter, closed_step: ClosedStep) -> bool:
+        """Whether what the update of a step consumed is to be stored, although the step is no checkpoint."""
+        ...
+
 
 class WholeCheckpoints:
     """Pools in which each slot holds a whole checkpoint."""
@@ -75,6 +79,9 @@ class WholeCheckpoints:
 
     def choose_slot(self, writer: PoolWriter, closed_step: ClosedStep, held: frozenset[int]) -> Slot | None:
         return writer.slots.choose(held)
+
+    def takes_record(self, writer: PoolWriter, closed_step: ClosedStep) -> bool:
+        return False
 
 
 def in_module_order(entries: Iterable[Entry]) -> list[Entry]:

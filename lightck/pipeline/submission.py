@@ -87,7 +87,7 @@ class Submission:
             at_boundary,
             np.array([record.number for _, record in unchanged], np.int64) if unchanged else NO_RECORDS,
             _joined([*(table.without_bytes for table in tables), begun]),
-            len(closed_step.lives),
+            len(closed_step.lives) - len(self.plan.omitted),
             closed_step.state,
         )
 

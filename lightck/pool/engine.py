@@ -91,6 +91,11 @@ class Medium:
         """Make all earlier stores of this thread durable."""
         check(lib.lck_m_sync(self.handle), "making the pool durable")
 
+    def fence(self) -> None:
+        """Order all earlier stores of this thread before its later ones, and before a commit record that another thread
+        stores afterwards."""
+        check(lib.lck_m_fence(self.handle), "ordering stores")
+
     def store_commit_record(self, offset: int, record: bytes) -> None:
         """Store a commit record of 64 bytes, the first eight bytes last. The record is durable on return."""
         check(lib.lck_m_commit_record(self.handle, offset, record), "writing a commit record")

@@ -15,6 +15,8 @@ Invariants (a checkpoint *needs* the bases that it names, and the records after 
 2. The records of a checkpoint have no hole: their steps are consecutive, up to the checkpoint's own.
 3. A unit is written to a home that no protected checkpoint names as its base.
 4. After an update without a good record (a *hole*), the next checkpoint is full.
+5. A record that is not committed is no checkpoint: it holds only what its update consumed. If a record is damaged, the
+   newest committed checkpoint before it is recovered. So a checkpoint is full if there would be none.
 
 With at least ``tolerant_records`` slots, a checkpoint at rest also survives any one damaged place of the pool. For
 that, the other home of each unit must stand in for its base: it holds an older base, and the log still has every record
@@ -74,6 +76,16 @@ def tolerant_base_every(n_records: int) -> int:
 def records_default(base_every: int, interval: int = 1, *, in_group: bool = False) -> int:
     """Return the number of record slots of a new pool, if the user does not choose it."""
     return max(tolerant_records(base_every), records_min(base_every, interval, in_group=in_group))
+
+
+def round_of(base_every: int, interval: int) -> int:
+    """Return in how many steps each unit is written to a home, if every ``interval``-th record is committed.
+
+    If a record is damaged, an earlier commit is recovered, from bases that are at least as old. Between the bases of a
+    unit lies one round. If rounds and intervals of other lengths alternate, every second checkpoint or so would have to
+    be full, for some unit has no base that is old enough. So ``base_every`` is rounded down to a multiple of the
+    interval. (With an interval of at most 2, or of more than ``base_every - 2``, there is always such a base.)"""
+    return base_every - base_every % interval if 2 < interval < base_every - 1 else base_every
 
 
 def problem_of(base_every: int, log_records: int | None, interval: int = 1, *, in_group: bool = False) -> str | None:
@@ -282,6 +294,8 @@ class GradientLog:
     bases of this checkpoint, without the older bases that were overwritten since then."""
     slot_generations: tuple[int, ...]
     """For each record slot the generation of its content; 0: nothing that is of use."""
+    committed: tuple[int, ...] = ()
+    """The steps whose records, of those in the log, were committed as checkpoints, oldest first."""
     has_previous: bool = False
     """Whether another checkpoint was protected until the newest one was committed. As long as nothing is written after
     this commit, that other checkpoint is intact."""
@@ -312,6 +326,7 @@ class GradientLog:
             records=checkpoint.needed_records,
             protected=(replace(checkpoint, bases=bases, records=checkpoint.needed_records),),
             slot_generations=tuple(kept.get(slot, 0) for slot in range(len(self.slot_generations))),
+            committed=(checkpoint.step,),
             has_previous=False,
         )
 
@@ -348,32 +363,59 @@ class GradientLog:
     def survives_damage(self) -> bool:
         """Whether a checkpoint can still be recovered after any one place of the pool, at rest, was damaged. If a base
         is damaged, the other home of the unit must stand in for it. If the manifest or the commit record of the newest
-        checkpoint is damaged, there must be a checkpoint before it. (If a gradient record is damaged, the checkpoint of
-        the step before this record can be recovered.)"""
+        checkpoint is damaged, there must be a checkpoint before it. If a gradient record is damaged, a checkpoint from
+        before this record must be recoverable."""
         if not self.protected or not self.has_previous:
             return False
         newest = self.protected[-1]
         bases, first = newest.bases, newest.records[0].step
-        return bool(((bases.older_generation > 0) & (bases.older_step + 1 >= first)).all())
+        has_older = (bases.older_generation > 0) & (bases.older_step + 1 >= first)
+        return bool(has_older.all()) and self._survives_damaged_record(newest)
+
+    def _survives_damaged_record(self, checkpoint: LoggedCheckpoint) -> bool:
+        """Whether an earlier checkpoint can be recovered if one of the records that this one needs is damaged, as long
+        as nothing is written after this one is committed."""
+        first, low = checkpoint.records[0].step, checkpoint.low
+        earlier = [step for step in self.committed if first <= step < checkpoint.step]
+        if all(record.step in self.committed for record in checkpoint.records[:-1]):
+            return True  # that of the step before the damaged record: ``_may_lose_older_base`` keeps its bases
+        if not earlier or low >= earlier[-1]:
+            return True  # the newest one before: all needed records are newer, and it was protected until now
+        before = max((step for step in earlier if step <= low), default=None)  # it is older than any needed record
+        if before is None:
+            return False
+        bases = checkpoint.bases
+        is_older = (bases.older_generation > 0) & (bases.older_step <= before)
+        return bool((is_older | (bases.written <= before)).all())
 
     # -- the next record
 
-    def next_record(self, generation: int, updated: Mask, written_outside: Mask | None = None) -> RecordPlan | None:
+    def next_record(
+        self, generation: int, updated: Mask, written_outside: Mask | None = None, *, commits: bool = True
+    ) -> RecordPlan | None:
         """Plan the record of the step after ``step``. Returns None if no record slot is free: in a group, until another
         checkpoint is common; after a recovery from an older base, until the pool was replaced by a new one.
 
         ``updated``: the units that the update changed. ``written_outside``: the units that something else than
-        ``step()`` has written since the step before, so that no gradient leads to their state."""
+        ``step()`` has written since the step before, so that no gradient leads to their state. ``commits``: whether the
+        record will be committed as a checkpoint."""
         outside = np.zeros(len(self.turn), np.bool_) if written_outside is None else written_outside
         changed = updated | outside
         bases = self.bases.advanced(self.step + 1, changed)
-        plan = self._plan(generation, bases, changed, outside, is_full=self.must_be_full)
-        if plan is not None and plan.checkpoint.records[0].step > plan.checkpoint.low + 1:
-            plan = self._plan(generation, bases, changed, outside, is_full=True)
+        is_tolerant = commits and self.is_tolerant
+        plan = self._plan(generation, bases, changed, outside, is_full=self.must_be_full, is_tolerant=is_tolerant)
+        if plan is None:
+            return None
+        has_all_records = plan.checkpoint.records[0].step <= plan.checkpoint.low + 1
+        if not has_all_records or (is_tolerant and not self._survives_damaged_record(plan.checkpoint)):
+            plan = self._plan(generation, bases, changed, outside, is_full=True, is_tolerant=is_tolerant)
         return plan
 
-    def _plan(self, generation: int, bases: Bases, changed: Mask, outside: Mask, *, is_full: bool) -> RecordPlan | None:
-        """Return the plan of the next record; None if no record slot is free. ``bases``: those after its update."""
+    def _plan(
+        self, generation: int, bases: Bases, changed: Mask, outside: Mask, *, is_full: bool, is_tolerant: bool
+    ) -> RecordPlan | None:
+        """Return the plan of the next record; None if no record slot is free. ``bases``: those after its update.
+        ``is_tolerant``: whether the checkpoint must survive a damaged base."""
         step = self.step + 1
         homes, has_home = self._free_homes(bases)
         if is_full:
@@ -386,7 +428,7 @@ class GradientLog:
         if slot is None:
             return None
         retained = self._retained_after(slot)
-        if self.is_tolerant:
+        if is_tolerant:
             # Write a unit once more, into its other home, if its older base cannot stand in for its base.
             first = retained[0].step if retained else step
             more = (bases.older_generation == 0) | (bases.older_step + 1 < first)
@@ -447,7 +489,15 @@ class GradientLog:
         """The log after the last record was committed: its checkpoint is the newest one now."""
         assert self.step == plan.step
         kept = self.protected if self.in_group else ()
-        return replace(self, protected=(*kept, plan.checkpoint), fallback=self.bases, has_previous=bool(self.protected))
+        first = plan.checkpoint.records[0].step
+        committed = (*(step for step in self.committed if step >= first), plan.step)
+        return replace(
+            self,
+            protected=(*kept, plan.checkpoint),
+            fallback=self.bases,
+            committed=committed,
+            has_previous=bool(self.protected),
+        )
 
     def with_released(self, kept_slots: Set[int]) -> GradientLog:
         """The log after all committed checkpoints but those in these record slots may be overwritten. If none of them

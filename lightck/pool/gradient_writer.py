@@ -5,8 +5,12 @@ that are written and what the record holds. Its block checksums are seeded with 
 the units, so the manifest of this record and of all later ones can name them.
 
 The rows of bases in a manifest come from ``Bases`` and from the checksums of both homes, which the writer keeps in
-memory. A home's checksums are taken over when its job has committed. If the job was given up, the log does not use that
+memory. A home's checksums are taken over when its job has ended. If the job was given up, the log does not use that
 home any more, until it is written again.
+
+A record that is not committed has the same job without its last stores: the manifest is stored and fenced when the job
+has ended, and nothing is synced. So all that a later checkpoint names is fenced before the sync that comes before its
+commit record. A crash before this commit record leaves the checkpoint before it, which needs none of it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from lightck.errors import BackgroundError
 from lightck.pool.engine import Engine
 from lightck.pool.format.gradients import (
     HOME_ROW_DTYPE,
@@ -89,8 +94,8 @@ class Units:
 
 class GradientWriter(PoolWriter):
     """A pool with gradient records, open for writing. A checkpoint is written so: ``plan_record``, ``prepare``,
-    ``begin``, then ``committed`` or ``release_slot``. Only one checkpoint is in flight. A step without a record is
-    reported to ``skipped``."""
+    ``begin``, then ``committed`` or ``release_slot``. A record that is not committed: the same, with ``recorded``
+    instead of ``committed``. Only one of them is in flight. A step without a record is reported to ``skipped``."""
 
     has_whole_checkpoints = False
 
@@ -130,7 +135,7 @@ class GradientWriter(PoolWriter):
         self._chain: dict[int, ChainEntry] = {}
         """Generation of a record that the log still has -> its chain entry."""
         self._plan: RecordPlan | None = None
-        self._sentinels = NO_SENTINELS
+        self._sentinels, self.commits_next = NO_SENTINELS, True
 
     @property
     def _prepared(self) -> RecordPlan:
@@ -140,15 +145,15 @@ class GradientWriter(PoolWriter):
 
     # -- before a checkpoint -----------------------------------------------------------------------------
 
-    def plan_record(self, updated: Mask) -> RecordPlan | None:
-        """Plan the record of the next update. ``updated``: the units that it changed. Returns None if there is no room
-        for it: no record slot is free, or the checkpoint must be full, and both homes of a unit are needed. A rank of a
-        group gets room when other ranks have committed (``release``). Without a group the pool must be replaced by a
-        new one."""
+    def plan_record(self, updated: Mask, *, commits: bool = True) -> RecordPlan | None:
+        """Plan the record of the next update. ``updated``: the units that it changed. ``commits``: whether it will be
+        committed. Returns None if there is no room for it: no record slot is free, or the checkpoint must be full, and
+        both homes of a unit are needed. A rank of a group gets room when other ranks have committed (``release``).
+        Without a group the pool must be replaced by a new one."""
         assert not any(slot.in_flight for slot in self.slots.slots), "one record at a time"
         if len(self.log.protected) + KEPT_COMMITS >= self.superblock.ring_lines:
             return None  # each of them needs its commit record
-        plan = self.log.next_record(self.generation + 1, updated)
+        plan = self.log.next_record(self.generation + 1, updated, commits=commits)
         return None if plan is None or len(plan.whole) else plan
 
     def release(self, held: Set[int]) -> None:
@@ -161,12 +166,17 @@ class GradientWriter(PoolWriter):
         named = None if last is None else self._chain.get(last.generation)
         return None if named is None else checkpoint_of(self.reader, named)
 
-    def prepare(self, plan: RecordPlan, sentinels: Crcs = NO_SENTINELS) -> Slot:
+    def prepare(self, plan: RecordPlan, sentinels: Crcs = NO_SENTINELS, *, commits: bool = True) -> Slot:
         """Let ``begin`` write the record of this plan, and return its slot. ``sentinels``: for each entry in a home the
-        CRC-32C of the page that docs/format.md names, or none."""
+        CRC-32C of the page that docs/format.md names, or none. ``commits``: as for ``plan_record``."""
         assert not len(plan.whole), "no unit is written whole into a record"
-        self._plan, self._sentinels = plan, sentinels
+        self._plan, self._sentinels, self.commits_next = plan, sentinels, commits
         return self.slots.slots[plan.slot]
+
+    def takes_record(self, step: int) -> bool:
+        """Whether a record of this step that is not committed can be of use: the step before it left a record, or is a
+        checkpoint. Otherwise the next checkpoint is full, and needs no records from before it."""
+        return not self.log.must_be_full and self.log.step == step - 1
 
     @property
     def not_due(self) -> frozenset[int]:
@@ -238,19 +248,40 @@ class GradientWriter(PoolWriter):
         return pending
 
     def committed(self, pending: Pending) -> None:
+        assert pending.commits, "recorded() registers the others"
         super().committed(pending)
+        plan = self._keep_written(pending, pending.slot.image.buffer[: pending.record.manifest_nbytes].tobytes())
+        self.log = self.log.with_commit(plan)
+        self._forget_old_records()
+
+    def recorded(self, pending: Pending) -> None:
+        assert not pending.commits, "committed() registers the others"
+        record, image = pending.record, pending.slot.image
+        manifest = image.buffer[: record.manifest_nbytes].tobytes()
+        try:
+            self.medium.store(self.superblock.manifest_at(record.slot, record.manifest_index), manifest)
+            self.medium.fence()
+        except BackgroundError:
+            self.release_slot(pending, bad=True)
+            raise
+        pending.slot.in_flight = False
+        self._keep_written(pending, manifest)
+        self._forget_old_records()
+
+    def _keep_written(self, pending: Pending, manifest: bytes) -> RecordPlan:
+        """Take over what a job has written: the checksums of homes, and what later chains say of the record. Returns
+        the plan of the record. ``manifest``: its bytes."""
         plan, image = self._prepared, pending.slot.image
         for unit, home in zip(plan.units.tolist(), plan.homes.tolist(), strict=True):
             for number in self.units.tensors[unit]:
                 crcs = self._crcs_of(number)
                 self._home_crcs[home, crcs] = image.crcs[crcs]
                 self._home_present[home, number] = self._listed[number]
-        record, manifest = pending.record, image.buffer[: pending.record.manifest_nbytes].tobytes()
-        named = record._replace(manifest_hash=manifest_hash(self.superblock.uuid, manifest))
-        self._chain[record.generation] = chain_entry_of(named)
-        self.log = self.log.with_commit(plan)
+        record = pending.record
+        named = chain_entry_of(record._replace(manifest_hash=manifest_hash(self.superblock.uuid, manifest)))
+        self._chain[record.generation] = named if pending.commits else named._replace(flags=0)
         self._plan = None
-        self._forget_old_records()
+        return plan
 
     def release_slot(self, pending: Pending, *, bad: bool) -> None:
         super().release_slot(pending, bad=bad)
@@ -262,6 +293,8 @@ class GradientWriter(PoolWriter):
         self._chain = {generation: entry for generation, entry in self._chain.items() if generation in named}
 
     def _next_position(self) -> int:
+        if not self.commits_next:
+            return max(self._last_position, 0)  # the job stores nothing there
         n_positions = self.superblock.ring_lines
         protected = {one.generation for one in self.log.protected}
         self._last_position = next_position(self.commit_log, KEPT_COMMITS, n_positions, self._last_position, protected)

@@ -92,6 +92,8 @@ class Pending:
     position: int
     """Position of ``record`` in the commit log."""
     plan: CopyPlan
+    commits: bool = True
+    """Whether the job writes manifest and commit record. If not, this is a gradient record of a later checkpoint."""
 
 
 class PoolWriter:
@@ -191,6 +193,9 @@ class PoolWriter:
     has_whole_checkpoints = True
     """Whether each slot holds a whole checkpoint. If not, no slot is held for a pin, and nothing is copied into a slot
     before its checkpoint begins."""
+
+    commits_next = True
+    """``Pending.commits`` of what ``begin`` starts next."""
 
     @property
     def not_due(self) -> frozenset[int]:
@@ -365,6 +370,7 @@ class PoolWriter:
         position = self._next_position()
         parts = [] if reservation is None else reservation.parts
         flags = lib.LCK_FOLLOWS if reservation is not None and reservation.has_header else 0
+        flags |= 0 if self.commits_next else lib.LCK_PART
         commit = self._fill_commit_struct(slot, plan.step, generation, position, manifest_nbytes, flags)
         status, ticket = self._submit(planned.c_copies, len(planned.copies), commit)
         if status != lib.LCK_OK:
@@ -385,7 +391,7 @@ class PoolWriter:
             slot.index,
             commit.manifest_index,
         )
-        return Pending(job, slot, record, position, plan)
+        return Pending(job, slot, record, position, plan, self.commits_next)
 
     def submit_part(
         self,
@@ -528,6 +534,10 @@ class PoolWriter:
         pending.slot.in_flight = False
         self.slots.protected = pending.slot.index
         self._add_record(pending.position, pending.record)
+
+    def recorded(self, pending: Pending) -> None:
+        """Register a gradient record that is not committed, and whose job has ended. Raises ``BackgroundError``."""
+        raise AssertionError("without gradient records each checkpoint is committed")
 
     def release_slot(self, pending: Pending, *, bad: bool) -> None:
         """Free the slot of a checkpoint that was dropped or failed. The content of the slot is unknown afterwards.

@@ -12,7 +12,7 @@ from functools import cached_property
 
 from lightck.pool.commit_log import candidates
 from lightck.pool.format import layout
-from lightck.pool.format.gradients import ChainEntry
+from lightck.pool.format.gradients import CHAIN_COMMITTED, ChainEntry
 from lightck.pool.format.layout import GRADIENT_ROLE, HOME_PLACE, Entry
 from lightck.pool.format.structures import KIND_CHECKPOINT, CommitRecord, DamagedError, ManifestHeader
 from lightck.pool.gradient_reader import GradientCheckpoint, chain_entry_of, checkpoint_of, find_damaged_bases
@@ -160,8 +160,9 @@ def replayed_checkpoints(
     reader: PoolReader, optimizers: OptimizersAtHand, step: int | None = None
 ) -> Iterator[ReplayedCheckpoint | RejectedCheckpoint]:
     """Yield the checkpoints of a pool with gradient records, from newest to oldest: those that a commit record names,
-    and those that only the chain of a newer one names. ``step``: yield only the checkpoints of this step. A checkpoint
-    whose manifest fails a check is yielded as a ``RejectedCheckpoint``."""
+    and those that only the chain of a newer one names as committed. (A record that was never committed is no
+    checkpoint: it holds what its update consumed, and no more.) ``step``: yield only the checkpoints of this step. A
+    checkpoint whose manifest fails a check is yielded as a ``RejectedCheckpoint``."""
     committed = candidates(reader.commit_log())
     if step is not None:  # also those that an adoption has left behind
         committed += [one for one in candidates(reader.commit_log(), step) if one not in committed]
@@ -178,7 +179,9 @@ def replayed_checkpoints(
             if step is None or record.step == step:
                 yield ReplayedCheckpoint(checkpoint, record, optimizers)
             in_chains |= {
-                one.generation: one for one in checkpoint.part.chain if (one.slot, one.generation) not in known
+                one.generation: one
+                for one in checkpoint.part.chain
+                if one.flags & CHAIN_COMMITTED and (one.slot, one.generation) not in known
             }
         end = -1 if older is None else older.payload_generation
         for generation in sorted((one for one in in_chains if one > end), reverse=True):

@@ -43,6 +43,11 @@ class SaveOptions:
         return self.strategy if isinstance(self.strategy, Gradients) else None
 
     @property
+    def fixed_interval(self) -> int:
+        """Updates from one saved checkpoint to the next, if this is a fixed number; else 1."""
+        return self.interval if isinstance(self.interval, int) else 1
+
+    @property
     def replicas(self) -> Replicas:
         """How many hosts hold each rank's state. Raises ``TypeError`` or ``ValueError`` for a wrong argument."""
         return Replicas.of(self.replicas_given)

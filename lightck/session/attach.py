@@ -202,8 +202,9 @@ def _pipeline(
     options, pool_kind = arguments.save_options, None
     slots = options.slots or (options.replicas.slots_min if is_rank_pool else 2)
     if options.gradients is not None:
-        slots = n_records(options.gradients, is_rank_pool=is_rank_pool)
-        pool_kind = gradient_pools(options.gradients, capture, path, backend)
+        interval = options.fixed_interval
+        slots = n_records(options.gradients, interval, is_rank_pool=is_rank_pool)
+        pool_kind = gradient_pools(options.gradients, capture, path, backend, interval)
     on_device = any(transfer_of(p) is not None for p in arguments.model.parameters())
     return Pipeline(
         path,

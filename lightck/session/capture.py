@@ -97,8 +97,9 @@ class Capture:
     _layout_value: tuple[TensorList | None, dict[str, object]] | None = None
     """A tensor list, and what the small state holds of the layout for it."""
 
-    update_of: Callable[[int], UpdateRecord | None] | None = None
-    """Returns what the update of a step consumed; None: checkpoints do not store it."""
+    update_of: Callable[[int, bool], UpdateRecord | None] | None = None
+    """Returns what the update of a step consumed; None: checkpoints do not store it. Arguments: the step, and whether a
+    checkpoint of it is saved."""
     base_every: Callable[[], int | None] | None = None
     """Returns in how many steps each unit is written once; None: each checkpoint holds the whole state."""
 
@@ -138,7 +139,7 @@ class Capture:
         self.optimizers: list[OptimizerView] = []
         self.built = CurrentBuild(self.model, (), self.objects)
         self.numbers = ModuleNumbers(model)
-        self._state = StatePacker()
+        self._state, self._update_state = StatePacker(), StatePacker()
         self._packed_optimizers: defaultdict[int, _PackedOptimizer] = defaultdict(_PackedOptimizer)
         """Index of a view -> the small state of its optimizer at the last checkpoint."""
         self._object_states: defaultdict[str, CachedPacker] = defaultdict(CachedPacker)
@@ -325,7 +326,7 @@ class Capture:
         provisional = self._provisional_of(step) if event in (ClosingEvent.PRE_STEP, ClosingEvent.FORWARD) else None
         # At a pre-step hook the next step has already run its forward, which has changed the buffers.
         buffers_from = provisional if event is ClosingEvent.PRE_STEP else None
-        update = None if self.update_of is None else self.update_of(step)
+        update = None if self.update_of is None else self.update_of(step, True)
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is ClosingEvent.PRE_STEP:
             self._compared_list = tensor_list
@@ -338,6 +339,17 @@ class Capture:
         if buffers_from is not None and (buffers_from.buffers or self.model.has_buffers):
             lives, tensor_list = self._with_buffers_of(buffers_from, lives), None
         return ClosedStep(step, iteration, lives, small, self._written_outside_step(lives), tensor_list, update)
+
+    def close_update(self, step: int, iteration: int) -> ClosedStep:
+        """Read what the update of a step consumed that is not saved as a checkpoint. No other small state is read."""
+        assert self.update_of is not None, "the strategy stores updates"
+        self.refresh()
+        update, lives = self.update_of(step, False), self.tensors()
+        state, outside = b"", self._written_outside_step(lives)
+        if update is not None:
+            state = self._update_state.pack({"version": values.STATE_VERSION, UPDATE_KEY: update.value})
+            lives += update.gradients
+        return ClosedStep(step, iteration, lives, state, outside, self._tensor_list, update, is_checkpoint=False)
 
     def _provisional_of(self, step: int) -> Provisional:
         """What was read when the update of this step ended. Raises ``SessionError`` if nothing was read."""

@@ -115,9 +115,11 @@ class Commits:
 
     @property
     def has_nothing_to_commit(self) -> bool:
-        """Whether every saved checkpoint is committed, and a forward would close no checkpoint now."""
+        """Whether every saved checkpoint is committed, no gradient record is being stored, and a forward would close no
+        checkpoint now."""
         is_committed = not self.saved_step or self.pipeline.newest_committed() == self.saved_step
-        return is_committed and not self._boundary.closes_at(ClosingEvent.FORWARD)
+        is_done = is_committed and not self.pipeline.stores_record
+        return is_done and not self._boundary.closes_at(ClosingEvent.FORWARD)
 
     # -- a checkpoint closes -----------------------------------------------------------------------------
 
@@ -137,8 +139,8 @@ class Commits:
     def closed(self, event: ClosingEvent, step: int) -> None:
         """Save the checkpoint that ``event`` has closed, if it is due or ``event`` is ``FLUSH``."""
         is_saved = event is ClosingEvent.FLUSH or self.will_be_saved(step)
-        meter = self._meter
-        meter.count_step(is_saved)
+        meter, stores_updates = self._meter, self._capture.update_of is not None
+        meter.count_step(is_saved or stores_updates)
         # The slowdown that a checkpoint adds to the step after it is left out, because the cadence measures it itself.
         self.cadence.boundary_passed(
             time.perf_counter(), meter.stall_seconds + meter.unsaved_slowdown_seconds, is_saved
@@ -147,7 +149,16 @@ class Commits:
         if is_saved:
             self._save(event, step)
         else:
+            if stores_updates:
+                self._record(step)
             self._recorder.closed_unsaved()
+
+    def _record(self, step: int) -> None:
+        """Begin to store what the update of a step consumed that is not saved. The next checkpoint needs it."""
+        updated = self._capture.take_updated_frozen()
+        self.run(lambda: self.pipeline.check_left_out_tensors(updated))
+        closed_step = self._capture.close_update(step, self._boundary.iteration)
+        self.run(lambda: self.pipeline.begin_record(closed_step))
 
     def _save(self, event: ClosingEvent, step: int) -> None:
         """Read the present state as the checkpoint of ``step``, and begin its copies."""

@@ -28,14 +28,17 @@ from lightck.state.torch_classes import ELEMENT_WISE
 from lightck.strategy.gradients import Gradients
 
 
-def n_records(strategy: Gradients, *, is_rank_pool: bool) -> int:
+def n_records(strategy: Gradients, interval: int, *, is_rank_pool: bool) -> int:
     """Return the number of record slots of a new pool. (With ``base_every="auto"`` it is chosen when the tensors are
-    known.)"""
-    return strategy.log_records or records_default(chosen(strategy) or BASE_EVERY_MIN, in_group=is_rank_pool)
+    known.) ``interval``: updates from one commit to the next."""
+    if strategy.log_records is not None:
+        return strategy.log_records
+    return records_default(chosen(strategy) or BASE_EVERY_MIN, interval, in_group=is_rank_pool)
 
 
-def gradient_pools(strategy: Gradients, capture: Capture, path: str, backend: Backend) -> GradientPools:
-    """Return the kind of pools of this session. path, backend: of the pool."""
+def gradient_pools(strategy: Gradients, capture: Capture, path: str, backend: Backend, interval: int) -> GradientPools:
+    """Return the kind of pools of this session. path, backend: of the pool. interval: updates from one commit to the
+    next."""
 
     def updated() -> Collection[str]:
         return {name for view in capture.optimizers for name, _ in view.params}
@@ -45,7 +48,7 @@ def gradient_pools(strategy: Gradients, capture: Capture, path: str, backend: Ba
 
     base_every = chosen(strategy)
     is_chosen = base_every is not None or strategy.log_records is not None
-    return GradientPools(base_every, updated, None if is_chosen else records_that_fit)
+    return GradientPools(base_every, updated, interval, None if is_chosen else records_that_fit)
 
 
 def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found, *, is_rank_pool: bool) -> None:
@@ -56,10 +59,16 @@ def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found,
         raise TypeError(f"log_records={records!r} is a {type(records).__name__}. Pass a whole number.")
     refuse_other_than_bool(own_optimizers=strategy.own_optimizers)
     refuse_wrong_mtbf(strategy)
-    problem = problem_of(BASE_EVERY_MIN if base_every is None else base_every, records, in_group=is_rank_pool)
+    options = arguments.save_options
+    _refuse_other_arguments(options)
+    if base_every is None and options.interval != 1:
+        raise UnsupportedError(
+            'Gradients(base_every="auto") cannot be used with interval= other than 1. Pass a number for base_every.'
+        )
+    least = BASE_EVERY_MIN if base_every is None else base_every
+    problem = problem_of(least, records, options.fixed_interval, in_group=is_rank_pool)
     if problem is not None:
         raise ValueError(f"Gradients: {problem}")
-    _refuse_other_arguments(arguments.save_options)
     if not found.optimizers:
         raise UnsupportedError(
             "strategy=Gradients(...) records what an optimizer consumes, and no optimizer of this model exists at "
@@ -102,12 +111,14 @@ def refuse_small_gain(kind: PoolKind, entries: Iterable[Entry]) -> None:
     refuse_low_ratio(*updated_nbytes(kind.laid_out(entries)))
 
 
-def space_advice(entries: Iterable[Entry], state_nbytes: int, kind: PoolKind, base_every: int, path: str) -> str:
+def space_advice(
+    entries: Iterable[Entry], state_nbytes: int, kind: PoolKind, base_every: int, interval: int, path: str
+) -> str:
     """Return a sentence for a pool that does not fit into its folder: with which ``base_every`` it would."""
     laid_out = kind.laid_out(entries)
     free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
     for smaller in range(base_every - 1, BASE_EVERY_MIN - 1, -1):
-        if pool_nbytes(laid_out, slots=records_default(smaller), state_nbytes=state_nbytes) <= free:
+        if pool_nbytes(laid_out, slots=records_default(smaller, interval), state_nbytes=state_nbytes) <= free:
             return f"With Gradients(base_every={smaller}) it fits."
     return "No base_every makes it fit. FullState() needs less space."
 
@@ -116,7 +127,6 @@ def _refuse_other_arguments(options: SaveOptions) -> None:
     given = {
         "slots=": (options.slots is not None, "its pool has gradient records instead (log_records=)"),
         "keep=": (options.keep is not None, "a checkpoint that is kept would need the records of other steps too"),
-        "interval=": (options.interval != 1, "the updates of all steps are needed to make a later one again"),
         "replicas=": (options.replicas.count > 1, "a peer copy holds whole checkpoints"),
     }
     for name, (is_given, reason) in given.items():
@@ -125,3 +135,9 @@ def _refuse_other_arguments(options: SaveOptions) -> None:
                 f"strategy=Gradients(...) cannot be used with {name}: {reason}. Leave that argument out, or use "
                 "strategy=FullState()."
             )
+    if not isinstance(options.interval, int):
+        raise UnsupportedError(
+            'strategy=Gradients(...) cannot be used with interval="auto" or lightck.Auto(...): the interval would '
+            "change, and for how many updates a pool has room depends on it. Pass a number, interval=4 for example, or "
+            "use strategy=FullState()."
+        )

@@ -148,7 +148,7 @@ class PoolFile:
         """Return the number of slots of a new pool of this rank. ``source``: a pool from which it goes on."""
         options = self.arguments.save_options
         if options.gradients is not None:
-            return n_records(options.gradients, is_rank_pool=True)
+            return n_records(options.gradients, options.fixed_interval, is_rank_pool=True)
         return options.slots or max(options.replicas.slots_min, len(source.superblock.slots))
 
     def existing(self, *, write: bool = True) -> PoolReader | None:
@@ -302,7 +302,8 @@ class PoolFile:
             self.backend.discard(self.path)  # else a crash before the first checkpoint would leave the old pool
 
     def _create_for(self, pipeline: Pipeline, entries: list[Entry]) -> None:
-        strategy, state_nbytes = self.arguments.save_options.gradients, self.capture.expected_state_nbytes
+        options, state_nbytes = self.arguments.save_options, self.capture.expected_state_nbytes
+        strategy = options.gradients
         if strategy is None:
             pipeline.pool.create(entries, state_nbytes)
             return
@@ -311,8 +312,9 @@ class PoolFile:
         try:
             pipeline.pool.create(entries, state_nbytes)
         except NoSpaceError as err:
+            interval = options.fixed_interval
             largest = chosen(strategy) or tolerant_base_every(pipeline.pool.n_slots)
-            advice = space_advice(entries, state_nbytes, kind, largest, self.path)
+            advice = space_advice(entries, state_nbytes, kind, largest, interval, self.path)
             raise NoSpaceError(f"{err} {advice}") from err
 
     def create_at_once(self, pipeline: Pipeline) -> None:

@@ -73,6 +73,8 @@ class UpdateRecords(StepListener):
         """When the ``step`` that runs now began."""
         self._n_full = 0
         """How many checkpoints in a row were full for a reason."""
+        self._hole = ""
+        """Why the next checkpoint is full, if an update since the last one has left no record; "" if none has."""
         self._saved_step: int | None = None
         """The step of the last checkpoint that closed."""
         self._watched: list[Live] = []
@@ -184,9 +186,10 @@ class UpdateRecords(StepListener):
 
     # -- the checkpoint ----------------------------------------------------------------------------------
 
-    def record_of(self, step: int) -> UpdateRecord | None:
+    def record_of(self, step: int, is_checkpoint: bool = True) -> UpdateRecord | None:
         """Return what the update of this step consumed, for the checkpoint that closes now. Returns None if that is not
-        known; then the checkpoint must be full."""
+        known; then the checkpoint must be full. ``is_checkpoint``: whether the step is saved. If not, the record is for
+        the next one that is, and this one must be full."""
         self._find_outside_writes()
         self.consumed_gradients.find_overwritten()
         update, self._update, self._begun = self._update, None, []
@@ -200,12 +203,13 @@ class UpdateRecords(StepListener):
             reason = reason or "an optimizer has state that is no tensor, which has no older copy in the pool"
         if not reason and update is not None:
             reason = self._checked_bases(update)
+        if not is_again:
+            self._note(step, reason, is_checkpoint)
+        elif is_checkpoint:
+            self._hole = ""
         if reason or update is None:
-            if not is_again:
-                self._log(step, reason)
             self._outside.go_on()
             return None
-        self._n_full = 0
         lives = [self._live_of(*one) for one in gradient_tensors(update)]
         return UpdateRecord(lives, self._packer.value(update), self._updated(update))
 
@@ -272,18 +276,24 @@ class UpdateRecords(StepListener):
             return Rejection("something wrote to a gradient before its copy had ended", overwritten)
         return None
 
-    def _log(self, step: int, reason: str) -> None:
-        self._n_full += 1
-        if self._n_full == FULL_MAX:
+    def _note(self, step: int, reason: str, is_checkpoint: bool) -> None:
+        """Log a reason why an update leaves no record, and count the full checkpoints. ``reason``: "" if it leaves
+        one."""
+        why_full, self._hole = self._hole or reason, self._hole or reason
+        if is_checkpoint:
+            self._hole = ""
+            self._n_full = self._n_full + 1 if why_full else 0
+        if is_checkpoint and self._n_full == FULL_MAX:
             log.warning(
                 "lightck: the last %d checkpoints were full, this one because %s. So Gradients saves nothing here, and "
                 "its pool and its memory are larger: use strategy=FullState() for this training, or change the loop",
                 FULL_MAX,
-                reason,
+                why_full,
             )
-        if reason not in self._logged:
+        if reason and reason not in self._logged:
             self._logged.add(reason)
-            log.info("lightck: the checkpoint of step %d is full, because %s", step, reason)
+            which = "the checkpoint of" if is_checkpoint else "the next checkpoint after"
+            log.info("lightck: %s step %d is full, because %s", which, step, reason)
 
 
 def _reason_of(update: CapturedUpdate) -> str:

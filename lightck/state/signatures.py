@@ -252,3 +252,6 @@ class ClosedStep:
     tensors are the same and lie in the same memory as at that checkpoint. Their bytes may differ."""
     update: UpdateRecord | None = None
     """What the update of this step consumed; None: this is not known, or the strategy does not store it."""
+    is_checkpoint: bool = True
+    """Whether the step is saved as a checkpoint. If not, ``update`` is stored for a later checkpoint, and ``state``
+    holds nothing else; of ``lives`` only what optimizers update is read."""

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from lightck.state.signatures import ClosedStep
 
 
+_RECORDED_ROLES = ("param", "optimizer", "gradient")
+"""Roles of the tensors that the record of a step that is no checkpoint holds, or of which it names the bases."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """A checkpoint holds what its update consumed, and one of ``base_every`` parts of the state. After a crash the
@@ -26,7 +30,8 @@ class Gradients:
             number writes less, and needs more space and a longer recovery. ``"auto"``: at most twice as many as an
             update changes bytes for each byte of gradients (Adam: 6), and as half of the free space holds.
         log_records: for how many steps the pool has room for gradients, at most 255. By default ``2 * base_every - 1``,
-            so that any one damaged place in the pool is survived; at least ``base_every``.
+            so that any one damaged place in the pool is survived; at least ``base_every``, and with ``interval=i`` up
+            to i - 1 more.
         own_optimizers: take optimizers that are no classes of ``torch.optim`` too, if steps of them on stand-ins can be
             made again. You vouch that such a ``step`` reads nothing but the gradient, the options and the state of
             each parameter: no attribute that the loop sets, no global variable, nothing that is drawn.
@@ -44,14 +49,23 @@ class Gradients:
     mtbf: float | None = None
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
-        """Leave out what the slot says is not due; copy every other undecided tensor at the boundary."""
+        """Leave out what the slot says is not due; copy every other undecided tensor at the boundary. If the step is no
+        checkpoint, store nothing but gradients and what is due of that which optimizers update."""
+        omitted = frozenset[int]() if closed_step.is_checkpoint else _not_recorded(tables)
         left_out = slot.not_due
-        undecided = [one for table in tables for one in table.undecided]
+        undecided = [one for table in tables for one in table.undecided if one[1].number not in omitted]
         at_boundary = tuple(one for one in undecided if one[1].number not in left_out)
         unchanged = [one for one in undecided if one[1].number in left_out]
-        if left_out:
+        if left_out or omitted:
             decided = [(live, record) for table in tables for live, record in table.in_host_memory]
             decided += [(one.live, one.record) for table in tables for one in table.staged]
             unchanged += [one for one in decided if one[1].number in left_out]
-            tables = [table.without(left_out) for table in tables]
-        return WritePlan(closed_step, tuple(tables), at_boundary, tuple(unchanged))
+            tables = [table.without(left_out | omitted) for table in tables]
+        return WritePlan(closed_step, tuple(tables), at_boundary, tuple(unchanged), omitted)
+
+
+def _not_recorded(tables: Sequence[WriteTable]) -> frozenset[int]:
+    """Return the record numbers of the tensors of which a step that is no checkpoint stores nothing."""
+    found = [one for table in tables for one in (*table.in_host_memory, *table.undecided)]
+    found += [(one.live, one.record) for table in tables for one in table.staged]
+    return frozenset(record.number for live, record in found if live.role not in _RECORDED_ROLES)

@@ -216,10 +216,12 @@ def test_replay_that_differs_is_damage(gradients, monkeypatch):
 
 
 def test_replay_is_refused_where_nothing_can_be_made_again(good, folder):
-    for path in (good, folder):
-        result = call("verify", "--replay", path)
-        assert result.exit_code == FAILED
-        assert "its checkpoints are complete. Leave out --replay." in result.stderr
+    result = call("verify", "--replay", good)
+    assert result.exit_code == FAILED
+    assert "its checkpoints are complete. Leave out --replay." in result.stderr
+    result = call("verify", "--replay", folder)
+    assert result.exit_code == FAILED
+    assert "holds no pool of a rank" in result.stderr
 
 
 def unfinished(pool: Path) -> int:
@@ -446,3 +448,25 @@ def test_pool_without_a_checkpoint_is_named_as_such(pool):
     assert "no checkpoint was committed yet" in call("verify", "--replay", pool).stdout
     with pytest.raises(NoCheckpointError, match="holds no checkpoint yet"):
         lightck.recover(pool)
+
+
+def test_records_that_no_commit_followed_are_no_checkpoints(pool: Path) -> None:
+    """As a kill leaves them between two commits."""
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(6), interval=3)
+    train(model, optimizer, 14)
+    session.end_step()
+    session._pipeline.finish()
+    image = crashed(pool)
+    session.abandon()
+    status, facts = call_json("inspect", image)
+    assert status == OK
+    assert [(one["step"], one["state"]) for one in facts["checkpoints"]][:2] == [(12, "committed"), (9, "committed")]
+    records = facts["shown"]["gradients"]["records"]
+    assert [one["step"] for one in records if one["committed"]] == [12, 9, 6, 3]
+    assert len(facts["unfinished"]) == 2
+    assert "the gradient record of generation 11 came after the newest checkpoint" in call("inspect", image).stdout
+    done = call("verify", "--deep", "--replay", image)
+    assert (done.exit_code, "step 12" in done.stdout, "step 14" in done.stdout) == (OK, True, False)
+    assert call("inspect", "--step", "14", image).exit_code == FAILED

@@ -15,6 +15,7 @@ from torch import nn
 from crash.gradient_workloads import seeded
 from crash.recorded import Pair, Workload
 from crash.recording import Recorder
+from lightck.pool.gradient_log import records_min
 from lightck.strategy.gradients import Gradients
 
 STEPS = 10
@@ -61,7 +62,11 @@ class Drawn:
     def strategy(self) -> Gradients:
         rng = random.Random(f"{self.seed} strategy")
         base_every = rng.choice((2, 3, 3, 4))
-        return Gradients(base_every, rng.choice((None, None, base_every)))
+        return Gradients(base_every, rng.choice((None, None, records_min(base_every, self.interval))))
+
+    @property
+    def interval(self) -> int:
+        return random.Random(f"{self.seed} interval").choice((1, 1, 2, 3, 6))
 
     def build(self) -> Pair:
         seeded()
@@ -69,7 +74,7 @@ class Drawn:
         return model, random.Random(f"{self.seed} optimizer").choice(OPTIMIZERS)(list(model.parameters()))
 
     def workload(self) -> Workload:
-        return Workload(self.run, self.build, options={"strategy": self.strategy})
+        return Workload(self.run, self.build, options={"strategy": self.strategy, "interval": self.interval})
 
     def run(self, recorder: Recorder) -> None:
         rng = random.Random(f"{self.seed} events")
@@ -78,7 +83,9 @@ class Drawn:
             assert isinstance(model, Layers)
             with (
                 suppress(Died),
-                recorder.attach(model, optimizer, strategy=self.strategy, resume=True) as session,
+                recorder.attach(
+                    model, optimizer, strategy=self.strategy, interval=self.interval, resume=True
+                ) as session,
             ):
                 for number in range(session.step, session.step + rng.randint(3, STEPS)):
                     _step(rng, model, optimizer, number)

@@ -78,10 +78,14 @@ def newest(recorder: Recorder) -> tuple[int, int]:
 
 
 def workload(
-    run: Callable[[Recorder, Gradients], None], base_every: int, build: Callable[[], Pair] = with_momentum
+    run: Callable[[Recorder, Gradients], None],
+    base_every: int,
+    build: Callable[[], Pair] = with_momentum,
+    interval: int = 1,
 ) -> Workload:
     strategy = Gradients(base_every)
-    return Workload(lambda recorder: run(recorder, strategy), build, options={"strategy": strategy})
+    options = {"strategy": strategy, "interval": interval}
+    return Workload(lambda recorder: run(recorder, strategy), build, options=options)
 
 
 def plain(steps: int, build: Callable[[], Pair] = with_momentum) -> Callable[[Recorder, Gradients], None]:
@@ -281,6 +285,79 @@ def wide() -> Pair:
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
+# -- with an interval: not every record is committed -------------------------------------------------------------------
+
+
+def every(
+    interval: int, steps: int, build: Callable[[], Pair] = with_momentum
+) -> Callable[[Recorder, Gradients], None]:
+    """Records between the commits, and at the end one that close() commits although its turn had not come."""
+
+    def run(recorder: Recorder, strategy: Gradients) -> None:
+        model, optimizer = build()
+        with recorder.attach(model, optimizer, strategy=strategy, interval=interval) as session:
+            train(recorder, model, optimizer, steps)
+            assert session.stats().checkpoints == (steps - 1) // interval
+        assert newest(recorder)[0] == steps
+
+    return run
+
+
+def given_up_between(recorder: Recorder, strategy: Gradients) -> None:
+    """A record between two commits is given up, and the next checkpoint is full."""
+    model, optimizer = with_momentum()
+    with recorder.attach(model, optimizer, strategy=strategy, interval=3) as session:
+        train(recorder, model, optimizer, 7)
+        consumed = [p.grad for p in model.parameters() if p.grad is not None]
+        first = next(model.children())
+        hook = first.register_forward_pre_hook(lambda *_: [gradient.zero_() for gradient in consumed] and None)
+        train(recorder, model, optimizer, 1, 7)
+        hook.remove()
+        assert session.stats().skipped == 1, "the workload does not show what it is for"
+        train(recorder, model, optimizer, 5, 8)
+
+
+def clamped_between(recorder: Recorder, strategy: Gradients) -> None:
+    """A parameter is written between two updates, of which none is committed."""
+    model, optimizer = with_momentum()
+    with recorder.attach(model, optimizer, strategy=strategy, interval=3):
+        for number in range(13):
+            one_step(model, optimizer, number)
+            if number == 6:
+                with torch.no_grad():
+                    next(model.parameters()).clamp_(-0.1, 0.1)
+            recorder.note(model, optimizer)
+
+
+def flushed_between(recorder: Recorder, strategy: Gradients) -> None:
+    """flush() commits steps whose turn has not come, also one whose record is written already."""
+    model, optimizer = with_momentum()
+    with recorder.attach(model, optimizer, strategy=strategy, interval=3) as session:
+        for number in range(11):
+            train(recorder, model, optimizer, 1, number)
+            if number in (4, 7):
+                session.end_step() if number == 7 else None
+                assert session.flush() == number + 1
+
+
+def adoption_between(recorder: Recorder, strategy: Gradients) -> None:
+    """The loop dies between two commits, and goes on from the last one: its later records are of no use."""
+    for steps in (8, 5, 4):
+        model, optimizer = with_momentum()
+        session = recorder.attach(model, optimizer, resume=True, strategy=strategy, interval=3)
+        train(recorder, model, optimizer, steps, session.step)
+        session.abandon()
+
+
+def sleeping_between(recorder: Recorder, strategy: Gradients) -> None:
+    model, optimizer = with_sleeper()
+    assert isinstance(model, Sleeper)
+    with recorder.attach(model, optimizer, strategy=strategy, interval=2):
+        for number in range(11):
+            model.is_awake = number not in (4, 5, 6, 9)
+            train(recorder, model, optimizer, 1, number)
+
+
 GRADIENT_WORKLOADS: dict[str, Workload] = {
     "two turns": workload(plain(5), 2),
     "three turns": workload(plain(8), 3),
@@ -305,4 +382,15 @@ GRADIENT_WORKLOADS: dict[str, Workload] = {
     "saved again": workload(saved_again, 2),
     "lowered": Workload(lowered, with_momentum, options={"strategy": LOWERED}),
     "background": workload(background, 2, wide),
+    "interval of two": workload(every(2, 9), 3, interval=2),
+    "interval of three": workload(every(3, 13), 6, interval=3),
+    "interval beyond a round": workload(every(5, 12), 2, interval=5),
+    "interval in the background": workload(every(2, 6, wide), 2, wide, 2),
+    "interval, adam": workload(every(2, 5, built), 2, built, 2),
+    "interval, buffers": workload(every(2, 6, with_buffers), 3, with_buffers, 2),
+    "interval, given up": workload(given_up_between, 3, interval=3),
+    "interval, clamped": workload(clamped_between, 3, interval=3),
+    "interval, flushed": workload(flushed_between, 3, interval=3),
+    "interval, adoption": workload(adoption_between, 3, interval=3),
+    "interval, sleeping": workload(sleeping_between, 2, with_sleeper, 2),
 }

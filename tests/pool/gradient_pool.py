@@ -89,6 +89,8 @@ class ChainEntry(NamedTuple):
     record: GradientRecord
     place: int
     manifest_hash: int
+    is_committed: bool
+    """Whether the record is a checkpoint. Otherwise it holds only what its update consumed."""
 
 
 class Manifest(NamedTuple):
@@ -177,7 +179,7 @@ class Writer:
     def save(self, updated: np.ndarray, outside: np.ndarray, *, commits: bool, is_given_up: bool = False) -> bool:
         """Make an update and write its record. Returns whether it was committed."""
         gradients = self.update(updated, outside)
-        plan = self.log.next_record(self.generation + 1, updated, outside)
+        plan = self.log.next_record(self.generation + 1, updated, outside, commits=commits)
         if plan is None:
             raise StuckError
         self.generation += 1
@@ -188,7 +190,7 @@ class Writer:
         stores = [*self._record(plan, gradients), *self._homes(plan)]
         self.chance.shuffle(stores)
         if is_given_up:
-            self.entries[plan.generation] = ChainEntry(plan.checkpoint.records[-1], 0, 0)
+            self.entries[plan.generation] = ChainEntry(plan.checkpoint.records[-1], 0, 0, False)
             for place, value in stores[: self.chance.randrange(len(stores) + 1)]:
                 self.medium.store(place, value)
             self.log = self.log.with_hole(self.step, updated | outside)
@@ -227,7 +229,7 @@ class Writer:
     def _finish(self, plan: RecordPlan, stores: list[tuple[Place, Any]], manifest: Manifest, commits: bool) -> None:
         place = self.places[plan.slot]
         self.places[plan.slot] = 1 - place
-        entry = ChainEntry(plan.checkpoint.records[-1], place, hash(manifest))
+        entry = ChainEntry(plan.checkpoint.records[-1], place, hash(manifest), commits)
         self.entries[plan.generation] = entry
         for at, value in [*stores, (("manifest", plan.slot, place), manifest)]:
             self.medium.store(at, value)
@@ -320,12 +322,12 @@ class Reader:
         """What can be recovered, newest first: for each commit record its checkpoint, then those of its chain."""
         for line in candidates(self.commit_log()):
             record = GradientRecord(line.step, line.payload_generation, line.slot)
-            entry = ChainEntry(record, line.manifest_index, line.manifest_hash)
+            entry = ChainEntry(record, line.manifest_index, line.manifest_hash, True)
             manifest = self.manifest(entry)
             if manifest is None:
                 continue
             for one in (entry, *reversed(manifest.chain)):
-                found = self.load(one)
+                found = self.load(one) if one.is_committed else None
                 if found is not None:
                     yield found
 
@@ -585,7 +587,8 @@ class Life:
         if found is not None:
             self._check_states(found)
             lost = writer.step - found.manifest.step
-            if survives and lost > max(self.settings.n - 1, writer.step - self.committed_steps[0]):
+            most = self.settings.n + self.settings.interval - 2
+            if survives and lost > max(most, writer.step - self.committed_steps[0]):
                 raise ProblemError(f"with {place} damaged, {lost} updates are lost")
             self.counts.lost_at_most = max(self.counts.lost_at_most, lost * survives)
         elif survives:

@@ -22,6 +22,7 @@ from lightck.pool.gradient_log import (
     problem_of,
     records_default,
     records_min,
+    round_of,
     tolerant_records,
 )
 
@@ -49,6 +50,8 @@ SAFE = [
 TOLERANT = [
     *(Settings(n, tolerant_records(n), 1, has_damages=True, share_of_every_place=0.05) for n in (2, 3, 4, 5)),
     *(Settings(n, tolerant_records(n), n, has_damages=True) for n in (2, 4)),
+    *(Settings(n, tolerant_records(n), i, has_damages=True) for n, i in ((3, 2), (4, 2), (6, 2), (6, 3), (5, 3))),
+    *(Settings(n, tolerant_records(n), i, has_damages=True) for n, i in ((2, 3), (3, 7))),
     Settings(3, tolerant_records(3) + 1, 1, has_damages=True),
 ]
 """Nor is one lost by one damaged place, at rest."""
@@ -208,8 +211,17 @@ class OldHomeTrustedAfterCrash(GradientLog):
 class OutsideWriteForgotten(GradientLog):
     """A unit that was written outside of ``step()`` has its gradient in the record, and nothing else."""
 
-    def next_record(self, generation: int, updated: Any, written_outside: Any = None) -> RecordPlan | None:
-        return super().next_record(generation, updated, None)
+    def next_record(
+        self, generation: int, updated: Any, written_outside: Any = None, *, commits: bool = True
+    ) -> RecordPlan | None:
+        return super().next_record(generation, updated, None, commits=commits)
+
+
+class NoCommitBeforeRecord(GradientLog):
+    """It is not asked whether, with a damaged record, the bases of an earlier commit are still there."""
+
+    def _survives_damaged_record(self, checkpoint: Any) -> bool:
+        return True
 
 
 class LineBeforeFence(Writer):
@@ -251,6 +263,12 @@ PLANTED = [
     (with_log(OutsideWriteForgotten), least(3), "is wrong", 0),
     (with_log(NoStandIn), DAMAGES, "no older base", 0),
     (with_log(OldHomeTrustedAfterCrash), DAMAGES, "nothing can be recovered|updates are lost", 0),
+    (
+        with_log(NoCommitBeforeRecord),
+        Settings(5, 9, 3, has_damages=True, share_of_every_place=0.3),
+        "nothing can be recovered",
+        0,
+    ),
     (
         with_log(HarmfulRenewal),
         Settings(4, 7, has_damages=True, share_of_every_place=0.3, n_units=2),
@@ -461,6 +479,34 @@ def test_what_is_refused(arguments: Any, in_group: bool, words: str) -> None:
     problem = problem_of(*arguments, in_group=in_group)
     assert problem is not None
     assert re.search(words, problem), problem
+
+
+@pytest.mark.parametrize(
+    ("n", "interval", "length"), [(12, 1, 12), (13, 2, 13), (12, 5, 10), (12, 11, 12), (12, 50, 12)]
+)
+def test_a_round_is_a_multiple_of_the_interval(n: int, interval: int, length: int) -> None:
+    assert round_of(n, interval) == length
+
+
+@pytest.mark.parametrize(("n", "interval"), [(4, 2), (5, 2), (6, 3), (12, 4), (8, 5), (4, 3), (4, 9)])
+def test_in_the_long_run_no_commit_between_rounds_is_full(n: int, interval: int) -> None:
+    """The bases of an earlier commit stay for as long as the newest checkpoint needs records from before it."""
+    length = round_of(n, interval)
+    log, full = new_log(length, records_default(n, interval), 2 * length), 0
+    for step in range(1, 20 * n):
+        commits = step % interval == 0
+        if log.must_be_full and not commits:
+            log = log.with_hole(step, all_of(log))
+            continue
+        if log.must_be_full:
+            log = log.with_hole(step - 1, all_of(log))
+        plan = log.next_record(step + 1, all_of(log), commits=commits)
+        assert plan is not None
+        log = log.with_record(plan)
+        log = log.with_commit(plan) if commits else log
+        full += step > 4 * max(n, interval) and len(plan.units) == len(log.turn)
+        assert not commits or step < 4 * max(n, interval) or log.survives_damage() or interval > n
+    assert full == 0
 
 
 def test_a_pool_has_no_more_record_slots_than_a_commit_record_can_name() -> None:

@@ -19,6 +19,7 @@ from gradient_pools_by_hand import sentinels_of
 
 from lightck.pool.create import create
 from lightck.pool.engine import COPIED, ENDED, Engine
+from lightck.pool.format.gradients import CHAIN_COMMITTED
 from lightck.pool.format.layout import HOME_PLACE, Entry
 from lightck.pool.format.structures import MIB, DamagedError
 from lightck.pool.gradient_log import records_default, records_min
@@ -105,16 +106,19 @@ class Training:
         return gradients
 
     def save(self, writer: GradientWriter, gradients: dict[str, np.ndarray], *, how: str = "commits") -> None:
-        """``how``: "commits", "is given up", or "is cut off" (the process ends before the commit)."""
-        plan = writer.plan_record(np.array([unit in gradients for unit in writer.units.names]))
+        """``how``: "commits", "is recorded" (is not committed), "is given up", "is given up between commits", or "is
+        cut off" (the process ends before the commit)."""
+        commits = how not in ("is recorded", "is given up between commits")
+        plan = writer.plan_record(np.array([unit in gradients for unit in writer.units.names]), commits=commits)
         assert plan is not None
-        slot = writer.prepare(plan, sentinels_of(self.entries, {LATE: np.zeros(0, np.uint8), **self.states}, self.step))
+        sentinels = sentinels_of(self.entries, {LATE: np.zeros(0, np.uint8), **self.states}, self.step)
+        slot = writer.prepare(plan, sentinels, commits=commits)
         left_out = [number for number in writer.not_due if self.entries[number].name in self.states]
         tensors = {f"gradient/{unit}": gradient for unit, gradient in gradients.items()}
         tensors |= {
             e.name: self.states[e.name]
             for i, e in enumerate(self.entries)
-            if e.name in self.states and i not in left_out
+            if e.name in self.states and i not in left_out and (commits or e.place == HOME_PLACE)
         }
         numbers = np.array([writer.numbers[name] for name in tensors], np.int64)
         sources = np.array([data.ctypes.data for data in tensors.values()], np.uint64)
@@ -125,17 +129,20 @@ class Training:
         pending = writer.begin(copies, slot, list(tensors.values()))
         self.history[plan.generation] = step, {name: data.tobytes() for name, data in self.states.items()}
         pending.job.wait(COPIED)
-        if how != "commits":
+        if how not in ("commits", "is recorded"):
             pending.job.drop()
             pending.job.forget()
-            if how == "is given up":
+            if how != "is cut off":
                 writer.release_slot(pending, bad=False)
             return
         pending.job.release()
         pending.job.wait(ENDED)
-        writer.committed(pending)
+        if how == "is recorded":
+            writer.recorded(pending)
+        else:
+            writer.committed(pending)
+            self.acknowledged = plan.generation
         pending.job.forget()
-        self.acknowledged = plan.generation
 
     def skip(self, writer: GradientWriter, gradients: dict[str, np.ndarray]) -> None:
         """This update gets no record."""
@@ -306,6 +313,44 @@ def test_a_random_life(folder, seed):
             check(training)
         else:
             return  # nothing was committed, so there is no state to go on from
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_random_life_in_which_some_records_are_not_committed(folder, seed):
+    """After each store, what is recovered is the newest commit, and no record that came after it."""
+    chance = random.Random(seed)
+    n, interval = chance.choice(((2, 2), (3, 2), (4, 3), (2, 5), (6, 3)))
+    n_records = chance.choice((records_min(n, interval), records_default(n, interval)))
+    training = Training(folder / "run.pool", seed, n, n_records)
+    for _ in range(3):
+        with training.opened() as writer:
+            for _ in range(chance.randrange(1, 4 * interval)):
+                gradients = training.update([unit for unit in UNITS if chance.random() < 0.8])
+                commits = training.step % interval == 0
+                if chance.random() < 0.08 or (not commits and not writer.takes_record(training.step)):
+                    training.skip(writer, gradients)
+                elif chance.random() < 0.08:
+                    training.save(writer, gradients, how="is given up" if commits else "is given up between commits")
+                else:
+                    training.save(writer, gradients, how="commits" if commits else "is recorded")
+                if training.acknowledged is not None:
+                    check(training)
+        if training.acknowledged is None:
+            return
+
+
+def test_the_manifest_of_a_record_that_is_not_committed_is_in_the_chain_of_the_next_commit(training):
+    with training.opened() as writer:
+        for number in range(7):
+            training.save(writer, training.update(names_but()), how="is recorded" if number in (5, 6) else "commits")
+        check(training)
+        training.save(writer, training.update(names_but()))
+        check(training)
+    with closing(open_pool(str(training.path), gradients=True)) as reader:
+        checkpoint = checkpoint_of(reader, committed(reader)[0])
+        flags = {one.step: one.flags for one in checkpoint.part.chain}
+        assert (checkpoint.step, flags[5], flags[6], flags[7]) == (8, CHAIN_COMMITTED, 0, 0)
+        assert "model/mean" not in checkpoint_of(reader, checkpoint.part.chain[-1]).in_record
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -308,9 +308,17 @@ def test_earlier_step_is_recovered_on_request(pool):
         lightck.recover(path, step=1)
 
 
+def without_commit_records(pool: TrainedPool, *steps: int) -> TrainedPool:
+    """The pool after the commit records of these steps were overwritten: only chains name their checkpoints."""
+    for position, record in pool.records.items():
+        if record.step in steps:
+            pool.put(pool.sb.commit_record_offset(position), bytes(64))
+    return pool
+
+
 def test_step_that_only_a_chain_names_is_recovered_on_request(pool):
     found = train(model := net(), adamw(model))
-    path = TrainedPool(found, n=4, interval=3).write(pool)
+    path = without_commit_records(TrainedPool(found, n=4), 7, 8).write(pool)
     checkpoint = lightck.recover(path, step=8)
     assert (checkpoint.step, is_step(checkpoint, found.steps[7].everything)) == (8, True)
     assert_recovers(path, found)
@@ -318,7 +326,7 @@ def test_step_that_only_a_chain_names_is_recovered_on_request(pool):
 
 def test_commands_show_a_step_that_only_a_chain_names(pool):
     found = train(model := net(), adamw(model))
-    path = TrainedPool(found, n=4, interval=3).write(pool)
+    path = without_commit_records(TrainedPool(found, n=4), 7, 8).write(pool)
     shown = CliRunner().invoke(main, ["inspect", "--json", str(path)])
     states = {one["step"]: one["state"] for one in json.loads(shown.stdout)["checkpoints"]}
     assert {step: states[step] for step in (6, 7, 8, 9)} == {
@@ -331,7 +339,19 @@ def test_commands_show_a_step_that_only_a_chain_names(pool):
         assert lightck.recover(path, step=step).step == step
     done = CliRunner().invoke(main, ["verify", "--deep", "--replay", str(path)])
     assert done.exit_code == 0, done.output
-    assert "step 8 (not committed)  OK" in done.stdout
+    assert "step 8 (named by a newer one only)  OK" in done.stdout
+
+
+def test_record_that_was_never_committed_is_no_checkpoint(pool):
+    """It need not hold what no update consumed."""
+    found = train(model := net(), adamw(model))
+    path = TrainedPool(found, n=4, interval=3).write(pool)
+    with pytest.raises(NoCheckpointError, match="does not hold step 8"):
+        lightck.recover(path, step=8)
+    shown = CliRunner().invoke(main, ["inspect", "--json", str(path)])
+    assert {one["step"] for one in json.loads(shown.stdout)["checkpoints"]} >= {6, 9}
+    assert not {one["step"] for one in json.loads(shown.stdout)["checkpoints"]} & {7, 8}
+    assert_recovers(path, found)
 
 
 def test_restored_checkpoint_is_read_again_from_the_pool(pool):

@@ -227,7 +227,7 @@ def test_a_checkpoint_that_is_saved_again_is_full(training, pool):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"slots": 3}, {"interval": 2}, {"interval": "auto"}, {"keep": lightck.Keep(every=2, to="/tmp/x")}],
+    [{"slots": 3}, {"interval": "auto"}, {"interval": lightck.Auto()}, {"keep": lightck.Keep(every=2, to="/tmp/x")}],
     ids=str,
 )
 def test_arguments_that_do_not_go_together_are_refused(pool, arguments):

@@ -11,6 +11,7 @@ import random
 from crash.campaign import Campaign, Order, Tally
 from crash.campaigns.kill_training import Saving, play
 from crash.trainings import KINDS, layer_by_layer
+from lightck.pool.gradient_log import records_min
 from lightck.strategy.gradients import Gradients
 
 ONE_UNCOMMITTED = 2
@@ -18,9 +19,10 @@ ONE_UNCOMMITTED = 2
 
 
 def gradients(rng: random.Random) -> Saving:
-    base_every = rng.choice((2, 3, 3, 5))
-    n_records = rng.choice((None, base_every))
-    return Saving(1, ONE_UNCOMMITTED, {"strategy": Gradients(base_every, n_records)})
+    base_every, interval = rng.choice((2, 3, 3, 5)), rng.choice((1, 1, 2, 3, 6))
+    n_records = rng.choice((None, records_min(base_every, interval)))
+    options = {"strategy": Gradients(base_every, n_records), "interval": interval}
+    return Saving(interval, ONE_UNCOMMITTED, options)
 
 
 def run(order: Order) -> Tally:

@@ -38,7 +38,7 @@ def _chosen(order: Order, trial: int) -> tuple[str, Workload, Limits]:
         name = list(GRADIENT_WORKLOADS)[trial]
         return name, GRADIENT_WORKLOADS[name], LIMITS
     drawn = Drawn(order.seed + trial)
-    return f"{drawn}, {drawn.strategy}", drawn.workload(), LIMITS_OF_LIVES
+    return f"{drawn}, {drawn.strategy}, interval={drawn.interval}", drawn.workload(), LIMITS_OF_LIVES
 
 
 CAMPAIGN = Campaign(

@@ -53,11 +53,18 @@ class Life:
     path: Path
     truths: dict[int, bytes] = field(default_factory=dict)
     step: int = 0
+    base_every: int = BASE_EVERY
+    interval: int = 1
+
+    @property
+    def lost_max(self) -> int:
+        """How many updates one flipped bit may cost."""
+        return self.base_every + self.interval - 2
 
     @contextmanager
     def attached(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[lightck.Session]:
-        strategy = Gradients(BASE_EVERY)
-        with lightck.attach(model, self.path, optimizer=optimizer, strategy=strategy, resume=True) as session:
+        more = {"strategy": Gradients(self.base_every), "interval": self.interval, "resume": True}
+        with lightck.attach(model, self.path, optimizer=optimizer, **more) as session:
             yield session
 
     def train(
@@ -142,6 +149,37 @@ def just_awake(life: Life) -> None:
         life.train(model, optimizer, 1)
 
 
+def with_interval(base_every: int, interval: int, steps: int) -> Callable[[Life], None]:
+    """The last step is committed in its turn, or, if it is no multiple of the interval, when the session is closed."""
+
+    def live(life: Life) -> None:
+        life.base_every, life.interval = base_every, interval
+        model, optimizer = with_momentum()
+        with life.attached(model, optimizer):
+            life.train(model, optimizer, steps)
+
+    live.__name__ = f"{steps} steps, base_every={base_every}, interval={interval}"
+    return live
+
+
+def asleep_between(life: Life) -> None:
+    """A unit wakes between two commits, after it had no update for a round."""
+    life.base_every, life.interval = 4, 2
+    model, optimizer = with_sleeper()
+    assert isinstance(model, Sleeper)
+    with life.attached(model, optimizer):
+        life.train(model, optimizer, 8)
+        model.is_awake = False
+        life.train(model, optimizer, 7)
+        model.is_awake = True
+        life.train(model, optimizer, 3)
+
+
+INTERVALS = (
+    *(with_interval(*one) for one in ((6, 3, 18), (6, 3, 17), (4, 2, 12), (3, 2, 12), (4, 4, 16), (5, 3, 15))),
+    *(with_interval(*one) for one in ((2, 5, 15), (2, 5, 16), (8, 3, 24))),
+    asleep_between,
+)
 LIVES = (steady, after_a_hole, one_after_a_hole, adopted, one_after_an_adoption, asleep, just_awake)
 
 
@@ -213,7 +251,7 @@ class Pool:
             self._map[place] ^= mask
         where = f"mask {mask:#x} of byte {at:#x}: step {found.step}, {found.words}"
         assert self._life.truths[found.step] == found.digest, f"other bits; {where}"
-        assert self.newest - BASE_EVERY < found.step <= self.newest, where
+        assert self.newest - self._life.lost_max <= found.step <= self.newest, where
         return found
 
     def check(self, kind: str, count: int) -> Counter[str]:
@@ -321,6 +359,29 @@ def test_one_flipped_bit_costs_at_most_the_updates_of_a_round(pool_of: PoolOf) -
     seen = check_all(pool_of(steady), 12)
     assert set(seen["bases"]) == {"0 lost, said"}
     assert len(seen["gradients"] + seen["small state"]) > 1, "some records are needed, and others are not"
+
+
+def check_each(pool: Pool, count: int) -> dict[str, Counter[str]]:
+    """Flip bits in places of every kind, in a pool in which not every step is committed."""
+    seen = {kind: pool.check(kind, count) for kind, places in pool.places.items() if places}
+    for kind, found in seen.items():
+        silent = {one for one in found if not one.startswith("0 lost") and not one.endswith("said")}
+        assert not silent or kind == "the newest line", f"{kind}: {found}"
+        assert kind not in TWICE or set(found) == {"0 lost"}, f"{kind}: {found}"
+    return seen
+
+
+def test_with_an_interval_it_costs_the_updates_since_an_earlier_commit_too(pool_of: PoolOf) -> None:
+    seen = check_each(pool_of(with_interval(6, 3, 18)), 12)
+    assert set(seen["bases"]) == {"0 lost, said"}
+    assert set(seen["the newest manifest"]) == {"3 lost, said"}
+    assert set(seen["gradients"] + seen["small state"]) == {"0 lost", "3 lost, said", "6 lost, said"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("live", INTERVALS, ids=lambda live: live.__name__)
+def test_with_other_intervals_too(live: Callable[[Life], None], pool_of: PoolOf) -> None:
+    check_each(pool_of(live), 20)
 
 
 def test_verify_reports_a_damaged_place_of_each_kind(pool_of: PoolOf) -> None:

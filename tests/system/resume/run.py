@@ -154,6 +154,8 @@ class Run:
             from lightck.strategy.gradients import Gradients
 
             arguments = {"strategy": Gradients(base_every=base_every), **arguments}
+        if "interval" in self.options:
+            arguments = {"interval": self.options["interval"], **arguments}
         older = self.options.get("recover_step")
         if older is None:
             return lightck.attach(model, self._request["pool"], resume=True, **arguments)
