@@ -1,7 +1,9 @@
 """Pools with gradient records, as the pipeline sees them (``pool/gradient_writer.py`` writes them).
 
 All parameters and their optimizer state lie in homes, also those that are never updated: they are written once.
-Everything else lies in the record of each step: gradients, buffers, the user's objects.
+Everything else lies in the record of each step: gradients, buffers, the user's objects. If gradients are compressed, a
+record has room for their indexed form. A gradient that does not fit into it once (a hook of the user has added noise)
+needs a new pool, which has room for its dense form too.
 
 A step without a good record of its update (nobody captured it, or the step before was not saved) gets a full
 checkpoint: every unit is written to a home.
@@ -9,6 +11,7 @@ checkpoint: every unit is written to a home.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -17,7 +20,15 @@ from lightck.errors import UnsupportedError
 from lightck.pipeline.pool_kind import in_module_order
 from lightck.pool.engine import Engine
 from lightck.pool.format.gradients import SENTINEL_PAGE, Crcs
-from lightck.pool.format.layout import GRADIENT_ROLE, HOME_PLACE, HOME_ROLES, SLOT_PLACE, Entry, contiguous_stride
+from lightck.pool.format.layout import (
+    GRADIENT_ROLE,
+    HOME_PLACE,
+    ITEM_NBYTES,
+    SLOT_PLACE,
+    Entry,
+    contiguous_stride,
+    is_of_unit,
+)
 from lightck.pool.gradient_log import records_min
 from lightck.pool.gradient_writer import GradientWriter
 from lightck.pool.reader import PoolReader
@@ -26,26 +37,60 @@ from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.writer import PoolWriter, RelayoutNeededError
 from lightck.state.blocks import Blocks
+from lightck.state.indexed_gradient import INDEX_DTYPE
 from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain, unit_of
+from lightck.state.selection import BITS
 from lightck.state.signatures import ClosedStep
+from lightck.state.storable import dtype_from_name, dtype_name
 from lightck.state.update_record import gradient_names
+
+Capacity = Callable[[int, int], int | None]
+"""From the number of elements of a gradient, and the bytes of one, to the capacity of its indexed form; None: it has no
+indexed form."""
+
+
+def no_capacity(_numel: int, _item_nbytes: int) -> int | None:
+    """Gradients are not compressed: none has an indexed form."""
+    return None
 
 
 class GradientPools:
     """``base_every``: see ``GradientLog``. ``updated``: returns the names of the parameters that optimizers update, for
-    which a pool has room for gradients."""
+    which a pool has room for gradients. ``capacity``: see ``Capacity``."""
 
-    def __init__(self, base_every: int, updated: Callable[[], Collection[str]]) -> None:
-        self._base_every, self._updated = base_every, updated
+    def __init__(
+        self, base_every: int, updated: Callable[[], Collection[str]], capacity: Capacity = no_capacity
+    ) -> None:
+        self._base_every, self._updated, self._capacity = base_every, updated, capacity
+        self._seen_dense: set[str] = set()
+        """Names of the entries of gradients that have an indexed form, and did not fit into it once."""
         self._pages: SentinelPages | None = None
 
     def laid_out(self, entries: Iterable[Entry]) -> list[Entry]:
+        entries = list(entries)
+        self._seen_dense |= {entry.name for entry in entries if entry.role == GRADIENT_ROLE}
         kept = in_module_order(entry for entry in entries if entry.role != GRADIENT_ROLE)
         in_homes = [entry._replace(place=HOME_PLACE) for entry in kept if _is_in_home(entry)]
         in_slots = [entry for entry in kept if not _is_in_home(entry)]
         updated = self._updated()
-        gradients = [_gradient_entry(e) for e in in_homes if e.role == "param" and unit_of(e) in updated]
-        return [*in_homes, *in_slots, *gradients]
+        params = [e for e in in_homes if e.role == "param" and unit_of(e) in updated]
+        return [*in_homes, *in_slots, *(entry for param in params for entry in self._gradient_entries(param))]
+
+    def _gradient_entries(self, param: Entry) -> list[Entry]:
+        dense, indexed = _gradient_entry(param), self._indexed_entries(param)
+        return indexed + ([dense] if not indexed or dense.name in self._seen_dense else [])
+
+    def _indexed_entries(self, param: Entry) -> list[Entry]:
+        """Return the entries of the indexed form of a parameter's gradient; none if it has no indexed form."""
+        numel = math.prod(param.shape)
+        room = self._capacity(numel, ITEM_NBYTES[param.dtype]) if dtype_from_name(param.dtype) in BITS else None
+        if room is None:
+            return []
+        dtypes = dtype_name(INDEX_DTYPE), param.dtype
+        return [
+            Entry(name, GRADIENT_ROLE, dtype, (room,), (1,), room * ITEM_NBYTES[dtype], param.device, layer=param.layer)
+            for name, dtype in zip(gradient_names(unit_of(param), is_sparse=True), dtypes, strict=True)
+        ]
 
     def writer(
         self,
@@ -87,7 +132,7 @@ class GradientPools:
 
 
 def _is_in_home(entry: Entry) -> bool:
-    return entry.role in HOME_ROLES and entry.alias is None
+    return is_of_unit(entry.role, entry.name, entry.alias)
 
 
 def _gradient_entry(param: Entry) -> Entry:

@@ -11,6 +11,7 @@ from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Contents, Saved
+from lightck.restore.replayed import ReplayedCheckpoint
 
 STALE_REASON = (
     "it is stale: it holds old bytes of a tensor, because lightck noticed a write to that tensor too late (a newer "
@@ -60,7 +61,8 @@ class StaleCheckpoints:
 
 def parse(stored: Saved) -> Contents:
     """Parse the small state of a checkpoint. Raises ``DamagedError`` if it is malformed."""
-    return replace(parse_state(stored), entries=stored.entries)
+    not_exact = stored.not_exact if isinstance(stored, ReplayedCheckpoint) else ""
+    return replace(parse_state(stored), entries=stored.entries, not_exact=not_exact)
 
 
 def parse_state(stored: Saved) -> Contents:

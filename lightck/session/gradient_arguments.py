@@ -11,15 +11,17 @@ from lightck.hooks.layerwise import layerwise_of
 from lightck.pipeline.gradient_pools import GradientPools
 from lightck.pipeline.pool_kind import PoolKind
 from lightck.pool.create import pool_nbytes
-from lightck.pool.format.layout import GRADIENT_PREFIX, GRADIENT_ROLE, HOME_PLACE, Entry
+from lightck.pool.format.layout import GRADIENT_ROLE, HOME_PLACE, Entry
 from lightck.pool.gradient_log import BASE_EVERY_MIN, problem_of, records_default
 from lightck.restore.checkpoint import refuse_other_than_bool
-from lightck.session.arguments import SaveOptions
+from lightck.session.arguments import Arguments, SaveOptions
 from lightck.session.capture import Capture
+from lightck.session.compression import RESIDUALS_OF_STEPS, Compression, capacity_of, refuse_uncompressible
 from lightck.session.discover import Found
 from lightck.state.inventory import unit_of
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.replayable import refuse_low_ratio, refuse_unreplayable
+from lightck.state.update_record import parameter_of
 from lightck.strategy.gradients import Gradients
 
 
@@ -28,16 +30,16 @@ def n_records(strategy: Gradients) -> int:
     return strategy.log_records or records_default(strategy.base_every)
 
 
-def gradient_pools(strategy: Gradients, capture: Capture) -> GradientPools:
+def gradient_pools(strategy: Gradients, capture: Capture, compression: Compression | None) -> GradientPools:
     """Return the kind of pools of this session."""
 
     def updated() -> Collection[str]:
         return {name for view in capture.optimizers for name, _ in view.params}
 
-    return GradientPools(strategy.base_every, updated)
+    return GradientPools(strategy.base_every, updated, capacity_of(compression))
 
 
-def refuse_unrecordable(strategy: Gradients, options: SaveOptions, found: Found, *, is_rank_pool: bool) -> None:
+def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found, *, is_rank_pool: bool) -> None:
     """Raise ``UnsupportedError``, ``ValueError`` or ``TypeError`` if this training, with these arguments, cannot be
     saved by ``strategy``."""
     numbers = {"base_every": strategy.base_every, "log_records": strategy.log_records or 1}
@@ -48,7 +50,7 @@ def refuse_unrecordable(strategy: Gradients, options: SaveOptions, found: Found,
     problem = problem_of(strategy.base_every, strategy.log_records)
     if problem is not None:
         raise ValueError(f"Gradients: {problem}")
-    _refuse_other_arguments(options, is_rank_pool=is_rank_pool)
+    _refuse_other_arguments(arguments.save_options, is_rank_pool=is_rank_pool)
     if not found.optimizers:
         raise UnsupportedError(
             "strategy=Gradients(...) records what an optimizer consumes, and no optimizer of this model exists at "
@@ -68,16 +70,18 @@ def refuse_unrecordable(strategy: Gradients, options: SaveOptions, found: Found,
                 "nothing but the gradient, the options and the state of each parameter, pass "
                 "Gradients(own_optimizers=True)."
             )
+    refuse_uncompressible(strategy.compress, arguments.model, found, is_rank_pool=is_rank_pool)
 
 
 def refuse_small_gain(kind: PoolKind, entries: Iterable[Entry]) -> None:
     """Raise ``UnsupportedError`` if gradients have nearly as many bytes as what the updates change. ``entries``: the
     tensors of a checkpoint, with optimizer state."""
     laid_out = kind.laid_out(entries)
-    updated = {entry.name.removeprefix(GRADIENT_PREFIX) for entry in laid_out if entry.role == GRADIENT_ROLE}
-    gradient_nbytes = sum(entry.nbytes for entry in laid_out if entry.role == GRADIENT_ROLE)
-    changed_nbytes = sum(e.nbytes for e in laid_out if e.place == HOME_PLACE and unit_of(e) in updated)
-    refuse_low_ratio(changed_nbytes, gradient_nbytes)
+    updated = {parameter_of(entry.name) for entry in laid_out if entry.role == GRADIENT_ROLE}
+    residuals = [e.nbytes for e in laid_out if e.name.startswith(RESIDUALS_OF_STEPS)]
+    gradient_nbytes = sum(entry.nbytes for entry in laid_out if entry.role == GRADIENT_ROLE) + sum(residuals)
+    changed = [e for e in laid_out if e.place == HOME_PLACE and e.role != "state" and unit_of(e) in updated]
+    refuse_low_ratio(sum(e.nbytes for e in changed), gradient_nbytes)
 
 
 def space_advice(entries: Iterable[Entry], state_nbytes: int, kind: PoolKind, base_every: int, path: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightck.pipeline.plan import TargetSlot, WritePlan
+from lightck.strategy.topk import TopK
 
 if TYPE_CHECKING:
     from lightck.pipeline.write_table import WriteTable
@@ -30,6 +31,8 @@ class Gradients:
         own_optimizers: take optimizers that are no classes of ``torch.optim`` too, if steps of them on stand-ins can be
             made again. You vouch that such a ``step`` reads nothing but the gradient, the options and the state of
             each parameter: no attribute that the loop sets, no global variable, nothing that is drawn.
+        compress: ``lightck.TopK(...)``: updates consume only the largest entries of each gradient, so records are much
+            smaller. **This changes the training.**
 
     ``lightck.attach`` raises ``TypeError`` or ``ValueError`` for numbers that cannot be, and ``UnsupportedError`` for a
     training that cannot be saved so.
@@ -38,6 +41,7 @@ class Gradients:
     base_every: int = 12
     log_records: int | None = None
     own_optimizers: bool = False
+    compress: TopK | None = None
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
         """Leave out what the slot says is not due; copy every other undecided tensor at the boundary."""

@@ -292,5 +292,5 @@ def test_tensors_that_do_not_fit_raise_an_error_of_the_tree(shape, dtype):
 
 def test_value_of_a_later_release_is_named():
     value, tensors = plain()
-    with pytest.raises(CorruptPoolError, match="saved in format 2, and this lightck reads 1"):
-        consumed_update({**value, "version": 2}, tensors.__getitem__)
+    with pytest.raises(CorruptPoolError, match="saved in format 3, and this lightck reads 1 and 2"):
+        consumed_update({**value, "version": 3}, tensors.__getitem__)
