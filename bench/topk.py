@@ -6,7 +6,7 @@ On gradients and AdamW state of one size, in memory, on the threads that torch h
 - *torch.topk*: what torch itself takes to find the entries of largest magnitude (beside it; lightck does not call it).
 - *selection*: what ``TopK`` does to the gradients in ``optimizer.step()``: find the entries, set the others to zero.
 - *indexed form*: positions and values of the entries that are kept, for the record.
-- *dense form*: one copy of the gradients, what a record without ``TopK`` takes.
+- *dense form*: one copy of the gradients, which a record without ``TopK`` takes.
 
 Then a training of one layer with each strategy says how many bytes a checkpoint writes, as a multiple of the state:
 all of them, and without the share of the bases.

@@ -125,7 +125,8 @@ class _Update:
             value = unpack_dict(record.state).get(UPDATE_KEY)
             if value is None:
                 raise CorruptPoolError("its small state does not say what its update consumed")
-            self.consumed: ConsumedUpdate = consumed_update(value, self._read)
+            shapes = {unit_of(one): one.shape for one in record.reader.entries if one.role == "param"}
+            self.consumed: ConsumedUpdate = consumed_update(value, self._read, shapes.get)
         except CorruptPoolError as err:
             raise DamagedError(f"the gradient record of step {record.step} cannot be used: {err}") from err
         if self.consumed.step != record.step:

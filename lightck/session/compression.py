@@ -121,8 +121,10 @@ class Compression:
 
 def _names_in(capture: Capture) -> NamesOf:
     def names_of(optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        capture.refresh()
-        return next((view.names for view in capture.optimizers if view.optimizer is optimizer), [])
+        view = next(view for view in capture.optimizers if view.optimizer is optimizer)
+        if view.has_changed():
+            capture.refresh()
+        return view.names
 
     return names_of
 

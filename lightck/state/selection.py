@@ -22,6 +22,8 @@ BITS = {
 _DIGIT_BITS = 16
 PART_NUMEL = 1 << 20
 """Elements that are looked at together."""
+SMALL_NUMEL_MAX = 1 << 16
+"""The largest tensor that torch searches itself. (To count 65,536 digits takes longer.)"""
 
 
 def is_selectable(gradient: torch.Tensor) -> bool:
@@ -69,6 +71,11 @@ def kept_entries(flat: torch.Tensor, k: int) -> torch.Tensor:
 def _kth_largest_magnitude(flat: torch.Tensor, k: int) -> tuple[int, int, int]:
     """Return the k-th largest magnitude as an integer, how many entries have it, and how many of these are among the
     ``k`` largest."""
+    if flat.numel() <= SMALL_NUMEL_MAX:
+        magnitudes = _magnitudes(flat)
+        least = int(torch.kthvalue(magnitudes, flat.numel() - k + 1).values)
+        n_above = int(torch.count_nonzero(magnitudes > least))
+        return least, int(torch.count_nonzero(magnitudes == least)), k - n_above
     shift = 8 * flat.element_size() - _DIGIT_BITS
     counts = torch.zeros(1 << _DIGIT_BITS, dtype=torch.int64, device=flat.device)
     for part in _parts(flat):
@@ -80,8 +87,8 @@ def _kth_largest_magnitude(flat: torch.Tensor, k: int) -> tuple[int, int, int]:
     for part in _parts(flat):
         magnitudes = _magnitudes(flat[part])
         rest.append(magnitudes[magnitudes >> shift == digit])
-    least, k = kth_largest(torch.cat(rest), k, shift - _DIGIT_BITS)
-    least |= digit << shift
+    low, k = kth_largest(torch.cat(rest), k, shift - _DIGIT_BITS)
+    least = digit << shift | low
     return least, int(sum(torch.count_nonzero(one == least) for one in rest)), k
 
 

@@ -27,7 +27,7 @@ from lightck.state.consumed_update import (
     Implementation,
     SparseGradient,
 )
-from lightck.state.indexed_gradient import NUMEL_MAX, IndexedGradient, dense_gradient, problem_of
+from lightck.state.indexed_gradient import IndexedGradient, dense_gradient, problem_of
 from lightck.state.options_watch import OptionsWatch
 from lightck.state.small_state import CachedPacker, pack_plain
 from lightck.state.values import typed
@@ -44,6 +44,16 @@ _SPARSE, _INDEXED = "sparse", "indexed"
 Read = Callable[[str], torch.Tensor]
 """Reads a tensor of the pool by the name of its entry, with its elements in row-major order. Raises ``LookupError`` if
 the record holds no such tensor."""
+
+
+ShapeOf = Callable[[str], tuple[int, ...] | None]
+"""Returns the shape that a parameter has in the pool; None if it is not known. A gradient in its indexed form does not
+prove its own shape, and is read only if it has this one."""
+
+
+def no_shape(_parameter: str) -> tuple[int, ...] | None:
+    """No shape is known."""
+    return None
 
 
 class CapturedGradient(Protocol):
@@ -266,9 +276,9 @@ def _tensor_value(tensor: torch.Tensor | None) -> list[object] | None:
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
-def consumed_update(value: object, read: Read) -> ConsumedUpdate:
+def consumed_update(value: object, read: Read, shape_of: ShapeOf = no_shape) -> ConsumedUpdate:
     """Return what an update consumed, from its value in the small state. ``read``: called for the tensors of a gradient
-    each time that the replay asks for it, perhaps in several threads.
+    each time that the replay asks for it, perhaps in several threads. ``shape_of``: see ``ShapeOf``.
 
     Raises ``CorruptPoolError`` if the value is malformed. A gradient that does not fit its description raises it when
     it is read."""
@@ -279,7 +289,7 @@ def consumed_update(value: object, read: Read) -> ConsumedUpdate:
                 f"what its update consumed was saved in format {raw['version']}, and this lightck reads "
                 f"{RECORD_VERSION} and {INDEXED_VERSION}: read it with the release that saved it"
             )
-        steps = tuple(_step(one, read) for one in typed(raw["steps"], list))
+        steps = tuple(_step(one, read, shape_of) for one in typed(raw["steps"], list))
         update = ConsumedUpdate(_number(raw["step"], 0, NUMBER_MAX), steps, _number(raw["threads"], 1, THREADS_MAX + 1))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError, OverflowError) as err:
         raise _malformed(f"{type(err).__name__}: {err}") from err
@@ -292,9 +302,9 @@ def consumed_update(value: object, read: Read) -> ConsumedUpdate:
 class StoredGradients(Mapping[str, Gradient]):
     """Name of a parameter -> its gradient, which is read from the pool each time that it is asked for."""
 
-    def __init__(self, described: Mapping[str, list[object] | None], read: Read) -> None:
+    def __init__(self, described: Mapping[str, list[object] | None], read: Read, shape_of: ShapeOf) -> None:
         """``described``: name -> what the value says of the gradient."""
-        self._described, self._read = described, read
+        self._described, self._read, self._shape_of = described, read, shape_of
 
     def __getitem__(self, name: str) -> Gradient:
         found = self._described[name]
@@ -332,20 +342,17 @@ class StoredGradients(Mapping[str, Gradient]):
         return SparseGradient(indices, held, size, typed(is_coalesced, bool))
 
     def _indexed(self, name: str, found: list[object]) -> torch.Tensor:
-        _, raw_shape, raw_strides, count = found
+        _, raw_shape, raw_strides, n_used = found
         shape, strides = (
             tuple(_number(one, 0, INT_MAX) for one in typed(part, list)) for part in (raw_shape, raw_strides)
         )
+        if shape != self._shape_of(name) or len(shape) != len(strides) or not is_dense(shape, strides):
+            raise _malformed(f"shape and strides of the gradient of {name!r} do not fit its parameter")
         indices, held = (self._tensor(one) for one in gradient_names(name, is_sparse=True))
-        form = IndexedGradient(indices, held, typed(count, int))
-        numel = math.prod(shape)
-        if len(shape) != len(strides) or not is_dense(shape, strides):
-            raise _malformed(f"the strides of the gradient of {name!r} do not fit its shape")
-        problem = problem_of(form, numel)
+        form = IndexedGradient(indices, held, typed(n_used, int))
+        problem = problem_of(form, math.prod(shape))
         if problem is not None:
             raise _malformed(f"the gradient of {name!r} is damaged: {problem}")
-        if numel > NUMEL_MAX:
-            raise _malformed(f"the gradient of {name!r} has more elements than indices can name")
         return dense_gradient(form, shape, strides)
 
     def _tensor(self, entry_name: str) -> torch.Tensor:
@@ -357,7 +364,7 @@ class StoredGradients(Mapping[str, Gradient]):
             ) from None
 
 
-def _step(value: object, read: Read) -> ConsumedStep:
+def _step(value: object, read: Read, shape_of: ShapeOf) -> ConsumedStep:
     raw = typed(value, dict)
     names = [[typed(name, str) for name in typed(group, list)] for group in _unpacked_list(raw["names"])]
     options = [_options(group) for group in _unpacked_list(raw["options"])]
@@ -374,7 +381,7 @@ def _step(value: object, read: Read) -> ConsumedStep:
         _number(raw["optimizer"], 0, OPTIMIZERS_MAX),
         typed(raw["class"], str),
         groups,
-        StoredGradients(dict(zip(all_names, described, strict=True)), read),
+        StoredGradients(dict(zip(all_names, described, strict=True)), read, shape_of),
         _tensor(raw["grad_scale"]),
         _tensor(raw["found_inf"]),
     )

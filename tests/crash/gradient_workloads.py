@@ -17,6 +17,7 @@ from lightck.pool.format.layout import GRADIENT_PREFIX
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed
 from lightck.pool.reader import open_pool
 from lightck.strategy.gradients import Gradients
+from lightck.strategy.topk import TopK
 
 
 class Sleeper(nn.Module):
@@ -78,9 +79,12 @@ def newest(recorder: Recorder) -> tuple[int, int]:
 
 
 def workload(
-    run: Callable[[Recorder, Gradients], None], base_every: int, build: Callable[[], Pair] = with_momentum
+    run: Callable[[Recorder, Gradients], None],
+    base_every: int,
+    build: Callable[[], Pair] = with_momentum,
+    compress: TopK | None = None,
 ) -> Workload:
-    strategy = Gradients(base_every)
+    strategy = Gradients(base_every, compress=compress)
     return Workload(lambda recorder: run(recorder, strategy), build, options={"strategy": strategy})
 
 
@@ -287,4 +291,5 @@ GRADIENT_WORKLOADS: dict[str, Workload] = {
     "buffers": workload(plain(5, with_buffers), 2, with_buffers),
     "saved again": workload(saved_again, 2),
     "background": workload(background, 2, wide),
+    "compressed": workload(background, 2, wide, TopK(0.05)),
 }

@@ -29,16 +29,21 @@ def by_hand(flat: torch.Tensor, k: int) -> torch.Tensor:
     data=st.data(),
     dtype=st.sampled_from(DTYPES),
     numbers=st.lists(st.sampled_from(SPECIAL) | st.floats(-10, 10, width=16), min_size=1, max_size=40),
+    small_max=st.sampled_from([0, 1 << 16]),
 )
 @settings(max_examples=200, deadline=None)
-def test_kept_entries_are_those_of_a_stable_sort(data, dtype, numbers):
+def test_kept_entries_are_those_of_a_stable_sort(data, dtype, numbers, small_max):
     flat = torch.tensor(numbers).to(dtype)
     k = data.draw(st.integers(1, len(numbers)))
-    assert torch.equal(kept_entries(flat, k), by_hand(flat, k))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "SMALL_NUMEL_MAX", small_max)
+        assert torch.equal(kept_entries(flat, k), by_hand(flat, k))
 
 
+@pytest.mark.parametrize("small_max", [0, 1 << 16], ids=["counted", "searched by torch"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kept_entries_of_a_large_gradient_are_those_of_a_stable_sort(dtype):
+def test_kept_entries_of_a_large_gradient_are_those_of_a_stable_sort(dtype, small_max, monkeypatch):
+    monkeypatch.setattr(selection, "SMALL_NUMEL_MAX", small_max)
     flat = torch.randn(5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     for k in (1, 50, 4999, 5000):
         assert torch.equal(kept_entries(flat, k), by_hand(flat, k))
@@ -60,6 +65,7 @@ def test_kth_largest_is_that_of_a_sort(numbers, dtype):
 def test_gradients_are_looked_at_in_parts(dtype, monkeypatch):
     """Equal magnitudes lie in several parts, and only the first of them are kept."""
     monkeypatch.setattr(selection, "PART_NUMEL", 7)
+    monkeypatch.setattr(selection, "SMALL_NUMEL_MAX", 0)
     flat = torch.randint(-4, 5, (100,), generator=torch.Generator().manual_seed(1)).to(dtype)
     for k in range(1, 101):
         assert torch.equal(kept_entries(flat, k), by_hand(flat, k)), k
