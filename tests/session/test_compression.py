@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from toys import batch, crashed, everything, is_step, kill_at, killed_child, same
+from toys import batch, crashed, everything, flip, is_step, kill_at, killed_child, same
 
 import lightck
 from lightck import Gradients, TopK
@@ -497,3 +497,77 @@ def test_a_parameter_outside_of_the_model_has_a_residual_with_its_base(pool):
             assert (checkpoint.step, checkpoint.rejected) == (number + 1, ())
             assert same(everything(other, other_optimizer), everything(model, optimizer))
     assert any("outside" in name for name in checkpoint.state["TopK"]["residuals_of_bases"])
+
+
+@pytest.mark.parametrize("residual", ["base", "step"])
+def test_a_parameter_that_is_unfrozen_late_gets_a_residual(pool, residual):
+    model = net()
+    model[2].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    topk = TopK(RATIO, error_feedback=True, residual=residual)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=strategy(topk)) as session:
+        for number in range(10):
+            model[2].weight.requires_grad_(number >= 4)
+            iterate(model, optimizer, number, 1)
+            session.flush()
+            checkpoint = lightck.recover(pool)
+            assert (checkpoint.step, checkpoint.rejected) == (number + 1, ())
+            assert is_step(checkpoint, everything(model, optimizer))
+            (residuals,) = checkpoint.state["TopK"].values()
+            assert ("2.weight" in residuals) == (number >= 4)
+
+
+def test_a_group_of_parameters_that_is_added_is_compressed(pool):
+    model = net()
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=0.05)
+    topk = TopK(RATIO, error_feedback=True)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=strategy(topk)) as session:
+        for number in range(10):
+            if number == 4:
+                optimizer.add_param_group({"params": model[2].parameters()})
+            iterate(model, optimizer, number, 1)
+            session.flush()
+            checkpoint = lightck.recover(pool)
+            assert (checkpoint.step, checkpoint.rejected) == (number + 1, ())
+            assert is_step(checkpoint, everything(model, optimizer))
+        assert torch.count_nonzero(model[2].weight.grad) == topk.kept(WIDE * WIDE)
+
+
+# -- residuals that lie with the bases -------------------------------------------------------------------------------
+
+
+def test_kills_lose_no_update_if_residuals_lie_with_the_bases(pool):
+    topk = TopK(RATIO, error_feedback=True)
+    steps = 6 * len(SITES)
+    for site in SITES:
+        killed_child(lambda site=site: run_to_the_end(pool, topk, steps, (site, 2)))
+    model, optimizer = make()
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True, strategy=strategy(topk)) as session:
+        assert 1 < session.step < steps
+        iterate(model, optimizer, session.step, 5)
+        session.flush()
+        assert is_step(lightck.recover(pool), everything(model, optimizer))
+
+
+def test_a_damaged_residual_is_replaced_by_that_of_the_older_base(pool, caplog):
+    topk = TopK(RATIO, error_feedback=True)
+    model, optimizer = make()
+    residuals = {}
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=strategy(topk)) as session:
+        for number in range(10):
+            iterate(model, optimizer, number, 1)
+            state = session._steps.capture.objects["TopK"].state_dict()["residuals_of_bases"]
+            residuals[number + 1] = state["2.weight"].clone()
+    name = "state/TopK/residuals_of_bases/2.weight"
+    base, older = (
+        newest(pool, lambda found, of=of: next(one for one in getattr(found, of)() if one.entry.name == name))
+        for of in ("bases", "older_bases")
+    )
+    assert older.step < base.step < 10
+    flip(pool, base.offset + 5)
+    checkpoint = lightck.recover(pool)
+    assert (checkpoint.step, checkpoint.rejected) == (10, ())
+    assert is_step(checkpoint, everything(model, optimizer))
+    assert same(checkpoint.state["TopK"]["residuals_of_bases"]["2.weight"], residuals[older.step])
+    assert f"are of step {older.step}, and the checkpoint is of step 10" in checkpoint.reason
+    assert f"An older one, of step {older.step}, is used" in caplog.text
