@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lightck.errors import UnsupportedError
 from lightck.hooks.compression import Kept
@@ -60,6 +59,8 @@ class TopKAllReduce:
     def _hook(self, group, bucket):  # type: ignore[no-untyped-def]
         buffer = bucket.buffer()
         if self._kept is None or buffer.layout is not torch.strided or buffer.dtype not in BITS:
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook  # not in every torch
+
             return allreduce_hook(group, bucket)
         return self._all_reduce(bucket, buffer, self._kept)
 

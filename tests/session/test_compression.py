@@ -194,14 +194,14 @@ def test_a_pool_made_with_dense_gradients_goes_on_with_compressed_ones_and_back(
     model, optimizer = make()
     with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(3)):
         iterate(model, optimizer, 0, 5)
-    for number, topk in ((5, TopK(RATIO)), (10, None)):
+    for number, topk in ((5, TopK(RATIO)), (10, TopK(3 * RATIO)), (15, None)):
         other, other_optimizer = make(seed=1)
         with lightck.attach(
             other, pool, optimizer=other_optimizer, strategy=Gradients(3, compress=topk), resume=True
         ) as session:
             for step in range(number, number + 5):
                 iterate(other, other_optimizer, step, 1)
-                iterate(model, optimizer, step, 1, ByHand(model, TopK(RATIO)) if topk else lambda: None)
+                iterate(model, optimizer, step, 1, ByHand(model, topk) if topk else lambda: None)
                 session.flush()
                 assert is_step(lightck.recover(pool), everything(other, other_optimizer))
         assert same(everything(other, other_optimizer), everything(model, optimizer))
@@ -442,6 +442,21 @@ def test_arguments_that_cannot_be_are_refused(pool, topk, error, message):
     model, optimizer = make()
     with pytest.raises(error, match=message):
         lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(3, compress=topk))
+
+
+def test_error_feedback_that_is_added_at_a_resume_is_named(pool, folder):
+    model, optimizer = make()
+    topk = TopK(RATIO, error_feedback=True)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=strategy(TopK(RATIO))):
+        iterate(model, optimizer, 0, 4)
+    with pytest.raises(DriftError, match="holds no state for the object state\\['TopK'\\]"):
+        lightck.attach(model, pool, optimizer=optimizer, strategy=strategy(topk), resume=True)
+    other, other_optimizer = make(seed=1)
+    lightck.recover(pool, other, other_optimizer)
+    assert same(everything(other, other_optimizer), everything(model, optimizer))
+    with lightck.attach(other, folder / "other.pool", optimizer=other_optimizer, strategy=strategy(topk)):
+        iterate(other, other_optimizer, 4, 4)
+    assert is_step(lightck.recover(folder / "other.pool"), everything(other, other_optimizer))
 
 
 def test_an_object_with_the_name_of_the_residuals_is_refused(pool):
