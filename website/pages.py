@@ -42,6 +42,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "optimizers*": "Optimizers",
         "tensors*": "Tensors",
         "gradients*": "Gradients instead of the state",
+        "topk*": "Compress the gradients",
         "devices*": "Devices",
         "ranks": "Several ranks",
         "ranks-hosts*": "Hosts and new files",
