@@ -35,6 +35,7 @@ __all__ = [
     "Session",
     "Stats",
     "StoredPiece",
+    "TopK",
     "attach",
     "export_checkpoint",
     "layerwise",
@@ -58,6 +59,7 @@ _MODULES = {
     "Session": "session.session",
     "Stats": "stats",
     "StoredPiece": "restore.ranges",
+    "TopK": "strategy.topk",
     "attach": "session.attach",
     "export_checkpoint": "export",
     "layerwise": "hooks.layerwise",
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from lightck.stats import Stats
     from lightck.strategy.full import FullState
     from lightck.strategy.gradients import Gradients
+    from lightck.strategy.topk import TopK
     from lightck.tiers.keep import Keep
     from lightck.tiers.pin import Pin
 else:

@@ -19,7 +19,7 @@ from lightck.events import ClosingEvent, SessionLock, StepEvents, StepListener
 from lightck.hooks import own_hooks
 from lightck.hooks.boundary import Boundary
 from lightck.hooks.captured_update import CapturedStep, CapturedUpdate, HeldGradient
-from lightck.hooks.consumed import ConsumedGradients
+from lightck.hooks.consumed import ConsumedGradients, Indexing, never_indexed
 from lightck.hooks.hooks import Hooks
 from lightck.hooks.probation import plain_tensor
 from lightck.restore.replay import Base, replay
@@ -92,6 +92,7 @@ class Captured(StepListener):
         module: nn.Module | None = None,
         hooks: Hooks | None = None,
         events: StepEvents | None = None,
+        index: Indexing = never_indexed,
     ) -> None:
         self.model, self.optimizers = module or model, optimizers
         self.events = events or StepEvents(SessionLock())
@@ -99,7 +100,7 @@ class Captured(StepListener):
         self._counts = hooks is None
         self.hooks.report_gradients()
         self.copies = Copies()
-        self.capture = self.copies.capture = _Taking(self.copies, self._names_of, block=BLOCK)
+        self.capture = self.copies.capture = _Taking(self.copies, self._names_of, block=BLOCK, index=index)
         self.capture.training = self
         self.copies.on_update = self._update_made
         self.boundary = Boundary(sum(role.makes_updates for role in wrapper_roles(optimizers)))

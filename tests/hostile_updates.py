@@ -12,7 +12,8 @@ from lightck.state import values
 
 SMALL = (
     st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=4)
-    | st.binary(max_size=6) | st.just(torch.ones(2)) | st.sampled_from(["sparse", "fused", "cpu", "cuda", "meta"])
+    | st.binary(max_size=6) | st.just(torch.ones(2))
+    | st.sampled_from(["sparse", "indexed", "fused", "cpu", "cuda", "meta"])
 )  # fmt: skip
 ANY = st.recursive(
     SMALL,

@@ -175,6 +175,7 @@ def test_public_surface_is_sealed():
         "Session",
         "Stats",
         "StoredPiece",
+        "TopK",
         "attach",
         "export_checkpoint",
         "layerwise",

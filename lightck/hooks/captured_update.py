@@ -14,6 +14,7 @@ from enum import Enum
 import torch
 
 from lightck.state.consumed_update import ConsumedGroup, ConsumedStep, ConsumedUpdate, Gradient, SparseGradient
+from lightck.state.indexed_gradient import IndexedGradient, dense_gradient
 
 
 class GradientClass(Enum):
@@ -30,10 +31,12 @@ class GradientClass(Enum):
     """It is zeroed in place for the next update (``zero_grad(set_to_none=False)``), or written by something else."""
     WRITTEN_BY_STEP = "written by step"
     """The update itself changes it."""
+    INDEXED = "indexed"
+    """What is held is its indexed form, in memory of its own, which nothing else writes."""
 
     @property
     def deadline(self) -> Deadline:
-        if self is GradientClass.OWNED:
+        if self in (GradientClass.OWNED, GradientClass.INDEXED):
             return Deadline.GATE
         return Deadline.BACKWARD if self is GradientClass.VIEW else Deadline.NOW
 
@@ -67,10 +70,11 @@ class HeldGradient:
     """The gradient of one parameter, as an update consumed it.
 
     name: of the parameter. tensors: a dense gradient as one tensor; of a sparse one the indices (int64,
-    ``(n_sparse_dims, n_values)``) and the values; of a DTensor the local tensor. Empty as soon as ``result`` is not
-    ``HELD``. strides: of a dense gradient, in elements; if its dtype is narrower than float32, the bits of the update
-    depend on them. sparse_shape, is_coalesced: of a sparse gradient; an optimizer gives other bits for the coalesced
-    one. shape: of the gradient, dense or sparse.
+    ``(n_sparse_dims, n_values)``) and the values; of a dense one in its indexed form (``IndexedGradient``) its indices
+    and values; of a DTensor the local tensor. Empty as soon as ``result`` is not ``HELD``. strides: of a dense
+    gradient, in elements; if its dtype is narrower than float32, the bits of the update depend on them. sparse_shape,
+    is_coalesced: of a sparse gradient; an optimizer gives other bits for the coalesced one. shape: of the gradient,
+    dense or sparse. n_used: ``IndexedGradient.n_used``; None: the gradient has not its indexed form.
     """
 
     name: str
@@ -81,6 +85,7 @@ class HeldGradient:
     is_coalesced: bool = False
     result: CopyResult = CopyResult.HELD
     shape: tuple[int, ...] = ()
+    n_used: int | None = None
 
     @property
     def is_sparse(self) -> bool:
@@ -91,6 +96,9 @@ class HeldGradient:
         if self.sparse_shape is not None:
             indices, values = copies
             return SparseGradient(indices, values, self.sparse_shape, self.is_coalesced)
+        if self.n_used is not None:
+            indices, values = copies
+            return dense_gradient(IndexedGradient(indices, values, self.n_used), self.shape, self.strides)
         (copied,) = copies
         if copied.stride() == self.strides:
             return copied

@@ -8,6 +8,9 @@ gradients than the training's own is in memory, and it is released part by part.
 the deadline of the gradient's class. No copy is trusted unchecked: ``copied`` compares the version counter, and in turn
 the checksums, with those of the gradient before the update.
 
+If gradients are compressed, the indexed form of a gradient is made at once, in memory of its own, and is held instead
+of the gradient.
+
 All methods are called on the thread that trains.
 """
 
@@ -35,6 +38,7 @@ from lightck.hooks.gradient_classes import GradientClasses, GradientHistory
 from lightck.hooks.probation import WHOLE_COPIES, Checksums, ExpectedBlocks, Probation
 from lightck.state.consumed_update import ConsumedGroup, options_by_value
 from lightck.state.implementation_choice import chosen_implementations, writes_gradients
+from lightck.state.indexed_gradient import IndexedGradient
 from lightck.state.local_tensors import local_of
 from lightck.state.signatures import version_counter_of
 
@@ -46,6 +50,15 @@ _CLOSURE_NEVER = "step() did not call its closure, so it is not known which grad
 _IN_BACKWARD = "Layers were updated inside the backward pass, and their gradients were not seen."
 _NO_STEP = "No step of an optimizer was seen."
 _OTHER_THREADS = "The number of intra-op threads changed between the steps of the optimizers."
+
+
+Indexing = Callable[[torch.Tensor], IndexedGradient | None]
+"""Returns the indexed form of a dense gradient; None: it has none, or does not fit into it."""
+
+
+def never_indexed(_gradient: torch.Tensor) -> IndexedGradient | None:
+    """Gradients are not compressed."""
+    return None
 
 
 class GradientCopier(Protocol):
@@ -103,10 +116,11 @@ class ConsumedGradients(StepListener):
         names_of: Callable[[Optimizer], Sequence[Sequence[str]]],
         *,
         block: int,
+        index: Indexing = never_indexed,
     ) -> None:
         """``names_of``: returns, for each group of an optimizer, the names of its parameters. ``block``: bytes that one
-        checksum covers."""
-        self._copier, self._names_of = copier, names_of
+        checksum covers. ``index``: see ``Indexing``."""
+        self._copier, self._names_of, self._index = copier, names_of, index
         self._classes, self._block = GradientClasses(), block
         self._probation = Probation(block)
         self._names: dict[int, tuple[list[list[int]], list[tuple[str, ...]]]] = {}
@@ -271,8 +285,15 @@ class ConsumedGradients(StepListener):
             gradients |= dict.fromkeys(names)
             for p, name, grad in found:
                 local = grad if type(grad) is torch.Tensor else local_of(grad)
-                history = self._classes.observe(p, grad, local, is_written=is_written, has_forward=self._has_forward)
-                gradient = gradients[name] = _gradient_of(name, local, history.kind)
+                form = self._index(local) if local.layout is torch.strided else None
+                if form is None:
+                    history = self._classes.observe(
+                        p, grad, local, is_written=is_written, has_forward=self._has_forward
+                    )
+                    gradient = gradients[name] = _gradient_of(name, local, history.kind)
+                else:
+                    history = self._classes.of_indexed(p)
+                    gradient = gradients[name] = _indexed_gradient_of(name, local, form)
                 holds.append(_Hold(gradient, history, index, self._update, _signatures_of(gradient.tensors), []))
         are_whole = [hold.history.n_validated < WHOLE_COPIES for hold in holds]
         expected = self._probation.read(index, [hold.gradient for hold in holds], are_whole)
@@ -329,6 +350,11 @@ def _gradient_of(name: str, local: torch.Tensor, kind: GradientClass) -> HeldGra
         f"The gradient of {name!r} has the layout {local.layout}. lightck can record dense gradients, and sparse ones "
         "of the layout torch.sparse_coo. Use one of these, or strategy=FullState()."
     )
+
+
+def _indexed_gradient_of(name: str, local: torch.Tensor, form: IndexedGradient) -> HeldGradient:
+    tensors, kind = (form.indices, form.values), GradientClass.INDEXED
+    return HeldGradient(name, kind, tensors, local.stride(), shape=tuple(local.shape), n_used=form.n_used)
 
 
 def _signatures_of(tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, int]]:

@@ -49,6 +49,8 @@ class GradientClasses:
     def __init__(self) -> None:
         self._histories: dict[int, GradientHistory] = {}
         """id of a parameter -> its history. The weak reference in the history shows whether the id was reused."""
+        self._indexed: dict[int, GradientHistory] = {}
+        """As ``_histories``, for gradients that are held in their indexed form."""
         self._returning: list[GradientHistory] = []
         """Histories of the parameters whose next gradient may lie in the memory of the newest one."""
         self.has_recycled = False
@@ -90,6 +92,15 @@ class GradientClasses:
             self.has_recycled = True
             return GradientClass.RECYCLED
         return GradientClass.VIEW if has_forward else GradientClass.RECYCLED
+
+    def of_indexed(self, param: torch.Tensor) -> GradientHistory:
+        """Return the history of a parameter whose gradient is held in its indexed form, in memory of its own. What the
+        loop does with the gradient itself is not observed then."""
+        history = self._indexed.get(id(param))
+        if history is None or history.param() is not param:
+            reference = weakref.ref(param)
+            history = self._indexed[id(param)] = GradientHistory(reference, reference, GradientClass.INDEXED)
+        return history
 
     def begin_update(self) -> None:
         """The gradients that are observed from now on belong to another update."""

@@ -1,7 +1,9 @@
 """Pools with gradient records, as the pipeline sees them (``pool/gradient_writer.py`` writes them).
 
 All parameters and their optimizer state lie in homes, also those that are never updated: they are written once.
-Everything else lies in the record of each step: gradients, buffers, the user's objects.
+Everything else lies in the record of each step: gradients, buffers, the user's objects. If gradients are compressed, a
+record has room for their indexed form. A gradient that does not fit into it once (a hook of the user has added noise)
+needs a new pool, which has room for its dense form too.
 
 A step without a good record of its update (nobody captured it, or the step before left none) gets a full checkpoint:
 every unit is written to a home. With an interval, each step between two checkpoints gets a record that is not
@@ -11,6 +13,7 @@ next checkpoint is full. The records up to it would be of no use, and are not wr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
@@ -20,13 +23,14 @@ from lightck.pipeline.pool_kind import in_module_order
 from lightck.pool.engine import Engine
 from lightck.pool.format.gradients import SENTINEL_PAGE, Crcs
 from lightck.pool.format.layout import (
-    GRADIENT_PREFIX,
     GRADIENT_ROLE,
     HOME_PLACE,
     HOME_ROLES,
+    ITEM_NBYTES,
     SLOT_PLACE,
     Entry,
     contiguous_stride,
+    is_of_unit,
 )
 from lightck.pool.format.structures import RECORD_SLOTS_MAX
 from lightck.pool.gradient_log import BASE_EVERY_MIN, records_min, round_of, tolerant_base_every
@@ -37,11 +41,22 @@ from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.writer import PoolWriter, RelayoutNeededError
 from lightck.state.blocks import Blocks
+from lightck.state.indexed_gradient import INDEX_DTYPE
 from lightck.state.inventory import Live, address_of, in_plain_memory, is_plain, unit_of
+from lightck.state.selection import BITS
 from lightck.state.signatures import ClosedStep
-from lightck.state.update_record import gradient_names
+from lightck.state.storable import dtype_from_name, dtype_name
+from lightck.state.update_record import gradient_names, parameter_of
 
 BASE_EVERY_MAX = tolerant_base_every(RECORD_SLOTS_MAX)
+Capacity = Callable[[int, int], int | None]
+"""From the number of elements of a gradient, and the bytes of one, to the capacity of its indexed form; None: it has no
+indexed form."""
+
+
+def no_capacity(_numel: int, _item_nbytes: int) -> int | None:
+    """Gradients are not compressed: none has an indexed form."""
+    return None
 
 
 class GradientPools:
@@ -53,14 +68,17 @@ class GradientPools:
         updated: Callable[[], Collection[str]],
         interval: int = 1,
         n_records: Callable[[Sequence[Entry], int], int] | None = None,
+        capacity: Capacity = no_capacity,
     ) -> None:
         """``base_every``: see ``Gradients``; None: in each pool as many steps as pay there (``paying_base_every``) and
         as its records allow. ``updated``: returns the names of the parameters that optimizers update, for which a pool
         has room for gradients. ``interval``: updates from one commit to the next. ``n_records``: returns the number of
         record slots of a new pool, from its entries and the bytes of its small state; None: the number that the session
-        asks for."""
+        asks for. ``capacity``: see ``Capacity``."""
         self._base_every, self._interval, self._updated = base_every, interval, updated
-        self._n_records = n_records
+        self._n_records, self._capacity = n_records, capacity
+        self._seen_dense: set[str] = set()
+        """Names of the entries of gradients that have an indexed form, and did not fit into it once."""
         self._most = BASE_EVERY_MAX
         """The largest ``base_every`` from the next full checkpoint on."""
         self._pages: SentinelPages | None = None
@@ -74,12 +92,30 @@ class GradientPools:
         return min(writer.log.base_every, self._most) if isinstance(writer, GradientWriter) else None
 
     def laid_out(self, entries: Iterable[Entry]) -> list[Entry]:
+        entries = list(entries)
+        self._seen_dense |= {entry.name for entry in entries if entry.role == GRADIENT_ROLE}
         kept = in_module_order(entry for entry in entries if entry.role != GRADIENT_ROLE)
         in_homes = [entry._replace(place=HOME_PLACE) for entry in kept if _is_in_home(entry)]
         in_slots = [entry for entry in kept if not _is_in_home(entry)]
         updated = self._updated()
-        gradients = [_gradient_entry(e) for e in in_homes if e.role == "param" and unit_of(e) in updated]
-        return [*in_homes, *in_slots, *gradients]
+        params = [e for e in in_homes if e.role == "param" and unit_of(e) in updated]
+        return [*in_homes, *in_slots, *(entry for param in params for entry in self._gradient_entries(param))]
+
+    def _gradient_entries(self, param: Entry) -> list[Entry]:
+        dense, indexed = _gradient_entry(param), self._indexed_entries(param)
+        return indexed + ([dense] if not indexed or dense.name in self._seen_dense else [])
+
+    def _indexed_entries(self, param: Entry) -> list[Entry]:
+        """Return the entries of the indexed form of a parameter's gradient; none if it has no indexed form."""
+        numel = math.prod(param.shape)
+        room = self._capacity(numel, ITEM_NBYTES[param.dtype]) if dtype_from_name(param.dtype) in BITS else None
+        if room is None:
+            return []
+        dtypes = dtype_name(INDEX_DTYPE), param.dtype
+        return [
+            Entry(name, GRADIENT_ROLE, dtype, (room,), (1,), room * ITEM_NBYTES[dtype], param.device, layer=param.layer)
+            for name, dtype in zip(gradient_names(unit_of(param), is_sparse=True), dtypes, strict=True)
+        ]
 
     def n_slots(self, entries: Sequence[Entry], state_nbytes: int, wanted: int) -> int:
         return wanted if self._n_records is None else self._n_records(entries, state_nbytes)
@@ -144,8 +180,9 @@ def updated_nbytes(laid_out: Iterable[Entry]) -> tuple[int, int]:
     of a pool."""
     laid_out = list(laid_out)
     gradients = [entry for entry in laid_out if entry.role == GRADIENT_ROLE]
-    updated = {entry.name.removeprefix(GRADIENT_PREFIX) for entry in gradients}
-    changed = sum(e.nbytes for e in laid_out if e.place == HOME_PLACE and unit_of(e) in updated)
+    updated = {parameter_of(entry.name) for entry in gradients}
+    in_homes = [e for e in laid_out if e.place == HOME_PLACE and e.role in HOME_ROLES]
+    changed = sum(entry.nbytes for entry in in_homes if unit_of(entry) in updated)
     return changed, sum(entry.nbytes for entry in gradients)
 
 
@@ -158,7 +195,7 @@ def paying_base_every(laid_out: Iterable[Entry]) -> int:
 
 
 def _is_in_home(entry: Entry) -> bool:
-    return entry.role in HOME_ROLES and entry.alias is None
+    return is_of_unit(entry.role, entry.name, entry.alias)
 
 
 def _gradient_entry(param: Entry) -> Entry:

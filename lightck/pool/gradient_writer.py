@@ -31,7 +31,7 @@ from lightck.pool.format.gradients import (
     GradientPart,
     Rows,
 )
-from lightck.pool.format.layout import HOME_PLACE, Entry, blocks_of
+from lightck.pool.format.layout import HOME_PLACE, Entry, blocks_of, is_of_unit
 from lightck.pool.format.structures import CommitRecord, align_up, manifest_hash
 from lightck.pool.gradient_log import GradientLog, LoggedCheckpoint, Mask, RecordPlan, next_position
 from lightck.pool.gradient_reader import GradientCheckpoint, chain_entry_of, checkpoint_of, logged_checkpoint
@@ -200,9 +200,10 @@ class GradientWriter(PoolWriter):
             self.log = self.log.with_base_every(most, self.units.turns(most))
 
     def add(self, entries: Sequence[Entry], present: set[str]) -> None:
-        """As ``PoolWriter.add``. New parameters and optimizer state have no home, so they need a new pool."""
+        """As ``PoolWriter.add``. New parameters, optimizer state and residuals have no home, so they need a new
+        pool."""
         for entry in entries:
-            if entry.role in ("param", "optimizer") and entry.alias is None:
+            if is_of_unit(entry.role, entry.name, entry.alias):
                 raise RelayoutNeededError(f"{entry.name!r} has no home in the pool")
         super().add(entries, present)
 

@@ -35,6 +35,8 @@ class Checkpoint:
         step: number of updates that the training had made when the checkpoint was closed.
         iteration: number of iterations of the loop up to this checkpoint; an iteration whose update a GradScaler
             skipped counts too.
+        exact: whether the checkpoint is the whole state of its step. False if it holds older residuals of ``TopK``.
+        reason: why ``exact`` is False; else empty.
         rejected: newer checkpoints that recovery rejected, each with its reason.
         drift: after a restore with ``strict=False``, the parts that did not fit.
         contents, record: the parsed checkpoint and its commit record, for lightck itself.
@@ -58,6 +60,7 @@ class Checkpoint:
         self.step = contents.step
         self.iteration = contents.iteration
         self.rejected: tuple[RejectedCheckpoint, ...] = tuple(rejected)
+        self.exact, self.reason = not contents.not_exact, contents.not_exact
         self.drift = _restore.Drift()
         self.contents = contents
         self._read_source = read_source

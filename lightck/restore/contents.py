@@ -186,6 +186,8 @@ class Contents:
     were averaged (``averages.py``)."""
     layout: SavedLayout | None = None
     """The layout with which the rank saved it; None: it had none."""
+    not_exact: str = ""
+    """Why a training that goes on from this checkpoint is not the one that saved it; empty if it is."""
 
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:

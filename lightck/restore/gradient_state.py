@@ -3,13 +3,16 @@
 Each unit starts from its newest copy (``unit_copies.py``), and the optimizer makes the updates after it again
 (``replay.py``). After each of them one page of each tensor is compared with what the record of that step says of it, so
 a replay that is not exact ends there. All else (buffers, small state) lies in the checkpoint's own record as it is.
+
+The residuals of ``TopK``, if they lie with the bases, cannot be made again: gradients hold nothing of what was left out
+of them. They are taken from the copy of their unit as they are, and ``UnitsAtStep`` says of which step they are.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 from lightck._native import ffi, lib
 from lightck.errors import CorruptPoolError, LightckError, ReplayError, StateValueError, UnsupportedError, listed
 from lightck.pool.format.gradients import SENTINEL_PAGE
-from lightck.pool.format.layout import HOME_PLACE, SLOT_PLACE, Entry
+from lightck.pool.format.layout import HOME_PLACE, RESIDUAL_PREFIX, SLOT_PLACE, Entry
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.gradient_reader import GradientCheckpoint
 from lightck.restore.contents import empty_for, unpack_dict
@@ -43,10 +46,12 @@ _DECISIVE = ("torch", "machine", "cpu", "vendor", "deterministic")
 @dataclass(frozen=True, slots=True)
 class UnitsAtStep:
     """The units of a checkpoint, as they were at the end of its step. entries, tensors: name of a tensor -> its entry,
-    and the tensor."""
+    and the tensor. older_residuals: name of a residual that is older than the checkpoint -> its step; None: there was
+    none yet, and it is zero."""
 
     entries: dict[str, Entry]
     tensors: dict[str, torch.Tensor]
+    older_residuals: dict[str, int | None] = field(default_factory=dict)
 
 
 def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) -> UnitsAtStep:
@@ -144,7 +149,8 @@ class _Update:
             value = unpack_dict(record.state).get(UPDATE_KEY)
             if value is None:
                 raise CorruptPoolError("its small state does not say what its update consumed")
-            self.consumed: ConsumedUpdate = consumed_update(value, self._read)
+            shapes = {unit_of(one): one.shape for one in record.reader.entries if one.role == "param"}
+            self.consumed: ConsumedUpdate = consumed_update(value, self._read, shapes.get)
         except CorruptPoolError as err:
             raise DamagedError(f"the gradient record of step {record.step} cannot be used: {err}") from err
         if self.consumed.step != record.step:
@@ -180,10 +186,15 @@ class _OlderUnit:
     ) -> None:
         """``numbers``: of the optimizers that update the unit, at most one."""
         copy = loaded.copy
-        self.name = copy.parameter
+        self.name, self.step = copy.parameter, copy.step
         self.state: dict[Any, Any] = plain.at(copy.step, self.name)
+        self.residuals: dict[str, torch.Tensor] = {}
+        """Name -> what ``TopK`` had left out of the gradients, at the step of the copy."""
         for name, tensor in loaded.tensors.items():
             entry = copy.tensors[name].entry
+            if entry.role == "state":
+                self.residuals[name] = tensor
+                continue
             placed = tensor.to(_device_of(entry))
             if entry.role == "optimizer":
                 self.state[name.rpartition("/")[2]] = placed
@@ -360,7 +371,7 @@ def _tensor_in_record(record: GradientCheckpoint, name: str) -> torch.Tensor:
     return tensor
 
 
-def _joined(checkpoint: GradientCheckpoint, current: Iterable[LoadedUnit], older: Iterable[_OlderUnit]) -> UnitsAtStep:
+def _joined(checkpoint: GradientCheckpoint, current: Iterable[LoadedUnit], older: Sequence[_OlderUnit]) -> UnitsAtStep:
     """Join units whose copy is of the checkpoint's step, and units that were replayed to it."""
     entries: dict[str, Entry] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -371,7 +382,33 @@ def _joined(checkpoint: GradientCheckpoint, current: Iterable[LoadedUnit], older
     for unit in older:
         for name, tensor in unit.tensors().items():
             entries[name], tensors[name] = _entry(name, tensor, known.get(name)), tensor
-    return UnitsAtStep(entries, tensors)
+    steps = dict[str, int | None]()
+    named = _residuals_in(checkpoint) if any(entry.role == "state" for entry in known.values()) else ()
+    of_unit = {unit.name: unit for unit in older}
+    for name in named:
+        unit_of_name = of_unit.get(unit_of(known[name])) if name in known else None
+        if unit_of_name is not None:
+            found = unit_of_name.residuals.get(name)
+            steps[name] = None if found is None else unit_of_name.step
+            entries[name] = known[name]
+            tensors[name] = empty_for(known[name], "cpu").zero_() if found is None else found
+    return UnitsAtStep(entries, tensors, steps)
+
+
+def _residuals_in(checkpoint: GradientCheckpoint) -> list[str]:
+    """Return the names of the residuals that the small state of a checkpoint says are tensors of the pool."""
+    names: list[str] = []
+
+    def note(name: str) -> torch.Tensor:
+        names.append(name)
+        return torch.empty(0)
+
+    try:
+        for packed in typed(unpack_dict(checkpoint.state)["state"], dict).values():
+            values.unpack(typed(packed, bytes), tensor=note)
+    except (CorruptPoolError, KeyError) as err:
+        raise DamagedError(f"the objects in the record of step {checkpoint.step} are malformed ({err})") from err
+    return [name for name in names if name.startswith(RESIDUAL_PREFIX)]
 
 
 def _entry(name: str, tensor: torch.Tensor, known: Entry | None) -> Entry:

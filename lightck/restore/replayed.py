@@ -86,6 +86,24 @@ class ReplayedCheckpoint:
         return self._checkpoint
 
     @cached_property
+    def not_exact(self) -> str:
+        """Why a training that goes on from this checkpoint is not the one that saved it: residuals of ``TopK`` are
+        older than the checkpoint. Empty if it is the same. Updates are made again for it, as for ``entries``."""
+        older = self._units.older_residuals
+        if not older:
+            return ""
+        norm = sum(float(self._units.tensors[name].double().norm()) ** 2 for name in older) ** 0.5
+        steps, n_zero = {step for step in older.values() if step is not None}, list(older.values()).count(None)
+        of_steps = f"steps {min(steps)} to {max(steps)}" if len(steps) > 1 else f"step {max(steps, default=0)}"
+        zeros = f" ({n_zero} not saved yet, and zero)" if n_zero else ""
+        n_parameters = "1 parameter" if len(older) == 1 else f"{len(older)} parameters"
+        return (
+            f"the residuals (error feedback of TopK) of {n_parameters}{zeros} are of {of_steps}, and the "
+            f"checkpoint is of step {self.step}; their norm is {norm:.6g}. What was left out of gradients since then "
+            "is lost"
+        )
+
+    @cached_property
     def listed_entries(self) -> Mapping[str, Entry]:
         """Name -> entry of the tensors that the manifest names. No update is made again for it. Raises
         ``DamagedError``."""

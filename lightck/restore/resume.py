@@ -37,8 +37,8 @@ class Recovered:
     """The step of the restored checkpoint."""
     exact: bool
     """Whether every rank restored a state of its own, so that the continuation can be bit-identical. False if a rank
-    had lost its pool and took the checkpoint of another rank, or if the checkpoint was loaded from the pools of another
-    world. The same on all ranks."""
+    had lost its pool and took the checkpoint of another rank, if the checkpoint was loaded from the pools of another
+    world, or if it holds older residuals (``TopK(error_feedback=True, residual="base")``). The same on all ranks."""
     reason: str
     """Why ``exact`` is False; else empty."""
 
@@ -75,8 +75,8 @@ class Resumed:
     """Name of a number that a module keeps -> its value at the checkpoint, to compare before the first training
     forward. None after that forward, and if there is nothing to compare."""
     not_exact: str = ""
-    """Why the continuation is not bit-identical: the checkpoint was saved by other ranks. Empty if it is
-    bit-identical."""
+    """Why the continuation is not bit-identical: the checkpoint was saved by other ranks, or holds older residuals.
+    Empty if it is bit-identical."""
 
     @property
     def recovered(self) -> Recovered:
@@ -105,6 +105,7 @@ class Resumed:
             # PRE_STEP: the next forward had run before the checkpoint was closed, and may have changed the numbers. So
             # they are not compared.
             None if contents.event == ClosingEvent.PRE_STEP.value else contents.numbers,
+            contents.not_exact,
         )
 
     @property
@@ -178,8 +179,10 @@ def is_poisoned(model: nn.Module) -> bool:
 
 
 def warn_differences(contents: Contents) -> None:
-    """Warn if the fingerprint (machine, threads, torch) changed. If a forward closed the checkpoint, log how the data
-    are checked without a session loader."""
+    """Warn if the checkpoint is not exact, or if the fingerprint (machine, threads, torch) changed. If a forward closed
+    the checkpoint, log how the data are checked without a session loader."""
+    if contents.not_exact:
+        log.warning("lightck: the training does not go on bit for bit: %s", contents.not_exact)
     differ = _changed_conditions(contents)
     if differ:
         log.warning(

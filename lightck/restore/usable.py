@@ -86,7 +86,8 @@ class StaleCheckpoints:
 
 def parse(stored: Saved) -> Contents:
     """Parse the small state of a checkpoint. Raises ``DamagedError`` if it is malformed."""
-    return replace(parse_state(stored), entries=stored.entries)
+    not_exact = stored.not_exact if isinstance(stored, ReplayedCheckpoint) else ""
+    return replace(parse_state(stored), entries=stored.entries, not_exact=not_exact)
 
 
 def parse_state(stored: Saved) -> Contents:

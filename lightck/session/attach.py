@@ -36,6 +36,7 @@ from lightck.restore.together import TIMEOUT
 from lightck.session.arguments import Arguments, SaveOptions
 from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants
+from lightck.session.compression import Compression, compression_of
 from lightck.session.cross_check import cross_check_of
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
@@ -141,14 +142,14 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     gradients = arguments.save_options.gradients
     if gradients is not None:
         refuse_unrecordable(gradients, arguments, found, is_rank_pool=is_rank_pool)
-    capture = Capture(arguments.model, found.optimizers, found.state, arguments.layout)
+    found, capture, compression = _captured(arguments, found, group_start)
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
     meter = Meter(slowdown())
     lock = file.lock()
     with ExitStack() as undo:
         undo.callback(lock.release)
         pipeline = _pipeline(
-            arguments, path, backend, medium_durability, meter, lock, capture, is_rank_pool=is_rank_pool
+            arguments, path, backend, medium_durability, meter, lock, capture, compression, is_rank_pool=is_rank_pool
         )
         undo.callback(pipeline.close)
         participants = _commit_participants(file, meter)
@@ -173,7 +174,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
             strict_data=arguments.save_options.strict_data,
         )
         if gradients is not None:
-            steps.record_updates(gradients.mtbf)
+            steps.record_updates(compression, mtbf=gradients.mtbf, is_in_group=is_rank_pool)
         session = Session(steps, lock, found.classes, None if group_start is None else group_start.membership())
         undo.pop_all()
         undo.callback(session.abandon)
@@ -188,6 +189,19 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     return session
 
 
+def _captured(
+    arguments: Arguments, found: Found, group_start: GroupStart | None
+) -> tuple[Found, Capture, Compression | None]:
+    """Return what the session saves, what reads it, and the compression of gradients, whose residuals are saved too."""
+    n_ranks = 1 if group_start is None else group_start.group.world_size
+    compression = compression_of(arguments.save_options.gradients, n_ranks)
+    found = found if compression is None else compression.added_to(found)
+    capture = Capture(arguments.model, found.optimizers, found.state, arguments.layout)
+    if compression is not None:
+        compression.allocate(capture)
+    return found, capture, compression
+
+
 def _pipeline(
     arguments: Arguments,
     path: str,
@@ -196,6 +210,7 @@ def _pipeline(
     meter: Meter,
     lock: PoolLock,
     capture: Capture,
+    compression: Compression | None,
     *,
     is_rank_pool: bool,
 ) -> Pipeline:
@@ -204,7 +219,7 @@ def _pipeline(
     if options.gradients is not None:
         interval = options.fixed_interval
         slots = n_records(options.gradients, interval, is_rank_pool=is_rank_pool)
-        pool_kind = gradient_pools(options.gradients, capture, path, backend, interval)
+        pool_kind = gradient_pools(options.gradients, capture, path, backend, interval, compression)
     on_device = any(transfer_of(p) is not None for p in arguments.model.parameters())
     return Pipeline(
         path,

@@ -20,6 +20,7 @@ from lightck.restore.checkpoint import refuse_other_than_bool
 from lightck.session.arguments import Arguments, SaveOptions
 from lightck.session.base_every import chosen, free_nbytes, records_of_new_pool, refuse_wrong_mtbf
 from lightck.session.capture import Capture
+from lightck.session.compression import RESIDUALS_OF_STEPS, Compression, capacity_of, refuse_uncompressible
 from lightck.session.discover import Found
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.parts import is_part
@@ -36,9 +37,11 @@ def n_records(strategy: Gradients, interval: int, *, is_rank_pool: bool) -> int:
     return records_default(chosen(strategy) or BASE_EVERY_MIN, interval, in_group=is_rank_pool)
 
 
-def gradient_pools(strategy: Gradients, capture: Capture, path: str, backend: Backend, interval: int) -> GradientPools:
+def gradient_pools(
+    strategy: Gradients, capture: Capture, path: str, backend: Backend, interval: int, compression: Compression | None
+) -> GradientPools:
     """Return the kind of pools of this session. path, backend: of the pool. interval: updates from one commit to the
-    next."""
+    next. compression: of gradients."""
 
     def updated() -> Collection[str]:
         return {name for view in capture.optimizers for name, _ in view.params}
@@ -48,7 +51,8 @@ def gradient_pools(strategy: Gradients, capture: Capture, path: str, backend: Ba
 
     base_every = chosen(strategy)
     is_chosen = base_every is not None or strategy.log_records is not None
-    return GradientPools(base_every, updated, interval, None if is_chosen else records_that_fit)
+    n_records = None if is_chosen else records_that_fit
+    return GradientPools(base_every, updated, interval, n_records, capacity_of(compression))
 
 
 def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found, *, is_rank_pool: bool) -> None:
@@ -89,6 +93,7 @@ def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found,
                 "nothing but the gradient, the options and the state of each parameter, pass "
                 "Gradients(own_optimizers=True)."
             )
+    refuse_uncompressible(strategy.compress, arguments.model, found, is_rank_pool=is_rank_pool)
 
 
 def _refuse_coupled_parts(optimizer: Optimizer, *, has_layout: bool) -> None:
@@ -108,7 +113,10 @@ def _refuse_coupled_parts(optimizer: Optimizer, *, has_layout: bool) -> None:
 def refuse_small_gain(kind: PoolKind, entries: Iterable[Entry]) -> None:
     """Raise ``UnsupportedError`` if gradients have nearly as many bytes as what the updates change. ``entries``: the
     tensors of a checkpoint, with optimizer state."""
-    refuse_low_ratio(*updated_nbytes(kind.laid_out(entries)))
+    laid_out = kind.laid_out(entries)
+    changed_nbytes, gradient_nbytes = updated_nbytes(laid_out)
+    residuals = [entry.nbytes for entry in laid_out if entry.name.startswith(RESIDUALS_OF_STEPS)]
+    refuse_low_ratio(changed_nbytes, gradient_nbytes + sum(residuals))
 
 
 def space_advice(

@@ -26,6 +26,7 @@ from lightck.following.ddp import warn_unsaved_by_ddp
 from lightck.following.loop_counter import LoopCounterCheck
 from lightck.following.update_parts import UpdateParts
 from lightck.hooks.boundary import BY_HAND, Boundary
+from lightck.hooks.consumed import never_indexed
 from lightck.hooks.early_gate import EarlyGate
 from lightck.hooks.hooks import Hooks
 from lightck.hooks.layers import PartialUpdate
@@ -36,6 +37,7 @@ from lightck.session.base_check import BaseCheck
 from lightck.session.base_every import BaseEveryTuner, Costs
 from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants, Commits, deadline_after
+from lightck.session.compression import Compression
 from lightck.session.discover import (
     Found,
     check_late_optimizer,
@@ -115,17 +117,31 @@ class Steps(StepListener):
         self.events.add(self)
         self.hooks = Hooks(self.events, model, found.optimizers, meter)
         self.update_records: UpdateRecords | None = None
+        self._compression: Compression | None = None
 
-    def record_updates(self, mtbf: float | None = None) -> None:
-        """Store in each checkpoint what its update consumed. ``mtbf``: lower ``base_every`` to what this mean time
-        between failures asks for; None: leave it as it is."""
+    def record_updates(
+        self, compression: Compression | None = None, *, mtbf: float | None = None, is_in_group: bool = False
+    ) -> None:
+        """Store in each checkpoint what its update consumed. ``compression``: of the gradients, before that;
+        ``is_in_group``: by the communication hook of DistributedDataParallel. ``mtbf``: lower ``base_every`` to what
+        this mean time between failures asks for; None: leave it as it is."""
         guard = self.pipeline.guard
-        self.update_records = records = UpdateRecords(self.capture, guard.copied_at_boundary, reads_all=guard.reads_all)
+        index = never_indexed if compression is None else compression.index
+        self.update_records = records = UpdateRecords(
+            self.capture, guard.copied_at_boundary, reads_all=guard.reads_all, index=index
+        )
         if guard.reads_all:
             records.base_check = BaseCheck(self.capture, lambda: self.pipeline.pool.writer)
         self.hooks.report_gradients()
         self.events.add(records)
         self.events.add(records.consumed_gradients)
+        self._compression = compression
+        if compression is not None:
+            capture = self.capture
+            for listener in compression.in_group(capture) if is_in_group else compression.in_one_process(capture):
+                self.events.add(listener)  # it receives each event before those above
+            if is_in_group:
+                self.hooks.handles.append(compression.register_hook(self.model, capture))
         self.capture.update_of, self.capture.base_every = records.record_of, lambda: self.base_every
         if mtbf is not None:
             self.events.add(self._tuner(mtbf, records))
@@ -174,6 +190,8 @@ class Steps(StepListener):
         self.hooks.forget()
         if self.update_records is not None:
             self.update_records.forget()
+        if self._compression is not None:
+            self._compression.forget()
         self.continuation.forget()
         self._first_step = self.loop_top = self.commits.cross_check = None
 

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 
 from lightck.events import StepListener
 from lightck.hooks.captured_update import CapturedStep, CapturedUpdate, CopyResult, GradientClass, HeldGradient
-from lightck.hooks.consumed import ConsumedGradients
+from lightck.hooks.consumed import ConsumedGradients, Indexing, never_indexed
 from lightck.hooks.probation import plain_tensor
 from lightck.pipeline.guard import Rejection
 from lightck.pipeline.in_flight import InFlightCheckpoint
@@ -36,7 +36,7 @@ from lightck.state.inventory import Live
 from lightck.state.neutral_settings import settings_reason
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.signatures import UpdateRecord
-from lightck.state.update_record import UpdatePacker, gradient_names, gradient_tensors, unrecordable_reason
+from lightck.state.update_record import UpdatePacker, gradient_tensors, names_of, unrecordable_reason
 
 log = logging.getLogger("lightck")
 _CRASH_NOW = "If the process crashes now, an older checkpoint may be recovered."
@@ -47,11 +47,18 @@ FULL_MAX = 20
 class UpdateRecords(StepListener):
     """The records of one session's updates. Its ``consumed_gradients`` is a listener of its own."""
 
-    def __init__(self, capture: Capture, copied_at_boundary: Set[str], *, reads_all: bool = False) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        copied_at_boundary: Set[str],
+        *,
+        reads_all: bool = False,
+        index: Indexing = never_indexed,
+    ) -> None:
         """``copied_at_boundary``: names of tensors that no background copy may read. ``reads_all``: read all bytes at
-        each update to find writes outside of updates."""
+        each update to find writes outside of updates. ``index``: see ``Indexing``."""
         self._capture, self._copied_at_boundary = capture, copied_at_boundary
-        self.consumed_gradients = ConsumedGradients(self, self._names_of, block=BLOCK_MAX)
+        self.consumed_gradients = ConsumedGradients(self, self._names_of, block=BLOCK_MAX, index=index)
         self._packer, self._outside, self._audit = UpdatePacker(), OutsideWrites(reads_all=reads_all), UpdateAudit()
         self._copies: dict[HeldGradient, tuple[torch.Tensor, ...]] = {}
         """Gradients that were copied to memory, because something would have overwritten them."""
@@ -174,8 +181,7 @@ class UpdateRecords(StepListener):
     def _is_overwritten_early(self, gradient: HeldGradient) -> bool:
         """Whether the loop writes into the memory of this gradient before the next update. (If that was once found
         after a copy had begun, also in an earlier process, the pool has its name.)"""
-        names = gradient_names(gradient.name, is_sparse=gradient.is_sparse)
-        return gradient.kind is GradientClass.VIEW or not self._copied_at_boundary.isdisjoint(names)
+        return gradient.kind is GradientClass.VIEW or not self._copied_at_boundary.isdisjoint(names_of(gradient))
 
     def overwritten(self, gradient: HeldGradient, reason: str) -> None:
         log.info("lightck: the gradient of %r cannot be recorded: %s", gradient.name, reason)

@@ -15,7 +15,7 @@ from torch import nn
 
 from lightck.errors import LayoutError, StateValueError, UnsupportedError
 from lightck.layout import Layout
-from lightck.pool.format.layout import Entry, contiguous_stride, entry_of_share
+from lightck.pool.format.layout import RESIDUAL_PREFIX, Entry, contiguous_stride, entry_of_share
 from lightck.pool.format.shares import Share
 from lightck.state.device_transfers import is_dense_tensor
 from lightck.state.local_tensors import is_dtensor, is_fully_sharded, local_of, refuse_unrestorable_state, stands_in
@@ -516,7 +516,9 @@ def param_of(name: str) -> str:
 
 def unit_of(entry: Entry) -> str:
     """Return the name of the parameter to whose unit (the parameter with its optimizer state) an entry belongs.
-    ``entry``: of a parameter or of optimizer state."""
+    ``entry``: of a parameter, of optimizer state, or of a residual that lies in a home."""
+    if entry.role == "state":
+        return entry.name.removeprefix(RESIDUAL_PREFIX)
     return param_of(entry.name) if entry.role == "optimizer" else entry.name.removeprefix("model/")
 
 

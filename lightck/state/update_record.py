@@ -8,6 +8,7 @@ replay of its parameter asks for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Protocol, TypeVar
@@ -26,6 +27,7 @@ from lightck.state.consumed_update import (
     Implementation,
     SparseGradient,
 )
+from lightck.state.indexed_gradient import IndexedGradient, dense_gradient, problem_of
 from lightck.state.options_watch import OptionsWatch
 from lightck.state.small_state import CachedPacker, pack_plain
 from lightck.state.values import typed
@@ -34,16 +36,26 @@ UPDATE_KEY = "update"
 """Key of the small state under which the value of an update lies."""
 BASE_EVERY_KEY = "base_every"
 """Key of the small state that says in how many steps each unit is written once. No recovery reads it."""
-RECORD_VERSION = 1
-"""Version of the value."""
+RECORD_VERSION, INDEXED_VERSION = 1, 2
+"""Versions of the value: without, and with gradients in their indexed form."""
 THREADS_MAX = 4096
 """Maximum number of intra-op threads of an update. A replay starts as many."""
 OPTIMIZERS_MAX = 1 << 20
-_SPARSE = "sparse"
+_SPARSE, _INDEXED = "sparse", "indexed"
 
 Read = Callable[[str], torch.Tensor]
 """Reads a tensor of the pool by the name of its entry, with its elements in row-major order. Raises ``LookupError`` if
 the record holds no such tensor."""
+
+
+ShapeOf = Callable[[str], tuple[int, ...] | None]
+"""Returns the shape that a parameter has in the pool; None if it is not known. A gradient in its indexed form does not
+prove its own shape, and is read only if it has this one."""
+
+
+def no_shape(_parameter: str) -> tuple[int, ...] | None:
+    """No shape is known."""
+    return None
 
 
 class CapturedGradient(Protocol):
@@ -59,6 +71,8 @@ class CapturedGradient(Protocol):
     def sparse_shape(self) -> tuple[int, ...] | None: ...
     @property
     def is_coalesced(self) -> bool: ...
+    @property
+    def n_used(self) -> int | None: ...
 
 
 G = TypeVar("G", bound=CapturedGradient)
@@ -100,9 +114,20 @@ class CapturedUpdate(Protocol[G_co]):
 
 def gradient_names(parameter: str, *, is_sparse: bool) -> tuple[str, ...]:
     """Return the names of the pool's entries for the gradient of a parameter: one for a dense gradient; for a sparse
-    one those of its indices and its values."""
+    one, or a dense one in its indexed form (``is_sparse`` too), those of its indices and its values."""
     name = GRADIENT_PREFIX + parameter
     return (f"{name}/indices", f"{name}/values") if is_sparse else (name,)
+
+
+def names_of(gradient: CapturedGradient) -> tuple[str, ...]:
+    """Return the names of the pool's entries for a gradient."""
+    return gradient_names(gradient.name, is_sparse=gradient.sparse_shape is not None or gradient.n_used is not None)
+
+
+def parameter_of(entry_name: str) -> str:
+    """Return the name of the parameter whose gradient an entry holds, or a part of it."""
+    name = entry_name.removeprefix(GRADIENT_PREFIX)
+    return name.removesuffix("/indices").removesuffix("/values")
 
 
 def gradient_tensors(update: CapturedUpdate[G]) -> list[tuple[str, G, int]]:
@@ -113,7 +138,7 @@ def gradient_tensors(update: CapturedUpdate[G]) -> list[tuple[str, G, int]]:
         for step in update.optimizer_steps
         for gradient in step.gradients.values()
         if gradient is not None
-        for number, entry_name in enumerate(gradient_names(gradient.name, is_sparse=gradient.sparse_shape is not None))
+        for number, entry_name in enumerate(names_of(gradient))
     ]
 
 
@@ -179,7 +204,11 @@ class UpdatePacker:
     def value(self, update: CapturedUpdate[CapturedGradient]) -> dict[str, object]:
         """Return the same value as ``update_value``."""
         steps = [self._steps.setdefault(step.optimizer, _PackedStep()).value(step) for step in update.optimizer_steps]
-        return {"version": RECORD_VERSION, "step": update.step, "threads": update.threads, "steps": steps}
+        has_indexed = any(
+            one is not None and one.n_used is not None for s in update.optimizer_steps for one in s.gradients.values()
+        )
+        version = INDEXED_VERSION if has_indexed else RECORD_VERSION
+        return {"version": version, "step": update.step, "threads": update.threads, "steps": steps}
 
 
 class _PackedStep:
@@ -237,6 +266,8 @@ def _gradient_value(gradient: CapturedGradient | None) -> object:
         return None
     if gradient.sparse_shape is not None:
         return [_SPARSE, list(gradient.sparse_shape), gradient.is_coalesced]
+    if gradient.n_used is not None:
+        return [_INDEXED, list(gradient.shape), list(gradient.strides), gradient.n_used]
     return gradient.strides
 
 
@@ -247,20 +278,20 @@ def _tensor_value(tensor: torch.Tensor | None) -> list[object] | None:
 # -- what is read ------------------------------------------------------------------------------------------------------
 
 
-def consumed_update(value: object, read: Read) -> ConsumedUpdate:
+def consumed_update(value: object, read: Read, shape_of: ShapeOf = no_shape) -> ConsumedUpdate:
     """Return what an update consumed, from its value in the small state. ``read``: called for the tensors of a gradient
-    each time that the replay asks for it, perhaps in several threads.
+    each time that the replay asks for it, perhaps in several threads. ``shape_of``: see ``ShapeOf``.
 
     Raises ``CorruptPoolError`` if the value is malformed. A gradient that does not fit its description raises it when
     it is read."""
     try:
         raw = typed(value, dict)
-        if typed(raw["version"], int) != RECORD_VERSION:
+        if typed(raw["version"], int) not in (RECORD_VERSION, INDEXED_VERSION):
             raise CorruptPoolError(
                 f"what its update consumed was saved in format {raw['version']}, and this lightck reads "
-                f"{RECORD_VERSION}: read it with the release that saved it"
+                f"{RECORD_VERSION} and {INDEXED_VERSION}: read it with the release that saved it"
             )
-        steps = tuple(_step(one, read) for one in typed(raw["steps"], list))
+        steps = tuple(_step(one, read, shape_of) for one in typed(raw["steps"], list))
         update = ConsumedUpdate(_number(raw["step"], 0, NUMBER_MAX), steps, _number(raw["threads"], 1, THREADS_MAX + 1))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError, RuntimeError, OverflowError) as err:
         raise _malformed(f"{type(err).__name__}: {err}") from err
@@ -273,14 +304,16 @@ def consumed_update(value: object, read: Read) -> ConsumedUpdate:
 class StoredGradients(Mapping[str, Gradient]):
     """Name of a parameter -> its gradient, which is read from the pool each time that it is asked for."""
 
-    def __init__(self, described: Mapping[str, list[object] | None], read: Read) -> None:
+    def __init__(self, described: Mapping[str, list[object] | None], read: Read, shape_of: ShapeOf) -> None:
         """``described``: name -> what the value says of the gradient."""
-        self._described, self._read = described, read
+        self._described, self._read, self._shape_of = described, read, shape_of
 
     def __getitem__(self, name: str) -> Gradient:
         found = self._described[name]
         if found is None:
             return None
+        if _is_indexed(found):
+            return self._indexed(name, found)
         return self._sparse(name, found) if _is_sparse(found) else self._dense(name, found)
 
     def __contains__(self, name: object) -> bool:
@@ -310,6 +343,20 @@ class StoredGradients(Mapping[str, Gradient]):
             raise _malformed(f"the parts of the sparse gradient of {name!r} do not fit each other")
         return SparseGradient(indices, held, size, typed(is_coalesced, bool))
 
+    def _indexed(self, name: str, found: list[object]) -> torch.Tensor:
+        _, raw_shape, raw_strides, n_used = found
+        shape, strides = (
+            tuple(_number(one, 0, INT_MAX) for one in typed(part, list)) for part in (raw_shape, raw_strides)
+        )
+        if shape != self._shape_of(name) or len(shape) != len(strides) or not is_dense(shape, strides):
+            raise _malformed(f"shape and strides of the gradient of {name!r} do not fit its parameter")
+        indices, held = (self._tensor(one) for one in gradient_names(name, is_sparse=True))
+        form = IndexedGradient(indices, held, typed(n_used, int))
+        problem = problem_of(form, math.prod(shape))
+        if problem is not None:
+            raise _malformed(f"the gradient of {name!r} is damaged: {problem}")
+        return dense_gradient(form, shape, strides)
+
     def _tensor(self, entry_name: str) -> torch.Tensor:
         try:
             return self._read(entry_name)
@@ -319,7 +366,7 @@ class StoredGradients(Mapping[str, Gradient]):
             ) from None
 
 
-def _step(value: object, read: Read) -> ConsumedStep:
+def _step(value: object, read: Read, shape_of: ShapeOf) -> ConsumedStep:
     raw = typed(value, dict)
     names = [[typed(name, str) for name in typed(group, list)] for group in _unpacked_list(raw["names"])]
     options = [_options(group) for group in _unpacked_list(raw["options"])]
@@ -336,7 +383,7 @@ def _step(value: object, read: Read) -> ConsumedStep:
         _number(raw["optimizer"], 0, OPTIMIZERS_MAX),
         typed(raw["class"], str),
         groups,
-        StoredGradients(dict(zip(all_names, described, strict=True)), read),
+        StoredGradients(dict(zip(all_names, described, strict=True)), read, shape_of),
         _tensor(raw["grad_scale"]),
         _tensor(raw["found_inf"]),
     )
@@ -365,13 +412,19 @@ def _implementations(value: object) -> tuple[Implementation, dict[str, Implement
 def _described(value: object) -> list[object] | None:
     """Return what a value says of a gradient. Its numbers are checked when the gradient is read."""
     found = None if value is None else typed(value, list)
-    if found is not None and (len(found) > NDIM_MAX or (_is_sparse(found) and len(found) != 3)):
+    lengths = {_SPARSE: 3, _INDEXED: 4}
+    expected = lengths.get(found[0]) if found and isinstance(found[0], str) else None
+    if found is not None and (len(found) > NDIM_MAX or expected not in (None, len(found))):
         raise _malformed("a gradient is described wrongly")
     return found
 
 
 def _is_sparse(described: list[object]) -> bool:
     return described[:1] == [_SPARSE]
+
+
+def _is_indexed(described: list[object]) -> bool:
+    return described[:1] == [_INDEXED]
 
 
 def _tensor(value: object) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightck.pipeline.plan import TargetSlot, WritePlan
+from lightck.strategy.topk import TopK
 
 if TYPE_CHECKING:
     from lightck.pipeline.write_table import WriteTable
@@ -38,6 +39,8 @@ class Gradients:
         mtbf: mean time between failures, in seconds, for ``base_every="auto"``. After ten steps ``base_every`` is
             lowered to the number that minimizes the cost of copies plus that of recoveries, if this is smaller
             (docs/gradients.md). None or infinity: it is not.
+        compress: ``lightck.TopK(...)``: updates consume only the largest entries of each gradient, so records are much
+            smaller. **This changes the training.**
 
     ``lightck.attach`` raises ``TypeError`` or ``ValueError`` for numbers that cannot be, and ``UnsupportedError`` for a
     training that cannot be saved so.
@@ -47,6 +50,7 @@ class Gradients:
     log_records: int | None = None
     own_optimizers: bool = False
     mtbf: float | None = None
+    compress: TopK | None = None
 
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
         """Leave out what the slot says is not due; copy every other undecided tensor at the boundary. If the step is no

@@ -17,6 +17,7 @@ from lightck.pool.format.layout import GRADIENT_PREFIX
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed
 from lightck.pool.reader import open_pool
 from lightck.strategy.gradients import Gradients
+from lightck.strategy.topk import TopK
 
 
 class Sleeper(nn.Module):
@@ -82,8 +83,9 @@ def workload(
     base_every: int,
     build: Callable[[], Pair] = with_momentum,
     interval: int = 1,
+    compress: TopK | None = None,
 ) -> Workload:
-    strategy = Gradients(base_every)
+    strategy = Gradients(base_every, compress=compress)
     options = {"strategy": strategy, "interval": interval}
     return Workload(lambda recorder: run(recorder, strategy), build, options=options)
 
@@ -382,6 +384,7 @@ GRADIENT_WORKLOADS: dict[str, Workload] = {
     "saved again": workload(saved_again, 2),
     "lowered": Workload(lowered, with_momentum, options={"strategy": LOWERED}),
     "background": workload(background, 2, wide),
+    "compressed": workload(background, 2, wide, compress=TopK(0.05)),
     "interval of two": workload(every(2, 9), 3, interval=2),
     "interval of three": workload(every(3, 13), 6, interval=3),
     "interval beyond a round": workload(every(5, 12), 2, interval=5),

@@ -64,6 +64,7 @@ def test_deadlines():
     assert {kind: kind.deadline for kind in GradientClass} == {
         UNOBSERVED: Deadline.NOW,
         OWNED: Deadline.GATE,
+        GradientClass.INDEXED: Deadline.GATE,
         VIEW: Deadline.BACKWARD,
         RECYCLED: Deadline.NOW,
         WRITTEN: Deadline.NOW,

@@ -22,6 +22,7 @@ from lightck.errors import CorruptPoolError, LightckError, StateValueError
 from lightck.hooks.captured_update import CapturedUpdate
 from lightck.state import values
 from lightck.state.consumed_update import ConsumedUpdate, Implementation, SparseGradient
+from lightck.state.indexed_gradient import indexed
 from lightck.state.update_record import (
     UpdatePacker,
     consumed_update,
@@ -279,6 +280,51 @@ def test_malformed_value_raises_an_error_of_the_tree(data):
         return
 
 
+@functools.cache
+def compressed() -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, tuple[int, ...]]]:
+    """The value, the tensors and the shapes of an update with a gradient in its indexed form."""
+    model = net(4)
+    training = Captured(model, optimizer := torch.optim.SGD(model.parameters(), 0.1), index=lambda g: indexed(g, 9))
+    _open.append(training)
+    forward(model, 0).backward()
+    model[0].weight.grad[1:] = 0
+    optimizer.step()
+    training.gate()
+    update = training.copies.updates[0]
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return update_value(update), stored(training, update), shapes
+
+
+def test_gradient_in_its_indexed_form_comes_back():
+    value, tensors, shapes = compressed()
+    (step,) = consumed_update(value, tensors.__getitem__, shapes.get).optimizer_steps
+    model = net(4)
+    forward(model, 0).backward()
+    model[0].weight.grad[1:] = 0
+    for name, p in model.named_parameters():
+        assert same(step.gradients[name], p.grad)
+    assert value["version"] == 2
+    assert tensors["gradient/0.weight/indices"].tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("shape", [None, (16,), (4, 5), (2**20, 2**20)], ids=str)
+def test_gradient_in_its_indexed_form_of_another_shape_is_refused_before_it_is_made(shape):
+    value, tensors, shapes = compressed()
+    found = consumed_update(value, tensors.__getitem__, {**shapes, "0.weight": shape}.get)
+    with pytest.raises(CorruptPoolError, match=r"shape and strides of the gradient of '0.weight' do not fit"):
+        use(found)
+
+
+@given(data=st.data())
+@settings(max_examples=400, deadline=None)
+def test_malformed_value_with_indexed_gradients_raises_an_error_of_the_tree(data):
+    value, tensors, shapes = compressed()
+    try:
+        use(consumed_update(hostile(copy.deepcopy(value), data), tensors.__getitem__, shapes.get))
+    except LightckError:
+        return
+
+
 @given(shape=st.lists(st.integers(0, 3), max_size=3), dtype=st.sampled_from([torch.int64, torch.float32, torch.bool]))
 @settings(max_examples=100, deadline=None)
 def test_tensors_that_do_not_fit_raise_an_error_of_the_tree(shape, dtype):
@@ -292,5 +338,5 @@ def test_tensors_that_do_not_fit_raise_an_error_of_the_tree(shape, dtype):
 
 def test_value_of_a_later_release_is_named():
     value, tensors = plain()
-    with pytest.raises(CorruptPoolError, match="saved in format 2, and this lightck reads 1"):
-        consumed_update({**value, "version": 2}, tensors.__getitem__)
+    with pytest.raises(CorruptPoolError, match="saved in format 3, and this lightck reads 1 and 2"):
+        consumed_update({**value, "version": 3}, tensors.__getitem__)

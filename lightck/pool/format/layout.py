@@ -37,6 +37,9 @@ GRADIENT_ROLE, GRADIENT_PREFIX = "gradient", "gradient/"
 SLOT_PLACE, HOME_PLACE = "slot", "home"
 HOME_ROLES = ("param", "optimizer")
 """Roles of the entries that can lie in homes."""
+RESIDUAL_PREFIX = "state/TopK/residuals_of_bases/"
+"""Beginning of the names of entries with the role ``state`` that lie in homes: what ``TopK`` has left out of the
+gradients of a parameter, as it was at the step of the parameter's base. The name of the parameter follows."""
 
 # Bytes per element of every dtype name that a table may contain. The pool knows names and sizes, but not torch.
 ITEM_NBYTES = {
@@ -175,11 +178,16 @@ class Entry(NamedTuple):
 _PLAIN_FIELDS, _RANK_FIELDS = Entry._fields[:-4], Entry._fields[-4:-2]
 
 
+def is_of_unit(role: str, name: str, alias: str | None) -> bool:
+    """Whether an entry belongs to the unit of a parameter, so that it can lie in a home."""
+    return alias is None and (role in HOME_ROLES or (role == "state" and name.startswith(RESIDUAL_PREFIX)))
+
+
 def _place_problem(place: object, role: str, name: str, alias: str | None) -> str | None:
     """Return what is wrong with the place of an entry, or with its role as a gradient; None if nothing is."""
     if place != SLOT_PLACE and place != HOME_PLACE:
         return "its place is neither a slot nor a home"
-    if place == HOME_PLACE and (role not in HOME_ROLES or alias is not None):
+    if place == HOME_PLACE and not is_of_unit(role, name, alias):
         return "it lies in a home, and is not a parameter or optimizer state with bytes of its own"
     if (role == GRADIENT_ROLE) != name.startswith(GRADIENT_PREFIX):
         return "its name and its role do not agree whether it is a gradient"
