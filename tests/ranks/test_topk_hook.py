@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,8 @@ from lightck.errors import UnsupportedError
 from lightck.hooks.topk_all_reduce import TopKAllReduce
 from lightck.pool.gradient_reader import checkpoint_of, committed
 from lightck.pool.reader import open_pool
-from lightck.session import attach, gradient_arguments
 from lightck.session.capture import Capture
-from lightck.session.compression import Compression, compression_of
-from lightck.session.steps import Steps
+from lightck.session.compression import Compression
 from lightck.state.indexed_gradient import capacity, dense_gradient, indexed
 
 WORLD, RATIO, STEPS = 2, 0.05, 6
@@ -239,18 +236,7 @@ def test_room_for_the_union_is_not_kept_where_the_dense_form_is_smaller():
 # -- the pool of a rank ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def opened_groups() -> Iterator[None]:
-    """Let each rank attach alone, with all that a rank of a group has for TopK: groups are refused yet."""
-    record = Steps.record_updates
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_arguments, "refuse_uncompressible", lambda *_, **__: None)
-        patch.setattr(attach, "compression_of", lambda strategy, _: compression_of(strategy, WORLD))
-        patch.setattr(Steps, "record_updates", lambda self, one, is_in_group: record(self, one, is_in_group=True))
-        yield
-
-
-def steps_of(rank: int, pool: Path, topk: TopK, first: int, steps: int) -> Any:
+def steps_of(rank: int, pools: Path, topk: TopK, first: int, steps: int) -> Any:
     """Train from a checkpoint of this step on, and return what the training is at the end. Each step is recovered."""
     torch.manual_seed(first)  # the model that is restored is another one
     model = nn.Sequential(nn.Linear(6, 70), nn.Tanh(), nn.Linear(70, 30))
@@ -258,11 +244,8 @@ def steps_of(rank: int, pool: Path, topk: TopK, first: int, steps: int) -> Any:
         model = net()
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.05)
-    strategy = Gradients(3, compress=topk)
-    with (
-        opened_groups(),
-        lightck.attach(ddp, pool, optimizer=optimizer, group=False, strategy=strategy, resume=bool(first)) as session,
-    ):
+    strategy, pool = Gradients(3, compress=topk), pools / f"rank-0000{rank}-of-00002.pool"
+    with lightck.attach(ddp, pools, optimizer=optimizer, strategy=strategy, resume=bool(first), timeout=60) as session:
         assert session.step == first
         for number in range(first, first + steps):
             optimizer.zero_grad()
@@ -272,9 +255,11 @@ def steps_of(rank: int, pool: Path, topk: TopK, first: int, steps: int) -> Any:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             session.flush()
-            checkpoint = lightck.recover(pool)
+            dist.barrier()
+            checkpoint = lightck.recover(pools)
             assert (checkpoint.step, checkpoint.rejected, checkpoint.exact) == (number + 1, (), True)
             assert is_step(checkpoint, everything(model, optimizer))
+            dist.barrier()
         with closing(open_pool(str(pool), gradients=True)) as reader:
             names = checkpoint_of(reader, committed(reader)[0]).in_record.keys()
         assert {"gradient/2.weight/indices", "gradient/2.weight/values"} <= names
@@ -285,9 +270,9 @@ def steps_of(rank: int, pool: Path, topk: TopK, first: int, steps: int) -> Any:
 @pytest.mark.parametrize("topk", [TopK(RATIO), TopK(RATIO, True, "step")], ids=["", "error feedback"])
 def test_the_pool_of_a_rank_recovers_each_step_and_goes_on_bit_for_bit(folder, topk):
     def body(rank: int) -> tuple[Any, Any]:
-        steps_of(rank, folder / f"{rank}.pool", topk, 0, 5)
-        resumed, residuals = steps_of(rank, folder / f"{rank}.pool", topk, 5, 4)
-        whole, whole_residuals = steps_of(rank, folder / f"{rank}-whole.pool", topk, 0, 9)
+        steps_of(rank, folder / "pools", topk, 0, 5)
+        resumed, residuals = steps_of(rank, folder / "pools", topk, 5, 4)
+        whole, whole_residuals = steps_of(rank, folder / "whole", topk, 0, 9)
         assert same(resumed, whole)
         for name in residuals:
             assert same(residuals[name].state_dict(), whole_residuals[name].state_dict())
