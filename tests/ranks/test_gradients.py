@@ -21,7 +21,7 @@ from lightck.cli.verify import pool_facts
 from lightck.errors import RankError, UnsupportedError
 from lightck.pool.reader import open_pool
 
-from .trainings import TOPOLOGIES, Run, Topology, body, build, is_equal
+from .trainings import TOPOLOGIES, Run, Topology, body, build, ddp_first, is_equal, wrapper_of
 
 N = 4
 STRATEGY = {"strategy": lightck.Gradients(base_every=N)}
@@ -282,3 +282,46 @@ def test_a_number_that_each_rank_would_choose_is_refused(pool: Path) -> None:
     for error in errors_of(pool.parent / "pools", strategy=lightck.Gradients(base_every="auto")):
         assert isinstance(error, UnsupportedError)
         assert "each rank would choose a number of its own" in str(error)
+
+
+# -- with the rest -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_with_an_interval_killed_ranks_end_with_the_same_bits(name: str, pool: Path) -> None:
+    more = {"strategy": lightck.Gradients(base_every=6), "interval": 3}
+    killed(name, pool.parent / "pools", 11, **more)
+    runs = train(name, pool.parent / "pools", **more)
+    assert {run.began for run in runs} in ({6}, {9})
+    assert is_equal(runs, reference(name))
+
+
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("ddp", marks=pytest.mark.long)])
+def test_with_all_checks_killed_ranks_end_with_the_same_bits(
+    name: str, pool: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each unit that is due is made again from its base, also that of a shard."""
+    monkeypatch.setenv("LIGHTCK_CHECK", "1")
+    killed(name, pool.parent / "pools", 9)
+    runs = train(name, pool.parent / "pools")
+    assert runs[0].began == 9
+    assert is_equal(runs, reference(name))
+    assert "not trusted" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("interval", [0, 7])
+def test_an_interval_for_which_the_homes_are_too_few_is_refused(interval: int, pool: Path) -> None:
+    for error in errors_of(pool.parent / "pools", interval=interval):
+        assert isinstance(error, ValueError)
+
+
+@pytest.mark.parametrize("feedback", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_killed_ranks_that_compress_gradients_end_with_the_same_bits(feedback: bool, pool: Path) -> None:
+    """As the same ranks that were not killed."""
+    topk = lightck.TopK(0.1, error_feedback=True, residual="step") if feedback else lightck.TopK(0.1)
+    more = {"strategy": lightck.Gradients(base_every=4, compress=topk)}
+    topology = replace(TOPOLOGIES["ddp"], shard=ddp_first, wrap=wrapper_of)
+    run_ranks(2, body(topology, pool.parent / "pools", UPDATES, kill=(1, 9), **more))
+    runs = ranked.values(run_ranks(2, body(topology, pool.parent / "pools", UPDATES, **more)))
+    assert runs[0].began == 9
+    assert is_equal(runs, ranked.values(run_ranks(2, body(topology, pool.parent / "whole", UPDATES, **more))))
