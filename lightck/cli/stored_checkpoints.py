@@ -183,13 +183,17 @@ def _listed_with_gradients(
     from lightck.restore.optimizers_at_hand import OptimizersAtHand  # imports torch
     from lightck.restore.replayed import replayed_checkpoint, replayed_checkpoints
 
-    optimizers, committed = OptimizersAtHand(), {record.generation: record for record in live}
-    for one in replayed_checkpoints(reader, optimizers):
+    optimizers = OptimizersAtHand()
+    found = list(replayed_checkpoints(reader, optimizers))
+    # A training may have committed checkpoints since ``live`` was read.
+    committed = {record.generation: record for record in (*live, *candidates(reader.commit_log()))}
+    for one in found:
         if isinstance(one, RejectedCheckpoint):
             if one.generation in committed:  # else only a chain names it, and recovery needs it for nothing
                 yield committed[one.generation], COMMITTED, one
         else:
-            yield one.record, COMMITTED if one.record in live else RECORDED, one
+            is_committed = committed.get(one.record.generation) == one.record
+            yield one.record, COMMITTED if is_committed else RECORDED, one
     for record in dead:
         try:
             yield record, DEAD, replayed_checkpoint(reader, record, optimizers)

@@ -21,6 +21,7 @@ from lightck.state.device_transfers import is_dense_tensor
 from lightck.state.neutral_settings import neutral_settings
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.unit_update import Unit, is_sliceable, update_unit
+from lightck.state.update_record import has_dense_memory
 
 TensorsOf = Callable[[HeldGradient], tuple[torch.Tensor, ...]]
 FIRST_UPDATES, EVERY = 3, 8
@@ -94,7 +95,9 @@ def _updated(
     for g, (group, consumed) in enumerate(zip(optimizer.param_groups, step.groups, strict=True)):
         for p, name in zip(group["params"], consumed.parameters, strict=True):
             gradient = step.gradients.get(name)
-            if gradient is not None and type(p) in (torch.Tensor, torch.nn.Parameter):
+            if gradient is None or type(p) not in (torch.Tensor, torch.nn.Parameter):
+                continue
+            if gradient.is_sparse or has_dense_memory(gradient):  # else its update leaves no record
                 tensors = tensors_of(gradient)
                 if tensors:
                     yield g, p, gradient, tensors

@@ -155,7 +155,7 @@ def unrecordable_reason(update: CapturedUpdate[CapturedGradient]) -> str:
             if name in seen:
                 return f"The parameter {name!r} was updated twice in one step, and a record holds one gradient of it."
             seen.add(name)
-            if gradient is not None and gradient.sparse_shape is None and not _is_dense(gradient):
+            if gradient is not None and gradient.sparse_shape is None and not has_dense_memory(gradient):
                 return (
                     f"The gradient of {name!r} has gaps or overlaps in its memory (strides {list(gradient.strides)}), "
                     "which cannot be recorded."
@@ -174,7 +174,7 @@ def unrecordable_reason(update: CapturedUpdate[CapturedGradient]) -> str:
     return "" if wrong is None else f"The name {wrong[:60]!r}... of a gradient is too long to be stored."
 
 
-def _is_dense(gradient: CapturedGradient) -> bool:
+def has_dense_memory(gradient: CapturedGradient) -> bool:
     same_length = len(gradient.shape) == len(gradient.strides) <= NDIM_MAX
     return same_length and is_dense(gradient.shape, gradient.strides)
 

@@ -24,8 +24,10 @@ from gradient_damage import (
 from toys import adam, crashed, flip, kill_at, killed_child, net, poke, pool_with, running_child, same, train
 
 import lightck
+from lightck.cli import stored_checkpoints
 from lightck.cli.base import BAD, FAILED, OK
 from lightck.errors import LightckError, NoCheckpointError
+from lightck.pool.commit_log import CommitLog
 from lightck.pool.format.structures import pack_slot_header
 from lightck.strategy.gradients import Gradients
 
@@ -470,3 +472,14 @@ def test_records_that_no_commit_followed_are_no_checkpoints(pool: Path) -> None:
     done = call("verify", "--deep", "--replay", image)
     assert (done.exit_code, "step 12" in done.stdout, "step 14" in done.stdout) == (OK, True, False)
     assert call("inspect", "--step", "14", image).exit_code == FAILED
+
+
+def test_checkpoints_that_are_committed_while_the_pool_is_read_count_as_committed(gradients, monkeypatch):
+    """Reading all checkpoints takes longer than a step of a small training. Once none of them counted then."""
+    with stored_checkpoints.open_reader(str(gradients)) as reader:
+        expected = [(one.step, one.state) for one in stored_checkpoints.find_checkpoints(reader)]
+        logs, now = [CommitLog({}, ())], reader.commit_log
+        monkeypatch.setattr(reader, "commit_log", lambda: logs.pop() if logs else now())
+        found = [(one.step, one.state) for one in stored_checkpoints.find_checkpoints(reader)]
+    assert (7, stored_checkpoints.COMMITTED) in found
+    assert found == expected

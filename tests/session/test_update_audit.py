@@ -178,3 +178,28 @@ def test_full_checkpoints_in_a_row_are_reported(pool, caplog):
                 model[0].weight.clamp_(-0.1, 0.1)
     assert caplog.text.count("the last 20 checkpoints were full") == 1
     assert "model/0.weight" in caplog.text
+
+
+def test_a_gradient_without_memory_of_its_own_makes_a_full_checkpoint(pool: Path) -> None:
+    """A loop that sets an expanded gradient. The audit once tried to write into a copy with the same strides."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    parameter = next(iter(model.parameters()))
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(base_every=3)) as session:
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            model(batch(step)).sum().backward()
+            if step < 5:
+                parameter.grad = torch.tensor(0.1).expand(parameter.shape)
+            optimizer.step()
+            session.flush()
+            assert lightck.recover(pool).step == step
+    assert same(everything(model, optimizer), everything_of(pool))
+
+
+def everything_of(pool: Path) -> Any:
+    torch.manual_seed(1)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    lightck.recover(pool, model, optimizer)
+    return everything(model, optimizer)
