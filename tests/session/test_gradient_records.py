@@ -277,3 +277,35 @@ def test_a_pin_is_refused(training):
     run(training, 3)
     with pytest.raises(UnsupportedError, match="pinned"):
         training[2].pin()
+
+
+class Adapted(nn.Module):
+    """A frozen matrix with an adapter of low rank."""
+
+    def __init__(self, width: int = 512, rank: int = 16) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def test_a_frozen_base_with_adapters_writes_little_more_than_their_gradients(pool):
+    model, n = nn.Sequential(*(Adapted() for _ in range(6))), 12
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(adapters)
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(n)) as session:
+        written = []
+        for _ in range(3 + 2 * n):
+            optimizer.zero_grad()
+            model(torch.randn(4, 512)).pow(2).sum().backward()
+            optimizer.step()
+            session.flush()
+            written.append(session.stats().bytes_written)
+    gradients = sum(p.nbytes for p in adapters)
+    small_state = 1 << 17
+    of_round = (written[-1] - written[-1 - n]) / n
+    assert (
+        of_round <= 1.5 * gradients + 3 * gradients / n + small_state < 0.4 * sum(p.nbytes for p in model.parameters())
+    )
