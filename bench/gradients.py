@@ -186,6 +186,7 @@ def main() -> None:
     found["again"] = measured(options, None)
     show(found)
     if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "gradients.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
