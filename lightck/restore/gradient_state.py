@@ -87,12 +87,17 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
     except ReplayError as err:
         if err.parameter is None and err.step is None:
             raise  # it says nothing about this checkpoint
-        raise DamagedError(str(err).removesuffix(" An older checkpoint can be restored.").rstrip(".")) from err
+        raise DamagedError(reason_of(err)) from err
     except CorruptPoolError as err:
         raise DamagedError(str(err)) from err
     for unit in older:
         plain.refuse_other(unit.name, unit.plain_state())
     return _joined(checkpoint, [one for one in loaded if one.copy.step == checkpoint.step], older)
+
+
+def reason_of(err: Exception) -> str:
+    """Return the reason of an error of a replay, as a part of another sentence."""
+    return str(err).removesuffix(" An older checkpoint can be restored.").rstrip(".")
 
 
 def units_after(

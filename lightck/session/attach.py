@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 
@@ -30,6 +31,7 @@ from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.backends import pool_path as _pool_path
 from lightck.pool.storage.lock import PoolLock
+from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.restore.resume import Resumed
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.restore.together import TIMEOUT
@@ -40,7 +42,7 @@ from lightck.session.compression import Compression, compression_of
 from lightck.session.cross_check import cross_check_of
 from lightck.session.discover import Found, discover, unwrap
 from lightck.session.first_step import FirstStep
-from lightck.session.gradient_arguments import gradient_pools, n_records, refuse_unrecordable
+from lightck.session.gradient_arguments import gradient_pools, n_records, optimizers_at_hand, refuse_unrecordable
 from lightck.session.group import checked_timeout, group_of, world_of_one
 from lightck.session.group_arguments import refuse_unsupported
 from lightck.session.group_start import GroupStart
@@ -238,8 +240,14 @@ def _pipeline(
 
 
 def _commit_participants(file: PoolFile, meter: Meter) -> CommitParticipants:
-    options = file.arguments.save_options
-    holds = Holds(options.replicas.slots_min if file.is_rank_pool else 2, file.optimizers_at_hand)
+    options, capture = file.arguments.save_options, weakref.ref(file.capture)
+
+    def at_hand() -> OptimizersAtHand:
+        """Holds are reached from background threads, so a strong reference would keep the model alive."""
+        found = capture()
+        return OptimizersAtHand() if found is None else optimizers_at_hand(found)
+
+    holds = Holds(options.replicas.slots_min if file.is_rank_pool else 2, at_hand)
     keeper = Retention(options.keep, file.path, meter, holds) if options.keep is not None else None
     return CommitParticipants(
         holds, keeper, NonfiniteCheck(file.found.state, meter) if options.pause_on_nonfinite else None

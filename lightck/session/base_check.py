@@ -20,16 +20,17 @@ import numpy as np
 import torch
 
 from lightck.errors import CorruptPoolError, PoolIOError, ReplayError
+from lightck.pool.format.layout import HOME_ROLES
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.gradient_reader import GradientCheckpoint
 from lightck.pool.gradient_writer import GradientWriter
 from lightck.pool.writer import PoolWriter
-from lightck.restore.gradient_state import units_after
-from lightck.restore.optimizers_at_hand import OptimizersAtHand
+from lightck.restore.gradient_state import reason_of, units_after
 from lightck.restore.tensor_writes import ordinary_tensors, same_bits
 from lightck.session.capture import Capture
+from lightck.session.gradient_arguments import optimizers_at_hand
 from lightck.state import values
-from lightck.state.inventory import Live, param_of
+from lightck.state.inventory import unit_of
 from lightck.state.update_record import Read, consumed_update
 
 
@@ -75,13 +76,12 @@ class BaseCheck:
 
     def _difference(self, checkpoint: GradientCheckpoint, due: Collection[str], value: object, read: Read) -> str:
         live = self._live_units(due)
-        optimizers = OptimizersAtHand(self._capture.model.model, [one.optimizer for one in self._capture.optimizers])
         try:
             following = consumed_update(values.unpack(values.pack(value, path="update")), read)
             with ordinary_tensors():
-                replayed = units_after(checkpoint, following, due, optimizers)
+                replayed = units_after(checkpoint, following, due, optimizers_at_hand(self._capture))
         except (ReplayError, CorruptPoolError) as err:
-            return str(err).removesuffix(" An older checkpoint can be restored.").rstrip(".")
+            return reason_of(err)
         for name in sorted({*live, *replayed}):
             if not _is_equal(live.get(name), replayed.get(name)):
                 return f"{name!r} has other bits than its older copy in the pool leads to, with the updates since then"
@@ -89,13 +89,8 @@ class BaseCheck:
 
     def _live_units(self, parameters: Collection[str]) -> Mapping[str, torch.Tensor]:
         """Return name -> tensor of these parameters and of their optimizer state."""
-        return {one.name: one.tensor for one in self._capture.tensors() if _unit_of(one) in parameters}
-
-
-def _unit_of(live: Live) -> str | None:
-    if live.alias is not None or live.role not in ("param", "optimizer"):
-        return None
-    return param_of(live.name) if live.role == "optimizer" else live.name.removeprefix("model/")
+        own = (one for one in self._capture.tensors() if one.alias is None and one.role in HOME_ROLES)
+        return {one.name: one.tensor for one in own if unit_of(one) in parameters}
 
 
 def _is_equal(live: torch.Tensor | None, replayed: torch.Tensor | None) -> bool:

@@ -17,6 +17,7 @@ from lightck.pool.format.layout import Entry
 from lightck.pool.gradient_log import BASE_EVERY_MIN, problem_of, records_default
 from lightck.pool.storage.backend import Backend
 from lightck.restore.checkpoint import refuse_other_than_bool
+from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.session.arguments import Arguments, SaveOptions
 from lightck.session.base_every import chosen, free_nbytes, records_of_new_pool, refuse_wrong_mtbf
 from lightck.session.capture import Capture
@@ -27,6 +28,11 @@ from lightck.state.parts import is_part
 from lightck.state.replayable import refuse_low_ratio, refuse_unreplayable
 from lightck.state.torch_classes import ELEMENT_WISE
 from lightck.strategy.gradients import Gradients
+
+
+def optimizers_at_hand(capture: Capture) -> OptimizersAtHand:
+    """Return what makes updates of this training again, with its optimizers as they are now."""
+    return OptimizersAtHand(capture.model.model, [one.optimizer for one in capture.optimizers])
 
 
 def n_records(strategy: Gradients, interval: int, *, is_rank_pool: bool) -> int:

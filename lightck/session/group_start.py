@@ -56,6 +56,7 @@ from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
 from lightck.restore.usable import RankCheckpoint, parse, usable_by_id
 from lightck.session.arguments import Arguments, SaveOptions
+from lightck.session.gradient_arguments import optimizers_at_hand
 from lightck.session.group import (
     Group,
     Membership,
@@ -197,13 +198,13 @@ class GroupStart:
                 return None
             if source is not None:
                 reader = open_source(os.path.dirname(file.path), self.group, source, start.run_id)
-                stored = usable_by_id(reader, file.optimizers_at_hand)
+                stored = usable_by_id(reader, optimizers_at_hand(file.capture))
             assert reader is not None, "a rank has its own pool or that of another rank"
             restored = self._restore(file, reader, stored, reports, start)
             self._divide(file)
             if source is not None:
                 reader = self._copy_into_own_pool(file, pipeline, reader, restored, source)
-                stored = usable_by_id(reader, file.optimizers_at_hand)
+                stored = usable_by_id(reader, optimizers_at_hand(file.capture))
                 restored = replace(restored, chosen=stored[restored.name][0])
             if start.sources:
                 self.meeting.exchange("copies", b"")
@@ -242,7 +243,7 @@ class GroupStart:
         reader = file.existing()
         assert reader is not None, "it was made just now"
         try:
-            stored = usable_by_id(reader, file.optimizers_at_hand)
+            stored = usable_by_id(reader, optimizers_at_hand(file.capture))
             chosen = stored[loaded.name][0]
             restored = Restored(loaded.name, start, chosen, loaded.is_done, loaded.reason, (0,))
             return self._adopt(file, pipeline, reader, stored, restored)
@@ -261,7 +262,7 @@ class GroupStart:
             )
         file.refuse_whole_checkpoints(reader)
         file.refuse_erased_log(reader)
-        return usable_by_id(reader, file.optimizers_at_hand)
+        return usable_by_id(reader, optimizers_at_hand(file.capture))
 
     def _exchange_reports(self, file: PoolFile, reader: PoolReader | None, stored: Stored) -> list[Report]:
         identity = None if reader is None else reader.group

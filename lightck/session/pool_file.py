@@ -27,7 +27,6 @@ from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.lock import PoolLock
 from lightck.restore.changed_options import set_requires_grad
 from lightck.restore.contents import Contents
-from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.restore.recover import LiveRestore, erased_log_error, refuse_part, restore_newest
 from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.resume import RestoredFrom, Resumed, forget_restored_from, restored_from, warn_differences
@@ -231,11 +230,6 @@ class PoolFile:
             of_rank=True,
             layout=self.arguments.layout,
         )
-
-    @property
-    def optimizers_at_hand(self) -> OptimizersAtHand:
-        """Make the updates of a pool with gradient records again."""
-        return OptimizersAtHand(self.arguments.model, list(self.found.optimizers))
 
     @staticmethod
     def refuse_erased_log(reader: PoolReader) -> None:

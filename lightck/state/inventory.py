@@ -514,7 +514,7 @@ def param_of(name: str) -> str:
     return name.removeprefix("optimizer/").rpartition("/")[0]
 
 
-def unit_of(entry: Entry) -> str:
+def unit_of(entry: Entry | Live) -> str:
     """Return the name of the parameter to whose unit (the parameter with its optimizer state) an entry belongs.
     ``entry``: of a parameter, of optimizer state, or of a residual that lies in a home."""
     if entry.role == "state":

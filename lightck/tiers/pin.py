@@ -49,9 +49,9 @@ class Holds(CommitListener):
     relayout. As a ``CommitDecision`` (``pipeline/decision.py``) it protects their slots. Any thread can call
     ``release``; all other methods are called on the training thread."""
 
-    def __init__(self, n_free: int = 2, optimizers: OptimizersAtHand | None = None) -> None:
-        """``n_free``: the number of slots that the training needs besides the held ones. ``optimizers``: make the
-        updates of a held checkpoint again, if the pool has gradient records."""
+    def __init__(self, n_free: int = 2, optimizers: Callable[[], OptimizersAtHand] = OptimizersAtHand) -> None:
+        """``n_free``: the number of slots that the training needs besides the held ones. ``optimizers``: returns
+        what makes the updates of a held checkpoint again, if the pool has gradient records."""
         self._n_free, self._optimizers = n_free, optimizers
         self._held: list[Hold] = []
         self._to_carry: list[tuple[Hold, RankCheckpoint]] = []
@@ -129,9 +129,10 @@ class Holds(CommitListener):
     def checkpoints_to_carry(self, old: PoolWriter) -> Sequence[RankCheckpoint]:
         """Return the held checkpoints, oldest first. Raises ``CorruptPoolError`` if one of them cannot be read."""
         self._to_carry = []
+        optimizers = self._optimizers() if old.reader.superblock.has_gradients else None
         for hold in sorted(self._held, key=lambda h: h.record.payload_generation):
             try:
-                self._to_carry.append((hold, stored_checkpoint(old.reader, hold.record, self._optimizers)))
+                self._to_carry.append((hold, stored_checkpoint(old.reader, hold.record, optimizers)))
             except DamagedError as err:
                 raise _damaged(hold, err) from err
         return [stored for _, stored in self._to_carry]

@@ -239,3 +239,16 @@ def test_copy_of_a_model_is_not_the_model(pool):
         forward(twin.train())
         assert session.iteration == 0
         assert same(dict(twin.state_dict()), dict(net().state_dict()))
+
+
+def test_a_closed_session_keeps_no_parameter(pool):
+    model = net()
+    optimizer = adam(model)
+    session = lightck.attach(model, pool, optimizer=optimizer)
+    train(model, optimizer, 1)
+    session.close()
+    dead = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in dead] == [None] * len(dead)
+    assert session.step == 1

@@ -21,6 +21,7 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -132,13 +133,19 @@ def expected(path: Path) -> dict[str, Any]:
     }
 
 
-def make(path: Path) -> None:
+def make_in_lives(path: Path, train: Callable[..., object], lives: Sequence[int], **first: Any) -> None:
+    """Train in so many processes, as it were, each with its number of updates: the same bytes at each run. ``first``:
+    options of the first ``attach``."""
     with patch("os.urandom", lambda n: bytes(range(n))):
-        for number, steps in enumerate(STEPS):
+        for number, steps in enumerate(lives):
             random.seed(1)
             np.random.seed(1)
             torch.manual_seed(1)
-            train(path, steps, **({"slots": 3} if number == 0 else {"resume": True}))
+            train(path, steps, **(first if number == 0 else {"resume": True}))
+
+
+def make(path: Path) -> None:
+    make_in_lives(path, train, STEPS, slots=3)
 
 
 def make_pmdk(path: Path) -> Path:

@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import json
 import lzma
-import random
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import torch
 from module_at import module_at
 from torch import nn
@@ -31,6 +28,7 @@ POOL, EXPECTED = HERE / "v1-topk.pool.xz", HERE / "v1-topk.json"
 STEPS = 4, 3
 """Updates of the first and of the second process."""
 of_pool = module_at(HERE / "make_gradients_golden.py").expected
+make_in_lives = module_at(HERE / "make_golden.py").make_in_lives
 
 
 class Golden(nn.Module):
@@ -71,12 +69,7 @@ def expected(path: Path) -> dict[str, Any]:
 
 
 def make(path: Path) -> None:
-    with patch("os.urandom", lambda n: bytes(range(n))):
-        for number, steps in enumerate(STEPS):
-            random.seed(1)
-            np.random.seed(1)
-            torch.manual_seed(1)
-            train(path, steps, **({"resume": True} if number else {}))
+    make_in_lives(path, train, STEPS)
 
 
 def main() -> int:
