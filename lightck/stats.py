@@ -61,6 +61,10 @@ class Stats:
     change how OpenMP's threads wait."""
     interval: int = 1
     """The number of updates from one checkpoint to the next, at present."""
+    strategy: str = "FullState"
+    """The class of the strategy, at present. It changes only with ``strategy="auto"``."""
+    strategy_reason: str | None = None
+    """Why ``strategy="auto"`` has chosen this strategy; None while it measures, and without it."""
     base_every: int | None = None
     """With ``Gradients``: in how many steps each parameter is written once, at present; None with another strategy."""
     emulated: str | None = None
@@ -133,7 +137,7 @@ class Meter:
     """The running counters of a session, from which ``snapshot`` makes ``Stats``. A counter that has the name of a
     field of ``Stats`` gives this field its value."""
 
-    def __init__(self, slowdown: Slowdown = Slowdown()) -> None:  # noqa: B008 - a tuple
+    def __init__(self, slowdown: Slowdown = Slowdown(), strategy: str = "FullState") -> None:  # noqa: B008 - a tuple
         self.observer: Observer | None = None
         """The trace that is being recorded, if any."""
         self._slowdown = slowdown
@@ -142,6 +146,8 @@ class Meter:
         self.stall_seconds = self.slowdown_seconds = self.wait_seconds = 0.0
         self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = 0.0
         self.kept = 0
+        self.strategy = strategy
+        self.strategy_reason: str | None = None
         self.staging: str | None = None
         self.staging_trial = False
         self.wait_policy: str | None = None

@@ -7,6 +7,7 @@ forked child that dies. Neither needs a new interpreter.
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 import pickle
 import shutil
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -122,6 +124,25 @@ def in_child(work: Callable[[], Any]) -> Any:
     if kind == "error":
         raise AssertionError(f"in the child:\n{value}")
     return value
+
+
+def on_small_tmpfs(nbytes: int, work: Any) -> Any:
+    """``work(folder)`` in a child that has a tmpfs of its own, invisible to everybody else."""
+
+    def run() -> Any:
+        libc = ctypes.CDLL(None, use_errno=True)
+        clone_newns, ms_rec, ms_private = 0x00020000, 0x4000, 1 << 18
+        if libc.unshare(clone_newns) != 0 or libc.mount(b"none", b"/", None, ms_rec | ms_private, None) != 0:
+            return "not permitted"
+        where = Path("/mnt")
+        if libc.mount(b"tmpfs", b"/mnt", b"tmpfs", 0, f"size={nbytes},mode=700".encode()) != 0:
+            return "not permitted"
+        return work(where)
+
+    answer = in_child(run)
+    if answer == "not permitted":
+        pytest.skip("mounting a tmpfs in a namespace is not permitted here")
+    return answer
 
 
 @contextmanager

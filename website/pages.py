@@ -42,7 +42,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "optimizers*": "Optimizers",
         "tensors*": "Tensors",
         "gradients": "Gradients instead of the state",
-        "gradients-tuning*": "Choose base_every and interval",
+        "gradients-tuning*": "Choose the strategy, base_every and interval",
         "gradients-ranks*": "Gradients in a group of ranks",
         "topk*": "Compress the gradients",
         "devices*": "Devices",

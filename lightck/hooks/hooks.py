@@ -94,6 +94,15 @@ class Hooks:
             for optimizer in filter(has_hooks, self._optimizers):
                 self._add_last_hook(optimizer)
 
+    def report_no_gradients(self) -> None:
+        """Report ``gradients_final`` no more."""
+        self._reports_gradients = False
+        last = list(self._last_hooks.values())
+        self._last_hooks.clear()
+        self.handles[:] = [one for one in self.handles if one not in last]  # the session's finalizer has this list
+        for handle in last:
+            handle.remove()
+
     def _add_last_hook(self, optimizer: Optimizer) -> None:
         handle = optimizer.register_step_pre_hook(self._step_pre_last)
         self._last_hooks[id(optimizer)] = handle

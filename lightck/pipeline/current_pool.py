@@ -34,7 +34,8 @@ class CurrentPool:
     """The one pool file that is open for writing. ``writer``: None until the pool is created or opened. ``n_slots``:
     number of slots that the next new file gets. ``spare_slots``: how many of these are for exports.
     ``requested_slots``: number of slots for which a relayout at the next boundary is requested (None: no relayout is
-    requested)."""
+    requested). ``kind``: the kind of the next new file; the present file is of the same, unless a change of the kind is
+    under way."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class CurrentPool:
         self.group: GroupIdentity | None = None
         """Which rank of which group the pool belongs to. Set before the pool of a rank is created."""
         self._backend, self._engine, self._lock, self._events = backend, engine, lock, events
-        self.kind = kind
+        self.kind = self._kind_of_file = kind
 
     def add_spare_slot(self) -> None:
         """Add a slot for exports: an export holds its checkpoint, and the training cannot write to the slot of this
@@ -154,7 +155,7 @@ class CurrentPool:
                 writer.close()
             raise
         events.relayout_done(writer)
-        self.writer = writer
+        self.writer, self._kind_of_file = writer, self.kind
         if old is not None:
             old.close()
         return result
@@ -168,7 +169,9 @@ class CurrentPool:
         held = [entry for checkpoint in carried for entry in checkpoint.entries.values()]
         layout, extras = pool_layout(old, entries, held)
         state_nbytes = max([state_nbytes, *(len(checkpoint.state) for checkpoint in carried)])
-        spare = max(spare_nbytes(old, layout), self.spare_nbytes_min)
+        spare = self.spare_nbytes_min
+        if self._kind_of_file is self.kind:  # a file of another kind is made once, and nothing has grown
+            spare = max(spare, spare_nbytes(old, layout))
         return self._new_writer(self.kind.laid_out(layout.values()), state_nbytes, spare, extras)
 
     def close(self) -> None:

@@ -17,10 +17,11 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 
-from lightck.errors import LightckError
+from lightck.errors import LightckError, NoSpaceError
 from lightck.interrupts import Interrupted, raise_if_interrupted
 from lightck.pipeline.current_pool import CurrentPool
 from lightck.pipeline.decision import Decisions
@@ -47,6 +48,16 @@ from lightck.state.signatures import ClosedStep
 from lightck.stats import Meter
 
 log = logging.getLogger("lightck")
+
+
+class KindChange(NamedTuple):
+    """The arguments of ``Pipeline.request_kind``."""
+
+    kind: PoolKind
+    strategy: Strategy
+    n_slots: int
+    reason: str
+    does_not_fit: Callable[[NoSpaceError], None]
 
 
 class Pipeline:
@@ -93,6 +104,8 @@ class Pipeline:
         out of a table (``WriteTable.without``)."""
         self._newest: tuple[PoolWriter, Slot, int] | None = None
         """Where the newest checkpoint lies, committed or not: writer of its pool, slot, generation."""
+        self._kind_change: KindChange | None = None
+        """The kind of pools that the next checkpoint is to change to."""
         self._was_given_up = False
         """Whether the last checkpoint that ended was given up."""
 
@@ -149,6 +162,8 @@ class Pipeline:
         self.guard.copied_at_boundary.update(closed_step.written_outside_step)
         if not self.decisions.may_commit(closed_step):
             self.eager.drop()
+            return
+        if self._kind_change is not None and self._changes_kind(self._kind_change, closed_step):
             return
         try:
             writer = self.pool.ready_writer()
@@ -317,6 +332,43 @@ class Pipeline:
             # ``ready_writer`` has cleared the request for ``n_slots`` slots. The next attempt needs the request again.
             self.pool.requested_slots = self.pool.n_slots
             raise
+
+    def request_kind(
+        self,
+        kind: PoolKind,
+        strategy: Strategy,
+        n_slots: int,
+        reason: str,
+        does_not_fit: Callable[[NoSpaceError], None],
+    ) -> None:
+        """Let the next checkpoint be written into a new file of this kind, with ``n_slots`` slots, which replaces the
+        present one; ``strategy`` plans it and all later ones. ``reason``: for the log. ``does_not_fit``: is called with
+        the error if the medium cannot hold the new file. Then the checkpoint is written into the present one, as if
+        nothing had been requested."""
+        assert self._uncommitted_max == 0, "a pool with gradient records has one checkpoint in flight"
+        self._kind_change = KindChange(kind, strategy, n_slots, reason, does_not_fit)
+
+    def _changes_kind(self, change: KindChange, closed_step: ClosedStep) -> bool:
+        """Change to another kind of pools with the checkpoint of this step. Returns whether it has changed."""
+        pool = self.pool
+        before = pool.kind, self._strategy, pool.n_slots, pool.requested_slots
+        pool.kind, self._strategy, pool.n_slots, pool.requested_slots = (
+            change.kind,
+            change.strategy,
+            change.n_slots,
+            None,
+        )
+        try:
+            self._relayout(closed_step, RelayoutNeededError(change.reason))
+        except BaseException as err:
+            pool.kind, self._strategy, pool.n_slots, pool.requested_slots = before
+            if not isinstance(err, NoSpaceError):
+                raise  # after an interrupt the next attempt changes the kind
+            self._kind_change = None
+            change.does_not_fit(err)
+            return False
+        self._kind_change = None
+        return True
 
     def ensure_slots(self, needed: int) -> None:
         """Move the pool to a new file if fewer than ``needed`` slots can be written. Call only while no checkpoint is

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from lightck.pool.engine import Engine
-from lightck.pool.format.layout import Entry
+from lightck.pool.format.layout import HOME_PLACE, SLOT_PLACE, Entry
 from lightck.pool.reader import PoolReader
 from lightck.pool.slots import Slot
 from lightck.pool.storage.durability import Durability
@@ -59,7 +59,8 @@ class WholeCheckpoints:
     """Pools in which each slot holds a whole checkpoint."""
 
     def laid_out(self, entries: Iterable[Entry]) -> list[Entry]:
-        return in_module_order(entries)
+        # The old file may be one with homes.
+        return in_module_order(e._replace(place=SLOT_PLACE) if e.place == HOME_PLACE else e for e in entries)
 
     def n_slots(self, entries: Sequence[Entry], state_nbytes: int, wanted: int) -> int:
         return wanted

@@ -18,8 +18,12 @@ from lightck.restore.checkpoint import refuse_other_than_bool, refuse_other_than
 from lightck.restore.resume import is_poisoned
 from lightck.session.interval import Auto, Cadence, cadence_of
 from lightck.session.replicas import Replicas
+from lightck.strategy.full import FullState
 from lightck.strategy.gradients import Gradients
 from lightck.tiers.keep import Keep
+
+AUTO_STRATEGY = "auto"
+"""``attach(..., strategy="auto")``: see ``strategy_choice.py``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,8 @@ class SaveOptions:
     """How often, in what form and under which conditions checkpoints are saved."""
 
     interval: int | str | Auto
-    strategy: Strategy | None
+    strategy: Strategy | str | None
+    """``AUTO_STRATEGY`` until ``with_present_strategy`` has looked at the pool."""
     slots: int | None
     keep: Keep | None
     pause_on_nonfinite: bool
@@ -52,17 +57,30 @@ class SaveOptions:
         """How many hosts hold each rank's state. Raises ``TypeError`` or ``ValueError`` for a wrong argument."""
         return Replicas.of(self.replicas_given)
 
+    @property
+    def chosen_strategy(self) -> Strategy:
+        """The strategy object."""
+        assert not isinstance(self.strategy, str), "with_present_strategy has replaced it"
+        return self.strategy or FullState()
+
+    def _refuse_other_strategy(self) -> None:
+        strategy = self.strategy
+        if strategy is None or strategy == AUTO_STRATEGY:
+            return
+        if isinstance(strategy, (type, str)) or not isinstance(strategy, Strategy):
+            name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", type(strategy).__name__)
+            raise TypeError(
+                f"strategy is {name!r}, which is no strategy object. Pass lightck.FullState(), lightck.Gradients(), or "
+                '"auto".'
+            )
+
     def check(self) -> Cadence:
         """Check the options. Returns the ``Cadence``, which decides from ``interval`` when a checkpoint is due. Raises
         ``TypeError`` or ``ValueError``."""
         refuse_other_than_bool(
             strict_data=self.strict_data, pause_on_nonfinite=self.pause_on_nonfinite, split=self.split
         )
-        if self.strategy is not None and (isinstance(self.strategy, type) or not isinstance(self.strategy, Strategy)):
-            name = getattr(self.strategy, "__name__", type(self.strategy).__name__)
-            raise TypeError(
-                f"strategy is {name!r}, which is no strategy object. Pass lightck.FullState() or lightck.Gradients()."
-            )
+        self._refuse_other_strategy()
         slots, keep = self.slots, self.keep
         if slots is not None and (type(slots) is not int or not 2 <= slots <= SLOTS_MAX):
             raise ValueError(f"slots={slots!r}: a pool has 2 to {SLOTS_MAX} slots.")

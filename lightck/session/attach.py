@@ -35,7 +35,7 @@ from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.restore.resume import Resumed
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.restore.together import TIMEOUT
-from lightck.session.arguments import Arguments, SaveOptions
+from lightck.session.arguments import AUTO_STRATEGY, Arguments, SaveOptions
 from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants
 from lightck.session.compression import Compression, compression_of
@@ -53,11 +53,11 @@ from lightck.session.session import Session
 from lightck.session.shared_state import warn_of_shared_tensors
 from lightck.session.slowdown import slowdown
 from lightck.session.steps import Steps
+from lightck.session.strategy_choice import CHOSEN, StrategyChoice, keep_full_state, not_eligible, with_present_strategy
 from lightck.state.device_transfers import transfer_of
 from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
-from lightck.strategy.full import FullState
 from lightck.tiers.keep import Keep, Retention
 from lightck.tiers.pin import Holds
 
@@ -76,7 +76,7 @@ def attach(
     interval: int | str | Auto = 1,
     resume: bool = False,
     overwrite: bool = False,
-    strategy: Strategy | None = None,
+    strategy: Strategy | str | None = None,
     backend: str = "auto",
     require: str | None = None,
     slots: int | None = None,
@@ -102,7 +102,7 @@ def attach(
         interval: updates between saved checkpoints; ``"auto"`` or ``lightck.Auto(...)`` chooses it by their cost.
         resume: restore the newest checkpoint, if the pool holds one, and continue from it.
         overwrite: discard what the pool holds.
-        strategy: what a checkpoint holds: ``FullState()`` (the default) or ``Gradients(...)``.
+        strategy: what a checkpoint holds: ``FullState()`` (the default), ``Gradients(...)``, or ``"auto"``.
         backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path and the medium.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
         slots: room for so many checkpoints, 2 to 8; default: as before, else 2 (group: 3 or 4). ``keep=`` adds 1.
@@ -141,12 +141,13 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     medium_durability = backend.probe(path)
     durability.require(medium_durability, arguments.require)
     found = _discover(arguments)
-    gradients = arguments.save_options.gradients
-    if gradients is not None:
-        refuse_unrecordable(gradients, arguments, found, is_rank_pool=is_rank_pool)
+    is_chosen_later = arguments.save_options.strategy == AUTO_STRATEGY
+    arguments = with_present_strategy(arguments, path, backend, is_rank_pool=is_rank_pool)
+    if arguments.save_options.gradients is not None:
+        refuse_unrecordable(arguments.save_options.gradients, arguments, found, is_rank_pool=is_rank_pool)
     found, capture, compression = _captured(arguments, found, group_start)
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
-    meter = Meter(slowdown())
+    meter = Meter(slowdown(), type(arguments.save_options.chosen_strategy).__name__)
     lock = file.lock()
     with ExitStack() as undo:
         undo.callback(lock.release)
@@ -175,8 +176,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
             first_step=first,
             strict_data=arguments.save_options.strict_data,
         )
-        if gradients is not None:
-            steps.record_updates(compression, mtbf=gradients.mtbf, is_in_group=is_rank_pool)
+        _follow_strategy(steps, file, compression, is_chosen_later)
         session = Session(steps, lock, found.classes, None if group_start is None else group_start.membership())
         undo.pop_all()
         undo.callback(session.abandon)
@@ -229,7 +229,7 @@ def _pipeline(
         medium_durability,
         slots,
         meter,
-        options.strategy or FullState(),
+        options.chosen_strategy,
         options.staging,
         uncommitted_max=0 if is_rank_pool or pool_kind is not None else None,
         check=os.environ.get(CHECK_VARIABLE) == "1",
@@ -237,6 +237,36 @@ def _pipeline(
         copy_threads=threads_beside_devices(torch.cuda.device_count()) if on_device else None,
         pool_kind=pool_kind,
     )
+
+
+def _follow_strategy(steps: Steps, file: PoolFile, compression: Compression | None, is_chosen_later: bool) -> None:
+    """Install what the strategy needs at each update. ``is_chosen_later``: the session begins with ``FullState``, and
+    may choose another strategy later."""
+    gradients = file.arguments.save_options.gradients
+    if gradients is not None:
+        steps.record_updates(compression, mtbf=gradients.mtbf, is_in_group=file.is_rank_pool)
+    elif is_chosen_later:
+        _choose_strategy(steps, file)
+
+
+def _choose_strategy(steps: Steps, file: PoolFile) -> None:
+    """Let the session choose its strategy after ten steps, if there is a choice."""
+    reason = not_eligible(file.arguments, file.backend, file.found, is_rank_pool=file.is_rank_pool)
+    if reason:
+        keep_full_state(steps.meter, reason)
+        return
+    kind = gradient_pools(CHOSEN, file.capture, file.path, file.backend, 1, None)
+    capture = file.capture
+    choice = StrategyChoice(
+        steps.pipeline,
+        steps.meter,
+        kind,
+        n_pins=lambda: steps.commits.participants.holds.n_pins,
+        state_nbytes=lambda: capture.expected_state_nbytes,
+        record_updates=lambda on: steps.record_updates() if on else steps.record_no_updates(),
+        done=steps.events.remove,
+    )
+    steps.events.add(choice)
 
 
 def _commit_participants(file: PoolFile, meter: Meter) -> CommitParticipants:

@@ -147,6 +147,17 @@ class Steps(StepListener):
             self.events.add(self._tuner(mtbf, records))
         self.pipeline.validators.append(records.validate)
 
+    def record_no_updates(self) -> None:
+        """Undo ``record_updates()``. Call while no checkpoint is in flight, and no hook before an update runs."""
+        records = self.update_records
+        assert records is not None, "record_updates has set it"
+        self.events.remove(records)
+        self.events.remove(records.consumed_gradients)
+        self.hooks.report_no_gradients()
+        self.pipeline.validators.remove(records.validate)
+        self.capture.update_of = self.capture.base_every = self.update_records = None
+        records.forget()
+
     def _tuner(self, mtbf: float, records: UpdateRecords) -> BaseEveryTuner:
         kind, pool, engine = self.pipeline.pool.kind, self.pipeline.pool, self.pipeline.engine
         assert isinstance(kind, GradientPools)

@@ -299,7 +299,7 @@ class UpdateRecords(StepListener):
         if reason and reason not in self._logged:
             self._logged.add(reason)
             which = "the checkpoint of" if is_checkpoint else "the next checkpoint after"
-            log.info("lightck: %s step %d is full, because %s", which, step, reason)
+            log.info("lightck: %s step %d is full: %s", which, step, reason)
 
 
 def _reason_of(update: CapturedUpdate) -> str:

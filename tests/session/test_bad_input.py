@@ -38,6 +38,7 @@ from toys import (
     is_pmdk,
     left_since,
     net,
+    on_small_tmpfs,
     poke,
     pool_with,
     same,
@@ -452,25 +453,6 @@ def test_pool_that_others_can_write_is_refused(folder, pool, mode):
 
 
 # -- space and medium ------------------------------------------------------------------------------------------------
-
-
-def on_small_tmpfs(nbytes: int, work: Any) -> Any:
-    """``work(folder)`` in a child that has a tmpfs of its own, invisible to everybody else."""
-
-    def run() -> Any:
-        libc = ctypes.CDLL(None, use_errno=True)
-        clone_newns, ms_rec, ms_private = 0x00020000, 0x4000, 1 << 18
-        if libc.unshare(clone_newns) != 0 or libc.mount(b"none", b"/", None, ms_rec | ms_private, None) != 0:
-            return "not permitted"
-        where = Path("/mnt")
-        if libc.mount(b"tmpfs", b"/mnt", b"tmpfs", 0, f"size={nbytes},mode=700".encode()) != 0:
-            return "not permitted"
-        return work(where)
-
-    answer = in_child(run)
-    if answer == "not permitted":
-        pytest.skip("mounting a tmpfs in a namespace is not permitted here")
-    return answer
 
 
 def test_no_space_for_the_pool_is_a_clean_error():

@@ -221,7 +221,7 @@ def test_after_a_hole_nothing_is_stored_up_to_the_next_checkpoint_which_is_full(
     loop.session._pipeline.finish()
     assert newest(loop.pool) == (15, 0, [], True)
     assert loop.assert_recovers().step == 15
-    assert "the next checkpoint after step 13 is full, because 'model/0.weight' was written" in caplog.text
+    assert "the next checkpoint after step 13 is full: 'model/0.weight' was written" in caplog.text
 
 
 def test_a_hole_at_a_commit_makes_this_checkpoint_full(loop):
