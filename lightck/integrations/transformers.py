@@ -1,0 +1,529 @@
+"""Hugging Face ``Trainer``: each finished update survives a crash, and a restart goes on where the last run stopped.
+
+    trainer = Trainer(...)
+    lightck.integrations.transformers.attach(trainer, "run.pool")
+    trainer.train()
+
+How a run goes:
+
+    train()             the pool's newest checkpoint is read, but no tensor of it. What the Trainer kept
+                        (``TrainerState``) is written into a folder, which is given to the Trainer as
+                        ``resume_from_checkpoint``. So the Trainer itself finds epoch and update at which it goes on. It
+                        loads nothing else from the folder: model, optimizer, scheduler and random states come from
+                        the pool
+    on_train_begin      ``lightck.attach``: optimizer and scheduler exist, and no batch was fetched. Then sums and
+                        counters of the Trainer are set as they were
+    next() of a batch   closes the step before: its log, evaluation and save are done
+    the end of the loop ``session.close(done=True)``, before the Trainer loads its best model into the trained one
+
+Invariant: a checkpoint holds the Trainer's own state of the same moment as its tensors (``Progress``). If the process
+is killed inside an evaluation or a save, the step is made again, and the evaluation or save is repeated.
+
+Failure cases: an attribute of ``Trainer`` that this file uses does not exist: ``UnsupportedError`` at attach. The pool
+changes between the first look and the attach: ``SessionError``, and nothing was trained.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import lightck
+from lightck.errors import CheckpointExistsError, NoCheckpointError, PoolNotFoundError, SessionError, UnsupportedError
+
+try:
+    import transformers
+    from transformers import trainer as trainer_module
+    from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+    from transformers.trainer_utils import get_last_checkpoint
+except ImportError as err:
+    raise ImportError(
+        "lightck.integrations.transformers needs transformers. Install it with: pip install 'lightck[transformers]'"
+    ) from err
+
+log = logging.getLogger("lightck")
+STATE_NAME = "trainer"
+"""Name in ``state`` under which ``Progress`` is saved."""
+VERSIONS = (5, 6)
+"""The first supported major version of transformers, and the first that is not known."""
+_USED = (
+    "_finalize_training",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_load_rng_state",
+    "_run_epoch",
+    "get_train_dataloader",
+    "callback_handler",
+    "current_flos",
+    "is_deepspeed_enabled",
+    "is_fsdp_enabled",
+)
+"""Attributes of ``Trainer`` that this file uses. (Those of the loss exist only while it trains.)"""
+_REFUSED_TRAINERS = {
+    "GRPOTrainer": "it trains several times on generations that it keeps, and these are not saved",
+    "RLOOTrainer": "it trains several times on generations that it keeps, and these are not saved",
+}
+
+
+def attach(
+    trainer: transformers.Trainer, pool_path: str | os.PathLike[str], *, resume: bool = True, **options: Any
+) -> TrainerSession:
+    """Make every finished update of a ``Trainer`` survive a crash.
+
+    Call it once, after the Trainer was built and before ``trainer.train()``. The pool is opened in ``train()``. If it
+    holds a checkpoint, the training goes on from there: weights, optimizer, scheduler, random states, batches, log
+    history, best metric, and the state of callbacks that have one are those of the run before.
+
+    Args:
+        trainer: a Trainer of transformers, or of a library whose trainers are Trainers (``Seq2SeqTrainer``, TRL).
+        pool_path: the pool's file, made if it does not exist. In a group of ranks: a directory.
+        resume: go on from what the pool holds. False: raise ``CheckpointExistsError`` if it holds a checkpoint.
+        options: other keywords of ``lightck.attach``. ``optimizer`` is the Trainer's.
+
+    Raises:
+        UnsupportedError: a version, a trainer or an argument that cannot be resumed exactly; the message says which.
+        SessionError: the Trainer has trained already, or is attached already.
+        TypeError: ``trainer`` is no Trainer.
+    """
+    _refuse_unsupported(trainer)
+    if "optimizer" in options:
+        raise TypeError(
+            "optimizer= is not passed here: the Trainer builds its optimizer in train(), and lightck finds it."
+        )
+    session = TrainerSession(trainer, os.fspath(pool_path), resume=resume, options=options)
+    session.install()
+    return session
+
+
+def _refuse_unsupported(trainer: object) -> None:
+    if not isinstance(trainer, transformers.Trainer):
+        raise TypeError(f"trainer is a {type(trainer).__name__}. Pass a transformers.Trainer.")
+    major = int(transformers.__version__.partition(".")[0])
+    if not VERSIONS[0] <= major < VERSIONS[1]:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} is not supported: lightck knows {VERSIONS[0]}.x. Install such a "
+            "version, or save the checkpoints of the Trainer itself."
+        )
+    missing = [name for name in _USED if not hasattr(trainer, name)]
+    if missing or not hasattr(trainer_module, "skip_first_batches"):
+        raise UnsupportedError(
+            f"This Trainer of transformers {transformers.__version__} has no {(missing or ['skip_first_batches'])[0]}, "
+            "which lightck needs to resume exactly. Report it, and install an earlier version meanwhile."
+        )
+    if any(isinstance(one, _Callback) for one in trainer.callback_handler.callbacks):
+        raise SessionError("This Trainer is attached to a pool already. One attach for each Trainer.")
+    if trainer.state.global_step:
+        raise SessionError(
+            f"This Trainer has made {trainer.state.global_step} updates already. Attach before train(); the pool then "
+            "knows where the training begins."
+        )
+    for kind in type(trainer).__mro__:
+        if kind.__name__ in _REFUSED_TRAINERS:
+            raise UnsupportedError(
+                f"{kind.__name__} cannot be resumed exactly: {_REFUSED_TRAINERS[kind.__name__]}. Use the checkpoints "
+                "of the Trainer itself."
+            )
+    _refuse_arguments(trainer)
+
+
+def _refuse_arguments(trainer: transformers.Trainer) -> None:
+    args = trainer.args
+    refused = {
+        "auto_find_batch_size": (args.auto_find_batch_size, "it begins the training anew with another batch size"),
+        "ignore_data_skip": (args.ignore_data_skip, "the data would begin anew at a resume"),
+        "deepspeed": (trainer.is_deepspeed_enabled, "DeepSpeed has its own optimizers and partitions"),
+        "fsdp": (trainer.is_fsdp_enabled, "the Trainer's FSDP was not tested with lightck"),
+    }
+    for name, (is_given, reason) in refused.items():
+        if is_given:
+            raise UnsupportedError(
+                f"TrainingArguments({name}=...) cannot be used with lightck: {reason}. Leave the argument out, or use "
+                "the checkpoints of the Trainer itself."
+            )
+
+
+class Progress:
+    """What the Trainer keeps beside model, optimizer and scheduler. Saved in each checkpoint (``state=``)."""
+
+    def __init__(self, owner: TrainerSession) -> None:
+        self._owner = owner
+        self._encoded: list[str] = []
+        """The entries of the log history as JSON, each encoded once."""
+        self._last: object = None
+        """The entry that was encoded last."""
+
+    def state_dict(self) -> dict[str, Any]:
+        owner, trainer = self._owner, self._owner.trainer
+        owner.callbacks.warn_of_changes()
+        return {
+            "trainer_state": self._trainer_state(trainer.state),
+            "callbacks": json.dumps(owner.callbacks.states()),
+            "tr_loss": trainer._tr_loss,
+            "total_loss_scalar": trainer._total_loss_scalar,
+            "globalstep_last_logged": trainer._globalstep_last_logged,
+            "current_flos": trainer.current_flos,
+            "initial_global_step": trainer._initial_global_step,
+            "seconds": owner.seconds,
+            "stopped": trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps,
+            "epoch_was_cut": owner.epoch_was_cut,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        owner, trainer = self._owner, self._owner.trainer
+        if owner.found is None or state["trainer_state"] != owner.found["trainer_state"]:
+            raise SessionError(
+                f"The pool {owner.path!r} has changed since train() began. Another process may train into it. Nothing "
+                "was trained. Call train() again."
+            )
+        trainer._tr_loss = state["tr_loss"].to(trainer.args.device)
+        trainer._total_loss_scalar = state["total_loss_scalar"]
+        trainer._globalstep_last_logged = state["globalstep_last_logged"]
+        trainer.current_flos = state["current_flos"]
+        trainer._initial_global_step = state["initial_global_step"]
+        trainer.control.should_training_stop = state["stopped"]
+        owner.epoch_was_cut = state["epoch_was_cut"]
+        owner.callbacks.restore(json.loads(state["callbacks"]))
+
+    def _trainer_state(self, state: TrainerState) -> bytes:
+        """Return ``trainer_state.json``, as the Trainer would write it. The log history grows at each step, so what was
+        encoded before is used again."""
+        history = state.log_history
+        if len(history) < len(self._encoded) or (self._encoded and history[len(self._encoded) - 1] is not self._last):
+            self._encoded.clear()
+        for entry in history[len(self._encoded) :]:
+            self._encoded.append(json.dumps(entry))
+            self._last = entry
+        fields = {name: getattr(state, name) for name in state.__dataclass_fields__ if name != "log_history"}
+        rest = json.dumps(fields)
+        return f'{rest[:-1]}, "log_history": [{", ".join(self._encoded)}]}}'.encode()
+
+
+class _CallbackStates:
+    """The callbacks of a Trainer, and what of them is saved: the state of those that are ``ExportableState``."""
+
+    def __init__(self, trainer: transformers.Trainer) -> None:
+        self._trainer = trainer
+        self._own: list[tuple[TrainerCallback, dict[str, object]]] = []
+        """Callbacks of the user whose state is not saved, with their plain attributes at attach."""
+
+    def _exportable(self) -> list[Any]:
+        return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+    def states(self) -> list[list[Any]]:
+        """Return name of the class and state, for each callback that has one."""
+        return [[type(one).__name__, one.state()] for one in self._exportable()]
+
+    def restore(self, states: list[list[Any]]) -> None:
+        """Set the attributes that were saved. Callbacks of one class are told apart by their order."""
+        left = list(states)
+        for callback in self._exportable():
+            saved = next((one for one in left if one[0] == type(callback).__name__), None)
+            if saved is None:
+                continue
+            left.remove(saved)
+            for name, value in saved[1].get("attributes", {}).items():
+                setattr(callback, name, value)
+        if left:
+            log.warning(
+                "lightck: the run before had the callback %s, whose state is lost, because this Trainer has no such "
+                "callback",
+                left[0][0],
+            )
+
+    def watch(self) -> None:
+        """Remember what user's callbacks have as plain attributes."""
+        self._own = [
+            (one, _plain_attributes(one))
+            for one in self._trainer.callback_handler.callbacks
+            if not isinstance(one, (ExportableState, _Callback)) and _is_of_user(one)
+        ]
+
+    def warn_of_changes(self) -> None:
+        """Warn once of each callback that has changed, because its changes are not saved."""
+        for one in list(self._own):
+            callback, before = one
+            changed = [name for name, value in _plain_attributes(callback).items() if before.get(name, value) != value]
+            if changed:
+                self._own.remove(one)
+                log.warning(
+                    "lightck: the callback %s changes its attribute %r while it trains, and a resume would not know "
+                    "it. Let the class inherit transformers.trainer_callback.ExportableState too: lightck saves what "
+                    "its state() returns",
+                    type(callback).__name__,
+                    changed[0],
+                )
+
+
+def _is_of_user(callback: object) -> bool:
+    return type(callback).__module__.partition(".")[0] not in ("transformers", "trl", "peft", "lightck")
+
+
+def _plain_attributes(callback: object) -> dict[str, object]:
+    return {name: value for name, value in vars(callback).items() if isinstance(value, (int, float, str, bool))}
+
+
+class _Callback(TrainerCallback):
+    """Attaches the session when the training begins."""
+
+    def __init__(self, owner: TrainerSession) -> None:
+        self._owner = owner
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._owner.begin()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._owner.epoch_was_cut |= bool(control.should_epoch_stop and not control.should_training_stop)
+
+
+class _Loader:
+    """The Trainer's loader. It iterates over ``session.loader``, which goes on in the middle of a pass."""
+
+    def __init__(self, loader: Any, owner: TrainerSession) -> None:
+        self._loader, self._owner = loader, owner
+        self._session_loader: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._session_loader is None:
+            session = self._owner.session
+            assert session is not None, "on_train_begin has made it"
+            self._session_loader = session.loader(self._loader, name="train")
+        return iter(self._session_loader)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class TrainerSession:
+    """What ``attach`` returns. ``session``: the ``lightck.Session`` of the run; None before ``train()`` has begun. It
+    is closed at the end of ``train()``."""
+
+    def __init__(self, trainer: transformers.Trainer, path: str, *, resume: bool, options: Mapping[str, Any]) -> None:
+        self.trainer, self.path = trainer, path
+        self.session: lightck.Session | None = None
+        self.found: Mapping[str, Any] | None = None
+        """What ``Progress`` saved in the checkpoint from which this run goes on."""
+        self.epoch_was_cut = False
+        """Whether a callback has ended an epoch early, so that the Trainer cannot find its place in a later one."""
+        self.callbacks = _CallbackStates(trainer)
+        self._resume, self._options = resume, dict(options)
+        self._progress = Progress(self)
+        self._folder: str | None = None
+        """Holds ``trainer_state.json`` while a resumed ``train()`` runs."""
+        self._began, self._seconds_before = 0.0, 0.0
+
+    def __repr__(self) -> str:
+        return f"<lightck.integrations.transformers, pool {self.path!r}: {self.session or 'train() has not begun'}>"
+
+    @property
+    def seconds(self) -> float:
+        """How long the training took so far, earlier runs included."""
+        return self._seconds_before + time.time() - self._began
+
+    # -- the Trainer's methods -----------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Let the Trainer call this object. Only this one Trainer is changed, not its class."""
+        trainer = self.trainer
+        trainer.add_callback(_Callback(self))
+        setattr(trainer, "train", functools.partial(self._train, trainer.train))  # noqa: B010 - mypy knows no assignment
+
+    def _train(
+        self,
+        train: Callable[..., Any],
+        resume_from_checkpoint: str | bool | None = None,
+        trial: object = None,
+        **kwargs: Any,
+    ) -> Any:
+        if trial is not None:
+            raise UnsupportedError(
+                "A hyperparameter search trains several models, and a pool holds one training. Attach to a Trainer "
+                "that trains one."
+            )
+        if self.session is not None and self.session.is_open:
+            raise SessionError("train() is running already.")
+        step = self._look()
+        if resume_from_checkpoint:
+            self._refuse_behind(resume_from_checkpoint, step)
+            return self._run(train, resume_from_checkpoint, kwargs)
+        if self.found is None:
+            return self._run(train, None, kwargs)
+        self._refuse_unresumable()
+        with tempfile.TemporaryDirectory(prefix="lightck-trainer-") as folder:
+            with open(os.path.join(folder, trainer_module.TRAINER_STATE_NAME), "wb") as file:
+                file.write(self.found["trainer_state"])
+            self._folder = folder
+            try:
+                return self._run(train, folder, kwargs)
+            finally:
+                self._folder = None
+
+    def _look(self) -> int | None:
+        """Read what the pool holds of the Trainer. Returns the step of the Trainer in the newest checkpoint; None if
+        there is no checkpoint."""
+        self.found = None
+        if self._options.get("overwrite"):
+            return None
+        try:
+            checkpoint = _newest(self.path)
+        except (PoolNotFoundError, NoCheckpointError):
+            return None
+        with checkpoint:
+            step, state = checkpoint.step, checkpoint.state
+        if not self._resume:
+            raise CheckpointExistsError(
+                f"The pool {self.path!r} holds step {step}, and resume=False is given. Leave it out to go on from "
+                "there, or pass overwrite=True to discard what the pool holds."
+            )
+        if STATE_NAME not in state:
+            raise SessionError(
+                f"The pool {self.path!r} was not written by a Trainer, so it does not say at which epoch and batch one "
+                "goes on. Go on with the loop that wrote it, or attach to another pool."
+            )
+        self.found = state[STATE_NAME]
+        return int(json.loads(self.found["trainer_state"])["global_step"])
+
+    def _refuse_behind(self, resume_from_checkpoint: str | bool, step: int | None) -> None:
+        """Raise ``CheckpointExistsError`` if the pool is ahead of the Trainer's own checkpoint, which is to be loaded.
+        Else that one is loaded, and the pool begins anew."""
+        folder = resume_from_checkpoint
+        if folder is True:
+            folder = get_last_checkpoint(self.trainer.args.output_dir)  # type: ignore[no-untyped-call]
+        if not isinstance(folder, str):
+            return  # the Trainer says what is wrong
+        state = TrainerState.load_from_json(os.path.join(folder, trainer_module.TRAINER_STATE_NAME))
+        if step is not None and step > state.global_step:
+            raise CheckpointExistsError(
+                f"resume_from_checkpoint={folder!r} holds step {state.global_step}, and the pool {self.path!r} holds "
+                f"step {step}, which would be lost. Leave out resume_from_checkpoint to go on from the pool, or pass "
+                "overwrite=True to attach to discard what the pool holds."
+            )
+        self.found = None
+        self._options["overwrite"] = True
+        log.warning(
+            "lightck: the training goes on from the Trainer's checkpoint %s, as resume_from_checkpoint says. The pool "
+            "%s begins anew there",
+            folder,
+            self.path,
+        )
+
+    def _refuse_unresumable(self) -> None:
+        assert self.found is not None
+        if self.found["epoch_was_cut"]:
+            raise UnsupportedError(
+                "A callback of the run before has ended an epoch early (should_epoch_stop). The Trainer counts full "
+                "epochs, so it cannot find its place again. lightck.recover(path, model) restores the weights."
+            )
+
+    def _run(self, train: Callable[..., Any], resume_from_checkpoint: str | bool | None, kwargs: dict[str, Any]) -> Any:
+        """Run the Trainer's ``train``, with this object in its way."""
+        trainer, is_resumed = self.trainer, self._folder is not None
+        self._began, self._seconds_before = time.time(), self.found["seconds"] if self.found is not None else 0.0
+        self.callbacks.watch()
+        with ExitStack() as stack:
+
+            def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+                _replace(stack, owner, name, make)
+
+            replace(trainer, "get_train_dataloader", lambda get: lambda: _Loader(get(), self))
+            replace(trainer, "_finalize_training", lambda finalize: functools.partial(self._finalize, finalize))
+            replace(trainer, "_run_epoch", lambda run: functools.partial(self._run_epoch, run))
+            replace(trainer_module, "skip_first_batches", _leave_alone)
+            if is_resumed:
+                for name in (
+                    "_load_from_checkpoint",
+                    "_load_optimizer_and_scheduler",
+                    "_load_scaler",
+                    "_load_rng_state",
+                ):
+                    replace(trainer, name, lambda _: _load_nothing)
+                replace(trainer.args, "eval_on_start", lambda _: False)  # the first run has done it
+            try:
+                return train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+            finally:
+                if self.session is not None:
+                    self.session.abandon()  # does nothing after close()
+
+    def begin(self) -> None:
+        """Attach. Called when optimizer and scheduler exist, and no batch was fetched."""
+        trainer, options = self.trainer, dict(self._options)
+        if trainer.is_in_train is False:
+            return
+        state = {STATE_NAME: self._progress, **(options.pop("state", None) or {})}
+        self.session = lightck.attach(
+            trainer.model_wrapped,
+            self.path,
+            optimizer=trainer.optimizer,
+            state=state,
+            resume=self.found is not None,
+            **options,
+        )
+        self._options.pop("overwrite", None)  # a second train() goes on from this one
+        if self.is_finished:
+            log.warning(
+                "lightck: the training in the pool %s is finished (step %d). Nothing is trained; the Trainer only ends "
+                "it again",
+                self.path,
+                trainer.state.global_step,
+            )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run before has made the last update."""
+        state = self.trainer.state
+        if self.found is None or self.session is None:
+            return False
+        return state.global_step >= state.max_steps or (self.session.done and bool(self.found["stopped"]))
+
+    def _run_epoch(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self.is_finished:
+            self.trainer.control.should_training_stop = True
+        else:
+            run(*args, **kwargs)
+
+    def _finalize(self, finalize: Callable[..., Any], trial: Any, num_train_samples: Any, start_time: float) -> Any:
+        """Close the session before the Trainer may load its best model into the trained one."""
+        assert self.session is not None, "on_train_begin has made it"
+        self.session.close(done=True)
+        return finalize(trial, num_train_samples, start_time - self._seconds_before)
+
+
+# -- small pieces ------------------------------------------------------------------------------------------------------
+
+
+def _newest(path: str) -> lightck.Checkpoint:
+    """Return the newest checkpoint. Its tensors are not read, unless the pool has gradient records."""
+    try:
+        return lightck.recover(path, lazy=True)
+    except UnsupportedError:
+        return lightck.recover(path)
+
+
+def _leave_alone(skip: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``skip_first_batches`` for loaders that find their place themselves."""
+
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        return dataloader if isinstance(dataloader, _Loader) else skip(dataloader, num_batches)
+
+    return skip_first_batches
+
+
+def _load_nothing(*_: Any, **__: Any) -> None:
+    """In place of the Trainer's loading: the pool has what it would load."""
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Set ``owner.name`` to ``make(the present value)`` until the stack ends."""
+    had, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, make(before))
+    stack.callback(lambda: setattr(owner, name, before) if had else delattr(owner, name))
