@@ -1,9 +1,10 @@
 """Which units of a rank lie whole in each checkpoint of ``Gradients``, because their updates cannot be made again here.
 
-A unit is a parameter with its optimizer state. A class that is not element-wise (Muon, or one of the user's own)
-couples the elements of a parameter. If this rank holds only a part of the parameter, its update of the part needs what
-other ranks hold, or may need it. So no gradient of such a unit is recorded: the unit lies in the slots of the pool, as
-buffers do, and each checkpoint takes its state from the live tensors. All other units stay with gradients.
+A unit is a parameter with its optimizer state. A class that is not element-wise (Muon) couples the elements of a
+parameter. If the parameter is a DTensor that is sharded, torch sends parts of it to other ranks during the update, so
+no rank can make the update again by itself. No gradient of such a unit is recorded: it lies in the slots of the pool,
+as buffers do, and each checkpoint takes its state from the live tensors. All other units stay with gradients. (A class
+of torch.optim sees nothing but the plain tensors that it is given, also if ``layout=`` says that these are parts.)
 
     update      ``hooks/consumed.py`` takes no gradient of it
     boundary    ``pipeline/gradient_pools.py`` gives it extents in slots; ``strategy/gradients.py`` writes it whole, but
@@ -15,25 +16,20 @@ Each rank decides for itself, by the placements of its tensors: it reads nobody 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 
-from lightck.session.capture import Capture
+from lightck.state.inventory import OptimizerView
 from lightck.state.local_tensors import is_dtensor
 from lightck.state.parts import is_part
 from lightck.state.torch_classes import ELEMENT_WISE
 
 
-def coupled_units(capture: Capture) -> frozenset[str]:
+def coupled_units(optimizers: Iterable[OptimizerView]) -> frozenset[str]:
     """Return the names of the parameters of these units."""
-    found = {
-        name: p for view in capture.optimizers if type(view.optimizer) not in ELEMENT_WISE for name, p in view.params
-    }
-    if not found:
-        return frozenset()
-    partly_held = frozenset() if capture.layout is None else frozenset(_partly_held(capture))
-    return frozenset(name for name, p in found.items() if name in partly_held or _is_sharded(p))
+    coupling = (one for one in optimizers if type(one.optimizer) not in ELEMENT_WISE)
+    return frozenset(name for one in coupling for name, p in one.params if _is_sharded(p))
 
 
 def _is_sharded(held: torch.Tensor) -> bool:
@@ -44,13 +40,3 @@ def _is_sharded(held: torch.Tensor) -> bool:
     assert is_dtensor(held)
     mesh = held.device_mesh
     return any(mesh.size(dim) > 1 and not one.is_replicate() for dim, one in enumerate(held.placements))
-
-
-def _partly_held(capture: Capture) -> Iterator[str]:
-    """Yield the names of the parameters of which a layout says that this rank holds less than the whole."""
-    for live in capture.tensors():
-        if live.role == "param" and live.part is not None:
-            held = live.part.pieces
-            is_whole = len(held) == 1 and tuple(held[0].size) == live.part.logical_shape
-            if not is_whole:
-                yield live.name.removeprefix("model/")

@@ -57,7 +57,7 @@ def gradient_pools(
     is_chosen = base_every is not None or strategy.log_records is not None
     n_records = None if is_chosen else records_that_fit
     capacity = capacity_of(compression)
-    return GradientPools(base_every, updated, interval, n_records, capacity, lambda: coupled_units(capture))
+    return GradientPools(base_every, updated, interval, n_records, capacity, lambda: coupled_units(capture.optimizers))
 
 
 def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found, *, is_rank_pool: bool) -> None:
@@ -97,13 +97,19 @@ def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found,
                 "nothing but the gradient, the options and the state of each parameter, pass "
                 "Gradients(own_optimizers=True)."
             )
+        if arguments.layout is not None and not PartialOptimizer.of(optimizer).is_torch:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} is not a class of torch.optim, and layout= says that this rank may hold "
+                "parts of parameters. Its update of a part may need the parts of other ranks, so a rank cannot make "
+                "it again by itself. Use strategy=FullState()."
+            )
     refuse_uncompressible(strategy.compress, arguments.model, found, is_rank_pool=is_rank_pool)
 
 
 def _refuse_all_coupled(capture: Capture) -> None:
     """Raise ``UnsupportedError`` if no gradient would be recorded, because the units of all parameters lie whole in
     each checkpoint."""
-    whole = coupled_units(capture)
+    whole = coupled_units(capture.optimizers)
     if not whole or any(name not in whole for view in capture.optimizers for name, _ in view.params):
         return
     names = listed([view.class_name for view in capture.optimizers])

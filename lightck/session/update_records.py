@@ -62,7 +62,7 @@ class UpdateRecords(StepListener):
         each update to find writes outside of updates. ``index``: see ``Indexing``."""
         self._capture, self._copied_at_boundary = capture, copied_at_boundary
         self.consumed_gradients = ConsumedGradients(
-            self, self._names_of, block=BLOCK_MAX, index=index, left_out=lambda: coupled_units(capture)
+            self, self._names_of, block=BLOCK_MAX, index=index, left_out=lambda: coupled_units(capture.optimizers)
         )
         self._packer, self._outside, self._audit = UpdatePacker(), OutsideWrites(reads_all=reads_all), UpdateAudit()
         self._copies: dict[HeldGradient, tuple[torch.Tensor, ...]] = {}
@@ -133,7 +133,7 @@ class UpdateRecords(StepListener):
         if token is None or token is not self._token:
             self._token = token
             own = (one for one in lives if one.role in HOME_ROLES and one.alias is None)
-            whole = coupled_units(self._capture)
+            whole = coupled_units(self._capture.optimizers)
             self._watched = [one for one in own if unit_of(one) not in whole] if whole else list(own)
         self._outside.step_ended(self._watched, token)
 

@@ -26,6 +26,7 @@ from lightck.cli import main
 from lightck.cli.base import OK
 from lightck.cli.verify import pool_facts
 from lightck.errors import UnsupportedError
+from lightck.layout import Layout, Shard
 from lightck.pool.format.gradients import CHAIN_COMMITTED
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed
 from lightck.pool.reader import open_pool
@@ -73,10 +74,13 @@ class Training:
     shard: Callable[[Any], None] = fsdp
     optimizers: Optimizers = muon_and_adamw
     n_same_data: int = 1
+    model: Callable[[], nn.Module] = Net
+    rules: tuple[tuple[str, Any], ...] = ()
+    """Of ``layout=``."""
 
     def built(self) -> tuple[Any, list[torch.optim.Optimizer]]:
         torch.manual_seed(0)
-        model = Net()
+        model = self.model()
         self.shard(model)
         return model, list(self.optimizers(model))
 
@@ -96,6 +100,8 @@ class Training:
             session = None
             if pools is not None:
                 given = {"strategy": STRATEGY, "resume": True, "timeout": 60} | options
+                if self.rules:
+                    given["layout"] = Layout(dict(self.rules), rank, self.n_ranks)
                 session = lightck.attach(model, pools, optimizer=optimizers, **given)
             began = 0 if session is None else session.step
             on_step(began, session, model)
@@ -175,7 +181,7 @@ def test_without_that_the_checkpoints_of_three_updates_would_be_lost(
     """If the gradient of Muon's matrix were recorded, only a checkpoint for which no update of it is made again could
     be recovered: that of step 8, of which its last base is."""
     for module in (gradient_arguments, update_records):
-        monkeypatch.setattr(module, "coupled_units", lambda capture: frozenset())
+        monkeypatch.setattr(module, "coupled_units", lambda optimizers: frozenset())
     FSDP.killed(pools, 11)
     assert {run.began for run in FSDP.run(pools, 11)} == {8}
 
@@ -263,6 +269,34 @@ def test_what_a_rank_holds_whole_stays_with_gradients(pools: Path) -> None:
     runs = training.run(pools)
     assert runs[0].began >= 7
     assert is_equal(runs, reference(training))
+
+
+def alone(model: Any) -> None:
+    """Each rank computes with what it holds."""
+
+
+class PartOfNet(Net):
+    """Has a half of the matrix in the middle, as a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle, self.last = nn.Linear(600, 3, bias=False), nn.Linear(3, 1)
+
+
+PARTS = Training(shard=alone, model=PartOfNet, rules=((r"middle\.weight", Shard(0)),))
+
+
+@pytest.mark.long
+def test_plain_tensors_stay_with_gradients_also_if_a_layout_calls_them_parts(pools: Path) -> None:
+    """Muon computes with the part alone, and asks no other rank."""
+    PARTS.killed(pools, 13)
+    with newest(pools / "rank-00001-of-00002.pool") as checkpoint:
+        assert "gradient/middle.weight" in checkpoint.in_record
+        assert checkpoint.whole_units() == []
+        assert next(one.step for one in checkpoint.bases() if "middle" in one.entry.name) < checkpoint.step
+    runs = PARTS.run(pools)
+    assert runs[0].began >= 11
+    assert is_equal(runs, reference(PARTS))
 
 
 @pytest.mark.long
@@ -378,3 +412,15 @@ def test_a_training_of_which_most_is_whole_is_refused(pools: Path) -> None:
         assert isinstance(ended.error, UnsupportedError)
         assert "are whole in each checkpoint" in str(ended.error)
         assert "changes 1.11 bytes" in str(ended.error)
+
+
+class OwnSGD(torch.optim.SGD):
+    pass
+
+
+def test_a_class_of_ones_own_is_refused_where_a_layout_calls_plain_tensors_parts(pools: Path) -> None:
+    training = replace(PARTS, optimizers=lambda model: [OwnSGD(model.parameters(), lr=0.01, momentum=0.9)])
+    strategy = lightck.Gradients(base_every=N, own_optimizers=True)
+    for ended in run_ranks(2, training.body(pools, strategy=strategy)):
+        assert isinstance(ended.error, UnsupportedError)
+        assert "may need the parts of other ranks" in str(ended.error)
