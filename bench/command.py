@@ -30,6 +30,7 @@ NAMES = (
     "many",
     "short",
     "gpu",
+    "gradients",
     "calibrate",
 )
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -56,7 +57,15 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 )
 @click.option("--only", metavar="TEXT", help="Measure only rows whose name contains TEXT.")
 @click.option("--again", is_flag=True, help="Measure rows again whose results are kept.")
-@click.option("--pairs", type=click.IntRange(3, 10_000), metavar="N", help="Pairs of steps per row of overhead.")
+@click.option(
+    "--pairs",
+    type=click.IntRange(3, 10_000),
+    metavar="N",
+    help="Pairs of steps per row (gradients: rounds).",
+)
+@click.option(
+    "--layers", type=click.IntRange(1, 48), default=4, show_default=True, help="Layers of the GPT-2 of gradients."
+)
 @click.option("--threads", type=click.IntRange(1, 1024), default=2, show_default=True, help="Threads of torch.")
 @click.option("--pool-dir", type=FOLDER, metavar="DIR", help="The folder for pools. [default: /dev/shm]")
 @click.option("--disk-dir", type=FOLDER, metavar="DIR", help="The folder for pools on a disk. [default: /var/tmp]")
@@ -73,6 +82,7 @@ def command(
     only: str | None,
     again: bool,
     pairs: int | None,
+    layers: int,
     threads: int,
     pool_dir: Path | None,
     disk_dir: Path | None,
@@ -81,9 +91,9 @@ def command(
     """Measure what a checkpoint at every step costs, as ratios within one run.
 
     Without TABLE: a few quick rows. With TABLE (overhead, stall, interval, recovery, bandwidth, memory, flat, many,
-    short, gpu, calibrate): the project's rows, which take hours. Each result is kept as soon as it is measured, and an
-    interrupted run continues with the missing rows. Exit status 1 if a row failed, or with --check if a bar is not
-    reached.
+    short, gpu, gradients, calibrate): the project's rows, which take hours. Each result is kept as soon as it is
+    measured, and an interrupted run continues with the missing rows. Exit status 1 if a row failed, or with --check if
+    a bar is not reached.
 
     This is the bench of the checkout in the working directory, or of --checkout DIR. "lightck bench machine" runs the
     measurement of an installed lightck.
@@ -105,7 +115,7 @@ def command(
         return show_kept(Results(folder), tables or NAMES, as_json)
     kept = Results(None if quick and results is None else folder)
     place = _place(pool_dir, disk_dir, threads)
-    return measure(kept, tables or NAMES, _plan(quick, pairs), place, only, again, as_json)
+    return measure(kept, tables or NAMES, _plan(quick, pairs, layers), place, only, again, as_json)
 
 
 def _refuse_others(ctx: click.Context, name: str, takes: str) -> None:
@@ -127,7 +137,7 @@ def _place(pool_dir: Path | None, disk_dir: Path | None, threads: int) -> Place:
     return Place(str(pool_dir or MEMORY_DIR), str(disk_dir or DISK_DIR), threads)
 
 
-def _plan(quick: bool, pairs: int | None) -> Plan:
+def _plan(quick: bool, pairs: int | None, layers: int) -> Plan:
     from bench.tables import LIGHTCK, Plan
 
     if quick:
@@ -138,4 +148,4 @@ def _plan(quick: bool, pairs: int | None) -> Plan:
     for name, why_not in reasons.items():
         if why_not:
             print_progress(f"without {name}: {why_not}")
-    return Plan(tuple(name for name, why_not in reasons.items() if not why_not), quick, pairs)
+    return Plan(tuple(name for name, why_not in reasons.items() if not why_not), quick, pairs, layers)

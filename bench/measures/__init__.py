@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-NAMES = ("steps", "recovery", "bandwidth", "memory", "flat", "many", "short", "calibrate", "gpu")
+NAMES = ("steps", "recovery", "bandwidth", "memory", "flat", "many", "short", "calibrate", "gpu", "gradients")
 
 
 def measure(name: str, options: dict[str, Any], folder: str) -> dict[str, Any]:

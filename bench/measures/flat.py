@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.measures import loop
 from bench.measures.figures import slope
-from bench.measures.savers import NOTHING, make
+from bench.measures.savers import FULL, NOTHING, make
 from bench.measures.training import Training
 from bench.running.machine import anonymous_bytes
 from bench.workloads import workload
@@ -19,7 +19,7 @@ PARTS = 20
 
 def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     training = Training(workload(options["workload"], "small"), options.get("batch", 0))
-    saver = make(options["saver"], options.get("backend", "file"))
+    saver = make(options["saver"], options.get("backend", "file"), strategy=options.get("strategy", FULL))
     saver.start(training, folder, 1)
     parts = [_part(training, saver, options["steps"] // PARTS) for _ in range(PARTS)]
     if options["saver"] != NOTHING:

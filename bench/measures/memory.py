@@ -24,7 +24,7 @@ from bench.workloads import workload
 def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     training = Training(workload(options["workload"], options["size"]), options.get("batch", 0))
     saver = make(options["saver"], options.get("backend", "file"))
-    samples = _Samples()
+    samples = Samples()
     with PeakMemory(folder) as peak:
         # torch calls hooks in the order of registration: this one before the saver's hooks, the other one after them.
         training.optimizer.register_step_pre_hook(lambda *_: samples.take("before update"))
@@ -49,7 +49,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     }
 
 
-class _Samples:
+class Samples:
     """Private memory at the same moments of each step."""
 
     def __init__(self) -> None:
@@ -63,6 +63,10 @@ class _Samples:
         """The median over the later half of the steps."""
         found = self._found[name]
         return median(found[len(found) // 2 :])
+
+    def largest(self) -> dict[str, float]:
+        """The largest sample of each moment."""
+        return {name: float(max(found)) for name, found in self._found.items()}
 
 
 def _give_back_free_heap() -> None:

@@ -22,9 +22,26 @@ from bench.running.machine import cpu_seconds
 from lightck.errors import BenchError
 from lightck.pipeline.wait_policy import TRIAL
 
-NOTHING, LIGHTCK = "nothing", "lightck"
+NOTHING, LIGHTCK, FULL = "nothing", "lightck", "full"
 STAGING: dict[str, Any] = {"direct": lightck.Direct, "host": lightck.Host, "device": lightck.Device}
 _SAVED_SECONDS_MAX, _POLL_SECONDS = 600.0, 0.0005
+
+
+def strategy_of(text: str) -> Any:
+    """Return the strategy of this name: ``full``, ``gradients N`` (``base_every``), ``gradients N topk RATIO``."""
+    try:
+        match text.split():
+            case ["full"]:
+                return lightck.FullState()
+            case ["gradients", n]:
+                return lightck.Gradients(int(n))
+            case ["gradients", n, "topk", ratio]:
+                return lightck.Gradients(int(n), compress=lightck.TopK(float(ratio)))
+    except ValueError as error:
+        raise BenchError(f"The strategy {text!r} has a number that cannot be read ({error}).") from error
+    raise BenchError(
+        f"There is no strategy {text!r}. Name 'full', 'gradients N' (N is base_every), or 'gradients N topk RATIO'."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +115,12 @@ class Lightck:
     """lightck as a user has it: ``attach`` and no further call. The boundary is the forward, so that a checkpoint's
     whole cost falls within one step. ``staging``: a name of ``STAGING``; such a row has one more slot, so that the
     in-flight checkpoint may outlast the update. The window's end waits for it, so that none of it falls on the plain
-    steps."""
+    steps. ``strategy``: see ``strategy_of``."""
 
-    def __init__(self, backend: str = "file", staging: str | None = None) -> None:
+    def __init__(self, backend: str = "file", staging: str | None = None, strategy: str = FULL) -> None:
         self._options: dict[str, Any] = {"backend": backend}
+        if strategy != FULL:
+            self._options["strategy"] = strategy_of(strategy)
         if staging is not None:
             self._options |= {"staging": STAGING[staging](), "slots": 3}
         self._facts: dict[str, Any] = {}
@@ -155,9 +174,12 @@ class Lightck:
         )
 
     def finish(self, step: int) -> None:
+        base_every = self._session.stats().base_every
         self._session.close()
         stats = self._session.stats()
-        self._facts |= {"staging": stats.staging, "wait_policy": stats.wait_policy}
+        self._facts |= {"staging": stats.staging, "wait_policy": stats.wait_policy, "skipped": stats.skipped}
+        if base_every is not None:
+            self._facts["base_every"] = base_every
 
     def load(self, training: Training, folder: str) -> int:
         return lightck.recover(self._path(folder), training.model, training.optimizer).step
@@ -202,6 +224,7 @@ class Driven:
         self._make, self._rival = make, make()
         self._every, self._step = 1, -1
         self._costs, self._clock = Costs(), _Clock()
+        self._facts: dict[str, Any] = {}
 
     def start(self, training: Training, folder: str, every: int) -> None:
         self._every = every
@@ -249,20 +272,32 @@ class Driven:
 
     def load(self, training: Training, folder: str) -> int:
         """Load with a new object, as after a restart."""
-        return self._make().load(training.model, training.optimizer, folder)
+        fresh = self._make()
+        step = fresh.load(training.model, training.optimizer, folder)
+        if (replayed := getattr(fresh, "replayed", None)) is not None:
+            self._facts["replayed"] = replayed
+        return step
 
     def facts(self) -> dict[str, Any]:
-        return {"synchronous": self._rival.synchronous, "use": self._rival.use}
+        return {"synchronous": self._rival.synchronous, "use": self._rival.use, **self._facts}
 
 
-def make(name: str, backend: str = "file", staging: str | None = None) -> Saver:
-    """The saver of this name. ``backend`` and ``staging`` apply to lightck only."""
+def make(
+    name: str,
+    backend: str = "file",
+    staging: str | None = None,
+    strategy: str = FULL,
+    rival: dict[str, Any] | None = None,
+) -> Saver:
+    """The saver of this name. ``backend``, ``staging`` and ``strategy`` apply to lightck only, ``rival`` (options of
+    its class) to a rival only."""
     if name == NOTHING:
         return Nothing()
     if name == LIGHTCK:
-        return Lightck(backend, staging)
-    if name not in rivals.TABLE:
-        raise BenchError(f"There is no rival {name!r}; there are {', '.join(rivals.TABLE)}. Name one of them.")
+        return Lightck(backend, staging, strategy)
+    if name not in rivals.ALL:
+        raise BenchError(f"There is no rival {name!r}; there are {', '.join(rivals.ALL)}. Name one of them.")
     if why := rivals.why_not(name):
         raise BenchError(f"The rival {name!r} cannot be used here: {why}.")
-    return Driven(lambda: rivals.named(name, **rivals.EVERY_STEP.get(name, {})))
+    options = {**rivals.EVERY_STEP.get(name, {}), **(rival or {})}
+    return Driven(lambda: rivals.named(name, **options))

@@ -61,6 +61,15 @@ TABLE = {
     "lm-resiliency": "gemini:InMemory",
     "nvidia-resiliency-ext": "nvrx:AsyncTorchSave",
 }
+DIFFERENTIAL = {
+    "LowDiff": "lowdiff:LowDiff",
+    "LowDiff (one by one)": "lowdiff:OneByOne",
+    "LowDiff (top-k)": "lowdiff:TopK",
+    "LowDiff+": "lowdiff_plus:LowDiffPlus",
+}
+"""Rivals that save gradients, for the table ``gradients``. They are in no other table: not all of them load back the
+bits that were live, and they must be called after every update."""
+ALL = {**TABLE, **DIFFERENTIAL}
 EVERY_STEP: dict[str, dict[str, Any]] = {"CheckFreq": {"interval": 1}}
 """Options that make a rival save at each call, where it would otherwise choose (CheckFreq's frequency rule)."""
 _PACKAGES = {
@@ -77,7 +86,7 @@ def why_not(name: str) -> str:
     """Why this rival cannot be used here, or ""."""
     if name in _NEED_ACCELERATOR and not torch.accelerator.is_available():
         return "it needs an accelerator"
-    package = _PACKAGES.get(TABLE[name].split(":")[0], "")
+    package = _PACKAGES.get(ALL[name].split(":")[0], "")
     if package and find_spec(package) is None:
         extra = "bench-gpu" if name in _NEED_ACCELERATOR else "bench"
         return f"{package} is not installed (pip install -c constraints.txt '.[{extra}]')"
@@ -86,6 +95,6 @@ def why_not(name: str) -> str:
 
 def named(name: str, **options: Any) -> Rival:
     """A new adapter. ``options`` go to its class."""
-    module, cls = TABLE[name].split(":")
+    module, cls = ALL[name].split(":")
     made: Rival = getattr(import_module(f"bench.rivals.{module}"), cls)(**options)
     return made

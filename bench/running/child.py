@@ -5,24 +5,18 @@ The kernel kills it when its parent dies, since nobody would read the result.
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 
 from bench.measures import NAMES, measure
+from bench.running.elsewhere import die_with
 from lightck.errors import BenchError
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     order = json.loads(sys.stdin.read())
-    if os.getppid() != order["parent"]:
-        sys.exit("The parent process of this row has ended. Start the bench again.")  # before prctl
+    die_with(order["parent"])
     if order["measure"] not in NAMES:
         raise BenchError(f"There is no measure {order['measure']!r}; there are {', '.join(NAMES)}.")
     import torch

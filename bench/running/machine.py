@@ -113,6 +113,26 @@ def all_anonymous_bytes() -> int:
     return anonymous_bytes() + sum(map(anonymous_bytes, descendants(os.getpid())))
 
 
+def written_bytes() -> int:
+    """The bytes that this process and its living descendants have given to ``write`` and similar calls. A store into a
+    mapping is not one of them."""
+    return sum(_written_by(pid) for pid in (os.getpid(), *descendants(os.getpid())))
+
+
+def _written_by(pid: int) -> int:
+    try:
+        found = re.search(r"^wchar:\s+(\d+)", Path(f"/proc/{pid}/io").read_text(), re.M)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
+
+
+def available_bytes() -> int:
+    """The memory that new processes and files on tmpfs can use."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    return int(found[1]) * 1024 if found else 0
+
+
 def bytes_below(folder: str) -> int:
     """The bytes that the files in a folder occupy."""
     total = 0

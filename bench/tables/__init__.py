@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from bench.running.rows import DISK, TMPFS, Row
-from bench.tables import views
+from bench.tables import gradients, views
 from bench.tables.results import Rows
 
 NAMES = ("resnet18", "vgg16", "inception_v3", "alexnet", "gpt2", "bert_large")
@@ -31,6 +32,8 @@ class Plan:
     rivals: Sequence[str] = (TORCH_SAVE,)
     quick: bool = False
     pairs: int | None = None
+    layers: int = gradients.LAYERS
+    """Layers of the GPT-2 in the rows of ``gradients``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +139,10 @@ def _memory_rows(plan: Plan) -> list[Row]:
 def _flat_rows(plan: Plan) -> list[Row]:
     if plan.quick:
         return [Row("flat", _key(QUICK, "alexnet"), {"workload": "alexnet", "saver": LIGHTCK, "steps": 200})]
-    return [
-        Row("flat", _key("alexnet", saver), {"workload": "alexnet", "saver": saver, "steps": 10_000})
-        for saver in (LIGHTCK, NOTHING)
-    ]
+    options = {"workload": "alexnet", "steps": 10_000}
+    found = [Row("flat", _key("alexnet", saver), {**options, "saver": saver}) for saver in (LIGHTCK, NOTHING)]
+    ours = {**options, "saver": LIGHTCK, "strategy": "gradients 6"}
+    return [*found, Row("flat", _key("alexnet", LIGHTCK, "Gradients(6)"), ours)]
 
 
 def _many_rows(plan: Plan) -> list[Row]:
@@ -179,6 +182,13 @@ def _gpu_rows(plan: Plan) -> list[Row]:
     found = [row(name, LIGHTCK, pairs) for name in NAMES]
     found += [row(name, LIGHTCK, pairs, staging=method) for name in STAGED for method in METHODS]
     return found + [row(name, rival, rival_pairs) for name in STAGED for rival in plan.rivals]
+
+
+def _gradient_rows(plan: Plan) -> list[Row]:
+    """The quick ones only where transformers is installed, since all others of a quick run need torch alone."""
+    if plan.quick and find_spec("transformers") is None:
+        return []
+    return gradients.rows(plan.quick, plan.layers, plan.pairs, plan.rivals)
 
 
 def _calibrate_rows(plan: Plan) -> list[Row]:
@@ -234,6 +244,14 @@ TABLES = {
             "gpu",
             _gpu_rows,
             views.overhead,
+        ),
+        Table(
+            "gradients",
+            "checkpoints from gradients, FullState() in turn beside them, and rivals at every step",
+            "2 h",
+            "gradients",
+            _gradient_rows,
+            gradients.view,
         ),
         Table("calibrate", "seconds of a step by batch size", "15 min", "calibrate", _calibrate_rows, views.calibrate),
     )

@@ -8,7 +8,7 @@ does (``lightck bench calibrate`` measures that). Changing one is a change of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -138,6 +138,21 @@ SMALL = {
 
 def workload(name: str, size: str = "full") -> Workload:
     return {"full": FULL, "small": SMALL}[size][name]
+
+
+def gpt2_of(layers: int, size: str = "full") -> Workload:
+    """GPT-2 with so many of its 12 layers, and AdamW, on short batches: for measures in which several trainings run."""
+    if size == "small":
+        return replace(SMALL["gpt2"], optimizer=language.adamw)
+    return replace(
+        FULL["gpt2"],
+        name=f"gpt2-{layers}",
+        model=partial(language.gpt2, n_layer=layers),
+        optimizer=language.adamw,
+        input=partial(_tokens, 64, 50257),
+        batch=4,
+        says=f"{layers} layers, 64 tokens, AdamW",
+    )
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -48,3 +48,7 @@ def own_loss(model: nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-4)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)

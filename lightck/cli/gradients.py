@@ -45,8 +45,25 @@ def contents(stored: ReplayedCheckpoint) -> Facts:
     """Return the object for ``--json``."""
     checkpoint = stored.gradient_checkpoint
     bases, reason = _bases(checkpoint)
-    records = list(_records(checkpoint))
-    return {"base_every": _base_every(stored), "bases": bases, "reason": reason, "records": records}
+    return {
+        "base_every": _base_every(stored),
+        "bases": bases,
+        "reason": reason,
+        "whole": _whole(checkpoint),
+        "records": list(_records(checkpoint)),
+    }
+
+
+def _whole(checkpoint: GradientCheckpoint) -> Facts:
+    """Return an object for the units that are whole in each checkpoint."""
+    from lightck.state.inventory import unit_of
+
+    entries = [one.entry for one in checkpoint.whole_units()]
+    return {
+        "units": len({unit_of(entry) for entry in entries}),
+        "tensors": len(entries),
+        "nbytes": sum(entry.nbytes for entry in entries),
+    }
 
 
 def _base_every(stored: ReplayedCheckpoint) -> int | None:
@@ -116,6 +133,10 @@ def show(facts: Facts, step: int) -> None:
         print_line(f"The bases of step {step} cannot be listed: {facts['reason']}.")
     else:
         _show_bases(facts["bases"], step, facts["base_every"])
+    whole = facts["whole"]
+    if whole["units"]:
+        verb = "is" if whole["units"] == 1 else "are"
+        print_line(f"{count(whole['units'], 'unit')} more ({size(whole['nbytes'])}) {verb} whole in each checkpoint.")
     print_line()
     _show_records(facts["records"])
 

@@ -115,7 +115,8 @@ class CapturedStep:
 
     optimizer: number of the optimizer, as in step events. gradients: by name, for every parameter of ``groups``; None
     if it had no gradient, which is not the same as a gradient of zeros. grad_scale, found_inf: what a GradScaler gave a
-    fused optimizer, copied.
+    fused optimizer, copied. left_out: the parameters whose gradients are not taken, and are None in ``gradients``,
+    because their units lie whole in each checkpoint.
     """
 
     optimizer: int
@@ -124,6 +125,7 @@ class CapturedStep:
     gradients: dict[str, HeldGradient | None]
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
+    left_out: frozenset[str] = frozenset()
 
     def present_gradients(self) -> Iterator[HeldGradient]:
         """Yield the gradients, without those that are absent."""

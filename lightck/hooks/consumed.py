@@ -117,14 +117,16 @@ class ConsumedGradients(StepListener):
         *,
         block: int,
         index: Indexing = never_indexed,
+        left_out: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         """``names_of``: returns, for each group of an optimizer, the names of its parameters. ``block``: bytes that one
-        checksum covers. ``index``: see ``Indexing``."""
-        self._copier, self._names_of, self._index = copier, names_of, index
+        checksum covers. ``index``: see ``Indexing``. ``left_out``: returns the names of the parameters whose gradients
+        are not taken. It is asked again when the parameters of an optimizer have changed."""
+        self._copier, self._names_of, self._index, self._left_out = copier, names_of, index, left_out
         self._classes, self._block = GradientClasses(), block
         self._probation = Probation(block)
-        self._names: dict[int, tuple[list[list[int]], list[tuple[str, ...]]]] = {}
-        """Index of an optimizer -> ids and names of the parameters of each group."""
+        self._names: dict[int, tuple[list[list[int]], list[tuple[str, ...]], frozenset[str]]] = {}
+        """Index of an optimizer -> ids and names of the parameters of each group, and which of them are left out."""
         self._held: dict[HeldGradient, _Hold] = {}
         self._running: dict[int, _RunningStep] = {}
         """Index of an optimizer -> its running step."""
@@ -277,8 +279,13 @@ class ConsumedGradients(StepListener):
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         groups, holds = [], []
         gradients: dict[str, HeldGradient | None] = {}
-        for group, names in zip(optimizer.param_groups, self._names_in(index, optimizer), strict=True):
-            found = [(p, name, p.grad) for p, name in zip(group["params"], names, strict=True) if p.grad is not None]
+        names_of_groups, left_out = self._names_in(index, optimizer)
+        for group, names in zip(optimizer.param_groups, names_of_groups, strict=True):
+            found = [
+                (p, name, p.grad)
+                for p, name in zip(group["params"], names, strict=True)
+                if p.grad is not None and name not in left_out
+            ]
             implementation, exceptions = chosen_implementations(type(optimizer), group, names, optimizer.state)
             is_written = writes_gradients(type(optimizer), group, implementation, scale is not None)
             groups.append(ConsumedGroup(names, options_by_value(group), implementation, exceptions))
@@ -301,17 +308,20 @@ class ConsumedGradients(StepListener):
             hold.expected = blocks
             self._held[hold.gradient] = hold
         kind = type(optimizer).__name__
-        step = CapturedStep(index, kind, tuple(groups), gradients, _copy_of(scale), _copy_of(found_inf))
+        step = CapturedStep(index, kind, tuple(groups), gradients, _copy_of(scale), _copy_of(found_inf), left_out)
         unobserved = [(hold, hold.gradient.tensors) for hold in holds if hold.gradient.kind is GradientClass.UNOBSERVED]
         return _RunningStep(step, torch.get_num_threads(), unobserved)
 
-    def _names_in(self, index: int, optimizer: Optimizer) -> list[tuple[str, ...]]:
-        """Return the names of the parameters of each group, and ask for them again if the parameters have changed."""
+    def _names_in(self, index: int, optimizer: Optimizer) -> tuple[list[tuple[str, ...]], frozenset[str]]:
+        """Return the names of the parameters of each group, and which of them are left out. Ask for them again if the
+        parameters have changed."""
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
         known = self._names.get(index)
         if known is None or known[0] != ids:
-            known = self._names[index] = ids, list(map(tuple, self._names_of(optimizer)))
-        return known[1]
+            names = list(map(tuple, self._names_of(optimizer)))
+            left_out = self._left_out().intersection(name for group in names for name in group)
+            known = self._names[index] = ids, names, left_out
+        return known[1], known[2]
 
     def _find_writes_of_step(self, running: _RunningStep) -> None:
         """Find gradients of the unobserved class that the step has changed. (For the other classes, ``copied`` detects

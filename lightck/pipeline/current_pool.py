@@ -195,7 +195,13 @@ def pool_layout(old: PoolWriter | None, now: Sequence[Entry], held: Sequence[Ent
     # A tied tensor stays only if the layout holds the tensor whose bytes it shares, and if that tensor is not tied.
     tied = {e.name for e in layout.values() if e.alias is not None}
     layout = {n: e for n, e in layout.items() if e.alias is None or (e.alias in layout and e.alias not in tied)}
-    return layout, [e for e in held if e.name not in layout or not layout[e.name].can_hold(e)]
+    return layout, [e for e in held if e.name not in layout or not _fits(e, layout[e.name])]
+
+
+def _fits(held: Entry, laid_out: Entry) -> bool:
+    """Whether a tensor of a held checkpoint fits the entry of the new file. (Where that lies, in a slot or in homes, is
+    decided for the new file alone, by its kind.)"""
+    return laid_out.can_hold(held._replace(place=laid_out.place))
 
 
 def _kept_entries(old: PoolWriter, now: Mapping[str, Entry]) -> Layout:

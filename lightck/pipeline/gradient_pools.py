@@ -1,6 +1,7 @@
 """Pools with gradient records, as the pipeline sees them (``pool/gradient_writer.py`` writes them).
 
-All parameters and their optimizer state lie in homes, also those that are never updated: they are written once.
+All parameters and their optimizer state lie in homes, also those that are never updated: they are written once. (Units
+whose updates cannot be made again are the exception. See ``whole``.)
 Everything else lies in the record of each step: gradients, buffers, the user's objects. If gradients are compressed, a
 record has room for their indexed form. A gradient that does not fit into it once (a hook of the user has added noise)
 needs a new pool, which has room for its dense form too.
@@ -69,14 +70,16 @@ class GradientPools:
         interval: int = 1,
         n_records: Callable[[Sequence[Entry], int], int] | None = None,
         capacity: Capacity = no_capacity,
+        whole: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         """``base_every``: see ``Gradients``; None: in each pool as many steps as pay there (``paying_base_every``) and
         as its records allow. ``updated``: returns the names of the parameters that optimizers update, for which a pool
         has room for gradients. ``interval``: updates from one commit to the next. ``n_records``: returns the number of
         record slots of a new pool, from its entries and the bytes of its small state; None: the number that the session
-        asks for. ``capacity``: see ``Capacity``."""
+        asks for. ``capacity``: see ``Capacity``. ``whole``: returns the names of the parameters whose units lie whole
+        in each checkpoint, in the slots: their updates cannot be made again, so no gradient of them is recorded."""
         self._base_every, self._interval, self._updated = base_every, interval, updated
-        self._n_records, self._capacity = n_records, capacity
+        self._n_records, self._capacity, self._whole = n_records, capacity, whole
         self._seen_dense: set[str] = set()
         """Names of the entries of gradients that have an indexed form, and did not fit into it once."""
         self._most = BASE_EVERY_MAX
@@ -95,11 +98,20 @@ class GradientPools:
         entries = list(entries)
         self._seen_dense |= {entry.name for entry in entries if entry.role == GRADIENT_ROLE}
         kept = in_module_order(entry for entry in entries if entry.role != GRADIENT_ROLE)
-        in_homes = [entry._replace(place=HOME_PLACE) for entry in kept if _is_in_home(entry)]
-        in_slots = [entry for entry in kept if not _is_in_home(entry)]
-        updated = self._updated()
+        updated, whole = self._updated(), self._whole()
+        are_in_homes = [_is_in_home(entry, whole) for entry in kept]
+        in_homes = [entry._replace(place=HOME_PLACE) for entry, is_in in zip(kept, are_in_homes, strict=True) if is_in]
+        in_slots = [
+            entry._replace(place=SLOT_PLACE) for entry, is_in in zip(kept, are_in_homes, strict=True) if not is_in
+        ]
         params = [e for e in in_homes if e.role == "param" and unit_of(e) in updated]
         return [*in_homes, *in_slots, *(entry for param in params for entry in self._gradient_entries(param))]
+
+    def whole_nbytes(self, laid_out: Iterable[Entry]) -> int:
+        """Return how many bytes of units each checkpoint holds whole. ``laid_out``: the entries of a pool."""
+        whole = self._whole()
+        of_units = (entry for entry in laid_out if entry.role in HOME_ROLES and entry.alias is None)
+        return sum(entry.nbytes for entry in of_units if unit_of(entry) in whole)
 
     def _gradient_entries(self, param: Entry) -> list[Entry]:
         dense, indexed = _gradient_entry(param), self._indexed_entries(param)
@@ -154,6 +166,9 @@ class GradientPools:
             return None
         writer.release(held)
         step, update, names = closed_step.step, closed_step.update, writer.units.names
+        moved = frozenset[str]() if update is None else update.whole & writer.units.numbers.keys()
+        if moved:
+            raise RelayoutNeededError(f"{min(moved)!r} lies in homes, and no gradient of it is recorded any more")
         if update is None or writer.log.step != step - 1 or self._most < writer.log.base_every:
             writer.skipped(step - 1, np.ones(len(names), np.bool_))
             writer.limit_base_every(self._most)
@@ -194,8 +209,8 @@ def paying_base_every(laid_out: Iterable[Entry]) -> int:
     return min(max(2 * changed // consumed, BASE_EVERY_MIN), BASE_EVERY_MAX) if consumed else BASE_EVERY_MAX
 
 
-def _is_in_home(entry: Entry) -> bool:
-    return is_of_unit(entry.role, entry.name, entry.alias)
+def _is_in_home(entry: Entry, whole: Collection[str]) -> bool:
+    return is_of_unit(entry.role, entry.name, entry.alias) and unit_of(entry) not in whole
 
 
 def _gradient_entry(param: Entry) -> Entry:

@@ -63,6 +63,10 @@ class Target:
     def not_due(self) -> frozenset[int]:
         return self._writer.not_due
 
+    @property
+    def n_in_homes(self) -> int:
+        return self._writer.n_home_entries
+
     def generation_of(self, record: TensorRecord) -> int | None:
         image = self._slot.image
         return int(image.records["generation"][record.number]) if image.in_slot[record.number] else None

@@ -34,6 +34,12 @@ class TargetSlot(Protocol):
         pool has gradient records."""
         ...
 
+    @property
+    def n_in_homes(self) -> int:
+        """How many records lie in homes: those with the smallest numbers. A step that is no checkpoint stores nothing
+        else but gradients. 0, unless the pool has gradient records."""
+        ...
+
     def generation_of(self, record: TensorRecord) -> int | None:
         """The generation in which this record was last written into the slot, or None if the slot does not hold it. A
         plan may leave the record out if the strategy itself knows that the tensor has not changed since then."""

@@ -29,7 +29,7 @@ from lightck.pool.format.gradients import (
     checked_homes,
     first_step,
 )
-from lightck.pool.format.layout import HOME_PLACE, SLOT_PLACE, Entry, blocks_of
+from lightck.pool.format.layout import HOME_PLACE, SLOT_PLACE, Entry, blocks_of, is_of_unit
 from lightck.pool.format.structures import (
     MANIFEST_HEADER_NBYTES,
     SLOT_HEADER_NBYTES,
@@ -134,6 +134,15 @@ class GradientCheckpoint:
             self._entries[number].name
             for number, row in zip(self._homes, self.rows, strict=True)
             if row["generation"] and row["home"] == IN_RECORD
+        ]
+
+    def whole_units(self) -> list[StoredTensor]:
+        """Return the tensors of units that have no home: they are whole in each checkpoint."""
+        homes = {self._entries[number].name for number in self._homes}
+        return [
+            one
+            for name, one in self.in_record.items()
+            if name not in homes and is_of_unit(one.entry.role, name, one.entry.alias)
         ]
 
     def _in_homes(self, rows: Rows, crcs: Crcs) -> Iterator[StoredTensor]:

@@ -197,6 +197,9 @@ class PoolWriter:
     commits_next = True
     """``Pending.commits`` of what ``begin`` starts next."""
 
+    n_home_entries = 0
+    """How many entries lie in homes: the first ones of the layout table."""
+
     @property
     def not_due(self) -> frozenset[int]:
         """Numbers of the records that the next checkpoint must leave out, because it is not their turn."""

@@ -6,9 +6,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Sequence
 
-from torch.optim import Optimizer
-
-from lightck.errors import UnsupportedError
+from lightck.errors import UnsupportedError, listed
 from lightck.hooks.layerwise import layerwise_of
 from lightck.pipeline.gradient_pools import GradientPools, updated_nbytes
 from lightck.pipeline.pool_kind import PoolKind
@@ -22,11 +20,10 @@ from lightck.session.arguments import Arguments, SaveOptions
 from lightck.session.base_every import chosen, free_nbytes, records_of_new_pool, refuse_wrong_mtbf
 from lightck.session.capture import Capture
 from lightck.session.compression import RESIDUALS_OF_STEPS, Compression, capacity_of, refuse_uncompressible
+from lightck.session.coupled_units import coupled_units
 from lightck.session.discover import Found
 from lightck.state.partial_optimizer import PartialOptimizer
-from lightck.state.parts import is_part
 from lightck.state.replayable import refuse_low_ratio, refuse_unreplayable
-from lightck.state.torch_classes import ELEMENT_WISE
 from lightck.strategy.gradients import Gradients
 
 
@@ -55,10 +52,12 @@ def gradient_pools(
     def records_that_fit(entries: Sequence[Entry], state_nbytes: int) -> int:
         return records_of_new_pool(entries, state_nbytes, free_nbytes(path, backend))
 
+    _refuse_all_coupled(capture)
     base_every = chosen(strategy)
     is_chosen = base_every is not None or strategy.log_records is not None
     n_records = None if is_chosen else records_that_fit
-    return GradientPools(base_every, updated, interval, n_records, capacity_of(compression))
+    capacity = capacity_of(compression)
+    return GradientPools(base_every, updated, interval, n_records, capacity, lambda: coupled_units(capture.optimizers))
 
 
 def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found, *, is_rank_pool: bool) -> None:
@@ -91,7 +90,6 @@ def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found,
                 "it can be recorded. Use strategy=FullState(), or leave out layerwise()."
             )
         refuse_unreplayable(optimizer)
-        _refuse_coupled_parts(optimizer, has_layout=arguments.layout is not None)
         if not (strategy.own_optimizers or PartialOptimizer.of(optimizer).is_torch):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} is not a class of torch.optim, so lightck does not know what its step() "
@@ -99,20 +97,26 @@ def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found,
                 "nothing but the gradient, the options and the state of each parameter, pass "
                 "Gradients(own_optimizers=True)."
             )
+        if arguments.layout is not None and not PartialOptimizer.of(optimizer).is_torch:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} is not a class of torch.optim, and layout= says that this rank may hold "
+                "parts of parameters. Its update of a part may need the parts of other ranks, so a rank cannot make "
+                "it again by itself. Use strategy=FullState()."
+            )
     refuse_uncompressible(strategy.compress, arguments.model, found, is_rank_pool=is_rank_pool)
 
 
-def _refuse_coupled_parts(optimizer: Optimizer, *, has_layout: bool) -> None:
-    """Raise ``UnsupportedError`` if a rank holds parts of parameters, and the class needs the other parts for its
-    update, or may need them: then no rank can make an update again by itself."""
-    kind = type(optimizer)
-    holds_parts = has_layout or any(is_part(p) for group in optimizer.param_groups for p in group["params"])
-    if kind in ELEMENT_WISE or not holds_parts:
+def _refuse_all_coupled(capture: Capture) -> None:
+    """Raise ``UnsupportedError`` if no gradient would be recorded, because the units of all parameters lie whole in
+    each checkpoint."""
+    whole = coupled_units(capture.optimizers)
+    if not whole or any(name not in whole for view in capture.optimizers for name, _ in view.params):
         return
+    names = listed([view.class_name for view in capture.optimizers])
     raise UnsupportedError(
-        f"{kind.__name__} updates parameters of which each rank holds a part, and its update of a part may need the "
-        "parts of other ranks. So a rank cannot make its updates again from its own gradients. Use "
-        "strategy=FullState()."
+        f"{names} updates parameters of which each rank holds a part, and its update of a part may need the parts of "
+        "other ranks. So a rank cannot make its updates again from its own gradients, and each checkpoint would hold "
+        "all of them whole. Use strategy=FullState()."
     )
 
 
@@ -121,8 +125,9 @@ def refuse_small_gain(kind: PoolKind, entries: Iterable[Entry]) -> None:
     tensors of a checkpoint, with optimizer state."""
     laid_out = kind.laid_out(entries)
     changed_nbytes, gradient_nbytes = updated_nbytes(laid_out)
+    whole = kind.whole_nbytes(laid_out) if isinstance(kind, GradientPools) else 0
     residuals = [entry.nbytes for entry in laid_out if entry.name.startswith(RESIDUALS_OF_STEPS)]
-    refuse_low_ratio(changed_nbytes, gradient_nbytes + sum(residuals))
+    refuse_low_ratio(changed_nbytes, gradient_nbytes + sum(residuals), whole)
 
 
 def space_advice(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence, Set
+from dataclasses import replace
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -25,14 +26,16 @@ from lightck.hooks.consumed import ConsumedGradients, Indexing, never_indexed
 from lightck.hooks.probation import plain_tensor
 from lightck.pipeline.guard import Rejection
 from lightck.pipeline.in_flight import InFlightCheckpoint
+from lightck.pool.format.layout import HOME_ROLES
 from lightck.pool.format.structures import BLOCK_MAX
 from lightck.pool.writer import PoolWriter
 from lightck.session.base_check import BaseCheck
 from lightck.session.capture import Capture
+from lightck.session.coupled_units import coupled_units
 from lightck.session.outside_writes import OutsideWrites
 from lightck.session.update_audit import UpdateAudit
 from lightck.state.blocks import checksums
-from lightck.state.inventory import Live
+from lightck.state.inventory import Live, unit_of
 from lightck.state.neutral_settings import settings_reason
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.signatures import UpdateRecord
@@ -58,7 +61,9 @@ class UpdateRecords(StepListener):
         """``copied_at_boundary``: names of tensors that no background copy may read. ``reads_all``: read all bytes at
         each update to find writes outside of updates. ``index``: see ``Indexing``."""
         self._capture, self._copied_at_boundary = capture, copied_at_boundary
-        self.consumed_gradients = ConsumedGradients(self, self._names_of, block=BLOCK_MAX, index=index)
+        self.consumed_gradients = ConsumedGradients(
+            self, self._names_of, block=BLOCK_MAX, index=index, left_out=lambda: coupled_units(capture.optimizers)
+        )
         self._packer, self._outside, self._audit = UpdatePacker(), OutsideWrites(reads_all=reads_all), UpdateAudit()
         self._copies: dict[HeldGradient, tuple[torch.Tensor, ...]] = {}
         """Gradients that were copied to memory, because something would have overwritten them."""
@@ -85,7 +90,7 @@ class UpdateRecords(StepListener):
         self._saved_step: int | None = None
         """The step of the last checkpoint that closed."""
         self._watched: list[Live] = []
-        """Parameters and optimizer state at the last ``step``."""
+        """Parameters and optimizer state at the last ``step``, without the units that lie whole in each checkpoint."""
         self._token: object = None
         """``Capture.token`` for which ``_watched`` was made."""
         self._logged: set[str] = set()
@@ -127,7 +132,9 @@ class UpdateRecords(StepListener):
         lives, token = self._capture.tensors(), self._capture.token
         if token is None or token is not self._token:
             self._token = token
-            self._watched = [one for one in lives if one.role in ("param", "optimizer") and one.alias is None]
+            own = (one for one in lives if one.role in HOME_ROLES and one.alias is None)
+            whole = coupled_units(self._capture.optimizers)
+            self._watched = [one for one in own if unit_of(one) not in whole] if whole else list(own)
         self._outside.step_ended(self._watched, token)
 
     def _trust_no_more(self, difference: str, consequence: str) -> None:
@@ -217,7 +224,7 @@ class UpdateRecords(StepListener):
             self._outside.go_on()
             return None
         lives = [self._live_of(*one) for one in gradient_tensors(update)]
-        return UpdateRecord(lives, self._packer.value(update), self._updated(update))
+        return UpdateRecord(lives, self._packer.value(_recorded(update)), self._updated(update), _left_out_of(update))
 
     def _checked_bases(self, update: CapturedUpdate) -> str:
         """Return why the units that are due must not be trusted to follow from their old bases; "" if they do follow,
@@ -227,7 +234,7 @@ class UpdateRecords(StepListener):
         tensors = {name: self._tensors_of(gradient)[number] for name, gradient, number in gradient_tensors(update)}
         found = self.base_check.run(
             update.step,
-            self._packer.value(update),
+            self._packer.value(_recorded(update)),
             lambda name: plain_tensor(tensors[name].detach()).to(tensors[name].device),
             self._updated(update),
         )
@@ -250,7 +257,7 @@ class UpdateRecords(StepListener):
         own = {view.root for view in self._capture.optimizers if self._is_own(view.optimizer)}
         for step in update.optimizer_steps if own else ():
             if step.optimizer in own:
-                found |= step.gradients.keys()
+                found |= step.gradients.keys() - step.left_out
         return frozenset(found)
 
     def _is_own(self, optimizer: Optimizer) -> bool:
@@ -300,6 +307,17 @@ class UpdateRecords(StepListener):
             self._logged.add(reason)
             which = "the checkpoint of" if is_checkpoint else "the next checkpoint after"
             log.info("lightck: %s step %d is full: %s", which, step, reason)
+
+
+def _left_out_of(update: CapturedUpdate) -> frozenset[str]:
+    """Return the names of the parameters that an update may have changed, and whose gradients were not taken."""
+    return frozenset[str]().union(*(step.left_out for step in update.optimizer_steps))
+
+
+def _recorded(update: CapturedUpdate) -> CapturedUpdate:
+    """Return an update without the steps of which no recovery makes a part again."""
+    kept = tuple(one for one in update.optimizer_steps if not one.left_out or one.gradients.keys() - one.left_out)
+    return update if len(kept) == len(update.optimizer_steps) else replace(update, optimizer_steps=kept)
 
 
 def _reason_of(update: CapturedUpdate) -> str:

@@ -57,15 +57,25 @@ def refuse_unreplayable(optimizer: Optimizer) -> None:
     _Probe(optimizer).run()
 
 
-def refuse_low_ratio(changed_nbytes: int, gradient_nbytes: int) -> float:
-    """Return the bytes that updates change, divided by the bytes of the gradients that they consume.
+def refuse_low_ratio(changed_nbytes: int, gradient_nbytes: int, whole_nbytes: int = 0) -> float:
+    """Return the bytes that updates change, divided by the bytes that each checkpoint stores for that: gradients, and
+    the units that are whole in each checkpoint (``session/coupled_units.py``).
+
+    changed_nbytes: without those units. whole_nbytes: of those units.
 
     Raises:
         UnsupportedError: the ratio is below ``MIN_RATIO``.
     """
-    if gradient_nbytes == 0:
+    if gradient_nbytes + whole_nbytes == 0:
         return float("inf")  # nothing is consumed
-    ratio = changed_nbytes / gradient_nbytes
+    ratio = (changed_nbytes + whole_nbytes) / (gradient_nbytes + whole_nbytes)
+    if ratio < MIN_RATIO and whole_nbytes:
+        raise UnsupportedError(
+            f"An update of this training changes {ratio:.2f} bytes for each byte that a checkpoint would hold: "
+            f"{gradient_nbytes} bytes of gradients, and {whole_nbytes} bytes of parameters and optimizer state that "
+            "are whole in each checkpoint, because this rank cannot make their updates again. Below "
+            f"{MIN_RATIO} it saves too little to store gradients instead. Use strategy=lightck.FullState()."
+        )
     if ratio < MIN_RATIO:
         raise UnsupportedError(
             f"An update of this training changes {ratio:.2f} bytes for each byte of gradients. Below {MIN_RATIO} it "

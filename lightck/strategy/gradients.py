@@ -14,10 +14,6 @@ if TYPE_CHECKING:
     from lightck.state.signatures import ClosedStep
 
 
-_RECORDED_ROLES = ("param", "optimizer", "gradient")
-"""Roles of the tensors that the record of a step that is no checkpoint holds, or of which it names the bases."""
-
-
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """A checkpoint holds what its update consumed, and one of ``base_every`` parts of the state. After a crash the
@@ -55,7 +51,7 @@ class Gradients:
     def plan(self, closed_step: ClosedStep, tables: Sequence[WriteTable], slot: TargetSlot) -> WritePlan:
         """Leave out what the slot says is not due; copy every other undecided tensor at the boundary. If the step is no
         checkpoint, store nothing but gradients and what is due of that which optimizers update."""
-        omitted = frozenset[int]() if closed_step.is_checkpoint else _not_recorded(tables)
+        omitted = frozenset[int]() if closed_step.is_checkpoint else _not_recorded(tables, slot.n_in_homes)
         left_out = slot.not_due
         undecided = [one for table in tables for one in table.undecided if one[1].number not in omitted]
         at_boundary = tuple(one for one in undecided if one[1].number not in left_out)
@@ -68,8 +64,9 @@ class Gradients:
         return WritePlan(closed_step, tuple(tables), at_boundary, tuple(unchanged), omitted)
 
 
-def _not_recorded(tables: Sequence[WriteTable]) -> frozenset[int]:
-    """Return the record numbers of the tensors of which a step that is no checkpoint stores nothing."""
+def _not_recorded(tables: Sequence[WriteTable], n_in_homes: int) -> frozenset[int]:
+    """Return the record numbers of the tensors of which a step that is no checkpoint stores nothing: all but gradients
+    and what lies in homes. ``n_in_homes``: see ``TargetSlot``."""
     found = [one for table in tables for one in (*table.in_host_memory, *table.undecided)]
     found += [(one.live, one.record) for table in tables for one in table.staged]
-    return frozenset(record.number for live, record in found if live.role not in _RECORDED_ROLES)
+    return frozenset(one.number for live, one in found if live.role != "gradient" and one.number >= n_in_homes)

@@ -282,9 +282,10 @@ def test_peak_memory_sees_what_was_freed_again(folder):
     assert peak.with_files >= before + (8 << 20)
 
 
-@pytest.mark.parametrize("saver", ["nothing", "lightck"])
-def test_flat(saver, folder):
-    found = measure("flat", {"workload": "vgg16", "saver": saver, "steps": 40}, str(folder))
+@pytest.mark.parametrize(("saver", "strategy"), [("nothing", "full"), ("lightck", "full"), ("lightck", "gradients 2")])
+def test_flat(saver, strategy, folder):
+    options = {"workload": "vgg16", "saver": saver, "strategy": strategy, "steps": 40}
+    found = measure("flat", options, str(folder))
     assert found["steps"] == 40
     assert all(len(values) == 20 for values in found["parts"].values())
     assert (found["descriptor_growth"], found["thread_growth"]) == (0, 0)

@@ -165,7 +165,7 @@ class Inputs:
             mutations.word(rng, records, 0, len(records), len(data))
         sent = bytes(data[: rng.choice((len(data), len(data), rng.randrange(len(data))))])
         found = GradientPart.unpack(sent, header, self._with_homes, 2)
-        checked_homes(np.frombuffer(bytes(records), HOME_ROW_DTYPE), _in_homes(), 9, found, header, MIB)
+        checked_homes(np.frombuffer(bytes(records), HOME_ROW_DTYPE), _in_homes()[:3], 9, found, header, MIB)
 
     def _state(self, rng: random.Random) -> None:
         checkpoint = self._base.checkpoints[0]
@@ -230,11 +230,12 @@ def _shares() -> list[layout.Entry]:
 
 
 def _in_homes() -> list[layout.Entry]:
-    """Entries of a pool with gradient records: two tensors in homes, and a gradient."""
+    """Entries of a pool with gradient records: two tensors in homes, a gradient, and a unit that lies in slots."""
     plain = layout.Entry("model/a", "param", "float32", (4,), (1,), 16)
     exp_avg = plain._replace(name="optimizer/a/exp_avg", role="optimizer", offset=256, place=layout.HOME_PLACE)
     gradient = plain._replace(name="gradient/model/a", role=layout.GRADIENT_ROLE)
-    return [plain._replace(place=layout.HOME_PLACE), exp_avg, gradient]
+    whole = plain._replace(name="model/b", offset=512), exp_avg._replace(name="optimizer/b/exp_avg", place="slot")
+    return [plain._replace(place=layout.HOME_PLACE), exp_avg, gradient, *whole]
 
 
 def _superblock_with_homes(sb: Superblock) -> Superblock:

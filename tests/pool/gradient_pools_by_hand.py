@@ -54,6 +54,8 @@ def entries() -> list[Entry]:
         [
             by_hand.entry("model/mean", (5,), role="buffer", **plain),
             *(by_hand.entry(f"gradient/model/{unit}", (n,), role="gradient", **plain) for unit, n in UNITS.items()),
+            by_hand.entry("model/whole", (300,), **plain),
+            by_hand.entry("optimizer/whole/exp_avg", (300,), role="optimizer", **plain),
         ],
         PAYLOAD,
     )
@@ -62,7 +64,7 @@ def entries() -> list[Entry]:
 
 @dataclass
 class HandPool:
-    """A training of two units, and the bytes of its pool."""
+    """A training of two units with homes, and of one that is whole in each record, and the bytes of its pool."""
 
     n: int = 3
     n_slots: int = 5
@@ -150,6 +152,7 @@ class HandPool:
     def _write_record(self, plan: RecordPlan, gradients: dict[str, np.ndarray]) -> dict[int, bytes]:
         present = {3: bytes([self.step % 256] * 5)}
         present |= {4 + list(UNITS).index(unit): one.tobytes() for unit, one in gradients.items()}
+        present |= {number: whole_at(self.step, number).tobytes() for number in (6, 7)}
         for number, data in present.items():
             self.put(self.sb.slots[plan.slot][0] + self.entries[number].offset, data)
         return present
@@ -205,6 +208,11 @@ class HandPool:
         position = next_position(CommitLog(self.records, ()), 2, self.sb.ring_lines, (self.step - 1) % 16)
         self.records[position] = record
         self.put(self.sb.commit_record_offset(position), record.pack(UUID))
+
+
+def whole_at(step: int, number: int) -> np.ndarray:
+    """The bytes that entry 6 or 7 has at the end of a step."""
+    return np.full(300, 7 * step + number, np.uint8)
 
 
 def sentinels_of(entries: Sequence[Entry], states: Mapping[str, np.ndarray], step: int) -> np.ndarray:

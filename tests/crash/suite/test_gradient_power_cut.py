@@ -23,7 +23,7 @@ from lightck.strategy.gradients import Gradients
 
 PM, DISK = PersistentMemory(), BlockDevice()
 FEW = Effort(
-    Limits(budget=8, metadata=2, payload=2, contents=2, prefixes=1, masks=1), goes_on_every=300, verify_every=100
+    Limits(budget=8, metadata=2, payload=2, contents=2, prefixes=1, masks=1), goes_on_every=200, verify_every=100
 )
 MORE = Effort(
     Limits(budget=32, metadata=8, payload=4, contents=4, prefixes=2, masks=4), goes_on_every=400, verify_every=100
