@@ -1,0 +1,286 @@
+"""A training under the ``Trainer`` of transformers that is killed and started again ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import in_child, killed_child, net, pool_with, same
+
+import lightck
+from lightck.errors import CheckpointExistsError, SessionError, UnsupportedError
+
+pytestmark = pytest.mark.frameworks
+pytest.importorskip("transformers")
+
+from integrations.trainers import PROGRAMS, Events, run, trainer_of  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+from transformers import trainer as trainer_module  # noqa: E402
+
+import lightck.integrations.transformers as integration  # noqa: E402
+
+IN_CI = ("accumulation, cosine, evaluation", "early stopping")
+
+
+def programs(*marks: Any) -> list[Any]:
+    return [pytest.param(name, marks=() if name in IN_CI else marks) for name in PROGRAMS]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    import transformers
+
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    yield
+    transformers.utils.logging.set_verbosity(before)
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [name for name in one if name != "events" and not same(one[name], other[name])]
+
+
+# -- killed and started again ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", programs(pytest.mark.long))
+def test_a_killed_training_ends_like_one_that_was_not(program, folder, pool):
+    expected = in_child(lambda: run(program, folder / "plain", None))
+    whole = in_child(lambda: run(program, folder / "whole", folder / "whole.pool"))
+    assert difference(whole, expected) == []
+    chosen = random.Random(program)
+    kills = [chosen.randint(1, expected["events"] - 1) for _ in range(2 if program in IN_CI else 8)]
+    print("kills at the events", kills)
+    steps = [0]
+    for kill_at in kills:
+        left = expected["events"] - len(steps) * 2
+        killed_or_ended(program, folder, pool, min(kill_at, max(left, 1)))
+        if pool.exists():
+            with lightck.recover(pool) as checkpoint:
+                steps.append(checkpoint.step)
+    assert steps == sorted(steps)
+    resumed = in_child(lambda: run(program, folder / "out", pool))
+    assert difference(resumed, expected) == []
+
+
+def killed_or_ended(program: str, folder: Path, pool: Path, kill_at: int) -> None:
+    """A resumed run has fewer events, and may end before the kill."""
+    with suppress(EndedError):
+        killed_child(lambda: ended(run(program, folder / "out", pool, kill_at)))
+
+
+@pytest.mark.parametrize("site", ["header", "block", "sealed"])
+def test_a_kill_inside_a_checkpoint(site, folder, pool):
+    from toys import kill_at
+
+    class Site(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 7:
+                kill_at(site)
+
+    def killed() -> None:
+        trainer = trainer_of("plain", folder / "out", Site())
+        integration.attach(trainer, pool)
+        trainer.train()
+
+    killed_child(killed)
+    assert lightck.recover(pool).step in (6, 7)
+    resumed = in_child(lambda: run("plain", folder / "out", pool))
+    assert difference(resumed, in_child(lambda: run("plain", folder / "plain", None))) == []
+
+
+def test_a_finished_training_trains_nothing_and_says_so(folder, pool, caplog):
+    def twice() -> Any:
+        first = run("best model, bf16", folder / "out", pool)
+        second = run("best model, bf16", folder / "out", pool)
+        return first, second, caplog.text
+
+    first, second, logged = in_child(twice)
+    assert "is finished (step 30). Nothing is trained" in logged
+    assert (second["step"], second["loss"]) == (first["step"], first["loss"])
+    assert same(second["state"], first["state"])
+    assert second["log"][: len(first["log"])] == first["log"]
+
+
+def test_more_epochs_go_on_from_a_finished_training(folder, pool):
+    def longer() -> Any:
+        run("plain", folder / "out", pool, num_train_epochs=2)
+        return run("plain", folder / "out", pool, num_train_epochs=3)["step"]
+
+    assert in_child(longer) == 30
+
+
+# -- the Trainer's own resume ------------------------------------------------------------------------------------------
+
+
+def test_the_trainers_own_checkpoint_is_used_where_it_is_asked_for(folder, pool, caplog):
+    """It is newer than the pool, which begins anew there."""
+    settings = {"save_strategy": "steps", "save_steps": 5, "max_steps": 10}
+
+    def own() -> Any:
+        expected = trainer_of("plain", folder / "plain", **settings)
+        expected.train()
+        run("plain", folder / "out", pool, save_strategy="steps", save_steps=5, max_steps=5)
+        trainer = trainer_of("plain", folder / "out", **settings)
+        integration.attach(trainer, pool)
+        trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-5"))
+        step = lightck.recover(pool).step
+        return same(trainer.model.state_dict(), expected.model.state_dict()), step, caplog.text
+
+    is_same, step, logged = in_child(own)
+    assert is_same
+    assert step == 5  # the pool's own count of updates begins anew
+    assert "goes on from the Trainer's checkpoint" in logged
+
+
+def test_a_pool_that_is_ahead_is_not_discarded(folder, pool):
+    def ahead() -> str:
+        run("plain", folder / "out", pool, save_strategy="steps", save_steps=5, max_steps=8)
+        trainer = trainer_of("plain", folder / "out")
+        integration.attach(trainer, pool)
+        with pytest.raises(CheckpointExistsError) as raised:
+            trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-5"))
+        return str(raised.value)
+
+    assert "holds step 5, and the pool" in in_child(ahead)
+    assert lightck.recover(pool).step == 8
+
+
+# -- what is refused or told -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"auto_find_batch_size": True}, "auto_find_batch_size"), ({"ignore_data_skip": True}, "ignore_data_skip")],
+)
+def test_arguments_that_cannot_be_resumed_are_named(settings, named, folder, pool):
+    trainer = trainer_of("plain", folder / "out", **settings)
+    with pytest.raises(UnsupportedError, match=named):
+        integration.attach(trainer, pool)
+    assert not pool.exists()
+
+
+def test_a_second_attach_is_refused(folder, pool):
+    trainer = trainer_of("plain", folder / "out")
+    integration.attach(trainer, pool)
+    with pytest.raises(SessionError, match="attached to a pool already"):
+        integration.attach(trainer, pool)
+
+
+def test_a_trainer_that_has_trained_is_refused(folder, pool):
+    def trained() -> None:
+        trainer = trainer_of("plain", folder / "out", max_steps=2)
+        trainer.train()
+        with pytest.raises(SessionError, match="has made 2 updates already"):
+            integration.attach(trainer, pool)
+
+    in_child(trained)
+
+
+@pytest.mark.parametrize("name", ["_run_epoch", "_load_rng_state"])
+def test_a_trainer_that_has_changed_inside_is_refused_at_attach(name, folder, pool, monkeypatch):
+    trainer = trainer_of("plain", folder / "out")
+    monkeypatch.delattr(trainer_module.Trainer, name)
+    with pytest.raises(UnsupportedError, match=f"has no {name}"):
+        integration.attach(trainer, pool)
+
+
+def test_other_versions_trainers_and_arguments_are_refused(folder, pool, monkeypatch):
+    trainer = trainer_of("plain", folder / "out")
+    with pytest.raises(TypeError, match=r"Pass a transformers\.Trainer"):
+        integration.attach(net(), pool)
+    with pytest.raises(TypeError, match="optimizer="):
+        integration.attach(trainer, pool, optimizer=[])
+    monkeypatch.setattr(integration.transformers, "__version__", "6.0.0")
+    with pytest.raises(UnsupportedError, match=r"transformers 6.0.0 is not supported"):
+        integration.attach(trainer, pool)
+
+
+def test_trainers_with_hidden_state_are_refused(folder, pool):
+    trainer = trainer_of("plain", folder / "out")
+    trainer.__class__ = type("GRPOTrainer", (type(trainer),), {})
+    with pytest.raises(UnsupportedError, match="GRPOTrainer"):
+        integration.attach(trainer, pool)
+
+
+def test_a_pool_of_another_loop_is_refused(folder, pool):
+    def other() -> None:
+        pool_with(pool)
+        trainer = trainer_of("plain", folder / "out")
+        integration.attach(trainer, pool)
+        with pytest.raises(SessionError, match="was not written by a Trainer"):
+            trainer.train()
+        trainer = trainer_of("plain", folder / "out")
+        integration.attach(trainer, pool, resume=False)
+        with pytest.raises(CheckpointExistsError, match="resume=False"):
+            trainer.train()
+
+    in_child(other)
+
+
+def test_a_search_is_refused(folder, pool):
+    trainer = trainer_of("plain", folder / "out")
+    integration.attach(trainer, pool)
+    with pytest.raises(UnsupportedError, match="hyperparameter search"):
+        trainer.train(trial=object())
+
+
+def test_a_callback_whose_state_is_not_saved_is_named(folder, pool, caplog):
+    def counted() -> str:
+        trainer = trainer_of("plain", folder / "out", Events(None), max_steps=4)
+        integration.attach(trainer, pool)
+        trainer.train()
+        return caplog.text
+
+    logged = in_child(counted)
+    assert logged.count("the callback Events changes its attribute 'count'") == 1
+    assert "ExportableState" in logged
+
+
+def test_an_epoch_that_was_cut_is_refused_at_the_resume(folder, pool):
+    class Cut(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_epoch_stop = state.global_step == 4
+
+    def cut() -> str:
+        trainer = trainer_of("plain", folder / "out", Cut())
+        integration.attach(trainer, pool)
+        trainer.train()
+        trainer = trainer_of("plain", folder / "out", Cut())
+        integration.attach(trainer, pool)
+        with pytest.raises(UnsupportedError) as raised:
+            trainer.train()
+        return str(raised.value)
+
+    assert "ended an epoch early" in in_child(cut)
+
+
+def test_nothing_is_left_on_the_trainer_after_an_error(folder, pool):
+    class Fails(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 5:
+                raise RuntimeError("the user's")
+
+    def failed() -> Any:
+        trainer = trainer_of("plain", folder / "out", Fails(), eval_on_start=True)
+        skip, names = trainer_module.skip_first_batches, set(vars(trainer))
+        attached = integration.attach(trainer, pool)
+        with pytest.raises(RuntimeError, match="the user's"):
+            trainer.train()
+        assert trainer_module.skip_first_batches is skip
+        assert not attached.session.is_open
+        return {name for name in set(vars(trainer)) - names if not name.startswith("_")}
+
+    assert in_child(failed) <= {"train", "control"}
+    assert lightck.recover(pool).step in (4, 5)
+
+
+def test_without_transformers_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "lightck.integrations.transformers")
+    with pytest.raises(ImportError, match=r"pip install 'lightck\[transformers\]'"):
+        __import__("lightck.integrations.transformers")
