@@ -367,7 +367,7 @@ def test_a_name_that_is_not_there_is_refused_with_those_of_gradients(gradients, 
     )
 
 
-def test_two_checkpoints_of_one_step_are_told_apart_by_their_generation(pool):
+def test_two_checkpoints_of_one_step_differ_by_their_generation(pool):
     model = net()
     with lightck.attach(model, pool, optimizer=(optimizer := adam(model)), strategy=Gradients(3)) as session:
         train(model, optimizer, 4)
