@@ -21,6 +21,7 @@ from lightck.cli.text import Facts, listed, print_json, print_line, size
 from lightck.errors import ExportError, ExportExistsError, LightckError, PoolTruncatedError
 from lightck.pool.format import anatomy
 from lightck.pool.format.anatomy import Part
+from lightck.pool.format.layout import GRADIENT_PREFIX
 from lightck.pool.format.structures import PAGE
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.backends import pool_path, readable_path
@@ -258,9 +259,16 @@ def _named(parts: Sequence[Part], where: str) -> list[Part]:
     if not found:
         usage_error(
             f"{where!r} is not in the newest checkpoint of this pool. WHERE is {_WHERE}, as "
-            "lightck inspect --tensors lists it."
+            f"lightck inspect --tensors lists it{_gradients_in(parts, newest)}."
         )
     return found
+
+
+def _gradients_in(parts: Sequence[Part], generation: int) -> str:
+    """Return what to add about the gradients of a record, which ``inspect`` does not list; "" if there are none."""
+    names = [part.tensor for part in parts if part.generation == generation and part.tensor is not None]
+    found = sorted(name for name in names if name.startswith(GRADIENT_PREFIX))
+    return f"; or that of a gradient ({listed(found)})" if found else ""
 
 
 def _overlapping(parts: Sequence[Part], start: int, nbytes: int) -> list[Part]:

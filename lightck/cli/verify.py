@@ -11,6 +11,7 @@ import os
 import shlex
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NoReturn
@@ -303,17 +304,21 @@ def _show(facts: Facts, path: str) -> None:
     rows = [] if facts["group"] is None else [("group", "", groups.group_words(facts["group"]))]
     rows += [("structures", "damaged" if bad else "OK", count(len(structures), "structure") + " checked")]
     rows += [("", "", f"{s['name']}: {s['note']}") for s in structures if s["note"]]
+    steps = Counter(checkpoint["step"] for checkpoint in facts["checkpoints"])
     for checkpoint in facts["checkpoints"]:
-        rows += _rows(checkpoint)
+        rows += _rows(checkpoint, shows_generation=steps[checkpoint["step"]] > 1)
     for line in columns(rows):
         print_line(line)
     print_line()
     _show_verdict(facts, path)
 
 
-def _rows(checkpoint: Facts) -> list[tuple[str, str, str]]:
+def _rows(checkpoint: Facts, *, shows_generation: bool) -> list[tuple[str, str, str]]:
+    """Return the lines of a checkpoint. ``shows_generation``: its step alone does not say which checkpoint it is."""
     note = {stored_checkpoints.DEAD: " (dead)", stored_checkpoints.RECORDED: " (named by a newer one only)"}
     name = f"step {checkpoint['step']}" + note.get(checkpoint["state"], "")
+    if shows_generation:
+        name += f", generation {checkpoint['generation']}"
     damage = [_damage_words(each) for each in checkpoint["damage"]]
     if damage:
         rows = [(name if i == 0 else "", "damaged" if i == 0 else "", reason) for i, reason in enumerate(damage)]
@@ -328,7 +333,7 @@ def _rows(checkpoint: Facts) -> list[tuple[str, str, str]]:
 def _good_words(checkpoint: Facts) -> str:
     """Return what is said of a checkpoint without damage."""
     if checkpoint["blocks"] == "overwritten":
-        return "not checked: the training overwrote it with a newer checkpoint meanwhile"
+        return "not checked: newer checkpoints have overwritten it, or a part of what it needs"
     if checkpoint["blocks"] == "not read":
         return "its manifest matches; its blocks were not read (--deep reads them)"
     nbytes = size(checkpoint["nbytes"] or 0)

@@ -10,6 +10,9 @@ checkpoints in between may hold old bytes of the tensor: they are *stale*. They 
 was begun after the discovery has committed, so that the pool always holds something to recover. Then they are struck.
 The small state of the new checkpoint says which older ones are stale (``stale_after``). So, if the process crashes
 between this commit and the strike, the session that resumes from the new checkpoint strikes the older ones.
+
+Checkpoints that need gradient records are stale too if a check of updates finds that the updates do not lead to the
+state of the training (``distrust``).
 """
 
 from __future__ import annotations
@@ -223,6 +226,21 @@ class WriteGuard:
             ", ".join(sorted(names)),
         )
 
+    def distrust(self, after: int, writer: PoolWriter) -> bool:
+        """Handle that updates do not lead to the state of the training: the checkpoints of the generations after
+        ``after`` are stale, and the next checkpoint is full. Returns whether there are any."""
+        if all((slot.generation or 0) <= after for slot in writer.slots.slots):
+            return False
+        self.stale_after = after if self.stale_after is None else min(self.stale_after, after)
+        self._found_at = writer.generation
+        log.info(
+            "lightck: the checkpoints of generations %d to %d (as lightck inspect numbers them) may be recovered with "
+            "wrong bytes. They are struck (made unreadable) as soon as a newer checkpoint is committed",
+            self.stale_after + 1,
+            self._found_at,
+        )
+        return True
+
     def committed(self, generation: int, writer: PoolWriter, events: CommitEvents) -> None:
         """Strike the stale checkpoints once a checkpoint that was begun after the discovery is durable."""
         if self.stale_after is None or generation <= self._found_at:
@@ -238,6 +256,6 @@ def strike(writer: PoolWriter, events: CommitEvents, after: int, before: int) ->
     if slots:
         events.struck(slots)
         log.info(
-            "lightck: %d older checkpoints were struck (made unreadable): they may hold an outdated value of a tensor",
+            "lightck: %d older checkpoints were struck (made unreadable): they may hold a wrong value of a tensor",
             len(slots),
         )

@@ -72,8 +72,8 @@ Otherwise the structure lies partly in holes of a sparse file: such a file costs
 holes would take memory."""
 
 STRUCK_REASON = (
-    "the training struck this checkpoint (made it unreadable) because it holds old bytes of a tensor: a write to the "
-    "tensor was detected only later"
+    "the training struck this checkpoint (made it unreadable) because it holds old bytes of a tensor, or leads to "
+    "wrong ones: a write to the tensor, or a difference between an update and its repetition, was detected only later"
 )
 
 

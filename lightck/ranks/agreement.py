@@ -223,6 +223,14 @@ def describe_other_rows(differing: Sequence[Sequence[str]]) -> str:
     )
 
 
+def describe_not_exact(reasons: Sequence[str]) -> str:
+    """Return what to say about ranks whose parts are not what they had at the checkpoint; "" if there is none.
+    ``reasons``: for each rank, why its part is not exact; "" if it is."""
+    texts = [f"on rank {rank}, {reason}" for rank, reason in enumerate(reasons) if reason]
+    more = [f"so it is on {len(texts) - 2} more ranks"] if len(texts) > 2 else []
+    return "; ".join(texts[:2] + more)
+
+
 def describe_other_parts(names: Sequence[str]) -> str:
     """Return what to add about tensors of which a rank held other parts before; "" if there is none."""
     if not names:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -47,11 +47,13 @@ _DECISIVE = ("torch", "machine", "cpu", "vendor", "deterministic")
 class UnitsAtStep:
     """The units of a checkpoint, as they were at the end of its step. entries, tensors: name of a tensor -> its entry,
     and the tensor. older_residuals: name of a residual that is older than the checkpoint -> its step; None: there was
-    none yet, and it is zero."""
+    none yet, and it is zero. other_conditions: what differs from the training where updates were made again ("torch
+    2.12 -> 2.13"); "": nothing does."""
 
     entries: dict[str, Entry]
     tensors: dict[str, torch.Tensor]
     older_residuals: dict[str, int | None] = field(default_factory=dict)
+    other_conditions: str = ""
 
 
 def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) -> UnitsAtStep:
@@ -73,8 +75,13 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
         for one in loaded
         if one.copy.step < checkpoint.step
     ]
-    if older:
-        _warn_other_conditions(checkpoint)
+    conditions = _other_conditions(checkpoint) if older else ""
+    if conditions:
+        log.warning(
+            "lightck: updates are made again under other conditions than in the training (%s). They may give other "
+            "bits; a page of each tensor is compared after each of them",
+            conditions,
+        )
     check = _Sentinels({one.record.step: one.record for one in updates})
     try:
         replay(
@@ -92,7 +99,8 @@ def units_at_step(checkpoint: GradientCheckpoint, optimizers: OptimizersAtHand) 
         raise DamagedError(str(err)) from err
     for unit in older:
         plain.refuse_other(unit.name, unit.plain_state())
-    return _joined(checkpoint, [one for one in loaded if one.copy.step == checkpoint.step], older)
+    joined = _joined(checkpoint, [one for one in loaded if one.copy.step == checkpoint.step], older)
+    return replace(joined, other_conditions=conditions)
 
 
 def reason_of(err: Exception) -> str:
@@ -281,17 +289,14 @@ def _device_of(entry: Entry) -> torch.device:
     return torch.device(found.type)
 
 
-def _warn_other_conditions(checkpoint: GradientCheckpoint) -> None:
-    """Warn if the updates were made by another torch or processor than those that make them again."""
+def _other_conditions(checkpoint: GradientCheckpoint) -> str:
+    """Return what differs if the updates were made by another torch or processor than those that make them again; "" if
+    nothing does. (On another type of device they are refused, and the number of threads is that of the training.)"""
     was, now = unpack_dict(checkpoint.state).get("fingerprint"), fingerprint()
-    if isinstance(was, dict):
-        differ = [f"{name} {was[name]} -> {now[name]}" for name in _DECISIVE if name in was and was[name] != now[name]]
-        if differ:
-            log.warning(
-                "lightck: updates are made again under other conditions than in the training (%s). They may give other "
-                "bits; a page of each tensor is compared after each of them",
-                ", ".join(differ),
-            )
+    if not isinstance(was, dict):
+        return ""
+    names = [name for name in _DECISIVE if name in was and was[name] != now[name]]
+    return ", ".join(f"{name} {was[name]} -> {now[name]}" for name in names)
 
 
 def _refuse_state_elsewhere(checkpoint: GradientCheckpoint, loaded: Iterable[LoadedUnit]) -> None:

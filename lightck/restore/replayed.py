@@ -87,8 +87,23 @@ class ReplayedCheckpoint:
 
     @cached_property
     def not_exact(self) -> str:
-        """Why a training that goes on from this checkpoint is not the one that saved it: residuals of ``TopK`` are
-        older than the checkpoint. Empty if it is the same. Updates are made again for it, as for ``entries``."""
+        """Why a training that goes on from this checkpoint may not be the one that saved it: updates were made again
+        by another torch or processor, or residuals of ``TopK`` are older than the checkpoint. Empty if it is the same.
+        Updates are made again for it, as for ``entries``."""
+        return "; ".join(filter(None, (self._other_conditions, self._older_residuals)))
+
+    @property
+    def _other_conditions(self) -> str:
+        conditions = self._units.other_conditions
+        if not conditions:
+            return ""
+        return (
+            f"updates were made again under other conditions than in the training ({conditions}), and may have given "
+            "other bits. The pages that were compared are equal"
+        )
+
+    @property
+    def _older_residuals(self) -> str:
         older = self._units.older_residuals
         if not older:
             return ""

@@ -38,7 +38,8 @@ class Recovered:
     exact: bool
     """Whether every rank restored a state of its own, so that the continuation can be bit-identical. False if a rank
     had lost its pool and took the checkpoint of another rank, if the checkpoint was loaded from the pools of another
-    world, or if it holds older residuals (``TopK(error_feedback=True, residual="base")``). The same on all ranks."""
+    world, if it holds older residuals (``TopK(error_feedback=True, residual="base")``), or if updates were made again
+    for it by another torch or processor. The same on all ranks."""
     reason: str
     """Why ``exact`` is False; else empty."""
 

@@ -19,8 +19,8 @@ from lightck.restore.replayed import ReplayedCheckpoint, replayed_checkpoint, re
 RankCheckpoint: TypeAlias = StoredCheckpoint | ReplayedCheckpoint
 """A checkpoint in the pool of one rank."""
 STALE_REASON = (
-    "it is stale: it holds old bytes of a tensor, because lightck noticed a write to that tensor too late (a newer "
-    "checkpoint records this)"
+    "it is stale: it holds old bytes of a tensor, or leads to wrong ones, because lightck noticed a write to that "
+    "tensor, or a difference between an update and its repetition, too late (a newer checkpoint records this)"
 )
 
 

@@ -37,13 +37,14 @@ from lightck.state.update_record import Read, consumed_update
 class CheckedBases(NamedTuple):
     """What a check found. At most one of the two is not empty.
 
-    difference: which tensor differs. unreadable: why units could not be checked. since: the step of the oldest base
-    that was checked; the checkpoints of later steps may be wrong, if there is a difference.
+    difference: which tensor differs. unreadable: why units could not be checked. since, generation: step and generation
+    of the oldest base that was checked; the checkpoints after it may be wrong, if there is a difference.
     """
 
     difference: str = ""
     unreadable: str = ""
     since: int = 0
+    generation: int = 0
 
 
 class BaseCheck:
@@ -70,7 +71,9 @@ class BaseCheck:
         try:
             checkpoint = writer.last_checkpoint()
             difference = "" if checkpoint is None else self._difference(checkpoint, due, value, read)
-            return CheckedBases(difference, since=int(writer.log.bases.step[plan.units].min()))
+            bases = writer.log.bases
+            since, generation = int(bases.written[plan.units].min()), int(bases.generation[plan.units].min())
+            return CheckedBases(difference, since=since, generation=generation)
         except (DamagedError, PoolIOError) as err:
             return CheckedBases(unreadable=str(err))
 

@@ -314,13 +314,13 @@ class Capture:
         *,
         explicit: bool,
         copied_at_boundary: set[str],
-        stale_after: int | None = None,
+        stale_after: Callable[[], int | None] = lambda: None,
         read_rows: ReadRows | None = None,
     ) -> ClosedStep:
         """Read the state for the checkpoint that this event closes. ``explicit``: whether ``end_step()`` was called.
         ``copied_at_boundary``: names of tensors that no background copy may read; they are recorded in the small state.
-        ``stale_after``: a generation. Checkpoints between this generation and the new checkpoint are stale (None: none
-        is stale). ``read_rows``: see ``ReadRows``."""
+        ``stale_after``: returns a generation, after ``update_of`` has checked what it checks. Checkpoints between this
+        generation and the new checkpoint are stale (None: none is stale). ``read_rows``: see ``ReadRows``."""
         self.refresh()
         # At a pre-step hook or a forward the next step has begun: it has fetched its batch and drawn random numbers.
         provisional = self._provisional_of(step) if event in (ClosingEvent.PRE_STEP, ClosingEvent.FORWARD) else None
@@ -334,7 +334,7 @@ class Capture:
             self._refuse_resized_dtensors(lives)
         self._warn_shared_memory(lives)
         rows = [] if read_rows is None else read_rows(lives, tensor_list, step)
-        small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after, rows, update)
+        small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after(), rows, update)
         lives += [] if update is None else update.gradients
         if buffers_from is not None and (buffers_from.buffers or self.model.has_buffers):
             lives, tensor_list = self._with_buffers_of(buffers_from, lives), None

@@ -177,7 +177,7 @@ class Commits:
             self._boundary.iteration,
             explicit=self._boundary.explicit,
             copied_at_boundary=self.pipeline.guard.copied_at_boundary,
-            stale_after=self.pipeline.guard.stale_after,
+            stale_after=lambda: self.pipeline.guard.stale_after,
             read_rows=None if self.cross_check is None else self.cross_check.read,
         )
         self._meter.state_was_read(step, began)

@@ -40,6 +40,7 @@ from lightck.ranks.agreement import (
     Start,
     decide,
     describe_from_world,
+    describe_not_exact,
     describe_other_rows,
     describe_replaced,
     new_world,
@@ -326,7 +327,8 @@ class GroupStart:
         contents, recorded = parse(restored.chosen), reader.next_batches(restored.chosen.record)
         self._adoption = Adoption(restored.name, restored.incarnation)
         self._ids = {one.record.payload_generation: name for name, many in stored.items() for one in many}
-        file.adopt(pipeline, reader, contents, restored.chosen.record, incarnation=restored.incarnation)
+        without_reason = replace(contents, not_exact="")  # the warning below gives it, once for all ranks
+        file.adopt(pipeline, reader, without_reason, restored.chosen.record, incarnation=restored.incarnation)
         resumed = Resumed.from_contents(contents, recorded)
         resumed.done = restored.is_done
         resumed.not_exact = restored.reason
@@ -352,15 +354,17 @@ class GroupStart:
             copied_from = start.sources.get(self.group.rank, None if contents is None else contents.copied_from)
             from_world = None if contents is None else contents.from_world
             # A vote: why this rank cannot restore the checkpoint ("": it can), whether the training is done there, the
-            # rank from which the checkpoint was copied, the size of the world from which it was loaded, and the tensors
-            # in which this rank gets other rows than it held.
-            own = [problem, contents is not None and contents.done, copied_from, from_world, differing]
+            # rank from which the checkpoint was copied, the size of the world from which it was loaded, why this rank's
+            # part is not exact, and the tensors in which this rank gets other rows than it held.
+            not_exact = "" if contents is None else contents.not_exact
+            own = [problem, contents is not None and contents.done, copied_from, from_world, not_exact, differing]
             votes = [msgpack.unpackb(one) for one in self.meeting.exchange("votes", msgpack.packb(own))]
             failed = [rank for rank, (text, *_) in enumerate(votes) if text]
             if not failed:
                 assert chosen is not None, "this rank has voted for it"
-                replaced = {rank: source for rank, (_, _, source, _, _) in enumerate(votes) if source is not None}
+                replaced = {rank: source for rank, (_, _, source, *_) in enumerate(votes) if source is not None}
                 reasons = [describe_replaced(replaced), describe_other_rows([one[-1] for one in votes])]
+                reasons.append(describe_not_exact([one[-2] for one in votes]))
                 if from_world is not None and contents is not None:
                     reasons.append(describe_from_world(from_world, self.group.world_size))
                     reasons.append(describe_averaged(contents.means))

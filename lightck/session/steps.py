@@ -32,6 +32,7 @@ from lightck.hooks.hooks import Hooks
 from lightck.hooks.layers import PartialUpdate
 from lightck.pipeline.gradient_pools import GradientPools, updated_nbytes
 from lightck.pipeline.pipeline import Pipeline
+from lightck.pool.gradient_writer import GradientWriter
 from lightck.restore.resume import Resumed
 from lightck.session.base_check import BaseCheck
 from lightck.session.base_every import BaseEveryTuner, Costs
@@ -130,6 +131,8 @@ class Steps(StepListener):
         self.update_records = records = UpdateRecords(
             self.capture, guard.copied_at_boundary, reads_all=guard.reads_all, index=index
         )
+        if not is_in_group:
+            records.distrusted = self._strike_later
         if guard.reads_all:
             records.base_check = BaseCheck(self.capture, lambda: self.pipeline.pool.writer)
         self.hooks.report_gradients()
@@ -157,6 +160,13 @@ class Steps(StepListener):
         self.pipeline.validators.remove(records.validate)
         self.capture.update_of = self.capture.base_every = self.update_records = None
         records.forget()
+
+    def _strike_later(self, after: int | None) -> bool:
+        """As ``UpdateRecords.distrusted``."""
+        writer = self.pipeline.pool.writer
+        if not isinstance(writer, GradientWriter):
+            return False
+        return self.pipeline.guard.distrust(writer.certain_generation if after is None else after, writer)
 
     def _tuner(self, mtbf: float, records: UpdateRecords) -> BaseEveryTuner:
         kind, pool, engine = self.pipeline.pool.kind, self.pipeline.pool, self.pipeline.engine

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -43,6 +43,7 @@ from lightck.state.update_record import UpdatePacker, gradient_tensors, names_of
 
 log = logging.getLogger("lightck")
 _CRASH_NOW = "If the process crashes now, an older checkpoint may be recovered."
+_STRUCK = "When it is committed, older ones that may be wrong are struck (made unreadable)."
 FULL_MAX = 20
 """After so many full checkpoints in a row a warning says that the strategy does not fit the loop."""
 
@@ -75,6 +76,9 @@ class UpdateRecords(StepListener):
         """Gradients that the checkpoint in flight copies, with the names of their entries."""
         self.base_check: BaseCheck | None = None
         """Set under ``LIGHTCK_CHECK=1``."""
+        self.distrusted: Callable[[int | None], bool] = lambda after: False
+        """Called when updates are not trusted any more, with the generation after which checkpoints may be wrong (None:
+        it is not known). Returns whether they are struck when a newer one is committed."""
         self._reason = ""
         """Why the record of the update that is made next will be of no use; "" if no reason is known."""
         self._distrust = ""
@@ -128,7 +132,7 @@ class UpdateRecords(StepListener):
             self._step_began = None
         difference = self._audit.difference(index)
         if difference:
-            self._trust_no_more(difference, _CRASH_NOW)
+            self._trust_no_more(difference, _CRASH_NOW, None)
         lives, token = self._capture.tensors(), self._capture.token
         if token is None or token is not self._token:
             self._token = token
@@ -137,13 +141,16 @@ class UpdateRecords(StepListener):
             self._watched = [one for one in own if unit_of(one) not in whole] if whole else list(own)
         self._outside.step_ended(self._watched, token)
 
-    def _trust_no_more(self, difference: str, consequence: str) -> None:
+    def _trust_no_more(self, difference: str, consequence: str, after: int | None) -> None:
+        """``after``: as for ``distrusted``."""
         if not self._distrust:
             self._distrust = difference
+            are_struck = self.distrusted(after)
             log.warning(
-                "lightck: %s, so updates are not trusted any more: from now on each checkpoint is full. %s Use "
+                "lightck: %s, so updates are not trusted any more: from now on each checkpoint is full. %s%s Use "
                 "strategy=FullState() for this training",
                 difference,
+                f"{_STRUCK} " if are_struck else "",
                 consequence,
             )
 
@@ -246,8 +253,10 @@ class UpdateRecords(StepListener):
             )
         if found.difference:
             first, last = found.since + 1, update.step - 1
-            wrong = f"The checkpoints of the steps {first} to {last} may be recovered without a write."
-            self._trust_no_more(found.difference, wrong if first <= last else _CRASH_NOW)
+            wrong = (
+                f"If the process crashes before, one of the steps {first} to {last} may be recovered without a write."
+            )
+            self._trust_no_more(found.difference, wrong if first <= last else _CRASH_NOW, found.generation)
         return found.difference or found.unreadable
 
     def _updated(self, update: CapturedUpdate) -> frozenset[str]:

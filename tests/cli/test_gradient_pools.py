@@ -247,6 +247,10 @@ def test_what_a_kill_leaves_is_no_damage(gradients):
     assert facts["recoverable_step"] == 7
     assert facts["checkpoints"][0]["spare"] == "not read"
     assert "overwritten" in [row["blocks"] for row in facts["checkpoints"][1:]]
+    assert (
+        "newer checkpoints have overwritten it, or a part of what it needs"
+        in call("verify", "--deep", gradients).stdout
+    )
     assert call_json("inspect", gradients)[1]["unfinished"] == [{"slot": slot, "generation": 77}]
 
 
@@ -352,6 +356,28 @@ def test_injected_damage_to_a_base_is_named_by_its_tensor(gradients, folder):
     text = call("inject", gradients, folder / "hurt.pool", "--flip", "model/0.weight").stdout
     assert "base of step" in text
     assert "of tensor 'model/0.weight'" in text
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_of_gradients(gradients, folder):
+    result = call("inject", gradients, folder / "hurt.pool", "--flip", "gradient/9")
+    assert result.exit_code == FAILED
+    assert (
+        "or that of a gradient (gradient/0.bias, gradient/0.weight, gradient/2.bias, gradient/2.weight)"
+        in result.stderr
+    )
+
+
+def test_two_checkpoints_of_one_step_differ_by_their_generation(pool):
+    model = net()
+    with lightck.attach(model, pool, optimizer=(optimizer := adam(model)), strategy=Gradients(3)) as session:
+        train(model, optimizer, 4)
+        session.flush()
+        session.close(done=True)
+    rows = call_json("verify", "--deep", pool)[1]["checkpoints"]
+    generations = [row["generation"] for row in rows if row["step"] == 4]
+    assert len(generations) == 2
+    text = call("verify", "--deep", pool).stdout
+    assert all(f"step 4, generation {one} " in text for one in generations)
 
 
 def test_torn_slot_is_refused_by_name(gradients, folder):

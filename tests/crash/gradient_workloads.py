@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import closing
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from topk_by_hand import TopKByHand
 from torch import nn
 
 import lightck
@@ -87,7 +89,8 @@ def workload(
 ) -> Workload:
     strategy = Gradients(base_every, compress=compress)
     options = {"strategy": strategy, "interval": interval}
-    return Workload(lambda recorder: run(recorder, strategy), build, options=options)
+    beside = live_residuals if compress is not None and compress.error_feedback else lambda recorder: {}
+    return Workload(lambda recorder: run(recorder, strategy), build, options=options, beside=beside)
 
 
 def plain(steps: int, build: Callable[[], Pair] = with_momentum) -> Callable[[Recorder, Gradients], None]:
@@ -287,6 +290,76 @@ def wide() -> Pair:
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
+# -- compressed gradients, with error feedback -------------------------------------------------------------------------
+
+
+class Residuals:
+    """What an object with residuals has to have in a checkpoint."""
+
+    def __init__(self, key: str, tensors: dict[str, torch.Tensor]) -> None:
+        self._state = {key: tensors}
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        return self._state
+
+
+def feedback(recorder: Recorder, strategy: Gradients) -> None:
+    """What was left out of a gradient is added to the next one, computed by hand beside the training. Each checkpoint
+    has the residuals of its step, or each of them of the step at which its parameter was written last."""
+    (model, optimizer), topk = wide(), strategy.compress
+    assert topk is not None
+    names = [name for name, _ in model.named_parameters()]
+    twins = [torch.zeros_like(p) for p in model.parameters()]
+    by_hand, after = TopKByHand(twins, topk), [dict[str, torch.Tensor]()]
+    older = set[int]()
+    with recorder.attach(model, optimizer, strategy=strategy) as session:
+        for number in range(4):
+            optimizer.zero_grad()
+            model(torch.tensor([[1.0, number], [0.5, -1.0]])).square().sum().backward()
+            for p, twin in zip(model.parameters(), twins, strict=True):
+                twin.grad = p.grad.clone() if p.grad is not None else None
+            by_hand()
+            after.append({name: one.clone() for name, one in zip(names, by_hand.residuals, strict=True)})
+            optimizer.step()
+            session.flush()
+            step = number + 1
+            of = dict.fromkeys(names, step) if topk.residual == "step" else base_steps(recorder, step)
+            older |= {step - one for one in of.values()}
+            key = "residuals" if topk.residual == "step" else "residuals_of_bases"
+            residuals = Residuals(key, {name: after[of[name]][name] for name in names})
+            recorder.note(model, optimizer, TopK=residuals)
+    assert any(older) == (topk.residual == "base"), "the workload does not show what it is for"
+    assert all(bool(one.any()) for one in after[-1].values())
+
+
+_seen: WeakKeyDictionary[Recorder, dict[int, dict[str, torch.Tensor]]] = WeakKeyDictionary()
+"""Step -> the residuals that a session had after it."""
+
+
+def live_residuals(recorder: Recorder) -> dict[str, Residuals]:
+    """What the checkpoint of the present step has to hold, by what the session has had since it began."""
+    session = recorder._session
+    assert session is not None
+    compression = session._steps._compression
+    assert compression is not None
+    assert compression.residuals is not None
+    ((key, tensors),) = compression.residuals.state_dict().items()
+    after = _seen.setdefault(recorder, {})
+    after[session.step] = {name: tensor.clone() for name, tensor in tensors.items()}
+    session.flush()
+    of = dict.fromkeys(tensors, session.step) if key == "residuals" else base_steps(recorder, session.step)
+    return {"TopK": Residuals(key, {name: after[of[name]][name] for name in tensors})}
+
+
+def base_steps(recorder: Recorder, step: int) -> dict[str, int]:
+    """Parameter -> the step of its base, by the pool's newest checkpoint."""
+    with closing(open_pool(recorder.path, gradients=True)) as reader:
+        checkpoint = checkpoint_of(reader, committed(reader)[0])
+        assert checkpoint.step == step
+        bases = [base for base in checkpoint.bases() if base.entry.role == "param"]
+        return {base.entry.name.removeprefix("model/"): base.step for base in bases}
+
+
 # -- with an interval: not every record is committed -------------------------------------------------------------------
 
 
@@ -385,6 +458,8 @@ GRADIENT_WORKLOADS: dict[str, Workload] = {
     "lowered": Workload(lowered, with_momentum, options={"strategy": LOWERED}),
     "background": workload(background, 2, wide),
     "compressed": workload(background, 2, wide, compress=TopK(0.05)),
+    "feedback, of steps": workload(feedback, 3, wide, compress=TopK(0.05, error_feedback=True, residual="step")),
+    "feedback, of bases": workload(feedback, 3, wide, compress=TopK(0.05, error_feedback=True)),
     "interval of two": workload(every(2, 9), 3, interval=2),
     "interval of three": workload(every(3, 13), 6, interval=3),
     "interval beyond a round": workload(every(5, 12), 2, interval=5),

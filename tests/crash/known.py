@@ -11,14 +11,18 @@ import random
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from topk_by_hand import TopKByHand
 from torch import nn
 
 import lightck
 from crash.victims import Tell
+from lightck.pool.gradient_log import records_min
+from lightck.strategy.gradients import Gradients
+from lightck.strategy.topk import TopK
 
 _WIDTH = 1 << 20
 """Values are integers below a few times this: float32 holds them, their sums and differences exactly."""
@@ -47,6 +51,8 @@ class Plan:
     """``forward`` or ``end_step``: what closes a checkpoint."""
     think: float
     """Seconds that a forward takes at most."""
+    strategy: Gradients | None = None
+    """None: each checkpoint holds the whole state."""
 
     @property
     def is_large(self) -> bool:
@@ -73,6 +79,19 @@ def draw(rng: random.Random) -> Plan:
         closes=rng.choice(("forward", "end_step")),
         think=rng.choice((0.0, 0.0, 0.001)),
     )
+
+
+def draw_gradients(rng: random.Random) -> Plan:
+    """A training that is saved by ``Gradients``, now and then with compressed gradients and error feedback."""
+    plan, base_every, interval = draw(rng), rng.randint(2, 5), rng.choice((1, 1, 2, 3))
+    compress = None
+    if rng.random() < 0.3:  # what such a training holds has to be computed step by step
+        compress = rng.choice((TopK(0.3), *2 * (TopK(0.02, error_feedback=True, residual="step"),)))
+        sizes = tuple(rng.randint(2_000, 6_000) for _ in plan.trained)
+        plan = replace(plan, trained=sizes, sleeper=rng.randint(2_000, 4_000))
+    n_records = rng.choice((None, None, records_min(base_every, interval)))
+    strategy = Gradients(base_every, n_records, compress=compress)
+    return replace(plan, interval=interval, pins_every=0, strategy=strategy)
 
 
 # -- what each step holds --------------------------------------------------------------------------------------------
@@ -151,13 +170,52 @@ def build(plan: Plan) -> tuple[Known, torch.optim.Optimizer]:
 def expected(plan: Plan, step: int) -> dict[str, torch.Tensor]:
     """Everything that the checkpoint of this step holds: by name, momentum buffers by their parameter's number."""
     late = _late(plan, step)
+    others = {f"frozen{i}": _at(plan, f"frozen{i}", n, 0) for i, n in enumerate(plan.frozen)}
+    others |= {"grown": _grown(plan, step)} | ({} if late is None else {"late": late})
+    if plan.strategy is not None and plan.strategy.compress is not None:
+        return others | _Compressed.of(plan).at(step)
     held = {name: _at(plan, name, n, _updated_at(plan, name, step)) for name, n in _trained(plan).items()}
-    held |= {f"frozen{i}": _at(plan, f"frozen{i}", n, 0) for i, n in enumerate(plan.frozen)}
-    held |= {"grown": _grown(plan, step)} | ({} if late is None else {"late": late})
     for number, (name, n) in enumerate(_trained(plan).items()):
         if _updated_at(plan, name, step):
             held[f"momentum {number}"] = torch.full((n,), float(_momentum(plan, name, step)))
-    return held
+    return held | others
+
+
+class _Compressed:
+    """What updates with compressed gradients make of the parameters: computed from the first step on, without
+    lightck."""
+
+    _last: _Compressed | None = None
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._step = plan, 0
+        self._model, self._optimizer = build(plan)
+        assert plan.strategy is not None
+        assert plan.strategy.compress is not None
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        self._compress = TopKByHand(trained, plan.strategy.compress)
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Compressed:
+        if cls._last is None or cls._last._plan != plan:
+            cls._last = cls(plan)
+        return cls._last
+
+    def at(self, step: int) -> dict[str, torch.Tensor]:
+        if step < self._step:
+            self.__init__(self._plan)  # type: ignore[misc]
+        for number in range(self._step + 1, step + 1):
+            self._model.make_gradients(number)
+            self._compress()
+            self._optimizer.step()
+        self._step = step
+        names = list(_trained(self._plan))
+        parameters = dict(self._model.named_parameters())
+        held = {name: parameters[name].detach().clone() for name in names}
+        for number, name in enumerate(names):
+            if self._optimizer.state.get(parameters[name]):
+                held[f"momentum {number}"] = self._optimizer.state[parameters[name]]["momentum_buffer"].clone()
+        return held
 
 
 def difference(plan: Plan, step: int, model: Any, optimizer: Any) -> str | None:
@@ -195,13 +253,14 @@ def train(
     plan: Plan, path: str, tell: Tell, *, steps: int, slots: int, backend: str, aside: Aside | None = None
 ) -> None:
     """Go on from what the pool holds, for ``steps`` updates, and close. Tells all that it does; ``aside`` is called
-    after each update.
+    after each update. ``slots``: not of a pool with gradient records.
 
     Raises ``AssertionError`` where what was restored is not what its step holds."""
     model, optimizer = build(plan)
     tell("attaches", slots)
+    saving: dict[str, Any] = {"slots": slots} if plan.strategy is None else {"strategy": plan.strategy}
     session = lightck.attach(
-        model, path, optimizer=optimizer, interval=plan.interval, slots=slots, resume=True, backend=backend
+        model, path, optimizer=optimizer, interval=plan.interval, resume=True, backend=backend, **saving
     )
     tell("attached", session.step)
     wrong = difference(plan, session.step, model.state_dict(), optimizer.state_dict())

@@ -21,6 +21,7 @@ from torch import nn
 
 import lightck
 from lightck.errors import BackgroundError, LightckError, NoCheckpointError, PoolNotFoundError
+from lightck.strategy.gradients import Gradients
 
 WIDTH = 1500
 """Makes tensors too large to be copied at the boundary itself."""
@@ -104,8 +105,10 @@ class _Note:
 class Life:
     """One pool from its beginning, in a folder of its own."""
 
-    def __init__(self, folder: str, backend: str) -> None:
+    def __init__(self, folder: str, backend: str, base_every: int = 0) -> None:
+        """``base_every``: of ``Gradients``; 0: each checkpoint holds the whole state."""
         self.folder, self.backend = folder, backend
+        self.saving: dict[str, Any] = {"strategy": Gradients(base_every)} if base_every else {}
         os.makedirs(folder, exist_ok=True)
         self.pool = os.path.join(folder, "run.pool")
         self.broken: list[str] = []
@@ -122,7 +125,8 @@ class Life:
     # -- with the fault --------------------------------------------------------------------------------------
 
     def live(self) -> None:
-        """Create, train, re-lay out, pin, keep, export, close, recover, resume, train, close."""
+        """Create, train, re-lay out, pin, keep, export, close, recover, resume, train, close. (``Gradients`` refuses
+        pins, and to keep checkpoints.)"""
         training = Training()
         if self._train(training, range(6), resume=False):
             self._reported(self._export)
@@ -141,7 +145,7 @@ class Life:
 
     def _attached(self, training: Training, resume: bool) -> lightck.Session | None:
         def attach() -> None:
-            keep = lightck.Keep(every=2, last=1, to=os.path.join(self.folder, "kept"))
+            keep = None if self.saving else lightck.Keep(every=2, last=1, to=os.path.join(self.folder, "kept"))
             sessions.append(
                 lightck.attach(
                     training.model,
@@ -151,6 +155,7 @@ class Life:
                     backend=self.backend,
                     state={"box": training.box},
                     keep=keep,
+                    **self.saving,
                 )
             )
 
@@ -173,7 +178,7 @@ class Life:
             self.acknowledge(session)
             if step == 1 and not self._persist(session, training, session.flush):
                 return False
-            if step == 3 and not self._persist(session, training, lambda: session.pin().release()):
+            if step == 3 and not self.saving and not self._persist(session, training, lambda: session.pin().release()):
                 return False
             self.acknowledge(session)
         return True
@@ -248,6 +253,7 @@ class Life:
             resume=True,
             backend=self.backend,
             state={"box": training.box},
+            **self.saving,
         ) as session:
             start = session.step
             if start < self.acknowledged:
@@ -263,6 +269,7 @@ class Life:
             resume=True,
             backend=self.backend,
             state={"box": training.box},
+            **self.saving,
         ) as session:
             for step in range(session.step, LAST):
                 training.update(step)

@@ -126,7 +126,7 @@ def places_in_newest(path: str) -> dict[str, tuple[int, int]]:
 
 def flip(path: str, offset: int, nbytes: int, rng: random.Random) -> None:
     """Flip one bit of this part of the pool."""
-    with closing(open_pool(path)) as reader:
+    with closing(open_pool(path, gradients=True)) as reader:
         ((at, _),) = extents.runs(reader.container.extents, offset + rng.randrange(nbytes), 1)
     with open(path, "r+b") as f:
         byte = os.pread(f.fileno(), 1, at)[0]

@@ -78,13 +78,17 @@ class Workload:
     build: Callable[[], Pair] = build
     state: Callable[[], dict[str, Any]] = dict
     options: Mapping[str, Any] = field(default_factory=dict)
+    beside: Callable[[Recorder], dict[str, Any]] = lambda recorder: {}
+    """What the session itself adds to ``state``, as it is after a step."""
 
     def goes_on(self, recorder: Recorder) -> None:
         """Resume from an image and make two more steps; what then is in the pool must be the last one."""
         (model, optimizer), state = self.build(), self.state()
         with recorder.attach(model, optimizer, state=state, resume=True, **self.options) as session:
             start = session.step
-            train(recorder, model, optimizer, 2, start, **state)
+            for number in (start, start + 1):
+                one_step(model, optimizer, number)
+                recorder.note(model, optimizer, **state, **self.beside(recorder))
         (again, optimizer_again), state_again = self.build(), self.state()
         assert lightck.recover(recorder.path, again, optimizer_again, state_again).step == start + 2
         assert truth(again, optimizer_again, **state_again) == truth(model, optimizer, **state), "other values"

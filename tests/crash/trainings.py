@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from topk_by_hand import TopKByHand
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,6 +23,7 @@ import lightck
 from crash.oracle import digest, truth
 from crash.victims import Tell
 from lightck.pipeline import eager_copies
+from lightck.strategy.topk import TopK
 
 UPDATES = 16
 
@@ -50,7 +52,7 @@ class _Loader:
 
 
 class Follow:
-    """One process of a training. ``path`` None: the reference."""
+    """One process of a training. ``path`` None: the reference, whose gradients are compressed by hand."""
 
     def __init__(self, tell: Tell, path: str | None, seed: int, options: dict[str, Any]) -> None:
         """``seed`` differs in each process after the first: what is not restored would show."""
@@ -64,7 +66,11 @@ class Follow:
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, **state: Any) -> Any:
         self._tell("attaches", 0)
-        if self._path is not None:
+        if self._path is None:
+            if topk := compression_of(self._options):
+                parameters = [p for group in optimizer.param_groups for p in group["params"]]
+                optimizer.register_step_pre_hook(TopKByHand(parameters, topk))
+        else:
             self.session = lightck.attach(
                 model, self._path, optimizer=optimizer, state=state, resume=True, **self._options
             )
@@ -81,6 +87,12 @@ class Follow:
         self._tell("ended", digest([truth(model, optimizer, **state), drawn]).hex())
         self.session.close()
         self._tell("closed", self._update)
+
+
+def compression_of(options: dict[str, Any]) -> TopK | None:
+    """How a training that is attached with these options compresses its gradients."""
+    compress: TopK | None = getattr(options.get("strategy"), "compress", None)
+    return compress
 
 
 def _fixed(*shape: int, seed: int = 7) -> torch.Tensor:

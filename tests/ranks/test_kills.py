@@ -35,6 +35,12 @@ def test_killed_ranks_that_store_gradients_come_back_together():
     print(f"{tally.n_trials} trials from seed {seed}, {tally.n_killed} ranks killed")
 
 
+@pytest.mark.long
+def test_killed_ranks_with_an_interval_and_compressed_gradients_come_back_together():
+    tally = campaign(4, seed := 6000, ("ddp interval 2", "ddp feedback of steps"))
+    print(f"{tally.n_trials} trials from seed {seed}, {tally.n_killed} ranks killed")
+
+
 @pytest.mark.parametrize("seed", [9, 1])
 def test_killed_ranks_whose_hosts_are_lost_come_back_together(seed):
     """Seed 9 once removed the old copies before the pools that needed them."""

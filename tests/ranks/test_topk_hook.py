@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranked import run_ranks, values
+from ranked import log_lines, run_ranks, values
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from toys import everything, is_step, same
@@ -227,6 +227,35 @@ def test_fully_sharded_parameters_are_refused(folder):
     values(run_ranks(1, body))
 
 
+def test_error_feedback_under_a_scaler_is_refused_in_a_group(folder):
+    """Whether the scaler is passed or found; without error feedback it is taken."""
+
+    def body(rank: int) -> None:
+        model = DistributedDataParallel(net())
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cpu")
+        for state in ({"scaler": scaler}, {}):
+            with pytest.raises(UnsupportedError, match="in a group of ranks cannot be used with a GradScaler"):
+                lightck.attach(
+                    model,
+                    folder / "pools",
+                    optimizer=optimizer,
+                    state=state,
+                    strategy=Gradients(3, compress=TopK(RATIO, error_feedback=True)),
+                )
+        strategy = Gradients(3, compress=TopK(RATIO))
+        with lightck.attach(
+            model, folder / "pools", optimizer=optimizer, state={"scaler": scaler}, strategy=strategy
+        ) as session:
+            scaler.scale(model(inputs(0, rank)).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            session.flush()
+            assert session.committed == 1
+
+    values(run_ranks(WORLD, body))
+
+
 def test_room_for_the_union_is_not_kept_where_the_dense_form_is_smaller():
     assert capacity(100_000, 4, 30 * 1000) == 30_000
     assert capacity(100_000, 4, 60 * 1000) is None
@@ -281,3 +310,32 @@ def test_the_pool_of_a_rank_recovers_each_step_and_goes_on_bit_for_bit(folder, t
     (one, residuals_of_one), (other, residuals_of_other) = values(run_ranks(WORLD, body))
     assert same(one, other)
     assert same(residuals_of_one, residuals_of_other) != topk.error_feedback
+
+
+def test_residuals_that_are_older_after_a_resume_are_named_on_all_ranks(folder):
+    def body(rank: int) -> Any:
+        model = net()
+        ddp = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.05)
+        strategy = Gradients(3, compress=TopK(RATIO, error_feedback=True))
+        with (
+            log_lines() as lines,
+            lightck.attach(
+                ddp, folder / "pools", optimizer=optimizer, strategy=strategy, resume=True, timeout=60
+            ) as session,
+        ):
+            for number in range(session.step, session.step + 5):
+                optimizer.zero_grad()
+                ddp(inputs(number, rank)).square().sum().backward()
+                optimizer.step()
+            return session.recovered, [line for line in lines if "residuals" in line]
+
+    assert values(run_ranks(WORLD, body)) == [(None, [])] * WORLD
+    (first, said), (second, not_said) = values(run_ranks(WORLD, body))
+    assert (first.step, first.exact) == (5, False)
+    assert first == second, "the same on all ranks"
+    for rank in range(WORLD):
+        assert f"on rank {rank}, the residuals (error feedback of TopK) of 1 parameter are of step" in first.reason
+    assert len(said) == 1
+    assert "is not bit-identical" in said[0]
+    assert not_said == []

@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from toys import adam, batch, everything, flip, is_step, net, same
+from toys import adam, batch, crashed, everything, flip, is_step, net, same
 
 import lightck
+from lightck.errors import CorruptPoolError, NoCheckpointError
+from lightck.pipeline.guard import WriteGuard
 from lightck.pool.gradient_reader import checkpoint_of, committed
 from lightck.pool.reader import open_pool
 from lightck.session import base_check, outside_writes, update_records
@@ -96,12 +98,51 @@ def test_a_late_write_inside_the_update_is_named_within_a_round(sneaky, pool, ca
         session.flush()
     assert caplog.text.count("updates are not trusted any more") == 1
     assert "'model/0.weight' has other bits than its older copy" in caplog.text
-    assert f"The checkpoints of the steps {LATE + 1} to {LATE + 2} may be recovered without a write" in caplog.text
+    assert f"one of the steps {LATE + 1} to {LATE + 2} may be recovered without a write" in caplog.text
     assert needed(pool) == (LATE + N + 2, 0)
     other = net(WIDE)
     other_optimizer = Sneaky(other.parameters(), lr=0.01)
     lightck.recover(pool, other, other_optimizer)
     assert same(everything(other, other_optimizer), everything(model, optimizer))
+
+
+def restored(pool: Path, step: int | None = None) -> Any:
+    model = net(WIDE)
+    optimizer = Sneaky(model.parameters(), lr=0.01)
+    lightck.recover(pool, model, optimizer, step=step)
+    return everything(model, optimizer)
+
+
+def test_checkpoints_that_lead_to_other_bits_are_refused_from_the_next_commit_on(sneaky, pool, caplog, monkeypatch):
+    """Also if the process crashes between this commit and the strike. Until then they are all that there is."""
+    model, optimizer, session = sneaky
+    Sneaky.target[id(optimizer)] = model[0].weight
+    monkeypatch.setattr(WriteGuard, "committed", lambda *args: None)
+    for found in range(LATE + 1, LATE + N + 1):
+        iterate(model, optimizer, found - 1, 1)
+        before = crashed(pool, "before.pool")
+        session.flush()
+        if "not trusted" in caplog.text:
+            break
+    assert found > LATE + 1, "the first wrong checkpoint is committed"
+    assert same(restored(before), restored(before, found - 1))
+    unstruck, seen = crashed(pool, "unstruck.pool"), everything(model, optimizer)
+    monkeypatch.undo()
+    iterate(model, optimizer, found, 1)
+    session.flush()
+    assert same(restored(unstruck), seen)
+    with pytest.raises(CorruptPoolError, match="leads to wrong ones"):
+        restored(unstruck, found - 1)
+    resumed = net(WIDE)
+    other = Sneaky(resumed.parameters(), lr=0.01)
+    with lightck.attach(
+        resumed, unstruck, optimizer=other, strategy=Gradients(N, own_optimizers=True), resume=True
+    ) as again:
+        assert again.step == found
+    for image in (pool, unstruck):
+        assert same(restored(image, found), seen)
+        with pytest.raises((NoCheckpointError, CorruptPoolError)):
+            restored(image, found - 1)
 
 
 def test_the_other_nets_miss_this_write(pool, caplog, monkeypatch):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from topk_by_hand import TopKByHand
 from torch import nn
 from toys import batch, crashed, everything, flip, is_step, kill_at, killed_child, same
 
@@ -49,30 +50,9 @@ def iterate(model: nn.Module, optimizer: Any, first: int, steps: int, after: Cal
         optimizer.step()
 
 
-class ByHand:
-    """TopK as a stable sort says it, without lightck."""
-
-    def __init__(self, model: nn.Module, topk: TopK) -> None:
-        self.parameters, self.topk = list(model.parameters()), topk
-        self.residuals = [torch.zeros_like(p) for p in self.parameters]
-
-    def __call__(self) -> None:
-        for p, residual in zip(self.parameters, self.residuals, strict=True):
-            if p.grad is None:
-                continue
-            whole = p.grad + residual if self.topk.error_feedback else p.grad.clone()
-            k = int(np.ceil(round(self.topk.ratio * whole.numel(), 6)))
-            order = np.argsort(-whole.detach().abs().reshape(-1).numpy(), kind="stable")
-            kept = torch.zeros(whole.numel(), dtype=torch.bool)
-            kept[torch.from_numpy(order[:k].copy())] = True
-            zeros = torch.zeros(())
-            p.grad.copy_(torch.where(kept.view(whole.shape), whole, zeros))
-            residual.copy_(torch.where(kept.view(whole.shape), zeros, whole))
-
-
 def uninterrupted(topk: TopK, steps: int) -> Any:
     model, optimizer = make()
-    iterate(model, optimizer, 0, steps, ByHand(model, topk))
+    iterate(model, optimizer, 0, steps, TopKByHand(model.parameters(), topk))
     return everything(model, optimizer)
 
 
@@ -201,7 +181,7 @@ def test_a_pool_made_with_dense_gradients_goes_on_with_compressed_ones_and_back(
         ) as session:
             for step in range(number, number + 5):
                 iterate(other, other_optimizer, step, 1)
-                iterate(model, optimizer, step, 1, ByHand(model, topk) if topk else lambda: None)
+                iterate(model, optimizer, step, 1, TopKByHand(model.parameters(), topk) if topk else lambda: None)
                 session.flush()
                 assert is_step(lightck.recover(pool), everything(other, other_optimizer))
         assert same(everything(other, other_optimizer), everything(model, optimizer))

@@ -18,6 +18,8 @@ import lightck
 from lightck.errors import CheckpointExistsError, DriftError, FormatError, NoCheckpointError, UnsupportedError
 from lightck.pool.gradient_reader import checkpoint_of, committed
 from lightck.pool.reader import open_pool
+from lightck.session import capture
+from lightck.state.fingerprint import fingerprint
 from lightck.strategy.gradients import Gradients
 
 STEPS = 8
@@ -310,3 +312,46 @@ def test_a_crash_after_a_resume_from_an_older_base_loses_nothing(pool, site):
     model, optimizer = make()
     assert lightck.recover(pool, model, optimizer).step == STEPS
     assert same(everything(model, optimizer), seen)
+
+
+# -- another machine ---------------------------------------------------------------------------------------------------
+
+
+def trained_elsewhere(pool: Path, monkeypatch: Any, steps: int, **conditions: Any) -> Any:
+    """Train as under another fingerprint, and return the state at the end."""
+    with monkeypatch.context() as patch:
+        patch.setattr(capture, "fingerprint", lambda: {**fingerprint(), **conditions})
+        model = net()
+        optimizer = adamw(model)
+        with lightck.attach(model, pool, optimizer=optimizer, strategy=Gradients(3)):
+            iterate(model, optimizer, 0, steps)
+        return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("conditions", [{"torch": "2.0.0"}, {"vendor": "Other"}, {"cpu": "NONE"}], ids=str)
+def test_updates_that_another_machine_makes_again_are_not_called_exact(pool, conditions, monkeypatch, caplog):
+    seen = trained_elsewhere(pool, monkeypatch, STEPS, **conditions)
+    ((name, value),) = conditions.items()
+    said = f"under other conditions than in the training ({name} {value} -> {fingerprint()[name]})"
+    checkpoint = lightck.recover(pool)
+    assert is_step(checkpoint, seen), "here it gives the same bits; nobody knows"
+    assert (checkpoint.step, checkpoint.exact) == (STEPS, False)
+    assert said in checkpoint.reason
+    assert f"updates are made again {said}" in caplog.text
+    model = net()
+    with lightck.attach(model, pool, optimizer=adamw(model), strategy=Gradients(3), resume=True) as session:
+        assert (session.recovered.step, session.recovered.exact) == (STEPS, False)
+        assert said in session.recovered.reason
+    assert f"the training does not go on bit for bit: updates were made again {said}" in caplog.text
+
+
+def test_a_full_checkpoint_of_another_machine_is_exact(pool, monkeypatch):
+    """No update is made again for it."""
+    trained_elsewhere(pool, monkeypatch, 1, torch="2.0.0")
+    assert (lightck.recover(pool).exact, lightck.recover(pool).reason) == (True, "")
+
+
+def test_another_number_of_threads_is_exact(pool, monkeypatch):
+    """Updates are made again by as many as in the training, where that decides bits."""
+    trained_elsewhere(pool, monkeypatch, STEPS, threads=7)
+    assert lightck.recover(pool).exact

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from toys import batch, everything, net, same
 
 import lightck
+from lightck.errors import CorruptPoolError, NoCheckpointError
 from lightck.session.update_audit import EVERY
 from lightck.strategy.gradients import Gradients
 
@@ -135,6 +136,56 @@ def test_an_update_that_is_never_the_same_is_found(pool, caplog):
     other_optimizer = NoisyLater(other.parameters())
     assert lightck.recover(pool, other, other_optimizer).step == EVERY + 5
     assert same(everything(other, other_optimizer), everything(model, optimizer))
+
+
+class Switched(Products):
+    """Never the same from a moment on."""
+
+    is_noisy: ClassVar[bool] = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"] if Switched.is_noisy):
+            p.add_(1e-6 * (time.perf_counter_ns() % 1000))
+
+
+def train_until_found(pool: Path, n_clean: int, caplog: Any, monkeypatch: Any) -> tuple[int, Any, Any]:
+    """Return the step at which the noise is found, the state that it has, and that before the noise began."""
+    model = net(64)
+    optimizer = Switched(model.parameters())
+    with lightck.attach(model, pool, optimizer=optimizer, strategy=STRATEGY) as session:
+        iterate(model, optimizer, session, n_clean)
+        clean = everything(model, optimizer)
+        monkeypatch.setattr(Switched, "is_noisy", True)
+        while "updates are not trusted any more" not in caplog.text:
+            iterate(model, optimizer, session, 1)
+        return session.step, everything(model, optimizer), clean
+
+
+def restored(pool: Path, step: int | None = None) -> Any:
+    model = net(64)
+    optimizer = Switched(model.parameters())
+    lightck.recover(pool, model, optimizer, step=step)
+    return everything(model, optimizer)
+
+
+def test_checkpoints_that_need_records_are_struck_when_the_one_of_a_finding_is_committed(pool, caplog, monkeypatch):
+    """Nobody knows since when the updates differ."""
+    found, seen, _ = train_until_found(pool, EVERY - 1, caplog, monkeypatch)
+    assert found == EVERY + 1, "the step before it was wrong already"
+    assert "When it is committed, older ones that may be wrong are struck" in caplog.text
+    assert same(restored(pool), seen)
+    with pytest.raises((NoCheckpointError, CorruptPoolError), match=f"step {found - 1}"):
+        restored(pool, found - 1)
+
+
+def test_a_full_checkpoint_is_right_whatever_the_audit_finds_after_it(pool, caplog, monkeypatch):
+    found, seen, clean = train_until_found(pool, 1, caplog, monkeypatch)
+    assert found == 2
+    assert "are struck" not in caplog.text
+    assert same(restored(pool), seen)
+    assert same(restored(pool, 1), clean)
 
 
 @pytest.mark.parametrize("how", [{}, {"foreach": True}, {"fused": True}], ids=str)

@@ -20,6 +20,9 @@ NAMES: tuple[str, ...] = (
     "fuzz",
     "gradient-power-cut",
     "gradient-kills",
+    "gradient-kill-twice",
+    "gradient-two-processes",
+    "gradient-full",
 )
 
 

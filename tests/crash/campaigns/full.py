@@ -28,20 +28,25 @@ _NOBODY = 65534
 
 
 def run(order: Order, stage: Stage | None = None) -> Tally:
+    return play(order, stage)
+
+
+def play(order: Order, stage: Stage | None, base_every: int = 0) -> Tally:
+    """Run the trials of an order. ``base_every``: of ``Gradients``; 0: each checkpoint holds the whole state."""
     tally = Tally()
     with staged(stage) as stage:
         folder = os.path.join(order.folder, "life")
-        ending = stage.play(f"{_HERE}:measured", folder, order.backend)
+        ending = stage.play(f"{_HERE}:measured", folder, order.backend, base_every)
         clear(folder)
         if ending.trouble():
             tally.found(-1, f"without a limit: {ending.trouble()}")
             return tally
         for trial in order.trials:
-            _trial(stage, order, tally, trial, ending.result)
+            _trial(stage, order, tally, trial, ending.result, base_every)
     return tally
 
 
-def _trial(stage: Stage, order: Order, tally: Tally, trial: int, needed: int) -> None:
+def _trial(stage: Stage, order: Order, tally: Tally, trial: int, needed: int, base_every: int) -> None:
     rng = order.rng(trial)
     kind = KINDS[trial % len(KINDS)]
     amount = {
@@ -51,7 +56,7 @@ def _trial(stage: Stage, order: Order, tally: Tally, trial: int, needed: int) ->
         "memory": int(2 ** rng.uniform(16, 28)),
     }.get(kind, 0)
     folder = os.path.join(order.folder, f"trial-{trial}")
-    ending = stage.play(f"{_HERE}:limited", folder, order.backend, kind, amount)
+    ending = stage.play(f"{_HERE}:limited", folder, order.backend, kind, amount, base_every)
     clear(folder)
     tally.counts[f"limits: {kind}"] += 1
     if ending.trouble():
@@ -66,25 +71,25 @@ def _trial(stage: Stage, order: Order, tally: Tally, trial: int, needed: int) ->
 # -- scenes ----------------------------------------------------------------------------------------------------------
 
 
-def measured(folder: str, backend: str) -> int:
+def measured(folder: str, backend: str, base_every: int) -> int:
     """How large the pool becomes."""
     from crash.life import Life
 
-    life = Life(folder, backend)
+    life = Life(folder, backend, base_every)
     life.live()
     if life.broken or life.errors:
         raise AssertionError(life.broken + life.errors)
     return os.path.getsize(life.pool)
 
 
-def limited(folder: str, backend: str, kind: str, amount: int) -> dict[str, Any]:
+def limited(folder: str, backend: str, kind: str, amount: int, base_every: int) -> dict[str, Any]:
     """A life under this limit, and what becomes of it once it is gone."""
     from crash.life import Life
 
     os.makedirs(folder)
     if kind in ("read-only", "folder"):
-        return _read_only(folder, backend, kind)
-    life = Life(folder, backend)
+        return _read_only(folder, backend, kind, base_every)
+    life = Life(folder, backend, base_every)
     with _LIMITS[kind](folder, amount):
         if kind == "memory":
             _live_in_need(life)
@@ -160,7 +165,7 @@ def mount(folder: str, options: str, flags: int = 0) -> None:
     do(libc.mount(b"none", folder.encode(), b"tmpfs", ctypes.c_ulong(flags), options.encode()), "mounting tmpfs")
 
 
-def _read_only(folder: str, backend: str, kind: str) -> dict[str, Any]:
+def _read_only(folder: str, backend: str, kind: str, base_every: int) -> dict[str, Any]:
     """Without a pool there, and with one: it can be read, and nothing more."""
     import lightck
     from crash.life import LAST, Life, Training
@@ -169,7 +174,7 @@ def _read_only(folder: str, backend: str, kind: str) -> dict[str, Any]:
     broken, errors = [], []
     if kind == "read-only":
         mount(folder, "size=1g")
-    life = Life(folder, backend)
+    life = Life(folder, backend, base_every)
     life.live()
     broken += life.broken + life.errors
     _make_unwritable(folder, kind)
@@ -183,6 +188,7 @@ def _read_only(folder: str, backend: str, kind: str) -> dict[str, Any]:
                 resume=True,
                 state={"box": training.box},
                 backend=backend,
+                **life.saving,
             ).close()
             if kind == "read-only" or name == "new.pool":  # a pool that is there needs no room in its folder
                 broken.append(f"{name} was opened for writing")

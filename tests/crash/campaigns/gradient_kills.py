@@ -1,7 +1,8 @@
 """``gradient-kills``: the trainings of ``kill-training``, saved by ``Gradients``, killed again and again.
 
 After each kill the updates since the bases are made again, and the training ends with the same bits as a run that
-lightck never saw. (Layers that are updated inside the backward pass are left out: ``Gradients`` refuses them.)
+lightck never saw (if gradients are compressed, it compresses them by hand). Layers that are updated inside the backward
+pass are left out: ``Gradients`` refuses them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from crash.campaigns.kill_training import Saving, play
 from crash.trainings import KINDS, layer_by_layer
 from lightck.pool.gradient_log import records_min
 from lightck.strategy.gradients import Gradients
+from lightck.strategy.topk import TopK
 
 ONE_UNCOMMITTED = 2
 """At most one checkpoint is not committed when the next update begins, as with two slots."""
@@ -21,7 +23,8 @@ ONE_UNCOMMITTED = 2
 def gradients(rng: random.Random) -> Saving:
     base_every, interval = rng.choice((2, 3, 3, 5)), rng.choice((1, 1, 2, 3, 6))
     n_records = rng.choice((None, records_min(base_every, interval)))
-    options = {"strategy": Gradients(base_every, n_records), "interval": interval}
+    compress = rng.choice((None, None, TopK(0.1), TopK(0.02, error_feedback=True, residual="step")))
+    options = {"strategy": Gradients(base_every, n_records, compress=compress), "interval": interval}
     return Saving(interval, ONE_UNCOMMITTED, options)
 
 

@@ -17,7 +17,7 @@ import lightck
 from crash import victims
 from crash.campaign import Campaign, Order, Tally
 from crash.ledger import BrokenError
-from crash.trainings import KINDS, UPDATES, Follow
+from crash.trainings import KINDS, UPDATES, Follow, compression_of
 from crash.victims import CHECKPOINT_SITES, Kill, Story, Tell, story
 from lightck.errors import NoCheckpointError, PoolNotFoundError
 from lightck.pool.storage import temporary
@@ -95,12 +95,16 @@ def play(order: Order, names: Sequence[str], drawn: Callable[[random.Random], Sa
     """Run the trials of an order with trainings of these kinds. ``drawn``: how the training of a trial is saved."""
     tally = Tally()
     victims.be_ready(order.backend)
-    truths = {name: _truth(name) for name in names}
+    truths: dict[tuple[str, str], Truth] = {}
     for trial in order.trials:
         name = names[trial % len(names)]
         rng = order.rng(trial)
+        saving = drawn(rng)
+        which = name, repr(compression_of(saving.options))
+        if which not in truths:
+            truths[which] = _truth(name, saving.options)
         try:
-            _trial(order, trial, name, truths[name], drawn(rng), rng, tally)
+            _trial(order, trial, name, truths[which], saving, rng, tally)
         except BrokenError as err:
             tally.found(trial, f"{name}: {err}")
         if trial % 10 == 9:
@@ -108,16 +112,16 @@ def play(order: Order, names: Sequence[str], drawn: Callable[[random.Random], Sa
     return tally
 
 
-def _truth(name: str) -> Truth:
-    reported = story(partial(_reference, name))
+def _truth(name: str, options: dict[str, object]) -> Truth:
+    reported = story(partial(_reference, name, options))
     assert reported.status == 0, f"the reference failed: {reported}"
     losses = dict(reported.of("finished"))
     assert len(losses) == UPDATES, "the reference makes all updates"
     return Truth(losses, reported.of("ended")[0])
 
 
-def _reference(name: str, tell: Tell) -> None:
-    KINDS[name](Follow(tell, None, _REFERENCE_SEED, {}))
+def _reference(name: str, options: dict[str, object], tell: Tell) -> None:
+    KINDS[name](Follow(tell, None, _REFERENCE_SEED, options))
 
 
 def _train(name: str, path: str, seed: int, options: dict[str, object], tell: Tell) -> None:

@@ -32,28 +32,28 @@ Scenario: TypeAlias = Callable[[Life, random.Random, "Counter[str]"], None]
 
 
 def run(order: Order) -> Tally:
+    return play(order, SCENARIOS, known.draw)
+
+
+def play(order: Order, scenarios: dict[str, Scenario], drawn: Callable[[random.Random], known.Plan]) -> Tally:
+    """Run the trials of an order, each with the next of these scenarios. ``drawn``: the training of a trial."""
     tally = Tally()
     victims.be_ready(order.backend)
     for trial in order.trials:
-        name = list(SCENARIOS)[trial % len(SCENARIOS)]
+        name, rng = list(scenarios)[trial % len(scenarios)], order.rng(trial)
+        life = Life(drawn(rng), os.path.join(order.folder, f"{trial}.pool"), order.backend)
         try:
-            _trial(order, trial, name, tally)
+            with life.reported():
+                scenarios[name](life, rng, tally.counts)
         except BrokenError as err:
             tally.found(trial, f"{name}: {err}")
+        life.remove()
         if trial % 10 == 9:
             order.say(f"{trial + 1} pools, {len(tally.findings)} findings")
     return tally
 
 
-def _trial(order: Order, trial: int, name: str, tally: Tally) -> None:
-    rng = order.rng(trial)
-    life = Life(known.draw(rng), os.path.join(order.folder, f"{trial}.pool"), order.backend)
-    with life.reported():
-        SCENARIOS[name](life, rng, tally.counts)
-    life.remove()
-
-
-def _in_a_step(rng: random.Random) -> Kill:
+def in_a_step(rng: random.Random) -> Kill:
     if rng.random() < 0.5:
         return Kill(site=rng.choice(CHECKPOINT_SITES), nth=rng.randint(3, 8))
     return Kill("begins", rng.randint(2, 8), delay=rng.uniform(0.0, 0.004))
@@ -65,7 +65,7 @@ def _in_a_step(rng: random.Random) -> Kill:
 def in_recovery(life: Life, rng: random.Random, counts: Counter[str]) -> None:
     """A recovery into live objects is killed: the next one finds what this one would have."""
     for number in range(PAIRS):
-        life.train(_in_a_step(rng), 2)
+        life.train(in_a_step(rng), 2)
         delay = rng.uniform(0.0, 0.006) if number else 0.0
         reported = life.process(partial(_recover, life), Kill("recovers", delay=delay))
         counts["kills in a recovery after a kill"] += reported.was_killed
@@ -82,7 +82,7 @@ def _recover(life: Life, tell: Tell) -> None:
 
 def in_adoption(life: Life, rng: random.Random, counts: Counter[str]) -> None:
     """More restarts die in their adoption than the commit log has records; no checkpoint is lost."""
-    life.train(_in_a_step(rng), 2)
+    life.train(in_a_step(rng), 2)
     for _ in range(_RING_LINES + 4):
         if rng.random() < 0.5:
             kill = Kill(site=rng.choice(("body", "word", "ack")), nth=1)
@@ -121,7 +121,7 @@ def and_a_flip(life: Life, rng: random.Random, counts: Counter[str]) -> None:
     """A bit of the newest checkpoint flips after the kill, and the restart is killed in its adoption: recovery gives
     this checkpoint or the older intact one; a typed error where there is none."""
     for _ in range(PAIRS):
-        life.train(_in_a_step(rng), rng.choice((2, 3)))
+        life.train(in_a_step(rng), rng.choice((2, 3)))
         if not life.ledger.least:
             continue
         steps = lives.intact(life.path)
@@ -148,12 +148,12 @@ def and_a_flip(life: Life, rng: random.Random, counts: Counter[str]) -> None:
 def and_no_space(life: Life, rng: random.Random, counts: Counter[str]) -> None:
     """A new file that the pool has to move to does not fit (a limit on file sizes); now and then a kill comes first."""
     for _ in range(PAIRS):
-        life.train(_in_a_step(rng), 2)
+        life.train(in_a_step(rng), 2)
         if life.file is None:
             continue
         size = os.stat(life.path).st_size
         kill = Kill("finished", 1, delay=rng.uniform(0.0, 0.004)) if rng.random() < 0.5 else None
-        reported = life.train(kill, 5, 5, partial(_limit, size), NoSpaceError)
+        reported = life.train(kill, 5, 5, partial(limit_file_size, size), NoSpaceError)
         fits = os.stat(life.path).st_size <= size
         _count_refusal(counts, "the file could not grow", bool(reported.of("refused")), reported.was_killed, fits)
 
@@ -161,7 +161,7 @@ def and_no_space(life: Life, rng: random.Random, counts: Counter[str]) -> None:
 _ROOM_LEFT = 3 << 20
 
 
-def _limit(nbytes: int) -> None:
+def limit_file_size(nbytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.RLIM_INFINITY))
 
 
@@ -185,7 +185,7 @@ def _small_tmpfs(life: Life, seed: int, tell: Tell) -> None:
         try:
             for _ in range(PAIRS):
                 resize(None)
-                life.train(_in_a_step(rng), 2)
+                life.train(in_a_step(rng), 2)
                 if life.file is None:
                     continue
                 with suppress(FileNotFoundError):

@@ -35,12 +35,17 @@ Scenario: TypeAlias = Callable[[Life, random.Random, "Counter[str]"], None]
 
 
 def run(order: Order) -> Tally:
+    return play(order, known.draw)
+
+
+def play(order: Order, drawn: Callable[[random.Random], known.Plan]) -> Tally:
+    """Run the trials of an order. ``drawn``: the training of a trial."""
     tally = Tally()
     victims.be_ready(order.backend)
     for trial in order.trials:
         name = list(SCENARIOS)[trial % len(SCENARIOS)]
         rng = order.rng(trial)
-        life = Life(known.draw(rng), os.path.join(order.folder, f"{trial}.pool"), order.backend)
+        life = Life(drawn(rng), os.path.join(order.folder, f"{trial}.pool"), order.backend)
         try:
             with life.reported():
                 SCENARIOS[name](life, rng, tally.counts)

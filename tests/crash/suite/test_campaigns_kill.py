@@ -68,6 +68,33 @@ def test_a_kill_and_another_fault_leave_an_exact_checkpoint(folder, backend):
     assert tally.counts["the file could not grow: refused, the version before is exact"]
 
 
+def test_a_kill_and_another_fault_leave_a_pool_of_gradient_records_exact(folder):
+    tally = play("gradient-kill-twice", folder)
+    assert not tally.findings
+    for what in (
+        "kills in a recovery after a kill",
+        "kills in an adoption after a kill",
+        "kills in a move, before publish",
+        "kills while the pool was made",
+        "no room for a new pool: refused, nothing is left",
+        "the file could not grow: refused, the version before is exact",
+    ):
+        assert tally.counts[what], what
+
+
+def test_so_they_do_in_a_move_of_a_pmdk_pool(folder, pmdk):
+    tally = play("gradient-kill-twice", folder, "pmdk", range(2, 3))
+    assert not tally.findings
+    assert tally.counts["kills about a move to a new file"]
+
+
+def test_a_pool_of_gradient_records_that_others_touch_is_never_written_by_two(folder):
+    tally = play("gradient-two-processes", folder)
+    assert not tally.findings
+    for what in ("refused by name", "a dead holder's pool was taken over", "truncated in use: the training was warned"):
+        assert tally.counts[what], what
+
+
 def test_a_pool_that_others_touch_is_never_written_by_two_and_never_the_end_of_the_process(folder, backend):
     tally = play("two-processes", folder, backend)
     assert not tally.findings
@@ -114,6 +141,21 @@ def test_a_new_file_that_is_published_before_its_first_checkpoint_is_found(folde
     monkeypatch.setattr(CurrentPool, "_new_writer", publishing)
     monkeypatch.setattr(FileContainer, "publish", lambda self: publish(self) if self.lock_fd is not None else None)
     (reason,) = found("kill-twice", folder, range(2, 142, 7))
+    assert "has to be there" in reason
+
+
+def test_a_new_file_of_gradient_records_that_is_published_too_early_is_found(folder, monkeypatch):
+    """Before the first checkpoint is in it. The kill comes there, in the move."""
+    new_writer, publish = CurrentPool._new_writer, FileContainer.publish
+
+    def publishing(self: CurrentPool, *arguments: Any, **options: Any) -> PoolWriter:
+        writer = new_writer(self, *arguments, **options)
+        writer.reader.container.publish()
+        return writer
+
+    monkeypatch.setattr(CurrentPool, "_new_writer", publishing)
+    monkeypatch.setattr(FileContainer, "publish", lambda self: publish(self) if self.lock_fd is not None else None)
+    (reason,) = found("gradient-kill-twice", folder, range(2, 142, 7))
     assert "has to be there" in reason
 
 

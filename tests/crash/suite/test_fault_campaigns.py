@@ -11,7 +11,7 @@ from types import ModuleType
 import planted_faults
 import pytest
 from crash.campaign import Order, Tally
-from crash.campaigns import exits, full, syscalls, truncations
+from crash.campaigns import exits, full, gradient_full, syscalls, truncations
 from crash.campaigns.syscalls import Fault
 from crash.campaigns.truncations import Damage
 from crash.interpose import EVER, SHORT
@@ -93,6 +93,12 @@ def test_a_planted_bug_is_found_by_a_cut_file(stage, folder, monkeypatch, plant)
 
 def test_limits_of_the_system_are_reported(stage, folder):
     tally = played(full, stage, folder, range(9))
+    assert not tally.findings, findings(tally)
+    assert tally.counts["reported"] >= 5
+
+
+def test_limits_of_the_system_are_reported_with_gradient_records(stage, folder):
+    tally = played(gradient_full, stage, folder, range(9))
     assert not tally.findings, findings(tally)
     assert tally.counts["reported"] >= 5
 

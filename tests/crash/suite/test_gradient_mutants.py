@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from crash.cuts import Limits
-from crash.gradient_workloads import seeded, train, with_momentum
+from crash.gradient_workloads import feedback, seeded, train, with_momentum
 from crash.oracle import Recovered, recovery, truth
 from crash.persistence import Adversary, BlockDevice, Model, PersistentCaches, PersistentMemory
 from crash.recorded import Pair, Workload, record
@@ -31,12 +31,15 @@ from torch import nn
 
 import lightck
 from lightck.hooks.captured_update import CopyResult, GradientClass, HeldGradient
+from lightck.hooks.compression import Residuals
 from lightck.hooks.consumed import ConsumedGradients
 from lightck.hooks.gradient_classes import GradientClasses, GradientHistory
 from lightck.pool.gradient_log import Bases, GradientLog, GradientRecord, Homes, Mask, RecordPlan
+from lightck.state.selection import keep_largest
 from lightck.state.unit_update import update_unit
 from lightck.state.update_record import UpdatePacker
 from lightck.strategy.gradients import Gradients
+from lightck.strategy.topk import TopK
 
 PM, EADR, ADVERSARY, DISK = PersistentMemory(), PersistentCaches(), Adversary(), BlockDevice()
 LIMITS = Limits(budget=64, metadata=4, payload=4, contents=4, prefixes=2, masks=4)
@@ -281,6 +284,33 @@ def test_a_gradient_that_the_step_writes_and_that_is_copied_late_is_found(
     with copied_late():
         recording = recorded(run, folder)
     assert_found(recording, folder, (PM, DISK))
+
+
+@contextmanager
+def residuals_of_the_step_before() -> Iterator[None]:
+    """What is left out of a gradient is not in what the session saves of this step."""
+    keep, state_dict = keep_largest, Residuals.state_dict
+    before: dict[int, torch.Tensor] = {}
+
+    def noted(gradient: torch.Tensor, k: int, residual: torch.Tensor | None = None) -> None:
+        if residual is not None:
+            before[id(residual)] = residual.clone()
+        keep(gradient, k, residual)
+
+    def late(residuals: Residuals) -> dict[str, Any]:
+        ((key, tensors),) = state_dict(residuals).items()
+        return {key: {name: before.get(id(one), one) for name, one in tensors.items()}}
+
+    with patch("lightck.hooks.compression.keep_largest", noted), patch.object(Residuals, "state_dict", late):
+        yield
+
+
+@pytest.mark.parametrize("residual", ["step", "base"])
+def test_residuals_of_another_step_are_found(residual: str, folder: Path) -> None:
+    strategy = Gradients(3, compress=TopK(0.05, error_feedback=True, residual=residual))
+    with residuals_of_the_step_before():
+        recording = recorded(lambda recorder: feedback(recorder, strategy), folder)
+    assert_found(recording, folder, (PM,))
 
 
 def with_bfloat16() -> Pair:
