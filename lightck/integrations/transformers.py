@@ -286,16 +286,20 @@ class _Callback(TrainerCallback):
 class _Loader:
     """The Trainer's loader. It iterates over ``session.loader``, which goes on in the middle of a pass."""
 
-    def __init__(self, loader: Any, owner: TrainerSession) -> None:
-        self._loader, self._owner = loader, owner
-        self._session_loader: Any = None
+    def __init__(self, loader: Any, owner: TrainerSession, n_skipped: int = 0) -> None:
+        """``n_skipped``: batches that are fetched and dropped, because the Trainer's own checkpoint lies after them."""
+        self._loader, self._owner, self._n_skipped = loader, owner, n_skipped
 
     def __iter__(self) -> Iterator[Any]:
-        if self._session_loader is None:
-            session = self._owner.session
-            assert session is not None, "on_train_begin has made it"
-            self._session_loader = session.loader(self._loader, name="train")
-        return iter(self._session_loader)
+        batches = iter(self._owner.loader_of(self._loader))
+        for _ in range(self._n_skipped):
+            next(batches)
+        return batches
+
+    def after(self, n_batches: int) -> _Loader:
+        """Return the loader for an epoch of which the Trainer wants to skip the first batches. If the training goes on
+        from the pool, ``session.loader`` finds its place itself."""
+        return self if self._owner.found is not None else _Loader(self._loader, self._owner, n_batches)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -315,8 +319,12 @@ class TrainerSession:
         """What ``Progress`` saved in the checkpoint from which this run goes on."""
         self.epoch_was_cut = False
         """Whether a callback has ended an epoch early, so that the Trainer cannot find its place in a later one."""
+        self.begins_epoch_anew = False
+        """Whether a finished training goes on with another epoch. (The Trainer leaves the last batch of an epoch as the
+        last that it has asked for. So its pass does not look ended, if no other pass has begun.)"""
         self.callbacks = _CallbackStates(trainer)
         self._resume, self._options = resume, dict(options)
+        self._session_loader: Any = None
         self._progress = Progress(self)
         self._folder: str | None = None
         """Holds ``trainer_state.json`` while a resumed ``train()`` runs."""
@@ -428,6 +436,7 @@ class TrainerSession:
     def _run(self, train: Callable[..., Any], resume_from_checkpoint: str | bool | None, kwargs: dict[str, Any]) -> Any:
         """Run the Trainer's ``train``, with this object in its way."""
         trainer, is_resumed = self.trainer, self._folder is not None
+        self._session_loader, self.begins_epoch_anew = None, False
         self._began, self._seconds_before = time.time(), self.found["seconds"] if self.found is not None else 0.0
         self.callbacks.watch()
         with ExitStack() as stack:
@@ -438,7 +447,7 @@ class TrainerSession:
             replace(trainer, "get_train_dataloader", lambda get: lambda: _Loader(get(), self))
             replace(trainer, "_finalize_training", lambda finalize: functools.partial(self._finalize, finalize))
             replace(trainer, "_run_epoch", lambda run: functools.partial(self._run_epoch, run))
-            replace(trainer_module, "skip_first_batches", _leave_alone)
+            replace(trainer_module, "skip_first_batches", _skipping)
             if is_resumed:
                 for name in (
                     "_load_from_checkpoint",
@@ -477,6 +486,13 @@ class TrainerSession:
                 trainer.state.global_step,
             )
 
+    def loader_of(self, loader: Any) -> Any:
+        """Return the session's loader, which iterates over the Trainer's."""
+        assert self.session is not None, "on_train_begin has made it"
+        if self._session_loader is None:
+            self._session_loader = self.session.loader(loader, name="train", anew=self.begins_epoch_anew)
+        return self._session_loader
+
     @property
     def is_finished(self) -> bool:
         """Whether the run before has made the last update."""
@@ -488,8 +504,10 @@ class TrainerSession:
     def _run_epoch(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if self.is_finished:
             self.trainer.control.should_training_stop = True
-        else:
-            run(*args, **kwargs)
+            return
+        is_first = kwargs["epoch"] == kwargs["epochs_trained"] and not kwargs["steps_trained_in_current_epoch"]
+        self.begins_epoch_anew = is_first and self.session is not None and self.session.done
+        run(*args, **kwargs)
 
     def _finalize(self, finalize: Callable[..., Any], trial: Any, num_train_samples: Any, start_time: float) -> Any:
         """Close the session before the Trainer may load its best model into the trained one."""
@@ -509,11 +527,11 @@ def _newest(path: str) -> lightck.Checkpoint:
         return lightck.recover(path)
 
 
-def _leave_alone(skip: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``skip_first_batches`` for loaders that find their place themselves."""
+def _skipping(skip: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``skip_first_batches`` that knows the loaders of this file, too."""
 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        return dataloader if isinstance(dataloader, _Loader) else skip(dataloader, num_batches)
+        return dataloader.after(num_batches) if isinstance(dataloader, _Loader) else skip(dataloader, num_batches)
 
     return skip_first_batches
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,16 @@ import pytest
 from toys import in_child, killed_child, net, pool_with, same
 
 import lightck
-from lightck.errors import CheckpointExistsError, SessionError, UnsupportedError
+from lightck.errors import CheckpointExistsError, NoCheckpointError, PoolNotFoundError, SessionError, UnsupportedError
 
 pytestmark = pytest.mark.frameworks
 pytest.importorskip("transformers")
 
-from integrations.trainers import PROGRAMS, Events, run, trainer_of  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from transformers import trainer as trainer_module  # noqa: E402
 
 import lightck.integrations.transformers as integration  # noqa: E402
+from integrations.trainers import PROGRAMS, Events, run, trainer_of  # noqa: E402
 
 IN_CI = ("accumulation, cosine, evaluation", "early stopping")
 
@@ -57,11 +58,9 @@ def test_a_killed_training_ends_like_one_that_was_not(program, folder, pool):
     print("kills at the events", kills)
     steps = [0]
     for kill_at in kills:
-        left = expected["events"] - len(steps) * 2
-        killed_or_ended(program, folder, pool, min(kill_at, max(left, 1)))
-        if pool.exists():
-            with lightck.recover(pool) as checkpoint:
-                steps.append(checkpoint.step)
+        killed_or_ended(program, folder, pool, kill_at)
+        with suppress(NoCheckpointError, PoolNotFoundError):
+            steps.append(lightck.recover(pool).step)
     assert steps == sorted(steps)
     resumed = in_child(lambda: run(program, folder / "out", pool))
     assert difference(resumed, expected) == []
@@ -69,8 +68,17 @@ def test_a_killed_training_ends_like_one_that_was_not(program, folder, pool):
 
 def killed_or_ended(program: str, folder: Path, pool: Path, kill_at: int) -> None:
     """A resumed run has fewer events, and may end before the kill."""
-    with suppress(EndedError):
-        killed_child(lambda: ended(run(program, folder / "out", pool, kill_at)))
+    ended = folder / "ended"
+
+    def work() -> None:
+        run(program, folder / "out", pool, kill_at)
+        ended.touch()
+
+    try:
+        killed_child(work)
+    except AssertionError:
+        if not ended.exists():
+            raise
 
 
 @pytest.mark.parametrize("site", ["header", "block", "sealed"])
@@ -120,20 +128,21 @@ def test_more_epochs_go_on_from_a_finished_training(folder, pool):
 def test_the_trainers_own_checkpoint_is_used_where_it_is_asked_for(folder, pool, caplog):
     """It is newer than the pool, which begins anew there."""
     settings = {"save_strategy": "steps", "save_steps": 5, "max_steps": 10}
+    saved = str(folder / "out" / "checkpoint-5")
 
     def own() -> Any:
-        expected = trainer_of("plain", folder / "plain", **settings)
-        expected.train()
-        run("plain", folder / "out", pool, save_strategy="steps", save_steps=5, max_steps=5)
+        trainer_of("plain", folder / "out", **settings).train()
+        expected = trainer_of("plain", folder / "out", **settings)
+        expected.train(resume_from_checkpoint=saved)
         trainer = trainer_of("plain", folder / "out", **settings)
         integration.attach(trainer, pool)
-        trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-5"))
+        trainer.train(resume_from_checkpoint=saved)
         step = lightck.recover(pool).step
         return same(trainer.model.state_dict(), expected.model.state_dict()), step, caplog.text
 
     is_same, step, logged = in_child(own)
     assert is_same
-    assert step == 5  # the pool's own count of updates begins anew
+    assert step == 5  # the pool's own count of updates begins there
     assert "goes on from the Trainer's checkpoint" in logged
 
 
@@ -275,7 +284,7 @@ def test_nothing_is_left_on_the_trainer_after_an_error(folder, pool):
         assert not attached.session.is_open
         return {name for name in set(vars(trainer)) - names if not name.startswith("_")}
 
-    assert in_child(failed) <= {"train", "control"}
+    assert in_child(failed) <= {"train", "control", "current_gradient_accumulation_steps"}
     assert lightck.recover(pool).step in (4, 5)
 
 

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from toys import everything
 from transformers import (
@@ -180,5 +181,14 @@ def content(path: Path) -> Any:
         state["best_model_checkpoint"] = str(state["best_model_checkpoint"]).rpartition("/")[2]
         return state
     if path.suffix in (".pt", ".pth") and path.name != "training_args.bin":
-        return torch.load(path, weights_only=False)
+        return plain(torch.load(path, weights_only=False))
     return path.read_bytes() if path.suffix in (".safetensors", ".json") else None
+
+
+def plain(value: Any) -> Any:
+    """The value with lists in place of arrays, and dicts in the order of their keys."""
+    if isinstance(value, dict):
+        return {key: plain(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return value.tolist() if isinstance(value, np.ndarray) else value
