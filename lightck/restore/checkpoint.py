@@ -35,7 +35,8 @@ class Checkpoint:
         step: number of updates that the training had made when the checkpoint was closed.
         iteration: number of iterations of the loop up to this checkpoint; an iteration whose update a GradScaler
             skipped counts too.
-        exact: whether the checkpoint is the whole state of its step. False if it holds older residuals of ``TopK``.
+        exact: whether the checkpoint is the whole state of its step. False if it holds older residuals of ``TopK``, or
+            if ``Replica`` saved a training on a device.
         reason: why ``exact`` is False; else empty.
         rejected: newer checkpoints that recovery rejected, each with its reason.
         drift: after a restore with ``strict=False``, the parts that did not fit.

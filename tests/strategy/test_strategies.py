@@ -88,7 +88,8 @@ class SameBytes:
 
 def numbers(table: WriteTable) -> list[int]:
     """The records of a table, without the undecided ones."""
-    return [*table.numbers.tolist(), *table.without_bytes, *(one.record.number for one in table.staged)]
+    late = [record.number for _, record in table.late]
+    return [*table.numbers.tolist(), *table.without_bytes, *(one.record.number for one in table.staged), *late]
 
 
 def described(plan: WritePlan) -> tuple[Any, ...]:
