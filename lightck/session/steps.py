@@ -50,11 +50,13 @@ from lightck.session.first_step import FirstStep
 from lightck.session.flush_moment import FlushMoment
 from lightck.session.interval import Cadence
 from lightck.session.loop_top import LoopTopCheck
+from lightck.session.replica_updates import ReplicaUpdates, replica_validator
 from lightck.session.saved_watch import SavedWatch
 from lightck.session.update_records import UpdateRecords
 from lightck.sessions import OpenSession, is_followed
 from lightck.state.optimizer_wrappers import ScalerWatch
 from lightck.stats import Meter
+from lightck.strategy.replica import Replica
 
 log = logging.getLogger("lightck")
 
@@ -117,6 +119,7 @@ class Steps(StepListener):
         self.events.add(self)
         self.hooks = Hooks(self.events, model, found.optimizers, meter)
         self.update_records: UpdateRecords | None = None
+        self.replica: ReplicaUpdates | None = None
         self._compression: Compression | None = None
 
     def record_updates(
@@ -146,6 +149,29 @@ class Steps(StepListener):
         if mtbf is not None:
             self.events.add(self._tuner(mtbf, records))
         self.pipeline.validators.append(records.validate)
+
+    def keep_replica(self, strategy: Replica | None) -> None:
+        """If the strategy is ``Replica``, take parameters and optimizer state from copies that make the updates too."""
+        if strategy is None:
+            return
+
+        def stop() -> None:
+            for listener in (replica, replica.consumed_gradients):
+                self.events.remove(listener)
+            replica.consumed_gradients.forget()
+
+        self.replica = replica = ReplicaUpdates(
+            self.capture,
+            self.meter,
+            own_optimizers=strategy.own_optimizers,
+            reads_all=self.pipeline.guard.reads_all,
+            stop=stop,
+        )
+        self.hooks.report_gradients()
+        self.events.add(replica)
+        self.events.add(replica.consumed_gradients)
+        self.capture.stand_ins = replica
+        self.pipeline.validators.append(replica_validator(replica))
 
     def _tuner(self, mtbf: float, records: UpdateRecords) -> BaseEveryTuner:
         kind, pool, engine = self.pipeline.pool.kind, self.pipeline.pool, self.pipeline.engine
@@ -190,6 +216,8 @@ class Steps(StepListener):
         self.hooks.forget()
         if self.update_records is not None:
             self.update_records.forget()
+        if self.replica is not None:
+            self.replica.forget()
         if self._compression is not None:
             self._compression.forget()
         self.continuation.forget()

@@ -98,7 +98,7 @@ def described(plan: WritePlan) -> tuple[Any, ...]:
     return in_tables, sorted(r.number for _, r in plan.at_boundary), sorted(r.number for _, r in plan.unchanged)
 
 
-STRATEGIES = [lightck.FullState, SameBytes]
+STRATEGIES = [lightck.FullState, lightck.Replica, SameBytes]
 
 
 @pytest.fixture(params=STRATEGIES)
