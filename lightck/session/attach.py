@@ -198,7 +198,7 @@ def _refuse_by_strategy(arguments: Arguments, found: Found, *, is_rank_pool: boo
     if options.gradients is not None:
         refuse_unrecordable(options.gradients, arguments, found, is_rank_pool=is_rank_pool)
     if options.replica is not None:
-        refuse_unreplicable(options.replica, arguments, found, is_rank_pool=is_rank_pool)
+        refuse_unreplicable(options.replica, arguments, found)
 
 
 def _captured(

@@ -17,16 +17,10 @@ from lightck.strategy.replica import Replica
 log = logging.getLogger("lightck")
 
 
-def refuse_unreplicable(strategy: Replica, arguments: Arguments, found: Found, *, is_rank_pool: bool) -> None:
+def refuse_unreplicable(strategy: Replica, arguments: Arguments, found: Found) -> None:
     """Raise ``UnsupportedError`` or ``TypeError`` if this training, with these arguments, cannot be saved by
     ``strategy``. Warn if it can be, and another strategy is better in every respect."""
     refuse_other_than_bool(own_optimizers=strategy.own_optimizers)
-    if is_rank_pool:
-        raise UnsupportedError(
-            "strategy=Replica() is not supported in a group of ranks yet: it makes no copies of tensors that ranks "
-            "divide, or of which each holds a part. Use strategy=FullState(), or Gradients(); or pass group=False, to "
-            "save this process alone."
-        )
     if not found.optimizers:
         raise UnsupportedError(
             "strategy=Replica() makes the updates of an optimizer a second time, and no optimizer of this model exists "

@@ -29,7 +29,7 @@ from lightck.state.inventory import Live
 from lightck.state.neutral_settings import neutral_settings, settings_reason
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.stand_ins import StandIn
-from lightck.state.unit_replicas import UnitReplica, unit_tensors
+from lightck.state.unit_replicas import UnitReplica, UnitTensors, unit_tensors
 from lightck.state.update_record import has_dense_memory
 from lightck.stats import Meter
 
@@ -132,8 +132,9 @@ class ReplicaUpdates(StepListener):
         """Find what was written between updates. Its copies are not current then."""
         written = set(self._outside.found()) if self._replicas else set()
         if written:
+            is_any = not self._outside.has_compared_bytes  # an unannounced write to any other tensor would not show
             for name, replica in self._replicas.items():
-                if any(live.name in written for live in replica.lives):
+                if is_any or any(live.name in written for live in replica.lives):
                     self._outdate(name, "it was written between two updates")
 
     def _find_exchanged(self) -> None:
@@ -285,7 +286,17 @@ class ReplicaUpdates(StepListener):
         self._find_writes()
         self._find_exchanged()
         if self._token is None or not self._replicas:
-            self._allocate()
+            try:
+                self._allocate()
+            except MemoryError as err:
+                self._end()
+                log.warning(
+                    "lightck: there is no memory for the copies of Replica() (%s). Every checkpoint is taken from the "
+                    "tensors of the training, as with FullState(). Use strategy=FullState(), or a machine with more "
+                    "memory",
+                    str(err).partition("\n")[0],
+                )
+                return
         self._marks = self._marks_now()
         if all(one.is_current for one in self._replicas.values()):
             return
@@ -301,7 +312,8 @@ class ReplicaUpdates(StepListener):
         self._outside.step_ended(self._watched[1], None)
 
     def _allocate(self) -> None:
-        """Allocate copies of all units that have none of their present tensors. They are not current yet."""
+        """Allocate copies of all units that have none of their present tensors. They are not current yet. Raises
+        ``MemoryError``."""
         lives, token = self._capture.tensors(), self._capture.token
         found = {one.name: one for one in unit_tensors(lives, self._capture.optimizers)}
         old = self._replicas
@@ -311,7 +323,7 @@ class ReplicaUpdates(StepListener):
         self.settle()
         with ordinary_tensors():
             self._replicas = {
-                name: old[name] if name in old and old[name].is_of(one) else UnitReplica(one)
+                name: old[name] if name in old and old[name].is_of(one) else _new_replica(one)
                 for name, one in found.items()
             }
         for name in self._replicas.keys() & old.keys():
@@ -394,11 +406,14 @@ class ReplicaUpdates(StepListener):
             if meter.replica_drift_tensor is None or one.largest > (meter.replica_drift or 0.0):
                 meter.replica_drift, meter.replica_drift_tensor = one.largest, one.name
 
-    def _no_more(self, reason: str, names: list[str], verified_until: int | None = None) -> Rejection:
-        """Use the replica no more. ``verified_until``: as for ``Rejection``."""
+    def _end(self) -> None:
         self._drop_replicas()
         self._is_over = True
         self._stop()
+
+    def _no_more(self, reason: str, names: list[str], verified_until: int | None = None) -> Rejection:
+        """Use the replica no more. ``verified_until``: as for ``Rejection``."""
+        self._end()
         return Rejection(
             reason,
             names,
@@ -407,6 +422,14 @@ class ReplicaUpdates(StepListener):
             "is made again. From now on every checkpoint is taken from the tensors of the training, as with "
             "FullState(). Use strategy=FullState() for this training.",
         )
+
+
+def _new_replica(tensors: UnitTensors) -> UnitReplica:
+    """Raises ``MemoryError``."""
+    try:
+        return UnitReplica(tensors)
+    except RuntimeError as err:  # torch's error for memory that cannot be allocated
+        raise MemoryError(str(err)) from err
 
 
 def replica_validator(replica: ReplicaUpdates) -> Callable[[InFlightCheckpoint, PoolWriter], Rejection | None]:

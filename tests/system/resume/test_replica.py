@@ -19,13 +19,10 @@ REFUSED = {"four-slots", "lbfgs-closure", "bf16-parameters-with-fp32-state"}
 """Their arguments or optimizers are refused by name (``tests/session/test_replica.py``)."""
 CHOSEN = (
     "accumulation-and-clipping",
-    "dropout",
     "ema-swapped-in-by-data-while-paused",
     "gan-whose-optimizers-alternate",
     "gradscaler-fused-forced-skips",
     "layers-frozen-and-unfrozen-in-mid-training",
-    "per-epoch-scheduler-and-evaluation",
-    "weight-clamp",
 )
 
 
