@@ -31,6 +31,7 @@ __all__ = [
     "Keep",
     "LightckError",
     "Pin",
+    "Replica",
     "Replicas",
     "Session",
     "Stats",
@@ -55,6 +56,7 @@ _MODULES = {
     "Keep": "tiers.keep",
     "LightckError": "errors",
     "Pin": "tiers.pin",
+    "Replica": "strategy.replica",
     "Replicas": "session.replicas",
     "Session": "session.session",
     "Stats": "stats",
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
     from lightck.stats import Stats
     from lightck.strategy.full import FullState
     from lightck.strategy.gradients import Gradients
+    from lightck.strategy.replica import Replica
     from lightck.strategy.topk import TopK
     from lightck.tiers.keep import Keep
     from lightck.tiers.pin import Pin

@@ -67,6 +67,15 @@ class Stats:
     """Why ``strategy="auto"`` has chosen this strategy; None while it measures, and without it."""
     base_every: int | None = None
     """With ``Gradients``: in how many steps each parameter is written once, at present; None with another strategy."""
+    replica_drift: float | None = None
+    """With ``Replica``: the largest absolute difference that was seen between an element of a tensor and of its copy
+    (infinity: one of them is NaN). None with another strategy."""
+    replica_drift_tensor: str | None = None
+    """The tensor in which ``replica_drift`` was seen; None: no copy has differed. (A difference of 0.0 in a named
+    tensor: other bits that are equal as numbers, such as -0.0.)"""
+    replica_renewed: int = 0
+    """How often the copies of a parameter and its optimizer state were copied from the training again, the first copy
+    not counted (``Replica``)."""
     emulated: str | None = None
     """The memory whose speed was emulated (``LIGHTCK_EMULATE``); None without emulation. With emulation the times are
     not those of the real medium."""
@@ -144,7 +153,10 @@ class Meter:
         self.unsaved_slowdown_seconds = 0.0
         """What ``slowdown_seconds`` would be if no step had saved a checkpoint."""
         self.stall_seconds = self.slowdown_seconds = self.wait_seconds = 0.0
-        self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = 0.0
+        self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = self.replica_cpu_seconds = 0.0
+        self.replica_drift: float | None = None
+        self.replica_drift_tensor: str | None = None
+        self.replica_renewed = 0
         self.kept = 0
         self.strategy = strategy
         self.strategy_reason: str | None = None
@@ -217,10 +229,10 @@ class Meter:
     ) -> Stats:
         """Return the present values of all counters. The arguments are figures that only the session knows."""
         own = {f.name: getattr(self, f.name) for f in fields(Stats) if hasattr(self, f.name)}
-        cpu_seconds = self.hook_cpu_seconds + self.keep_cpu_seconds + self.staging_cpu_seconds + engine_cpu_seconds
+        in_python = self.hook_cpu_seconds + self.keep_cpu_seconds + self.staging_cpu_seconds + self.replica_cpu_seconds
         return Stats(
             **own,
-            cpu_seconds=cpu_seconds,
+            cpu_seconds=in_python + engine_cpu_seconds,
             committed=committed,
             interval=interval,
             rank_wait_seconds=rank_wait_seconds,

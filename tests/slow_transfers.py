@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from lightck.pipeline import sources, write_table
-from lightck.session import cross_check, split
-from lightck.state import buffers, device_transfers
+from lightck.session import cross_check, replica_arguments, replica_updates, split
+from lightck.state import buffers, device_transfers, unit_replicas
 from lightck.state.device_transfers import Arrival, DeviceTransfer, Pair, raw
 
 Copies = list[tuple[torch.Tensor, Callable[[], torch.Tensor]]]
@@ -210,5 +210,6 @@ _NOTHING = _passed()
 
 def install(patch: pytest.MonkeyPatch, transfer_of: Callable[[torch.Tensor], DeviceTransfer | None]) -> None:
     """Replace ``transfer_of`` wherever it is used."""
-    for module in (device_transfers, write_table, sources, buffers, cross_check, split):
+    of_replica = replica_arguments, replica_updates, unit_replicas
+    for module in (device_transfers, write_table, sources, buffers, cross_check, split, *of_replica):
         patch.setattr(module, "transfer_of", transfer_of)

@@ -171,6 +171,7 @@ def test_public_surface_is_sealed():
         "Keep",
         "LightckError",
         "Pin",
+        "Replica",
         "Replicas",
         "Session",
         "Stats",

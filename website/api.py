@@ -43,7 +43,19 @@ GROUPS = {
     "options": Group(
         "Say how",
         "What `attach` takes for `interval=`, `keep=`, `layout=`, `replicas=`, `staging=`, `strategy=`; layerwise.",
-        ("Auto", "Keep", "Replicas", "Host", "Direct", "Device", "FullState", "Gradients", "TopK", "layerwise"),
+        (
+            "Auto",
+            "Keep",
+            "Replicas",
+            "Host",
+            "Direct",
+            "Device",
+            "FullState",
+            "Gradients",
+            "Replica",
+            "TopK",
+            "layerwise",
+        ),
         (
             "lightck.hooks.layerwise.Layerwise",
             *(

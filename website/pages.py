@@ -45,6 +45,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "gradients-tuning*": "Choose the strategy, base_every and interval",
         "gradients-ranks*": "Gradients in a group of ranks",
         "topk*": "Compress the gradients",
+        "replica*": "A copy that makes the updates too",
         "devices*": "Devices",
         "ranks": "Several ranks",
         "ranks-hosts*": "Hosts and new files",

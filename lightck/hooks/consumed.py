@@ -211,13 +211,24 @@ class ConsumedGradients(StepListener):
         """Report that the copy of a gradient has ended. ``checksums``: of the copy, for each tensor of the gradient:
         the CRC-32C of every ``block`` bytes of its elements in row-major order. Returns whether the copy is right.
         If not, ``GradientCopier.overwritten`` was called. In both cases the gradient is released."""
+        return self._ended(gradient, lambda hold: all(one.matches(checksums) for one in hold.expected))
+
+    def was_read(self, gradient: HeldGradient) -> bool:
+        """Report that the gradient itself was read, and that no copy is needed. Returns whether it still is what the
+        update consumed; else as ``copied``."""
+        return self._ended(
+            gradient,
+            lambda hold: all(one.are_still_in(gradient.tensors[one.tensor], self._block) for one in hold.expected),
+        )
+
+    def _ended(self, gradient: HeldGradient, has_checksums: Callable[[_Hold], bool]) -> bool:
         hold = self._held.get(gradient)
         if hold is None:
             return gradient.result is CopyResult.VALIDATED
         if hold.was_written:
             self._overwritten(hold, "Its version counter or its address has changed.")
-        elif not all(one.matches(checksums) for one in hold.expected):
-            self._overwritten(hold, "The checksum of its copy differs from that of the gradient before the update.")
+        elif not has_checksums(hold):
+            self._overwritten(hold, "Its checksum differs from that of the gradient before the update.")
         else:
             hold.history.n_validated += gradient.kind is not GradientClass.UNOBSERVED
             self._let_go(hold, CopyResult.VALIDATED)

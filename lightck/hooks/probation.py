@@ -37,6 +37,13 @@ class ExpectedBlocks:
         found = of_copy[self.tensor][self.first_block : self.first_block + len(self.checksums)]
         return bool(np.array_equal(found, self.checksums))
 
+    def are_still_in(self, tensor: torch.Tensor, block: int) -> bool:
+        """Whether the tensor itself still has these checksums. ``block``: bytes that one checksum covers."""
+        plain = plain_tensor(tensor)
+        first, size = self.first_block * block, plain.element_size()
+        part = plain.view(-1)[first // size : (first + len(self.checksums) * block) // size]
+        return bool(np.array_equal(checksums(part, block), self.checksums))
+
     def equals(self, other: ExpectedBlocks) -> bool:
         same_place = (self.tensor, self.first_block) == (other.tensor, other.first_block)
         return same_place and bool(np.array_equal(self.checksums, other.checksums))

@@ -39,12 +39,16 @@ log = logging.getLogger("lightck")
 
 class Rejection(NamedTuple):
     """Why a checkpoint must not commit. ``reason``: a clause for a message. ``names``: the tensors that were written.
-    ``unannounced``: the write moved no version counter. ``on_device``: one of the tensors is on a device."""
+    ``unannounced``: the write moved no version counter. ``on_device``: one of the tensors is on a device.
+    ``verified_until``: the checkpoints of later generations may hold wrong bytes too (None: this is not said).
+    ``consequence``: as for ``InFlightCheckpoint.drop``."""
 
     reason: str
     names: list[str]
     unannounced: bool = False
     on_device: bool = False
+    verified_until: int | None = None
+    consequence: str = ""
 
 
 class Target:
@@ -201,6 +205,8 @@ class WriteGuard:
         unannounced write raises ``StateChangedError``."""
         self.copied_at_boundary.update(rejection.names)
         self._unchanged.reset()
+        if rejection.verified_until is not None:
+            self._unannounced_write(rejection.names, rejection.verified_until, writer)
         if rejection.unannounced:
             # Only one block of the sources on devices is read for each checkpoint, so no earlier checkpoint is
             # verified.

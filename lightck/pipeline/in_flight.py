@@ -16,6 +16,11 @@ from lightck.pool.engine import COPIED, ENDED, JOBS_MAX, THREADS_DEFAULT
 from lightck.pool.writer import Pending, PoolWriter
 
 log = logging.getLogger("lightck")
+_SOURCE_WAS_WRITTEN = (
+    "The copy may mix bytes from before and after the write. From now on this tensor is copied at the end of each "
+    "step, before training goes on. If the loop swaps weights and puts them back, let it do so inside "
+    "`with session.paused():`."
+)
 
 
 @dataclass(slots=True)
@@ -40,16 +45,16 @@ class InFlightCheckpoint:
         crcs_of_record = partial(writer.raw_crcs, self.pending.slot)
         return self.watched.differing(self.pending.slot.image.raw, crcs_of_record, writer.superblock.block, turn, whole)
 
-    def drop(self, reason: str, names: Sequence[str]) -> None:
-        """Give the checkpoint up with a warning that names the tensors."""
+    def drop(self, reason: str, names: Sequence[str], consequence: str = "") -> None:
+        """Give the checkpoint up with a warning that names the tensors. ``consequence``: sentences about what follows
+        and what to do; "": those for a source that was written."""
         log.warning(
-            "lightck: the %s of step %d is given up: %s. Tensor: %s. The copy may mix bytes from before and "
-            "after the write. From now on this tensor is copied at the end of each step, before training goes on. If "
-            "the loop swaps weights and puts them back, let it do so inside `with session.paused():`.",
+            "lightck: the %s of step %d is given up: %s. %s%s",
             "checkpoint" if self.pending.commits else "gradient record",
             self.step,
             reason,
-            listed(names),
+            f"Tensor: {listed(names)}. " if names else "",
+            consequence or _SOURCE_WAS_WRITTEN,
         )
         self.pending.job.drop()
         self.pending.job.forget()

@@ -28,6 +28,7 @@ from lightck.pipeline.decision import Decisions
 from lightck.pipeline.eager_copies import EagerCopies
 from lightck.pipeline.guard import Rejection, WriteGuard, strike
 from lightck.pipeline.in_flight import InFlightCheckpoint, job_budget, seconds_left
+from lightck.pipeline.late_copies import LateCopies
 from lightck.pipeline.plan import Strategy, WritePlan
 from lightck.pipeline.pool_kind import PoolKind, WholeCheckpoints
 from lightck.pipeline.staging.kinds import Kind
@@ -91,7 +92,7 @@ class Pipeline:
         self.engine, self.events, self.decisions = Engine(copy_threads), CommitEvents(), Decisions()
         kind = pool_kind or WholeCheckpoints()
         self.pool = CurrentPool(path, backend, durability, self.engine, slots, lock, self.events, kind)
-        self.guard, self.eager = WriteGuard(check), EagerCopies(check)
+        self.guard, self.eager, self._late = WriteGuard(check), EagerCopies(check), LateCopies()
         self.staging = Staging(meter, staging, commits_after_update=self._uncommitted_max > 0, is_on=not check)
         self.wait_policy = WaitPolicy(self.engine, meter, is_on=not check)
         self._strategy, self._meter, self._check = strategy, meter, check
@@ -242,12 +243,16 @@ class Pipeline:
         copied, discarded = self.eager.reusable(submission.background, submission.background_numbers)
         self._meter.recopied += discarded
         jobs_max = job_budget(self._in_flight, self._uncommitted_max) if writer.has_whole_checkpoints else 0
-        with self.staging.sending(writer, slot, submission, self.eager.reservation, jobs_max) as (reservation, sent):
+        with (
+            self._late.beginning(writer, slot, submission, self.eager.reservation, jobs_max) as late,
+            self.staging.sending(writer, slot, submission, late.reservation, jobs_max - late.n_jobs) as (used, sent),
+        ):
             watched = self.guard.watch(submission, writer)
-            pending = writer.begin(submission.copy_plan(copied, sent), slot, submission.keep_alive, reservation)
+            copy_plan = submission.copy_plan(copied, sent, late.numbers)
+            pending = writer.begin(copy_plan, slot, submission.keep_alive, used)
         # Only an InFlightCheckpoint ends the job and frees the slot, so nothing may raise before it is created.
         closed_step = plan.closed_step
-        needs_no_validation = not submission.background and closed_step.update is None
+        needs_no_validation = not (submission.background or submission.has_late) and closed_step.update is None
         checkpoint = InFlightCheckpoint(pending, watched, closed_step.step, needs_no_validation)
         self.eager.taken()
         self.guard.begun(submission, writer, slot)
@@ -309,7 +314,9 @@ class Pipeline:
     def _relayout(self, closed_step: ClosedStep, why: RelayoutNeededError) -> None:
         """Move the pool to a new file because of ``why``: commit the checkpoint of the closed step there, give the
         pool's name to the file, and then report the commit. A rank of a group first waits until the new file has
-        room for all that other ranks may need."""
+        room for all that other ranks may need. The checkpoint commits before its validators could reject it, so no
+        stand-ins are used."""
+        closed_step = closed_step.without_stand_ins()
 
         def commit_checkpoint(writer: PoolWriter) -> InFlightCheckpoint:
             checkpoint = self._begin(writer, closed_step)
@@ -473,7 +480,7 @@ class Pipeline:
         """Drop the checkpoint if there is a rejection. Return whether the checkpoint was dropped."""
         if rejection is None:
             return False
-        checkpoint.drop(rejection.reason, rejection.names)
+        checkpoint.drop(rejection.reason, rejection.names, rejection.consequence)
         self._in_flight.remove(checkpoint)
         self._writer.release_slot(checkpoint.pending, bad=False)
         self._was_given_up = True
@@ -547,6 +554,7 @@ class Pipeline:
             self.events.closing(self.pool.writer)
             if not self.engine.is_forked:
                 self.eager.drop()
+                self._late.close()
                 self.staging.close()
         finally:
             self.engine.close()

@@ -79,6 +79,11 @@ class WritePlan:
         """The tensors that are sent from a device."""
         return [one for table in self.tables for one in table.staged]
 
+    @property
+    def late(self) -> list[tuple[Live, TensorRecord]]:
+        """The tensors that are copied from their stand-ins."""
+        return [one for table in self.tables for one in table.late]
+
 
 @runtime_checkable
 class Strategy(Protocol):

@@ -22,6 +22,8 @@ class Submission:
     def __init__(self, plan: WritePlan) -> None:
         self.plan = plan
         self.staged = plan.staged
+        self.has_late = any(table.late for table in plan.tables)
+        """Whether tensors are copied from stand-ins."""
         self.background, self.background_numbers = plan.background, plan.background_numbers
         self.n_from_devices = 0
         """How many tensors of ``background`` a device sends; these come last."""
@@ -49,6 +51,14 @@ class Submission:
         """Add tensors on a device that are copied at the boundary, instead of being sent in the background."""
         for one in tensors:
             self._add_at_boundary(one.live, one.record)
+
+    def copy_stand_ins_at_boundary(self, tensors: Sequence[tuple[Live, TensorRecord]]) -> None:
+        """Add tensors whose stand-ins are complete, and are copied at the boundary."""
+        for live, record in tensors:
+            assert live.stand_in is not None, "WriteTable.late"
+            self._numbers.append(record.number)
+            self._sources.append(live.stand_in.tensor.data_ptr())
+            self._keep_alive.append(storage_of(live.stand_in.tensor))
 
     def add_from_devices(self, tensors: Sequence[StagedTensor]) -> None:
         """Add tensors that a device sends in the background and that must stay unchanged meanwhile."""

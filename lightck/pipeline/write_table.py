@@ -3,8 +3,8 @@ until a tensor is added, dropped, replaced or moved.
 
 These tensors are copied at the boundary: all tensors of a small model, small tensors, buffers, tensors that must first
 be made contiguous, and tensors that something once wrote to after a boundary. Tensors on a device are sent from it.
-Frozen tensors are copied at the boundary unless a strategy leaves them out. All other tensors are copied by the copy
-threads. This module reads no bytes.
+Frozen tensors are copied at the boundary unless a strategy leaves them out. Tensors with a stand-in are copied from it,
+when it is complete. All other tensors are copied by the copy threads. This module reads no bytes.
 """
 
 from __future__ import annotations
@@ -138,6 +138,8 @@ class WriteTable:
     ``DeviceTransfer``)."""
     staged: list[StagedTensor]
     """Tensors on a device with a ``DeviceTransfer``, without the frozen ones."""
+    late: list[tuple[Live, TensorRecord]]
+    """Tensors that are copied from their stand-ins."""
     _background_by_id: dict[int, tuple[Live, int]] = field(default_factory=dict)
     """id of a tensor -> its item of ``background`` and its record number. Empty until ``background_of`` is called."""
     _blocks: list[Blocks] = field(default_factory=list)
@@ -161,6 +163,7 @@ class WriteTable:
             self.without_bytes,
             self.undecided,
             [one for one in self.staged if one.record.number not in left_out],
+            [one for one in self.late if one[1].number not in left_out],
         )
 
     def background_of(self, tensor: torch.Tensor) -> tuple[Live, int] | None:
@@ -197,9 +200,12 @@ def write_table(
     without_bytes: list[int] = []
     undecided: list[tuple[Live, TensorRecord]] = []
     staged: list[StagedTensor] = []
+    late: list[tuple[Live, TensorRecord]] = []
     for live, record in zip(lives, records, strict=True):
         if not record.nbytes:
             without_bytes.append(record.number)
+        elif live.stand_in is not None:
+            late.append((live, record))
         elif record.transfer is not None and not live.is_frozen:
             staged.append(
                 StagedTensor(live, record, record.transfer, record.at_boundary or live.name in copied_at_boundary)
@@ -224,6 +230,7 @@ def write_table(
         np.array(without_bytes, np.int64),
         undecided,
         staged,
+        late,
     )
 
 

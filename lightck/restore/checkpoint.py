@@ -36,7 +36,8 @@ class Checkpoint:
         iteration: number of iterations of the loop up to this checkpoint; an iteration whose update a GradScaler
             skipped counts too.
         exact: whether the checkpoint is the whole state of its step. False if it holds older residuals of ``TopK``, or
-            if updates were made again for it by another torch or processor than in the training.
+            if ``Replica`` saved a training on a device, or if updates were made again for it by another torch or
+            processor than in the training.
         reason: why ``exact`` is False; else empty.
         rejected: newer checkpoints that recovery rejected, each with its reason.
         drift: after a restore with ``strict=False``, the parts that did not fit.

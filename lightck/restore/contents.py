@@ -26,6 +26,10 @@ from lightck.state.rng import RngState
 from lightck.state.storable import dtype_from_name
 from lightck.state.values import typed
 
+NOT_EXACT_KEY = "not_exact"
+"""Key of the small state under which the reason lies why a checkpoint is not the exact state of its step. Absent if it
+is."""
+
 
 class Source(Protocol):
     """Reads the tensor bytes of one checkpoint; the methods are those of ``StoredCheckpoint``."""
@@ -229,6 +233,7 @@ class Contents:
                 from_stages=typed(raw.get("from_stages", False), bool),
                 means=tuple(typed(name, str) for name in typed(raw.get("means", []), list)),
                 layout=SavedLayout.parse(raw.get("layout")),
+                not_exact=typed(raw.get(NOT_EXACT_KEY, ""), str),
             )
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as err:
             raise CorruptPoolError(

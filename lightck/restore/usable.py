@@ -86,8 +86,9 @@ class StaleCheckpoints:
 
 def parse(stored: Saved) -> Contents:
     """Parse the small state of a checkpoint. Raises ``DamagedError`` if it is malformed."""
-    not_exact = stored.not_exact if isinstance(stored, ReplayedCheckpoint) else ""
-    return replace(parse_state(stored), entries=stored.entries, not_exact=not_exact)
+    contents = parse_state(stored)
+    not_exact = stored.not_exact if isinstance(stored, ReplayedCheckpoint) else contents.not_exact
+    return replace(contents, entries=stored.entries, not_exact=not_exact)
 
 
 def parse_state(stored: Saved) -> Contents:

@@ -20,6 +20,7 @@ from lightck.session.interval import Auto, Cadence, cadence_of
 from lightck.session.replicas import Replicas
 from lightck.strategy.full import FullState
 from lightck.strategy.gradients import Gradients
+from lightck.strategy.replica import Replica
 from lightck.tiers.keep import Keep
 
 AUTO_STRATEGY = "auto"
@@ -46,6 +47,11 @@ class SaveOptions:
     def gradients(self) -> Gradients | None:
         """The strategy, if it stores gradients."""
         return self.strategy if isinstance(self.strategy, Gradients) else None
+
+    @property
+    def replica(self) -> Replica | None:
+        """The strategy, if it keeps a copy of the state that makes the updates too."""
+        return self.strategy if isinstance(self.strategy, Replica) else None
 
     @property
     def fixed_interval(self) -> int:

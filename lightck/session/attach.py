@@ -48,6 +48,7 @@ from lightck.session.group_arguments import refuse_unsupported
 from lightck.session.group_start import GroupStart
 from lightck.session.interval import Auto
 from lightck.session.pool_file import PoolFile
+from lightck.session.replica_arguments import refuse_unreplicable
 from lightck.session.replicas import Replicas
 from lightck.session.session import Session
 from lightck.session.shared_state import warn_of_shared_tensors
@@ -102,7 +103,7 @@ def attach(
         interval: updates between saved checkpoints; ``"auto"`` or ``lightck.Auto(...)`` chooses it by their cost.
         resume: restore the newest checkpoint, if the pool holds one, and continue from it.
         overwrite: discard what the pool holds.
-        strategy: what a checkpoint holds: ``FullState()`` (the default), ``Gradients(...)``, or ``"auto"``.
+        strategy: what a checkpoint holds: ``FullState()`` (default), ``Gradients(...)``, ``Replica()``, or ``"auto"``.
         backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path and the medium.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
         slots: room for so many checkpoints, 2 to 8; default: as before, else 2 (group: 3 or 4). ``keep=`` adds 1.
@@ -143,8 +144,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     found = _discover(arguments)
     is_chosen_later = arguments.save_options.strategy == AUTO_STRATEGY
     arguments = with_present_strategy(arguments, path, backend, is_rank_pool=is_rank_pool)
-    if arguments.save_options.gradients is not None:
-        refuse_unrecordable(arguments.save_options.gradients, arguments, found, is_rank_pool=is_rank_pool)
+    _refuse_by_strategy(arguments, found, is_rank_pool=is_rank_pool)
     found, capture, compression = _captured(arguments, found, group_start)
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
     meter = Meter(slowdown(), type(arguments.save_options.chosen_strategy).__name__)
@@ -189,6 +189,15 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
             group_start.begin()
         undo.pop_all()
     return session
+
+
+def _refuse_by_strategy(arguments: Arguments, found: Found, *, is_rank_pool: bool) -> None:
+    """Raise ``UnsupportedError``, ``ValueError`` or ``TypeError`` for a training that the strategy cannot save."""
+    options = arguments.save_options
+    if options.gradients is not None:
+        refuse_unrecordable(options.gradients, arguments, found, is_rank_pool=is_rank_pool)
+    if options.replica is not None:
+        refuse_unreplicable(options.replica, arguments, found)
 
 
 def _captured(
@@ -247,6 +256,7 @@ def _follow_strategy(steps: Steps, file: PoolFile, compression: Compression | No
         steps.record_updates(compression, mtbf=gradients.mtbf, is_in_group=file.is_rank_pool)
     elif is_chosen_later:
         _choose_strategy(steps, file)
+    steps.keep_replica(file.arguments.save_options.replica)
 
 
 def _choose_strategy(steps: Steps, file: PoolFile) -> None:

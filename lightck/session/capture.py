@@ -23,9 +23,10 @@ from lightck.dataloader.positions import Positions
 from lightck.errors import SessionError, UnsupportedError
 from lightck.events import ClosingEvent
 from lightck.layout import Layout
-from lightck.restore.contents import RowsOfOther
+from lightck.restore.contents import NOT_EXACT_KEY, RowsOfOther
 from lightck.restore.saved_layout import saved_layout
 from lightck.session.discover import Objects, numbered_name
+from lightck.session.shared_state import warn_of_shared_memory
 from lightck.state import rng, values
 from lightck.state.buffers import BufferCopies
 from lightck.state.build_record import CurrentBuild
@@ -35,10 +36,8 @@ from lightck.state.inventory import (
     Live,
     ModelView,
     OptimizerView,
-    has_memory,
     in_plain_memory,
     optimizer_views,
-    storage_address_of,
 )
 from lightck.state.local_tensors import refuse_optimizer_before_dtensors
 from lightck.state.numbers import ModuleNumbers
@@ -48,6 +47,7 @@ from lightck.state.rules import assign_parts
 from lightck.state.shares import Shares
 from lightck.state.signatures import ClosedStep, TensorList, UpdateRecord, tensor_list_of
 from lightck.state.small_state import CachedPacker, Packed, StatePacker, join_list
+from lightck.state.stand_ins import NO_STAND_INS, StandIns
 from lightck.state.storable import class_name_of, is_loader
 from lightck.state.update_record import BASE_EVERY_KEY, UPDATE_KEY
 
@@ -100,6 +100,8 @@ class Capture:
     update_of: Callable[[int, bool], UpdateRecord | None] | None = None
     """Returns what the update of a step consumed; None: checkpoints do not store it. Arguments: the step, and whether a
     checkpoint of it is saved."""
+    stand_ins: StandIns = NO_STAND_INS
+    """Makes what is copied in place of tensors."""
     base_every: Callable[[], int | None] | None = None
     """Returns in how many steps each unit is written once; None: each checkpoint holds the whole state."""
 
@@ -199,6 +201,7 @@ class Capture:
         """Drop all references, because a closed session must keep no model, optimizer or worker alive."""
         self.model, self.numbers = ModelView(nn.Module()), ModuleNumbers(nn.Module())
         self.provisional = self._tensor_list = self._compared_list = self._layout_value = None
+        self.stand_ins = NO_STAND_INS
         self._buffer_copies = BufferCopies()
         for held in (self.objects, self.loaders, self.optimizers, self._never_had_grad, self._packed_optimizers):
             held.clear()
@@ -327,12 +330,13 @@ class Capture:
         # At a pre-step hook the next step has already run its forward, which has changed the buffers.
         buffers_from = provisional if event is ClosingEvent.PRE_STEP else None
         update = None if self.update_of is None else self.update_of(step, True)
+        self.stand_ins.prepare(step)
         lives, tensor_list = self.tensors(), self._tensor_list
         if tensor_list is None or tensor_list is not self._compared_list or event is ClosingEvent.PRE_STEP:
             self._compared_list = tensor_list
             self._find_resizable(None if buffers_from is None else buffers_from.buffers)
             self._refuse_resized_dtensors(lives)
-        self._warn_shared_memory(lives)
+        self._is_shared_checked = self._is_shared_checked or warn_of_shared_memory(lives)
         rows = [] if read_rows is None else read_rows(lives, tensor_list, step)
         small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after(), rows, update)
         lives += [] if update is None else update.gradients
@@ -359,29 +363,6 @@ class Capture:
                 "step has begun. This is an error in lightck: please report it. Earlier checkpoints are intact."
             )
         return self.provisional
-
-    def _warn_shared_memory(self, lives: list[Live]) -> None:
-        """As soon as optimizer state exists, warn once if two of its tensors share memory, because a restore makes
-        separate tensors of them."""
-        if self._is_shared_checked:
-            return
-        state_tensors = [
-            live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)
-        ]
-        self._is_shared_checked = bool(state_tensors)
-        first: dict[int, str] = {}
-        for live in state_tensors:
-            address = storage_address_of(live.tensor)
-            other = first.setdefault(address, live.name) if address else live.name
-            if other != live.name:
-                log.warning(
-                    "lightck: %s lies in the memory of %s. Each is saved whole, and they are restored as separate "
-                    "tensors: an optimizer that writes one through the other does not continue bit-identically. "
-                    "Keep each state in memory of its own (.clone())",
-                    live.name,
-                    other,
-                )
-                return
 
     def _written_outside_step(self, lives: list[Live]) -> frozenset[str]:
         """The names of tensors that a wrapper writes in other methods than ``step`` (in its ascent step, SAM writes the
@@ -431,7 +412,7 @@ class Capture:
     def tensors(self) -> list[Live]:
         """The present tensors of model and optimizers."""
         tensor_list = self._tensor_list
-        if tensor_list is not None and tensor_list.is_unchanged():
+        if tensor_list is not None and tensor_list.is_unchanged() and self.stand_ins.are_assigned:
             return list(tensor_list.lives)
         trained = {
             id(p) for view in self.optimizers for _, p in view.params if id(p) not in self._never_had_grad[view.index]
@@ -443,6 +424,7 @@ class Capture:
             lives.extend(view.state_tensors())
         assign_parts(self.layout, lives)
         self.shares.assign(lives)
+        self.stand_ins.assign(lives)
         self.devices.set_tensors(live.tensor for live in lives)
         self._tensor_list = tensor_list_of(lives, self.model.vacant(), self.optimizers)
         self._frozen = {id(live.held): id(live.tensor) for live in lives if live.is_frozen}
@@ -514,6 +496,8 @@ class Capture:
             state["layout"] = self._saved_layout(lives)
         if update is not None:
             state[UPDATE_KEY] = update.value
+        if self.stand_ins.not_exact:
+            state[NOT_EXACT_KEY] = self.stand_ins.not_exact
         if self.base_every is not None:
             state[BASE_EVERY_KEY] = self.base_every()
         if self.shares.cuts:

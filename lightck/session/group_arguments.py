@@ -16,6 +16,7 @@ def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
         (options.keep is not None, "keep=", "use `lightck export` on the directory, also while training runs"),
         (options.pause_on_nonfinite, "pause_on_nonfinite=True", "one rank could pause and another go on"),
         (arguments.backend == "devdax", 'backend="devdax"', "a device holds one pool"),
+        (options.replica is not None, "strategy=Replica()", "it makes no copies of tensors that ranks divide"),
         (
             options.gradients is not None and options.gradients.base_every == AUTO,
             'Gradients(base_every="auto")',

@@ -42,6 +42,8 @@ class OutsideWrites:
         self._chosen: Positions | slice = ALL
         self._checksums: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
         self._n_taken = 0
+        self.has_compared_bytes = True
+        """Whether the last ``found`` compared bytes. If the memory of one tensor was exchanged, it compares none."""
 
     def step_ended(self, lives: Sequence[Live], token: object) -> None:
         """Record these tensors, now that a ``step`` has ended. ``token``: if it is that of the last call, and not None,
@@ -69,7 +71,7 @@ class OutsideWrites:
     def found(self) -> list[str]:
         """Return the names of tensors that were written since the last ``step`` ended."""
         names = set(self._gone())
-        are_there = self._layouts.are_unchanged()
+        self.has_compared_bytes = are_there = self._layouts.are_unchanged()
         if not (are_there and self._counters.are_unchanged()):
             names |= {self.lives[i].name for i in self._layouts.changed() | self._counters.changed()}
         if are_there:  # else some memory may be gone

@@ -1,15 +1,16 @@
-"""Tensors in an object of ``state=`` that share memory: a checkpoint saves each by itself."""
+"""Tensors that share memory, in an object of ``state=`` or in optimizer state: a checkpoint saves each by itself."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from lightck.restore.readback import state_dict_of
 from lightck.session.discover import Found
+from lightck.state.inventory import Live, has_memory, storage_address_of
 from lightck.state.storable import is_loader
 
 log = logging.getLogger("lightck")
@@ -61,3 +62,25 @@ def _tensors(value: object, path: str, depth: int) -> Iterator[tuple[str, torch.
     elif depth < _DEPTH_MAX and isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         for i, part in enumerate(value):
             yield from _tensors(part, f"{path}/{i}" if path else str(i), depth + 1)
+
+
+def warn_of_shared_memory(lives: Iterable[Live]) -> bool:
+    """Warn if two tensors of optimizer state share memory, because a restore makes separate tensors of them. Return
+    whether there is any optimizer state yet."""
+    state_tensors = [
+        live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)
+    ]
+    first: dict[int, str] = {}
+    for live in state_tensors:
+        address = storage_address_of(live.tensor)
+        other = first.setdefault(address, live.name) if address else live.name
+        if other != live.name:
+            log.warning(
+                "lightck: %s lies in the memory of %s. Each is saved whole, and they are restored as separate "
+                "tensors: an optimizer that writes one through the other does not continue bit-identically. "
+                "Keep each state in memory of its own (.clone())",
+                live.name,
+                other,
+            )
+            break
+    return bool(state_tensors)

@@ -51,11 +51,13 @@ from lightck.session.first_step import FirstStep
 from lightck.session.flush_moment import FlushMoment
 from lightck.session.interval import Cadence
 from lightck.session.loop_top import LoopTopCheck
+from lightck.session.replica_updates import ReplicaUpdates, replica_validator
 from lightck.session.saved_watch import SavedWatch
 from lightck.session.update_records import UpdateRecords
 from lightck.sessions import OpenSession, is_followed
 from lightck.state.optimizer_wrappers import ScalerWatch
 from lightck.stats import Meter
+from lightck.strategy.replica import Replica
 
 log = logging.getLogger("lightck")
 
@@ -118,6 +120,7 @@ class Steps(StepListener):
         self.events.add(self)
         self.hooks = Hooks(self.events, model, found.optimizers, meter)
         self.update_records: UpdateRecords | None = None
+        self.replica: ReplicaUpdates | None = None
         self._compression: Compression | None = None
 
     def record_updates(
@@ -168,6 +171,29 @@ class Steps(StepListener):
             return False
         return self.pipeline.guard.distrust(writer.certain_generation if after is None else after, writer)
 
+    def keep_replica(self, strategy: Replica | None) -> None:
+        """If the strategy is ``Replica``, take parameters and optimizer state from copies that make the updates too."""
+        if strategy is None:
+            return
+
+        def stop() -> None:
+            for listener in (replica, replica.consumed_gradients):
+                self.events.remove(listener)
+            replica.consumed_gradients.forget()
+
+        self.replica = replica = ReplicaUpdates(
+            self.capture,
+            self.meter,
+            own_optimizers=strategy.own_optimizers,
+            reads_all=self.pipeline.guard.reads_all,
+            stop=stop,
+        )
+        self.hooks.report_gradients()
+        self.events.add(replica)
+        self.events.add(replica.consumed_gradients)
+        self.capture.stand_ins = replica
+        self.pipeline.validators.append(replica_validator(replica))
+
     def _tuner(self, mtbf: float, records: UpdateRecords) -> BaseEveryTuner:
         kind, pool, engine = self.pipeline.pool.kind, self.pipeline.pool, self.pipeline.engine
         assert isinstance(kind, GradientPools)
@@ -211,6 +237,8 @@ class Steps(StepListener):
         self.hooks.forget()
         if self.update_records is not None:
             self.update_records.forget()
+        if self.replica is not None:
+            self.replica.forget()
         if self._compression is not None:
             self._compression.forget()
         self.continuation.forget()

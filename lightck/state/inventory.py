@@ -21,6 +21,7 @@ from lightck.state.device_transfers import is_dense_tensor
 from lightck.state.local_tensors import is_dtensor, is_fully_sharded, local_of, refuse_unrestorable_state, stands_in
 from lightck.state.optimizer_wrappers import WrapperRole, has_own_state, inner_of, wrapper_roles
 from lightck.state.parts import Part, part_of_live
+from lightck.state.stand_ins import StandIn
 from lightck.state.storable import dtype_name, refuse_hidden_state, refuse_torchscript, refuse_unstorable
 
 _WRAPPERS = {
@@ -63,6 +64,8 @@ class Live:
     part: Part | None = None
     """The part that ``tensor`` is, if it is a plain tensor for which a layout has a rule; None: no rule, or it is
     whole."""
+    stand_in: StandIn | None = None
+    """What is copied in place of ``tensor``; None: ``tensor`` itself."""
 
     @property
     def held(self) -> torch.Tensor:

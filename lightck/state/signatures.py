@@ -12,7 +12,7 @@ named again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter, eq, getitem, is_, ne
 from typing import Any
 
@@ -257,3 +257,9 @@ class ClosedStep:
     is_checkpoint: bool = True
     """Whether the step is saved as a checkpoint. If not, ``update`` is stored for a later checkpoint, and ``state``
     holds nothing else; of ``lives`` only what optimizers update is read."""
+
+    def without_stand_ins(self) -> ClosedStep:
+        """Return the step with no stand-ins: each tensor is read itself."""
+        if all(live.stand_in is None for live in self.lives):
+            return self
+        return replace(self, lives=[replace(live, stand_in=None) for live in self.lives], tensor_list=None)

@@ -70,6 +70,7 @@ def attached(pools: Path, **options: Any) -> Callable[[int], Any]:
         ({"keep": lightck.Keep(every=2, to="kept")}, UnsupportedError, "keep= is not supported in a group"),
         ({"pause_on_nonfinite": True}, UnsupportedError, "pause_on_nonfinite=True is not supported in a group"),
         ({"backend": "devdax"}, UnsupportedError, 'backend="devdax" is not supported in a group'),
+        ({"strategy": lightck.Replica()}, UnsupportedError, r"strategy=Replica\(\) is not supported in a group"),
         ({"slots": 2}, ValueError, "slots=2: in a group of ranks a pool has at least 3 slots"),
         ({"group": "all"}, TypeError, "group is a str"),
         ({"timeout": "long"}, TypeError, "timeout='long' is a str"),

@@ -88,7 +88,8 @@ class SameBytes:
 
 def numbers(table: WriteTable) -> list[int]:
     """The records of a table, without the undecided ones."""
-    return [*table.numbers.tolist(), *table.without_bytes, *(one.record.number for one in table.staged)]
+    late = [record.number for _, record in table.late]
+    return [*table.numbers.tolist(), *table.without_bytes, *(one.record.number for one in table.staged), *late]
 
 
 def described(plan: WritePlan) -> tuple[Any, ...]:
@@ -97,7 +98,7 @@ def described(plan: WritePlan) -> tuple[Any, ...]:
     return in_tables, sorted(r.number for _, r in plan.at_boundary), sorted(r.number for _, r in plan.unchanged)
 
 
-STRATEGIES = [lightck.FullState, SameBytes]
+STRATEGIES = [lightck.FullState, lightck.Replica, SameBytes]
 
 
 @pytest.fixture(params=STRATEGIES)

@@ -154,6 +154,8 @@ class Run:
             from lightck.strategy.gradients import Gradients
 
             arguments = {"strategy": Gradients(base_every=base_every), **arguments}
+        if self.options.get("replica"):
+            arguments = {"strategy": lightck.Replica(), **arguments}
         if "interval" in self.options:
             arguments = {"interval": self.options["interval"], **arguments}
         older = self.options.get("recover_step")
