@@ -291,7 +291,7 @@ class _Loader:
         self._loader, self._owner, self._n_skipped = loader, owner, n_skipped
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._owner.loader_of(self._loader))
+        batches: Iterator[Any] = iter(self._owner.loader_of(self._loader))
         for _ in range(self._n_skipped):
             next(batches)
         return batches
