@@ -65,6 +65,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     torch.optim.AdamW([weight]).step()
 
 
+_LEFT_OUT = pytest.StashKey[bool]()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the tests of frameworks, unless they are asked for: their imports make each fork slower."""
+    if collection_path == Path(__file__).parent / "integrations" and "not frameworks" in config.option.markexpr:
+        config.stash[_LEFT_OUT] = True
+        return True
+    return None
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.stash.get(_LEFT_OUT, False):
+        terminalreporter.write_line("left out: frameworks (pip install '.[frameworks]' && pytest -m frameworks)")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _small_heap() -> Iterator[None]:
     """What was imported so far (torch.compile loads half of torch) is no candidate for anything. ``attach`` would

@@ -46,6 +46,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "gradients-ranks*": "Gradients in a group of ranks",
         "topk*": "Compress the gradients",
         "replica*": "A copy that makes the updates too",
+        "transformers*": "Hugging Face Trainer",
         "devices*": "Devices",
         "ranks": "Several ranks",
         "ranks-hosts*": "Hosts and new files",

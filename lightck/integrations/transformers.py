@@ -110,13 +110,13 @@ def _refuse_unsupported(trainer: object) -> None:
     if not VERSIONS[0] <= major < VERSIONS[1]:
         raise UnsupportedError(
             f"transformers {transformers.__version__} is not supported: lightck knows {VERSIONS[0]}.x. Install such a "
-            "version, or save the checkpoints of the Trainer itself."
+            "release, or save the checkpoints of the Trainer itself."
         )
     missing = [name for name in _USED if not hasattr(trainer, name)]
     if missing or not hasattr(trainer_module, "skip_first_batches"):
         raise UnsupportedError(
             f"This Trainer of transformers {transformers.__version__} has no {(missing or ['skip_first_batches'])[0]}, "
-            "which lightck needs to resume exactly. Report it, and install an earlier version meanwhile."
+            "which lightck needs to resume exactly. Report it, and install an earlier release meanwhile."
         )
     if any(isinstance(one, _Callback) for one in trainer.callback_handler.callbacks):
         raise SessionError("This Trainer is attached to a pool already. One attach for each Trainer.")
@@ -222,7 +222,7 @@ class _CallbackStates:
         return [[type(one).__name__, one.state()] for one in self._exportable()]
 
     def restore(self, states: list[list[Any]]) -> None:
-        """Set the attributes that were saved. Callbacks of one class are told apart by their order."""
+        """Set the attributes that were saved. Callbacks of one class are identified by their order."""
         left = list(states)
         for callback in self._exportable():
             saved = next((one for one in left if one[0] == type(callback).__name__), None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,6 +27,7 @@ from transformers import trainer as trainer_module  # noqa: E402
 import lightck.integrations.transformers as integration  # noqa: E402
 from integrations.trainers import PROGRAMS, Events, run, trainer_of  # noqa: E402
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "finetune_trainer.py"
 IN_CI = ("accumulation, cosine, evaluation", "early stopping")
 
 
@@ -159,7 +163,7 @@ def test_a_pool_that_is_ahead_is_not_discarded(folder, pool):
     assert lightck.recover(pool).step == 8
 
 
-# -- what is refused or told -------------------------------------------------------------------------------------------
+# -- what is refused, and warnings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -293,3 +297,20 @@ def test_without_transformers_the_error_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "lightck.integrations.transformers")
     with pytest.raises(ImportError, match=r"pip install 'lightck\[transformers\]'"):
         __import__("lightck.integrations.transformers")
+
+
+def test_the_example_ends_with_the_same_loss_after_a_kill(folder):
+    def example(kill: str = "") -> str:
+        path = str(Path(lightck.__file__).parents[1])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LIGHTCK_KILL": kill}
+        command = [sys.executable, EXAMPLE, "--epochs", "1", "--pool", "killed.pool" if kill else "run.pool"]
+        if not kill and (folder / "killed.pool").exists():
+            command[-1] = "killed.pool"
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == (-signal.SIGKILL if kill else 0), done.stderr
+        return done.stdout.rpartition("step ")[2]
+
+    expected = example()
+    example(kill="ack:9")
+    assert lightck.recover(folder / "killed.pool").step == 9
+    assert example() == expected
