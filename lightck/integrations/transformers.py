@@ -35,6 +35,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 import lightck
 from lightck.errors import CheckpointExistsError, NoCheckpointError, PoolNotFoundError, SessionError, UnsupportedError
 
@@ -61,6 +63,7 @@ _USED = (
     "_load_rng_state",
     "_run_epoch",
     "get_train_dataloader",
+    "get_eval_dataloader",
     "callback_handler",
     "current_flos",
     "is_deepspeed_enabled",
@@ -174,6 +177,7 @@ class Progress:
             "seconds": owner.seconds,
             "stopped": trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps,
             "epoch_was_cut": owner.epoch_was_cut,
+            "evaluated": sorted(owner.evaluated),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -189,7 +193,7 @@ class Progress:
         trainer.current_flos = state["current_flos"]
         trainer._initial_global_step = state["initial_global_step"]
         trainer.control.should_training_stop = state["stopped"]
-        owner.epoch_was_cut = state["epoch_was_cut"]
+        owner.epoch_was_cut, owner.evaluated = state["epoch_was_cut"], set(state["evaluated"])
         owner.callbacks.restore(json.loads(state["callbacks"]))
 
     def _trainer_state(self, state: TrainerState) -> bytes:
@@ -308,6 +312,35 @@ class _Loader:
         return getattr(self._loader, name)
 
 
+class _EvaluationLoader:
+    """A loader of an evaluation whose workers persist. It draws a random number when its workers start, once in each
+    process. The run before has drawn it, so a resumed run leaves the random state as it was."""
+
+    def __init__(self, loader: Any, evaluated: set[str], key: str) -> None:
+        """``evaluated``: keys of the loaders whose workers have started in this run or before."""
+        self._loader, self._evaluated, self._key = loader, evaluated, key
+
+    def __iter__(self) -> Iterator[Any]:
+        draws_again = self._key in self._evaluated and getattr(self._loader, "_iterator", None) is None
+        self._evaluated.add(self._key)
+        if not draws_again:
+            yield from self._loader
+            return
+        random_state = torch.get_rng_state()
+        batches = iter(self._loader)
+        first = next(batches, None)
+        torch.set_rng_state(random_state)
+        if first is not None:
+            yield first
+            yield from batches
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
 class TrainerSession:
     """What ``attach`` returns. ``session``: the ``lightck.Session`` of the run; None before ``train()`` has begun. It
     is closed at the end of ``train()``."""
@@ -317,6 +350,8 @@ class TrainerSession:
         self.session: lightck.Session | None = None
         self.found: Mapping[str, Any] | None = None
         """What ``Progress`` saved in the checkpoint from which this run goes on."""
+        self.evaluated: set[str] = set()
+        """Keys of the evaluation's loaders whose workers have started in this run or an earlier one."""
         self.epoch_was_cut = False
         """Whether a callback has ended an epoch early, so that the Trainer cannot find its place in a later one."""
         self.begins_epoch_anew = False
@@ -445,6 +480,8 @@ class TrainerSession:
                 _replace(stack, owner, name, make)
 
             replace(trainer, "get_train_dataloader", lambda get: lambda: _Loader(get(), self))
+            if trainer.args.dataloader_persistent_workers:
+                replace(trainer, "get_eval_dataloader", lambda get: functools.partial(self._evaluation_loader, get))
             replace(trainer, "_finalize_training", lambda finalize: functools.partial(self._finalize, finalize))
             replace(trainer, "_run_epoch", lambda run: functools.partial(self._run_epoch, run))
             replace(trainer_module, "skip_first_batches", _skipping)
@@ -485,6 +522,10 @@ class TrainerSession:
                 self.path,
                 trainer.state.global_step,
             )
+
+    def _evaluation_loader(self, get: Callable[..., Any], eval_dataset: Any = None) -> _EvaluationLoader:
+        key = eval_dataset if isinstance(eval_dataset, str) else "eval"
+        return _EvaluationLoader(get(eval_dataset), self.evaluated, key)
 
     def loader_of(self, loader: Any) -> Any:
         """Return the session's loader, which iterates over the Trainer's."""
