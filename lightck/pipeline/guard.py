@@ -18,7 +18,8 @@ state of the training (``distrust``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -253,6 +254,26 @@ class WriteGuard:
             return
         after, self.stale_after = self.stale_after, None
         strike(writer, events, after, self._found_at + 1)
+
+
+Validator = Callable[[InFlightCheckpoint, PoolWriter], Rejection | None]
+"""Why a checkpoint whose copies are done must not commit, or None."""
+
+
+def weak_validator(validate: Validator) -> Validator:
+    """Return this bound method as a function that does not keep its object alive. (The pipeline outlives a session that
+    is collected. An object that leads to the model, kept alive by the pipeline, would keep the session open for ever.)
+    A checkpoint that was not validated before is given up then."""
+    reference = weakref.WeakMethod(validate)
+
+    def validate_if_alive(checkpoint: InFlightCheckpoint, writer: PoolWriter) -> Rejection | None:
+        method = reference()
+        if method is not None:
+            return method(checkpoint, writer)
+        consequence = "Close a session (session.close(), or leave its `with`), and its last step is saved."
+        return Rejection("its session was dropped before it was validated", [], consequence=consequence)
+
+    return validate_if_alive
 
 
 def strike(writer: PoolWriter, events: CommitEvents, after: int, before: int) -> None:

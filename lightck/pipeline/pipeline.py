@@ -26,7 +26,7 @@ from lightck.interrupts import Interrupted, raise_if_interrupted
 from lightck.pipeline.current_pool import CurrentPool
 from lightck.pipeline.decision import Decisions
 from lightck.pipeline.eager_copies import EagerCopies
-from lightck.pipeline.guard import Rejection, WriteGuard, strike
+from lightck.pipeline.guard import Rejection, Validator, WriteGuard, strike
 from lightck.pipeline.in_flight import InFlightCheckpoint, job_budget, seconds_left
 from lightck.pipeline.late_copies import LateCopies
 from lightck.pipeline.plan import Strategy, WritePlan
@@ -96,7 +96,7 @@ class Pipeline:
         self.staging = Staging(meter, staging, commits_after_update=self._uncommitted_max > 0, is_on=not check)
         self.wait_policy = WaitPolicy(self.engine, meter, is_on=not check)
         self._strategy, self._meter, self._check = strategy, meter, check
-        self.validators: list[Callable[[InFlightCheckpoint, PoolWriter], Rejection | None]] = []
+        self.validators: list[Validator] = []
         """Called for a checkpoint whose copies are done, after the write guard: why it must not commit, or None."""
         self._in_flight: list[InFlightCheckpoint] = []
         self._tables: WriteTableCache | None = None

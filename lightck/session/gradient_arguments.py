@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 
 from lightck.errors import UnsupportedError, listed
@@ -22,6 +23,7 @@ from lightck.session.capture import Capture
 from lightck.session.compression import RESIDUALS_OF_STEPS, Compression, capacity_of, refuse_uncompressible
 from lightck.session.coupled_units import coupled_units
 from lightck.session.discover import Found
+from lightck.state.inventory import OptimizerView
 from lightck.state.partial_optimizer import PartialOptimizer
 from lightck.state.replayable import refuse_low_ratio, refuse_unreplayable
 from lightck.strategy.gradients import Gradients
@@ -46,8 +48,17 @@ def gradient_pools(
     """Return the kind of pools of this session. path, backend: of the pool. interval: updates from one commit to the
     next. compression: of gradients."""
 
+    reference = weakref.ref(capture)  # the pipeline outlives a session that is collected
+
+    def optimizers() -> Sequence[OptimizerView]:
+        found = reference()
+        return () if found is None else found.optimizers
+
     def updated() -> Collection[str]:
-        return {name for view in capture.optimizers for name, _ in view.params}
+        return {name for view in optimizers() for name, _ in view.params}
+
+    def coupled() -> Collection[str]:
+        return coupled_units(optimizers())
 
     def records_that_fit(entries: Sequence[Entry], state_nbytes: int) -> int:
         return records_of_new_pool(entries, state_nbytes, free_nbytes(path, backend))
@@ -57,7 +68,7 @@ def gradient_pools(
     is_chosen = base_every is not None or strategy.log_records is not None
     n_records = None if is_chosen else records_that_fit
     capacity = capacity_of(compression)
-    return GradientPools(base_every, updated, interval, n_records, capacity, lambda: coupled_units(capture.optimizers))
+    return GradientPools(base_every, updated, interval, n_records, capacity, coupled)
 
 
 def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found, *, is_rank_pool: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -430,21 +429,6 @@ def _new_replica(tensors: UnitTensors) -> UnitReplica:
         return UnitReplica(tensors)
     except RuntimeError as err:  # torch's error for memory that cannot be allocated
         raise MemoryError(str(err)) from err
-
-
-def replica_validator(replica: ReplicaUpdates) -> Callable[[InFlightCheckpoint, PoolWriter], Rejection | None]:
-    """Return ``replica.validate`` as a function that does not keep the replica alive, because the pipeline outlives a
-    session that is collected. A checkpoint that was not validated before is given up then."""
-    reference = weakref.WeakMethod(replica.validate)
-
-    def validate(checkpoint: InFlightCheckpoint, writer: PoolWriter) -> Rejection | None:
-        method = reference()
-        if method is not None:
-            return method(checkpoint, writer)
-        consequence = "Close a session (session.close(), or leave its `with`), and its last step is saved."
-        return Rejection("its session was dropped before it was compared with the copy", [], consequence=consequence)
-
-    return validate
 
 
 def _grouped(replicas: Sequence[UnitReplica]) -> list[ReplicaGroup]:

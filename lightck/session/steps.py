@@ -31,6 +31,7 @@ from lightck.hooks.early_gate import EarlyGate
 from lightck.hooks.hooks import Hooks
 from lightck.hooks.layers import PartialUpdate
 from lightck.pipeline.gradient_pools import GradientPools, updated_nbytes
+from lightck.pipeline.guard import Validator, weak_validator
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.gradient_writer import GradientWriter
 from lightck.restore.resume import Resumed
@@ -51,7 +52,7 @@ from lightck.session.first_step import FirstStep
 from lightck.session.flush_moment import FlushMoment
 from lightck.session.interval import Cadence
 from lightck.session.loop_top import LoopTopCheck
-from lightck.session.replica_updates import ReplicaUpdates, replica_validator
+from lightck.session.replica_updates import ReplicaUpdates
 from lightck.session.saved_watch import SavedWatch
 from lightck.session.update_records import UpdateRecords
 from lightck.sessions import OpenSession, is_followed
@@ -120,6 +121,7 @@ class Steps(StepListener):
         self.events.add(self)
         self.hooks = Hooks(self.events, model, found.optimizers, meter)
         self.update_records: UpdateRecords | None = None
+        self._validate_records: Validator | None = None
         self.replica: ReplicaUpdates | None = None
         self._compression: Compression | None = None
 
@@ -151,16 +153,18 @@ class Steps(StepListener):
         self.capture.update_of, self.capture.base_every = records.record_of, lambda: self.base_every
         if mtbf is not None:
             self.events.add(self._tuner(mtbf, records))
-        self.pipeline.validators.append(records.validate)
+        self._validate_records = weak_validator(records.validate)
+        self.pipeline.validators.append(self._validate_records)
 
     def record_no_updates(self) -> None:
         """Undo ``record_updates()``. Call while no checkpoint is in flight, and no hook before an update runs."""
         records = self.update_records
         assert records is not None, "record_updates has set it"
+        assert self._validate_records is not None, "it too"
         self.events.remove(records)
         self.events.remove(records.consumed_gradients)
         self.hooks.report_no_gradients()
-        self.pipeline.validators.remove(records.validate)
+        self.pipeline.validators.remove(self._validate_records)
         self.capture.update_of = self.capture.base_every = self.update_records = None
         records.forget()
 
@@ -192,7 +196,7 @@ class Steps(StepListener):
         self.events.add(replica)
         self.events.add(replica.consumed_gradients)
         self.capture.stand_ins = replica
-        self.pipeline.validators.append(replica_validator(replica))
+        self.pipeline.validators.append(weak_validator(replica.validate))
 
     def _tuner(self, mtbf: float, records: UpdateRecords) -> BaseEveryTuner:
         kind, pool, engine = self.pipeline.pool.kind, self.pipeline.pool, self.pipeline.engine

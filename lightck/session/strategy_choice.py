@@ -23,6 +23,7 @@ import logging
 import os
 import shutil
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -185,6 +186,14 @@ class StrategyChoice(StepListener):
         self._record_updates, self._done = record_updates, done
         self._processors = len(os.sched_getaffinity(0))
         self._is_recording = self._is_decided = False
+        reference = weakref.WeakMethod(self._keep_present)  # the pipeline outlives a session that is collected
+
+        def does_not_fit(err: LightckError) -> None:
+            method = reference()
+            if method is not None:
+                method(err)
+
+        self._does_not_fit = does_not_fit
         self._n_steps = 0
         """Steps since attach, or since updates are recorded."""
         self._begin: Costs | None = None
@@ -279,7 +288,7 @@ class StrategyChoice(StepListener):
         reason = "its checkpoints have the whole state again"
         self._pipeline.request_kind(self._first_kind, FullState(), self._first_n_slots, reason, self._does_not_fit)
 
-    def _does_not_fit(self, err: LightckError) -> None:
+    def _keep_present(self, err: LightckError) -> None:
         """Called while the kind of the pool is the present one again."""
         self._is_decided = True
         other, present = (FULL, type(CHOSEN).__name__) if self._writes_gradients else (type(CHOSEN).__name__, FULL)
