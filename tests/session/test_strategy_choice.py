@@ -224,7 +224,7 @@ def test_pin_is_refused_once_gradients_are_stored(pool, prefers):
 
 @pytest.mark.parametrize("wrong", ["fast", "", lightck.Gradients, 3])
 def test_another_word_is_refused(wrong, pool):
-    with pytest.raises(TypeError, match=r'lightck\.Gradients\(\), or "auto"'):
+    with pytest.raises(TypeError, match=r'lightck\.Replica\(\), or "auto"'):
         lightck.attach(net(), pool, strategy=wrong)
 
 
