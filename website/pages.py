@@ -47,6 +47,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "topk*": "Compress the gradients",
         "replica*": "A copy that makes the updates too",
         "transformers*": "Hugging Face Trainer",
+        "accelerate*": "Accelerate",
         "devices*": "Devices",
         "ranks": "Several ranks",
         "ranks-hosts*": "Hosts and new files",
