@@ -503,8 +503,6 @@ class TrainerSession:
     def begin(self) -> None:
         """Attach. Called when optimizer and scheduler exist, and no batch was fetched."""
         trainer, options = self.trainer, dict(self._options)
-        if trainer.is_in_train is False:
-            return
         state = {STATE_NAME: self._progress, **(options.pop("state", None) or {})}
         self.session = lightck.attach(
             trainer.model_wrapped,
