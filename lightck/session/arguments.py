@@ -76,8 +76,8 @@ class SaveOptions:
         if isinstance(strategy, (type, str)) or not isinstance(strategy, Strategy):
             name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", type(strategy).__name__)
             raise TypeError(
-                f"strategy is {name!r}, which is no strategy object. Pass lightck.FullState(), lightck.Gradients(), or "
-                '"auto".'
+                f"strategy is {name!r}, which is no strategy object. Pass lightck.FullState(), lightck.Gradients(), "
+                'lightck.Replica(), or "auto".'
             )
 
     def check(self) -> Cadence:

@@ -224,9 +224,9 @@ def test_pin_is_refused_once_gradients_are_stored(pool, prefers):
             session.pin()
 
 
-@pytest.mark.parametrize("wrong", ["fast", "", lightck.Gradients, 3])
+@pytest.mark.parametrize("wrong", ["fast", "", lightck.Gradients, lightck.Replica, 3])
 def test_another_word_is_refused(wrong, pool):
-    with pytest.raises(TypeError, match=r'lightck\.Gradients\(\), or "auto"'):
+    with pytest.raises(TypeError, match=r'lightck\.Gradients\(\), lightck\.Replica\(\), or "auto"'):
         lightck.attach(net(), pool, strategy=wrong)
 
 
