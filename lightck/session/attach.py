@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch import nn
@@ -54,7 +54,14 @@ from lightck.session.session import Session
 from lightck.session.shared_state import warn_of_shared_tensors
 from lightck.session.slowdown import slowdown
 from lightck.session.steps import Steps
-from lightck.session.strategy_choice import CHOSEN, StrategyChoice, keep_full_state, not_eligible, with_present_strategy
+from lightck.session.strategy_choice import (
+    CHOSEN,
+    StrategyChoice,
+    explained_refusal,
+    keep_full_state,
+    not_eligible,
+    with_present_strategy,
+)
 from lightck.state.device_transfers import transfer_of
 from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
@@ -144,7 +151,8 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
     found = _discover(arguments)
     is_chosen_later = arguments.save_options.strategy == AUTO_STRATEGY
     arguments = with_present_strategy(arguments, path, backend, is_rank_pool=is_rank_pool)
-    _refuse_by_strategy(arguments, found, is_rank_pool=is_rank_pool)
+    with explained_refusal(path) if is_chosen_later else nullcontext():
+        _refuse_by_strategy(arguments, found, is_rank_pool=is_rank_pool)
     found, capture, compression = _captured(arguments, found, group_start)
     file = PoolFile(arguments, path, backend, found, capture, is_rank_pool=is_rank_pool)
     meter = Meter(slowdown(), type(arguments.save_options.chosen_strategy).__name__)

@@ -12,6 +12,7 @@ from lightck.events import StepListener
 from lightck.hooks.captured_update import CapturedStep, CapturedUpdate, CopyResult, GradientClass, HeldGradient
 from lightck.hooks.consumed import ConsumedGradients
 from lightck.hooks.probation import plain_tensor
+from lightck.interrupts import deferred
 from lightck.pipeline.guard import Rejection
 from lightck.pipeline.in_flight import InFlightCheckpoint
 from lightck.pool.format.structures import BLOCK_MAX
@@ -177,16 +178,19 @@ class ReplicaUpdates(StepListener):
             self._copies.pop(gradient, None)
 
     def consumed(self, update: CapturedUpdate) -> None:
-        """Let the copies make an update that the training has made."""
-        self.settle()
-        self._has_update = True
-        self._overwritten.clear()
-        updates = self._updates_of(update)
-        wanted = {gradient for one in updates for gradient in one.gradients}
-        self.consumed_gradients.give_up(gradient for gradient in update.gradients() if gradient not in wanted)
-        self._copies.clear()
-        self._partials.clear()
-        self._begin(updates)
+        """Let the copies make an update that the training has made. Signals are deferred: if a handler raised between
+        ``ReplicaGroup.begin`` and the thread's work, the group would never be complete, and the next update would wait
+        for it without end."""
+        with deferred():
+            self.settle()
+            self._has_update = True
+            self._overwritten.clear()
+            updates = self._updates_of(update)
+            wanted = {gradient for one in updates for gradient in one.gradients}
+            self.consumed_gradients.give_up(gradient for gradient in update.gradients() if gradient not in wanted)
+            self._copies.clear()
+            self._partials.clear()
+            self._begin(updates)
 
     def _updates_of(self, update: CapturedUpdate) -> list[ReplicaUpdate]:
         """Return what the copies have to make. Units that cannot make it are not current any more."""

@@ -24,8 +24,8 @@ import os
 import shutil
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -82,6 +82,22 @@ def _has_gradients(path: str, backend: Backend) -> bool:
         finally:
             reader.close()
     return False
+
+
+@contextmanager
+def explained_refusal(path: str) -> Iterator[None]:
+    """Within this block, in which ``strategy="auto"`` found gradient records at this path: raise ``UnsupportedError``
+    if ``CHOSEN`` is refused. Its own advice would mislead: ``FullState`` cannot go on in this pool."""
+    try:
+        yield
+    except UnsupportedError as err:
+        reason = str(err).partition(". ")[0].rstrip(".")
+        raise UnsupportedError(
+            f'The pool {path!r} holds gradient records, because strategy="auto" chose Gradients in a run before, or a '
+            f"training with strategy=Gradients(...) made it. {reason}. Leave that out, as in the run before. Or write "
+            "the newest checkpoint into a new pool (lightck compact POOL NEW), and attach to that one: there "
+            'strategy="auto" begins with FullState().'
+        ) from err
 
 
 def not_eligible(arguments: Arguments, backend: Backend, found: Found, *, is_rank_pool: bool) -> str:

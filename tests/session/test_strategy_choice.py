@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from toys import (
     adam,
     batch,
@@ -28,6 +29,7 @@ from toys import (
 )
 
 import lightck
+from lightck.cli import main
 from lightck.errors import CheckpointExistsError, UnsupportedError
 from lightck.pool.reader import open_pool
 from lightck.session import strategy_choice
@@ -222,9 +224,9 @@ def test_pin_is_refused_once_gradients_are_stored(pool, prefers):
             session.pin()
 
 
-@pytest.mark.parametrize("wrong", ["fast", "", lightck.Gradients, 3])
+@pytest.mark.parametrize("wrong", ["fast", "", lightck.Gradients, lightck.Replica, 3])
 def test_another_word_is_refused(wrong, pool):
-    with pytest.raises(TypeError, match=r'lightck\.Replica\(\), or "auto"'):
+    with pytest.raises(TypeError, match=r'lightck\.Gradients\(\), lightck\.Replica\(\), or "auto"'):
         lightck.attach(net(), pool, strategy=wrong)
 
 
@@ -248,6 +250,26 @@ def test_a_resume_goes_on_with_the_strategy_of_the_pool(pool, prefers):
         assert session.stats().strategy == "FullState"
         train(model, optimizer, 2)
     assert not has_gradients(pool)
+
+
+@pytest.mark.parametrize("options", [{"slots": 3}, {"interval": 2}, {"interval": "auto"}], ids=str)
+def test_an_argument_that_gradients_refuse_is_refused_with_a_cure_that_works(options, pool, prefers):
+    """``FullState()``, which takes it, cannot go on in a pool with gradient records."""
+    prefers("Gradients")
+    model, optimizer = made()
+    with lightck.attach(model, pool, optimizer=optimizer, strategy="auto"):
+        train(model, optimizer, MEASURED + 5)
+    model, optimizer = made()
+    with pytest.raises(UnsupportedError, match=r'"auto" chose Gradients.*lightck compact POOL NEW') as refused:
+        lightck.attach(model, pool, optimizer=optimizer, strategy="auto", resume=True, **options)
+    assert f"{next(iter(options))}=" in str(refused.value)
+    assert "use strategy=FullState()" not in str(refused.value)
+    new = pool.with_name("new.pool")
+    assert CliRunner().invoke(main, ["compact", str(pool), str(new)]).exit_code == 0
+    with lightck.attach(model, new, optimizer=optimizer, strategy="auto", resume=True, **options) as session:
+        assert (session.step, session.stats().strategy) == (MEASURED + 5, "FullState")
+        train(model, optimizer, 3, session.step)
+    assert is_step(lightck.recover(new), uninterrupted(MEASURED + 8))
 
 
 # -- crashes -----------------------------------------------------------------------------------------------------------
