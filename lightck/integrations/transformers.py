@@ -195,11 +195,13 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         owner, trainer = self._owner, self._owner.trainer
-        if owner.found is None or state["trainer_state"] != owner.found["trainer_state"]:
+        own = json.loads(state["trainer_state"])  # what was found is rank 0's, whose log has other times
+        if owner.found is None or own["global_step"] != json.loads(owner.found["trainer_state"])["global_step"]:
             raise SessionError(
                 f"The pool {owner.path!r} has changed since train() began. Another process may train into it. Nothing "
                 "was trained. Call train() again."
             )
+        trainer.state.log_history = own["log_history"]
         trainer._tr_loss = state["tr_loss"].to(trainer.args.device)
         trainer._total_loss_scalar = state["total_loss_scalar"]
         trainer._globalstep_last_logged = state["globalstep_last_logged"]

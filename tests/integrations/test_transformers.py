@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -146,6 +148,34 @@ def test_an_interrupted_training_goes_on_in_the_same_process(folder, pool):
         return same(trainer.model.state_dict(), expected.model.state_dict()), trainer.state.global_step
 
     assert in_child(interrupted) == (True, 6)
+
+
+RANK = """
+import pathlib, sys, torch
+from integrations.trainers import run
+folder, pool, kill_at = sys.argv[1:]
+left = run("plain", pathlib.Path(folder), pathlib.Path(pool), int(kill_at) or None,
+           max_steps=5, eval_strategy="steps", eval_steps=1, ddp_backend="gloo")
+torch.save(left["state"], folder + ".left")
+"""
+
+
+@pytest.mark.long
+def test_two_ranks_go_on(folder, pool):
+    """The log of each rank has its own times."""
+    script = folder / "rank.py"
+    script.write_text(RANK)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+    def ranks(name: str, path: str, kill_at: int) -> int:
+        arguments = [*torchrun, str(folder / name), str(folder / path), str(kill_at)]
+        return subprocess.run(arguments, env=environment, timeout=100, check=False).returncode
+
+    assert ranks("whole", "whole.pool", 0) == 0
+    assert ranks("out", "ranks.pool", 20) != 0
+    assert ranks("out", "ranks.pool", 0) == 0
+    assert same(*(torch.load(folder / f"{name}.left") for name in ("whole", "out")))
 
 
 # -- the Trainer's own resume ------------------------------------------------------------------------------------------
