@@ -29,16 +29,22 @@ import functools
 import json
 import logging
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 import lightck
-from lightck.errors import CheckpointExistsError, NoCheckpointError, PoolNotFoundError, SessionError, UnsupportedError
+from lightck.errors import (
+    CheckpointExistsError,
+    FormatError,
+    NoCheckpointError,
+    PoolNotFoundError,
+    SessionError,
+    UnsupportedError,
+)
 
 try:
     import transformers
@@ -50,17 +56,19 @@ except ImportError as err:
         "lightck.integrations.transformers needs transformers. Install it with: pip install 'lightck[transformers]'"
     ) from err
 
+from lightck.integrations.trainer_attributes import TrainerAttributes
+from lightck.integrations.trainer_loaders import EvaluationLoader, TrainLoader, skipping
+
 log = logging.getLogger("lightck")
 STATE_NAME = "trainer"
 """Name in ``state`` under which ``Progress`` is saved."""
 VERSIONS = (5, 6)
 """The first supported major version of transformers, and the first that is not known."""
+_LOADING = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state")
 _USED = (
     "_finalize_training",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_load_scaler",
-    "_load_rng_state",
+    "_init_training_state",
+    *_LOADING,
     "_run_epoch",
     "get_train_dataloader",
     "get_eval_dataloader",
@@ -143,6 +151,10 @@ def _refuse_arguments(trainer: transformers.Trainer) -> None:
         "auto_find_batch_size": (args.auto_find_batch_size, "it begins the training anew with another batch size"),
         "ignore_data_skip": (args.ignore_data_skip, "the data would begin anew at a resume"),
         "deepspeed": (trainer.is_deepspeed_enabled, "DeepSpeed has its own optimizers and partitions"),
+        "sync_ref_model": (
+            getattr(args, "sync_ref_model", False),
+            "TRL changes the reference model while it trains, and the pool does not hold that model",
+        ),
         "fsdp": (trainer.is_fsdp_enabled, "the Trainer's FSDP was not tested with lightck"),
     }
     for name, (is_given, reason) in refused.items():
@@ -169,6 +181,10 @@ class Progress:
         return {
             "trainer_state": self._trainer_state(trainer.state),
             "callbacks": json.dumps(owner.callbacks.states()),
+            "attributes": json.dumps(owner.attributes.changed()),
+            "epoch": owner.epoch,
+            "updates_before_epoch": owner.updates_before_epoch,
+            "updates_per_epoch": owner.updates_per_epoch,
             "tr_loss": trainer._tr_loss,
             "total_loss_scalar": trainer._total_loss_scalar,
             "globalstep_last_logged": trainer._globalstep_last_logged,
@@ -182,11 +198,13 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         owner, trainer = self._owner, self._owner.trainer
-        if owner.found is None or state["trainer_state"] != owner.found["trainer_state"]:
+        own = json.loads(state["trainer_state"])  # what was found is rank 0's, whose log has other times
+        if owner.found is None or own["global_step"] != json.loads(owner.found["trainer_state"])["global_step"]:
             raise SessionError(
                 f"The pool {owner.path!r} has changed since train() began. Another process may train into it. Nothing "
                 "was trained. Call train() again."
             )
+        trainer.state.log_history = own["log_history"]
         trainer._tr_loss = state["tr_loss"].to(trainer.args.device)
         trainer._total_loss_scalar = state["total_loss_scalar"]
         trainer._globalstep_last_logged = state["globalstep_last_logged"]
@@ -194,7 +212,9 @@ class Progress:
         trainer._initial_global_step = state["initial_global_step"]
         trainer.control.should_training_stop = state["stopped"]
         owner.epoch_was_cut, owner.evaluated = state["epoch_was_cut"], set(state["evaluated"])
+        owner.epoch, owner.updates_before_epoch = state["epoch"], state["updates_before_epoch"]
         owner.callbacks.restore(json.loads(state["callbacks"]))
+        owner.attributes.restore(json.loads(state["attributes"]))
 
     def _trainer_state(self, state: TrainerState) -> bytes:
         """Return ``trainer_state.json``, as the Trainer would write it. The log history grows at each step, so what was
@@ -287,60 +307,6 @@ class _Callback(TrainerCallback):
         self._owner.epoch_was_cut |= bool(control.should_epoch_stop and not control.should_training_stop)
 
 
-class _Loader:
-    """The Trainer's loader. It iterates over ``session.loader``, which goes on in the middle of a pass."""
-
-    def __init__(self, loader: Any, owner: TrainerSession, n_skipped: int = 0) -> None:
-        """``n_skipped``: batches that are fetched and dropped, because the Trainer's own checkpoint lies after them."""
-        self._loader, self._owner, self._n_skipped = loader, owner, n_skipped
-
-    def __iter__(self) -> Iterator[Any]:
-        batches: Iterator[Any] = iter(self._owner.loader_of(self._loader))
-        for _ in range(self._n_skipped):
-            next(batches)
-        return batches
-
-    def after(self, n_batches: int) -> _Loader:
-        """Return the loader for an epoch of which the Trainer wants to skip the first batches. If the training goes on
-        from the pool, ``session.loader`` finds its place itself."""
-        return self if self._owner.found is not None else _Loader(self._loader, self._owner, n_batches)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-class _EvaluationLoader:
-    """A loader of an evaluation whose workers persist. It draws a random number when its workers start, once in each
-    process. The run before has drawn it, so a resumed run leaves the random state as it was."""
-
-    def __init__(self, loader: Any, evaluated: set[str], key: str) -> None:
-        """``evaluated``: keys of the loaders whose workers have started in this run or before."""
-        self._loader, self._evaluated, self._key = loader, evaluated, key
-
-    def __iter__(self) -> Iterator[Any]:
-        draws_again = self._key in self._evaluated and getattr(self._loader, "_iterator", None) is None
-        self._evaluated.add(self._key)
-        if not draws_again:
-            yield from self._loader
-            return
-        random_state = torch.get_rng_state()
-        batches = iter(self._loader)
-        first = next(batches, None)
-        torch.set_rng_state(random_state)
-        if first is not None:
-            yield first
-            yield from batches
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
 class TrainerSession:
     """What ``attach`` returns. ``session``: the ``lightck.Session`` of the run; None before ``train()`` has begun. It
     is closed at the end of ``train()``."""
@@ -357,7 +323,13 @@ class TrainerSession:
         self.begins_epoch_anew = False
         """Whether a finished training goes on with another epoch. (The Trainer leaves the last batch of an epoch as the
         last that it has asked for. So its pass does not look ended, if no other pass has begun.)"""
+        self.epoch, self.updates_before_epoch = 0, 0
+        """The Trainer's epoch, and how many updates were made before it. The Trainer computes them from the length of
+        its loader, and a loader of an iterable dataset has none."""
+        self.updates_per_epoch: int | None = None
+        """None: the loader has no length."""
         self.callbacks = _CallbackStates(trainer)
+        self.attributes = TrainerAttributes(trainer)
         self._resume, self._options = resume, dict(options)
         self._session_loader: Any = None
         self._progress = Progress(self)
@@ -474,24 +446,21 @@ class TrainerSession:
         self._session_loader, self.begins_epoch_anew = None, False
         self._began, self._seconds_before = time.time(), self.found["seconds"] if self.found is not None else 0.0
         self.callbacks.watch()
+        self.attributes.watch()
         with ExitStack() as stack:
 
             def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
                 _replace(stack, owner, name, make)
 
-            replace(trainer, "get_train_dataloader", lambda get: lambda: _Loader(get(), self))
+            replace(trainer, "get_train_dataloader", lambda get: lambda: TrainLoader(get(), self))
             if trainer.args.dataloader_persistent_workers:
                 replace(trainer, "get_eval_dataloader", lambda get: functools.partial(self._evaluation_loader, get))
             replace(trainer, "_finalize_training", lambda finalize: functools.partial(self._finalize, finalize))
+            replace(trainer, "_init_training_state", lambda init: functools.partial(self._init_state, init))
             replace(trainer, "_run_epoch", lambda run: functools.partial(self._run_epoch, run))
-            replace(trainer_module, "skip_first_batches", _skipping)
+            replace(trainer_module, "skip_first_batches", skipping)
             if is_resumed:
-                for name in (
-                    "_load_from_checkpoint",
-                    "_load_optimizer_and_scheduler",
-                    "_load_scaler",
-                    "_load_rng_state",
-                ):
+                for name in _LOADING:
                     replace(trainer, name, lambda _: _load_nothing)
                 replace(trainer.args, "eval_on_start", lambda _: False)  # the first run has done it
             try:
@@ -499,6 +468,8 @@ class TrainerSession:
             finally:
                 if self.session is not None:
                     self.session.abandon()  # does nothing after close()
+                if trainer.neftune_noise_alpha is not None and hasattr(trainer, "neftune_hook_handle"):
+                    trainer.neftune_hook_handle.remove()  # after an error, a second train() would add noise twice
 
     def begin(self) -> None:
         """Attach. Called when optimizer and scheduler exist, and no batch was fetched."""
@@ -521,9 +492,9 @@ class TrainerSession:
                 trainer.state.global_step,
             )
 
-    def _evaluation_loader(self, get: Callable[..., Any], eval_dataset: Any = None) -> _EvaluationLoader:
+    def _evaluation_loader(self, get: Callable[..., Any], eval_dataset: Any = None) -> EvaluationLoader:
         key = eval_dataset if isinstance(eval_dataset, str) else "eval"
-        return _EvaluationLoader(get(eval_dataset), self.evaluated, key)
+        return EvaluationLoader(get(eval_dataset), self.evaluated, key)
 
     def loader_of(self, loader: Any) -> Any:
         """Return the session's loader, which iterates over the Trainer's."""
@@ -540,12 +511,38 @@ class TrainerSession:
             return False
         return state.global_step >= state.max_steps or (self.session.done and bool(self.found["stopped"]))
 
+    def _init_state(
+        self, init: Callable[..., tuple[int, int]], max_steps: int, per_epoch: int, n_epochs: int, *others: Any
+    ) -> tuple[int, int]:
+        """Return the epoch, and how many batches of it were trained. Of a loader without a length the Trainer takes all
+        updates for one epoch, so an iterable dataset would be shuffled as in an earlier epoch (``set_epoch``)."""
+        self.updates_per_epoch = None if n_epochs == sys.maxsize else per_epoch  # the Trainer's mark of no length
+        epoch, n_batches = init(max_steps, per_epoch, n_epochs, *others)
+        if self.found is None:
+            return epoch, n_batches
+        before = self.found["updates_per_epoch"]
+        if self.updates_per_epoch != before:
+            now, before = (one or "an unknown number of" for one in (self.updates_per_epoch, before))
+            raise SessionError(
+                f"An epoch of this Trainer has {now} updates, and one of the run in the pool {self.path!r} had "
+                f"{before}, so the Trainer cannot find its place. Give the dataset, per_device_train_batch_size and "
+                "gradient_accumulation_steps of that run, or begin another pool with its weights: "
+                "lightck.recover(path, model)."
+            )
+        if self.updates_per_epoch is not None:
+            return epoch, n_batches
+        n_updates = self.trainer.state.global_step - self.found["updates_before_epoch"]
+        return self.found["epoch"], n_updates * self.trainer.args.gradient_accumulation_steps
+
     def _run_epoch(self, run: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if self.is_finished:
             self.trainer.control.should_training_stop = True
             return
-        is_first = kwargs["epoch"] == kwargs["epochs_trained"] and not kwargs["steps_trained_in_current_epoch"]
-        self.begins_epoch_anew = is_first and self.session is not None and self.session.done
+        trainer, n_skipped = self.trainer, kwargs["steps_trained_in_current_epoch"]
+        is_first = kwargs["epoch"] == kwargs["epochs_trained"]
+        self.begins_epoch_anew = is_first and not n_skipped and self.session is not None and self.session.done
+        updates = n_skipped // trainer.args.gradient_accumulation_steps if is_first else 0
+        self.epoch, self.updates_before_epoch = kwargs["epoch"], trainer.state.global_step - updates
         run(*args, **kwargs)
 
     def _finalize(self, finalize: Callable[..., Any], trial: Any, num_train_samples: Any, start_time: float) -> Any:
@@ -562,17 +559,8 @@ def _newest(path: str) -> lightck.Checkpoint:
     """Return the newest checkpoint. Its tensors are not read, unless the pool has gradient records."""
     try:
         return lightck.recover(path, lazy=True)
-    except UnsupportedError:
+    except (UnsupportedError, FormatError):
         return lightck.recover(path)
-
-
-def _skipping(skip: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``skip_first_batches`` that knows the loaders of this file, too."""
-
-    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        return dataloader.after(num_batches) if isinstance(dataloader, _Loader) else skip(dataloader, num_batches)
-
-    return skip_first_batches
 
 
 def _load_nothing(*_: Any, **__: Any) -> None:

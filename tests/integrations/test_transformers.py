@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from toys import in_child, killed_child, net, pool_with, same
 
 import lightck
@@ -28,7 +29,7 @@ import lightck.integrations.transformers as integration  # noqa: E402
 from integrations.trainers import PROGRAMS, Events, run, trainer_of  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "finetune_trainer.py"
-IN_CI = ("accumulation, cosine, evaluation", "early stopping")
+IN_CI = ("accumulation, cosine, evaluation", "early stopping", "stream of samples, averages of a subclass")
 
 
 def programs(*marks: Any) -> list[Any]:
@@ -126,6 +127,60 @@ def test_more_epochs_go_on_from_a_finished_training(folder, pool):
     assert in_child(longer) == 30
 
 
+def test_an_interrupted_training_goes_on_in_the_same_process(folder, pool):
+    """With NEFTune, whose hook the Trainer leaves on the model after an interrupt."""
+    settings = {"neftune_noise_alpha": 5.0, "max_steps": 6, "logging_steps": 2}
+
+    class Interrupts(TrainerCallback):
+        is_due = True
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3 and self.is_due:
+                self.is_due = False
+                raise KeyboardInterrupt
+
+    def interrupted() -> Any:
+        expected = trainer_of("plain", folder / "plain", **settings)
+        expected.train()
+        trainer = trainer_of("plain", folder / "out", Interrupts(), **settings)
+        integration.attach(trainer, pool)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.train()
+        return same(trainer.model.state_dict(), expected.model.state_dict()), trainer.state.global_step
+
+    assert in_child(interrupted) == (True, 6)
+
+
+RANK = """
+import os, pathlib, sys, torch
+from integrations.trainers import run
+folder, pool, kill_at = sys.argv[1:]
+left = run("plain", pathlib.Path(folder), pathlib.Path(pool), int(kill_at) or None,
+           max_steps=5, eval_strategy="steps", eval_steps=1, ddp_backend="gloo")
+if os.environ["RANK"] == "0":
+    torch.save(left["state"], folder + ".left")
+"""
+
+
+@pytest.mark.long
+def test_two_ranks_go_on(folder, pool):
+    """The log of each rank has its own times."""
+    script = folder / "rank.py"
+    script.write_text(RANK)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+    def ranks(name: str, path: str, kill_at: int) -> int:
+        arguments = [*torchrun, str(folder / name), str(folder / path), str(kill_at)]
+        return subprocess.run(arguments, env=environment, timeout=100, check=False).returncode
+
+    assert ranks("whole", "whole.pool", 0) == 0
+    assert ranks("out", "ranks.pool", 20) != 0
+    assert ranks("out", "ranks.pool", 0) == 0
+    assert same(*(torch.load(folder / f"{name}.left") for name in ("whole", "out")))
+
+
 # -- the Trainer's own resume ------------------------------------------------------------------------------------------
 
 
@@ -175,6 +230,36 @@ def test_arguments_that_cannot_be_resumed_are_named(settings, named, folder, poo
     with pytest.raises(UnsupportedError, match=named):
         integration.attach(trainer, pool)
     assert not pool.exists()
+
+
+def test_a_reference_model_that_changes_is_refused(folder, pool):
+    trainer = trainer_of("plain", folder / "out")
+    trainer.args.sync_ref_model = True  # DPOConfig of TRL has it
+    with pytest.raises(UnsupportedError, match="sync_ref_model"):
+        integration.attach(trainer, pool)
+
+
+def test_a_pool_of_gradient_records_goes_on(folder, pool):
+    def restarted() -> Any:
+        expected = trainer_of("plain", folder / "plain", max_steps=7)
+        expected.train()
+        for stop_at in (4, None):
+            trainer = trainer_of("plain", folder / "out", Stops(stop_at), max_steps=7)
+            integration.attach(trainer, pool, strategy=lightck.Gradients(base_every=3))
+            with suppress(KeyboardInterrupt):
+                trainer.train()
+        return same(trainer.model.state_dict(), expected.model.state_dict())
+
+    assert in_child(restarted)
+
+
+class Stops(TrainerCallback):
+    def __init__(self, at: int | None) -> None:
+        self._at = at
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._at:
+            raise KeyboardInterrupt
 
 
 def test_a_second_attach_is_refused(folder, pool):
@@ -235,6 +320,21 @@ def test_a_pool_of_another_loop_is_refused(folder, pool):
     in_child(other)
 
 
+@pytest.mark.parametrize("changed", ["per_device_train_batch_size", "gradient_accumulation_steps"])
+def test_a_restart_with_epochs_of_another_length_is_refused(changed, folder, pool):
+    def restarted() -> str:
+        run("plain", folder / "out", pool, max_steps=5)
+        before = lightck.recover(pool)
+        trainer = trainer_of("plain", folder / "out", **{"max_steps": 8, changed: 2})
+        integration.attach(trainer, pool)
+        with pytest.raises(SessionError) as raised:
+            trainer.train()
+        assert lightck.recover(pool).step == before.step
+        return str(raised.value)
+
+    assert "the run in the pool" in in_child(restarted)
+
+
 def test_a_search_is_refused(folder, pool):
     trainer = trainer_of("plain", folder / "out")
     integration.attach(trainer, pool)
@@ -252,6 +352,43 @@ def test_a_callback_whose_state_is_not_saved_is_named(folder, pool, caplog):
     logged = in_child(counted)
     assert logged.count("the callback Events changes its attribute 'count'") == 1
     assert "ExportableState" in logged
+
+
+def test_an_attribute_of_the_trainer_that_is_not_saved_is_named(folder, pool, caplog):
+    def counted() -> str:
+        trainer = trainer_of("plain", folder / "out", max_steps=3)
+        trainer.center, trainer.kept, trainer.constant, trainer.long = torch.zeros(2), torch.zeros(2), 3, ""
+
+        class Moves(TrainerCallback):
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                trainer.center.add_(1)
+                trainer.long += "x" * 40_000
+
+        trainer.add_callback(Moves())
+        integration.attach(trainer, pool)
+        trainer.train()
+        return caplog.text
+
+    logged = in_child(counted)
+    assert logged.count("changes its attribute 'center' while it trains. It is a tensor") == 1
+    assert logged.count("changes its attribute 'long' while it trains. It has more than 65536 characters") == 1
+    assert "'kept'" not in logged
+    assert "'constant'" not in logged
+
+
+def test_an_attribute_that_the_training_did_not_change_may_differ_at_the_restart(folder, pool):
+    def restarted() -> Any:
+        trainer = trainer_of("stream of samples, averages of a subclass", folder / "out", max_steps=4)
+        trainer.weight = 1.0
+        integration.attach(trainer, pool)
+        trainer.train()
+        again = trainer_of("stream of samples, averages of a subclass", folder / "out", max_steps=4)
+        again.weight = 2.0
+        integration.attach(again, pool)
+        again.train()
+        return again.weight, again.average == trainer.average, type(again._metrics["train"]).__name__
+
+    assert in_child(restarted) == (2.0, True, "defaultdict")
 
 
 def test_an_epoch_that_was_cut_is_refused_at_the_resume(folder, pool):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "save_steps": 5,
         "max_steps": 13,
     },
+    "stream of samples, averages of a subclass": {"max_steps": 13, "logging_steps": 4},
 }
 
 
@@ -88,6 +91,44 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """Samples in another order in each epoch, and without a length. Each epoch has five batches."""
+
+    def __init__(self) -> None:
+        self._rows, self._epoch = Sentences(20), 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        order = torch.randperm(len(self._rows), generator=torch.Generator().manual_seed(self._epoch))
+        return (self._rows[int(index)] for index in order)
+
+
+class Averages(Trainer):
+    """Its loss depends on an average of the losses before. Metrics are collected from one log to the next, as TRL's
+    trainers do it."""
+
+    average = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._metrics: dict[str, Any] = {"train": defaultdict(list)}
+        self._recent: deque[float] = deque(maxlen=3)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.average = 0.9 * self.average + 0.1 * float(loss.detach())
+        self._recent.append(self.average)
+        self._metrics["train"]["average"].append(self.average)
+        return loss * (1 + sum(self._recent))
+
+    def log(self, logs: dict[str, float], *args: Any) -> None:
+        means = {name: sum(values) / len(values) for name, values in self._metrics["train"].items()}
+        self._metrics["train"].clear()
+        super().log({**logs, **means}, *args)
 
 
 def collated(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -138,11 +179,12 @@ def trainer_of(program: str, folder: Path, *callbacks: TrainerCallback, **settin
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))
     if program == "early stopping":
         callbacks = (*callbacks, EarlyStoppingCallback(1, 0.02))
-    return Trainer(
+    is_stream = program.startswith("stream")
+    return (Averages if is_stream else Trainer)(
         model,
         TrainingArguments(**given),
         data_collator=masked if program.startswith("masks") else collated,
-        train_dataset=Sentences(38),
+        train_dataset=Stream() if is_stream else Sentences(38),
         eval_dataset=Sentences(10),
         callbacks=list(callbacks),
     )
