@@ -19,9 +19,10 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightck.errors import ExportError, ExportExistsError, StateValueError, listed
+from lightck.errors import ExportError, ExportExistsError, listed
 from lightck.export.plain import count_tensors
 from lightck.pool.storage.file import sync_folder
+from lightck.restore.by_parameter import merged_by_parameter
 from lightck.restore.checkpoint import Checkpoint
 
 _METADATA = ".metadata"
@@ -61,31 +62,9 @@ def _system_error_of(err: BaseException) -> OSError | None:
 
 
 def _optimizer(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return state and options of all optimizers by the names of parameters, as ``get_optimizer_state_dict`` does."""
-    merged: dict[str, Any] = {"state": {}, "param_groups": []}
     dicts = checkpoint.optimizer or []
-    for saved, one in zip(checkpoint.contents.optimizers, dicts if isinstance(dicts, list) else [dicts], strict=True):
-        if saved.wraps:
-            continue  # it has the parameters of the optimizer that it wraps, which follows
-        names = list(saved.all_names)
-        for number, state in one["state"].items():
-            if not isinstance(number, int) or not isinstance(state, dict):
-                raise StateValueError(
-                    f"{saved.class_name} keeps state under {number!r}, which is no parameter, and a folder of "
-                    'torch.distributed.checkpoint has no place for it. Export with what="model", or with '
-                    'format="torch".'
-                )
-            nested = [key for key, part in state.items() if isinstance(part, (list, tuple, dict))]
-            if nested:
-                raise StateValueError(
-                    f"The state of {saved.class_name} has lists ({listed(list(map(repr, nested)), 3)}), which "
-                    'torch.distributed.checkpoint does not load. Export with what="model", or with format="torch".'
-                )
-            merged["state"][names[number]] = state
-        merged["param_groups"] += [
-            {**group, "params": [names[number] for number in group["params"]]} for group in one["param_groups"]
-        ]
-    return merged
+    cure = 'Export with what="model", or with format="torch".'
+    return merged_by_parameter(checkpoint.contents.optimizers, dicts if isinstance(dicts, list) else [dicts], cure)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from lightck.layout import Layout
 from lightck.pool.format.structures import CommitRecord
 from lightck.pool.reader import RejectedCheckpoint
 from lightck.restore import restore as _restore
+from lightck.restore.by_parameter import merged_by_parameter
 from lightck.restore.contents import Contents, MemorySource, OptimizerContents, refuse_unknown, unpack_dict
 from lightck.restore.optimizer import joined, keys_by_param
 from lightck.restore.ranges import Pieces, RangeReader, StoredPiece, checked_box, refuse_unfit_out, takes_bytes
@@ -95,10 +96,37 @@ class Checkpoint:
         are copies, because an optimizer that loads the state_dict may change its tensors.
 
         ``Optimizer.load_state_dict`` casts a state tensor to the dtype of its parameter; ``restore`` does not cast."""
-        dicts = [self._optimizer_dict(o) for o in self.contents.optimizers]
+        dicts = [self._optimizer_dict(o, lambda name: self.tensor(name).clone()) for o in self.contents.optimizers]
         if len(dicts) > 1:
             return dicts
         return dicts[0] if dicts else None
+
+    def meta(self, name: str) -> torch.Tensor:
+        """Return a tensor without data, on the device "meta", that has the shape and dtype of a tensor. Reads nothing.
+
+        Raises ``NoTensorError`` as ``tensor`` does."""
+        refuse_unknown(name, self.contents.entries)
+        entry = self.contents.entries[name]
+        return torch.empty(entry.shape, dtype=dtype_from_name(entry.dtype), device="meta")
+
+    def by_parameter(self, tensor: Callable[[str], Any] | None = None) -> dict[str, Any]:
+        """Return model and optimizers with the names of parameters, as
+        ``torch.distributed.checkpoint.state_dict.get_state_dict`` has them: ``{"model": {name: tensor}, "optimizer":
+        {"state": {name: {key: tensor}}, "param_groups": [...]}}``. If nothing of an optimizer was saved, ``state`` and
+        ``param_groups`` are empty.
+
+        Args:
+            tensor: called with the name of each tensor in the pool; what it returns is put in its place. ``meta`` gives
+                the structure without a read. By default ``self.tensor``.
+
+        Raises:
+            StateValueError: state of an optimizer that belongs to no parameter, or that has lists.
+        """
+        value = self.tensor if tensor is None else tensor
+        model = {name: value(entry.alias or entry.name) for name, entry in self.contents.model_entries.items()}
+        dicts = [self._optimizer_dict(one, value) for one in self.contents.optimizers]
+        cure = "Read it with .optimizer."
+        return {"model": model, "optimizer": merged_by_parameter(self.contents.optimizers, dicts, cure)}
 
     @property
     def state(self) -> dict[str, Any]:
@@ -240,14 +268,15 @@ class Checkpoint:
         self.close()
 
     @ordinary_tensors()
-    def _optimizer_dict(self, saved: OptimizerContents) -> dict[str, object]:
+    def _optimizer_dict(self, saved: OptimizerContents, tensor: Callable[[str], Any]) -> dict[str, Any]:
+        """``tensor``: returns what takes the place of a tensor in the pool; called once for each."""
         numbers = {name: i for i, name in enumerate(saved.all_names)}
         keys = keys_by_param(self.contents, saved)
-        copies: dict[str, torch.Tensor] = {}
+        copies: dict[str, Any] = {}
 
-        def copy_of(name: str) -> torch.Tensor:
+        def copy_of(name: str) -> Any:
             if name not in copies:
-                copies[name] = self.tensor(name).clone()
+                copies[name] = tensor(name)
             return copies[name]
 
         non_tensors = unpack_dict(saved.values, tensor=copy_of)
