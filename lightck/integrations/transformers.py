@@ -78,10 +78,16 @@ _USED = (
     "is_fsdp_enabled",
 )
 """Attributes of ``Trainer`` that this file uses. (Those of the loss exist only while it trains.)"""
-_REFUSED_TRAINERS = {
+_KEEPS_INPUTS = "_buffered_inputs"
+"""Attribute of TRL's trainers that train several times on inputs that they keep (GRPO, RLOO, distillation)."""
+_REFUSED = {
     "GRPOTrainer": "it trains several times on generations that it keeps, and these are not saved",
     "RLOOTrainer": "it trains several times on generations that it keeps, and these are not saved",
+    "OnlineDPOTrainer": "it trains on generations of an engine whose state is not saved",
+    "BEMACallback": "it keeps averages of the weights that are not saved",
+    "SyncRefModelCallback": "it changes a reference model that is not saved",
 }
+"""Names of classes of trainers and callbacks, and why a resume would not be exact with them."""
 
 
 def attach(
@@ -116,7 +122,8 @@ def attach(
 
 def _refuse_unsupported(trainer: object) -> None:
     if not isinstance(trainer, transformers.Trainer):
-        raise TypeError(f"trainer is a {type(trainer).__name__}. Pass a transformers.Trainer.")
+        given = f"the class {trainer.__name__}" if isinstance(trainer, type) else f"a {type(trainer).__name__}"
+        raise TypeError(f"trainer is {given}. Pass a transformers.Trainer.")
     major = int(transformers.__version__.partition(".")[0])
     if not VERSIONS[0] <= major < VERSIONS[1]:
         raise UnsupportedError(
@@ -136,13 +143,22 @@ def _refuse_unsupported(trainer: object) -> None:
             f"This Trainer has made {trainer.state.global_step} updates already. Attach before train(); the pool then "
             "knows where the training begins."
         )
-    for kind in type(trainer).__mro__:
-        if kind.__name__ in _REFUSED_TRAINERS:
-            raise UnsupportedError(
-                f"{kind.__name__} cannot be resumed exactly: {_REFUSED_TRAINERS[kind.__name__]}. Use the checkpoints "
-                "of the Trainer itself."
-            )
+    _refuse_hidden_state(trainer)
     _refuse_arguments(trainer)
+
+
+def _refuse_hidden_state(trainer: transformers.Trainer) -> None:
+    for one in (trainer, *trainer.callback_handler.callbacks):
+        reasons = [(kind.__name__, _REFUSED.get(kind.__name__, "")) for kind in type(one).__mro__]
+        if hasattr(one, _KEEPS_INPUTS):
+            reasons.append(
+                (type(one).__name__, "it trains several times on inputs that it keeps, and these are not saved")
+            )
+        for name, reason in reasons:
+            if reason:
+                raise UnsupportedError(
+                    f"{name} cannot be resumed exactly: {reason}. Use the checkpoints of the Trainer itself."
+                )
 
 
 def _refuse_arguments(trainer: transformers.Trainer) -> None:

@@ -291,6 +291,8 @@ def test_other_versions_trainers_and_arguments_are_refused(folder, pool, monkeyp
     trainer = trainer_of("plain", folder / "out")
     with pytest.raises(TypeError, match=r"Pass a transformers\.Trainer"):
         integration.attach(net(), pool)
+    with pytest.raises(TypeError, match="trainer is the class Trainer"):
+        integration.attach(trainer_module.Trainer, pool)
     with pytest.raises(TypeError, match="optimizer="):
         integration.attach(trainer, pool, optimizer=[])
     monkeypatch.setattr(integration.transformers, "__version__", "6.0.0")
@@ -298,10 +300,24 @@ def test_other_versions_trainers_and_arguments_are_refused(folder, pool, monkeyp
         integration.attach(trainer, pool)
 
 
-def test_trainers_with_hidden_state_are_refused(folder, pool):
+@pytest.mark.parametrize("name", ["GRPOTrainer", "OnlineDPOTrainer"])
+def test_trainers_with_hidden_state_are_refused(name, folder, pool):
     trainer = trainer_of("plain", folder / "out")
-    trainer.__class__ = type("GRPOTrainer", (type(trainer),), {})
-    with pytest.raises(UnsupportedError, match="GRPOTrainer"):
+    trainer.__class__ = type(name, (type(trainer),), {})
+    with pytest.raises(UnsupportedError, match=name):
+        integration.attach(trainer, pool)
+
+
+def test_a_trainer_that_keeps_inputs_is_refused(folder, pool):
+    trainer = trainer_of("plain", folder / "out")
+    trainer._buffered_inputs = None
+    with pytest.raises(UnsupportedError, match="inputs that it keeps"):
+        integration.attach(trainer, pool)
+
+
+def test_a_callback_with_hidden_averages_is_refused(folder, pool):
+    trainer = trainer_of("plain", folder / "out", type("BEMACallback", (TrainerCallback,), {})())
+    with pytest.raises(UnsupportedError, match=r"BEMACallback .* averages"):
         integration.attach(trainer, pool)
 
 
