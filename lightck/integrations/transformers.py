@@ -36,6 +36,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from torch.optim.lr_scheduler import LRScheduler
+
 import lightck
 from lightck.errors import (
     CheckpointExistsError,
@@ -290,7 +292,8 @@ class _CallbackStates:
         """Warn once of each callback that has changed, because its changes are not saved."""
         for one in list(self._own):
             callback, before = one
-            changed = [name for name, value in _plain_attributes(callback).items() if before.get(name, value) != value]
+            now = _plain_attributes(callback)
+            changed = [name for name, value in now.items() if name not in before or before[name] != value]
             if changed:
                 self._own.remove(one)
                 log.warning(
@@ -461,7 +464,6 @@ class TrainerSession:
         trainer, is_resumed = self.trainer, self._folder is not None
         self._session_loader, self.begins_epoch_anew = None, False
         self._began, self._seconds_before = time.time(), self.found["seconds"] if self.found is not None else 0.0
-        self.callbacks.watch()
         self.attributes.watch()
         with ExitStack() as stack:
 
@@ -491,6 +493,8 @@ class TrainerSession:
         """Attach. Called when optimizer and scheduler exist, and no batch was fetched."""
         trainer, options = self.trainer, dict(self._options)
         state = {STATE_NAME: self._progress, **(options.pop("state", None) or {})}
+        if not isinstance(trainer.lr_scheduler, LRScheduler):  # others are found (GreedyLR is none)
+            state.setdefault("scheduler", trainer.lr_scheduler)
         self.session = lightck.attach(
             trainer.model_wrapped,
             self.path,
@@ -499,6 +503,7 @@ class TrainerSession:
             resume=self.found is not None,
             **options,
         )
+        self.callbacks.watch()  # now, because callbacks set attributes in on_train_begin too
         self._options.pop("overwrite", None)  # a second train() goes on from this one
         if self.is_finished:
             log.warning(

@@ -407,6 +407,28 @@ def test_an_attribute_that_the_training_did_not_change_may_differ_at_the_restart
     assert in_child(restarted) == (2.0, True, "defaultdict")
 
 
+def test_an_attribute_that_a_callback_makes_while_it_trains_is_named(folder, pool, caplog):
+    class Count(TrainerCallback):
+        count = 0
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.count += 1
+
+    class Began(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.has_begun = True
+
+    def counted() -> str:
+        trainer = trainer_of("plain", folder / "out", Count(), Began(), max_steps=4)
+        integration.attach(trainer, pool)
+        trainer.train()
+        return caplog.text
+
+    logged = in_child(counted)
+    assert "the callback Count changes its attribute 'count'" in logged
+    assert "has_begun" not in logged
+
+
 def test_an_epoch_that_was_cut_is_refused_at_the_resume(folder, pool):
     class Cut(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -69,6 +69,13 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "eval_steps": 5,
         "logging_first_step": True,
     },
+    "greedy schedule": {
+        "lr_scheduler_type": "greedy",
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "loss",
+        "max_steps": 16,
+    },
     "adafactor, label smoothing": {
         "optim": "adafactor",
         "label_smoothing_factor": 0.1,
@@ -204,6 +211,7 @@ def run(program: str, folder: Path, pool: Path | None, kill_at: int | None = Non
         "best": trainer.state.best_metric,
         "step": trainer.state.global_step,
         "loss": output.training_loss,
+        "scheduler": trainer.lr_scheduler.state_dict(),
         "random": torch.get_rng_state(),
         "files": {str(path.relative_to(folder)): content(path) for path in sorted(folder.rglob("*")) if path.is_file()},
         "events": events.count,
