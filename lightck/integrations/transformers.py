@@ -51,7 +51,7 @@ from lightck.errors import (
 try:
     import transformers
     from transformers import trainer as trainer_module
-    from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+    from transformers.trainer_callback import TrainerCallback, TrainerState
     from transformers.trainer_utils import get_last_checkpoint
 except ImportError as err:
     raise ImportError(
@@ -59,6 +59,7 @@ except ImportError as err:
     ) from err
 
 from lightck.integrations.trainer_attributes import TrainerAttributes
+from lightck.integrations.trainer_callbacks import CallbackStates
 from lightck.integrations.trainer_loaders import EvaluationLoader, TrainLoader, skipping
 
 log = logging.getLogger("lightck")
@@ -192,6 +193,8 @@ class Progress:
         """The entries of the log history as JSON, each encoded once."""
         self._last: object = None
         """The entry that was encoded last."""
+        self._loaded: tuple[int, int, bytes] | None = None
+        """Step, entries of the log, and what was loaded. (The Trainer has set max_steps anew since then.)"""
 
     def state_dict(self) -> dict[str, Any]:
         owner, trainer = self._owner, self._owner.trainer
@@ -223,6 +226,7 @@ class Progress:
                 "was trained. Call train() again."
             )
         trainer.state.log_history = own["log_history"]
+        self._loaded = own["global_step"], len(own["log_history"]), state["trainer_state"]
         trainer._tr_loss = state["tr_loss"].to(trainer.args.device)
         trainer._total_loss_scalar = state["total_loss_scalar"]
         trainer._globalstep_last_logged = state["globalstep_last_logged"]
@@ -238,6 +242,8 @@ class Progress:
         """Return ``trainer_state.json``, as the Trainer would write it. The log history grows at each step, so what was
         encoded before is used again."""
         history = state.log_history
+        if self._loaded is not None and self._loaded[:2] == (state.global_step, len(history)):
+            return self._loaded[2]
         if len(history) < len(self._encoded) or (self._encoded and history[len(self._encoded) - 1] is not self._last):
             self._encoded.clear()
         for entry in history[len(self._encoded) :]:
@@ -246,71 +252,6 @@ class Progress:
         fields = {name: getattr(state, name) for name in state.__dataclass_fields__ if name != "log_history"}
         rest = json.dumps(fields)
         return f'{rest[:-1]}, "log_history": [{", ".join(self._encoded)}]}}'.encode()
-
-
-class _CallbackStates:
-    """The callbacks of a Trainer, and what of them is saved: the state of those that are ``ExportableState``."""
-
-    def __init__(self, trainer: transformers.Trainer) -> None:
-        self._trainer = trainer
-        self._own: list[tuple[TrainerCallback, dict[str, object]]] = []
-        """Callbacks of the user whose state is not saved, with their plain attributes at attach."""
-
-    def _exportable(self) -> list[Any]:
-        return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
-
-    def states(self) -> list[list[Any]]:
-        """Return name of the class and state, for each callback that has one."""
-        return [[type(one).__name__, one.state()] for one in self._exportable()]
-
-    def restore(self, states: list[list[Any]]) -> None:
-        """Set the attributes that were saved. Callbacks of one class are identified by their order."""
-        left = list(states)
-        for callback in self._exportable():
-            saved = next((one for one in left if one[0] == type(callback).__name__), None)
-            if saved is None:
-                continue
-            left.remove(saved)
-            for name, value in saved[1].get("attributes", {}).items():
-                setattr(callback, name, value)
-        if left:
-            log.warning(
-                "lightck: the run before had the callback %s, whose state is lost, because this Trainer has no such "
-                "callback",
-                left[0][0],
-            )
-
-    def watch(self) -> None:
-        """Remember what user's callbacks have as plain attributes."""
-        self._own = [
-            (one, _plain_attributes(one))
-            for one in self._trainer.callback_handler.callbacks
-            if not isinstance(one, (ExportableState, _Callback)) and _is_of_user(one)
-        ]
-
-    def warn_of_changes(self) -> None:
-        """Warn once of each callback that has changed, because its changes are not saved."""
-        for one in list(self._own):
-            callback, before = one
-            now = _plain_attributes(callback)
-            changed = [name for name, value in now.items() if name not in before or before[name] != value]
-            if changed:
-                self._own.remove(one)
-                log.warning(
-                    "lightck: the callback %s changes its attribute %r while it trains, and a resume would not know "
-                    "it. Let the class inherit transformers.trainer_callback.ExportableState too: lightck saves what "
-                    "its state() returns",
-                    type(callback).__name__,
-                    changed[0],
-                )
-
-
-def _is_of_user(callback: object) -> bool:
-    return type(callback).__module__.partition(".")[0] not in ("transformers", "trl", "peft", "lightck")
-
-
-def _plain_attributes(callback: object) -> dict[str, object]:
-    return {name: value for name, value in vars(callback).items() if isinstance(value, (int, float, str, bool))}
 
 
 class _Callback(TrainerCallback):
@@ -347,7 +288,7 @@ class TrainerSession:
         its loader, and a loader of an iterable dataset has none."""
         self.updates_per_epoch: int | None = None
         """None: the loader has no length."""
-        self.callbacks = _CallbackStates(trainer)
+        self.callbacks = CallbackStates(trainer)
         self.attributes = TrainerAttributes(trainer)
         self._resume, self._options = resume, dict(options)
         self._session_loader: Any = None

@@ -119,12 +119,14 @@ def test_a_finished_training_trains_nothing_and_says_so(folder, pool, caplog):
     assert second["log"][: len(first["log"])] == first["log"]
 
 
-def test_more_epochs_go_on_from_a_finished_training(folder, pool):
+def test_more_epochs_go_on_from_a_finished_training(folder, pool, caplog):
     def longer() -> Any:
         run("plain", folder / "out", pool, num_train_epochs=2)
-        return run("plain", folder / "out", pool, num_train_epochs=3)["step"]
+        return run("plain", folder / "out", pool, num_train_epochs=3)["step"], caplog.text
 
-    assert in_child(longer) == 30
+    step, logged = in_child(longer)
+    assert step == 30
+    assert "differs in" not in logged  # the Trainer has set max_steps anew
 
 
 def test_an_interrupted_training_goes_on_in_the_same_process(folder, pool):
