@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,41 @@ def test_a_killed_loop_ends_like_one_that_was_not(program, folder, pool):
     for kill_at in kills:
         killed_child(lambda kill_at=kill_at: run(program, pool, kill_at))
     assert difference(in_child(lambda: run(program, pool)), expected) == []
+
+
+RANK = """
+import sys
+from pathlib import Path
+import torch
+from integrations.test_accelerate import run
+
+left, pool, kill_at = sys.argv[1:]
+found = run("accumulation", Path(pool) if pool != "none" else None, int(kill_at) or None)
+torch.save({name: found[name] for name in ("state", "scheduler", "count")}, f"{left}.{torch.distributed.get_rank()}")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_two_ranks_go_on(folder):
+    """DistributedDataParallel: each rank has its own batches and random numbers."""
+    (folder / "rank.py").write_text(RANK)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", folder / "rank.py"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+    def ranks(left: str, pool: str, kill_at: int) -> int:
+        where = [folder / left, folder / pool if pool != "none" else pool]
+        return subprocess.run([*torchrun, *where, str(kill_at)], env=environment, timeout=100, check=False).returncode
+
+    assert ranks("plain", "none", 0) == 0
+    assert ranks("whole", "whole.pools", 0) == 0
+    for kill_at in (6, 9):
+        assert ranks("killed", "killed.pools", kill_at) != 0
+    assert ranks("killed", "killed.pools", 0) == 0
+    for rank in range(2):
+        expected, whole, killed = (torch.load(folder / f"{left}.{rank}") for left in ("plain", "whole", "killed"))
+        assert same(whole, expected)
+        assert same(killed, expected)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
