@@ -76,7 +76,7 @@ class TrainerAttributes:
         self._restored = set(saved)
 
     def _own(self) -> list[tuple[str, Any]]:
-        known = _assigned_by_transformers()
+        known = assigned_by_transformers()
         return [(name, value) for name, value in vars(self._trainer).items() if name not in known]
 
     def _encoded(self, skipped: set[str] | frozenset[str] = frozenset()) -> list[tuple[str, str]]:
@@ -98,7 +98,7 @@ class TrainerAttributes:
 
 
 @functools.cache
-def _assigned_by_transformers() -> frozenset[str]:
+def assigned_by_transformers() -> frozenset[str]:
     """Return the names of all attributes that the Trainer's own code assigns. What matters of these is saved elsewhere,
     or set anew by each ``train()``."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(transformers.Trainer)))

@@ -58,7 +58,7 @@ except ImportError as err:
         "lightck.integrations.transformers needs transformers. Install it with: pip install 'lightck[transformers]'"
     ) from err
 
-from lightck.integrations.trainer_attributes import TrainerAttributes
+from lightck.integrations.trainer_attributes import TrainerAttributes, assigned_by_transformers
 from lightck.integrations.trainer_callbacks import CallbackStates
 from lightck.integrations.trainer_loaders import EvaluationLoader, TrainLoader, skipping
 
@@ -80,7 +80,9 @@ _USED = (
     "is_deepspeed_enabled",
     "is_fsdp_enabled",
 )
-"""Attributes of ``Trainer`` that this file uses. (Those of the loss exist only while it trains.)"""
+"""Attributes of ``Trainer`` that this file uses."""
+_USED_IN_TRAINING = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
+"""Attributes that exist only while the Trainer trains."""
 _KEEPS_INPUTS = "_buffered_inputs"
 """Attribute of TRL's trainers that train several times on inputs that they keep (GRPO, RLOO, distillation)."""
 _REFUSED = {
@@ -134,10 +136,11 @@ def _refuse_unsupported(trainer: object) -> None:
             "release, or save the checkpoints of the Trainer itself."
         )
     missing = [name for name in _USED if not hasattr(trainer, name)]
+    missing += [name for name in _USED_IN_TRAINING if name not in assigned_by_transformers()]
     if missing or not hasattr(trainer_module, "skip_first_batches"):
         raise UnsupportedError(
             f"This Trainer of transformers {transformers.__version__} has no {(missing or ['skip_first_batches'])[0]}, "
-            "which lightck needs to resume exactly. Report it, and install an earlier release meanwhile."
+            "which lightck needs to resume exactly. Install another release: 5.3 to 5.24 have it."
         )
     if any(isinstance(one, _Callback) for one in trainer.callback_handler.callbacks):
         raise SessionError("This Trainer is attached to a pool already. One attach for each Trainer.")
@@ -210,7 +213,7 @@ class Progress:
             "total_loss_scalar": trainer._total_loss_scalar,
             "globalstep_last_logged": trainer._globalstep_last_logged,
             "current_flos": trainer.current_flos,
-            "initial_global_step": trainer._initial_global_step,
+            "initial_global_step": getattr(trainer, "_initial_global_step", 0),  # earlier releases have none
             "seconds": owner.seconds,
             "stopped": trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps,
             "epoch_was_cut": owner.epoch_was_cut,
@@ -231,7 +234,8 @@ class Progress:
         trainer._total_loss_scalar = state["total_loss_scalar"]
         trainer._globalstep_last_logged = state["globalstep_last_logged"]
         trainer.current_flos = state["current_flos"]
-        trainer._initial_global_step = state["initial_global_step"]
+        if hasattr(trainer, "_initial_global_step"):
+            trainer._initial_global_step = state["initial_global_step"]
         trainer.control.should_training_stop = state["stopped"]
         owner.epoch_was_cut, owner.evaluated = state["epoch_was_cut"], set(state["evaluated"])
         owner.epoch, owner.updates_before_epoch = state["epoch"], state["updates_before_epoch"]
