@@ -34,7 +34,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
 import lightck
-from lightck.errors import PoolNotFoundError, RankError, UnsupportedError
+from lightck.errors import PoolNotFoundError, RankError
+from lightck.integrations.newest import newest
 
 
 class PoolReader(StorageReader):
@@ -82,7 +83,7 @@ class PoolReader(StorageReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         self.close()
-        self._checkpoint = checkpoint = _opened(self._path, self._step)
+        self._checkpoint = checkpoint = newest(self._path, self._step)
         self._names, self._values = {}, {}
         found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         paths: dict[str, tuple[str | int, ...]] = {}
@@ -133,7 +134,7 @@ class PoolReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether there is something at this path that ``lightck.recover`` can read."""
         try:
-            _opened(os.fspath(checkpoint_id), None).close()
+            newest(os.fspath(checkpoint_id)).close()
         except (lightck.errors.LightckError, OSError):
             return False
         return True
@@ -211,14 +212,6 @@ class _Named:
 
     def __init__(self, name: str) -> None:
         self.name = name
-
-
-def _opened(path: str, step: int | None) -> lightck.Checkpoint:
-    """Return a checkpoint without reading its tensors, unless the pool has gradient records."""
-    try:
-        return lightck.recover(path, step=step, lazy=True)
-    except (UnsupportedError, lightck.errors.FormatError):
-        return lightck.recover(path, step=step)
 
 
 def _metadata_of(tensor: torch.Tensor) -> TensorStorageMetadata:

@@ -19,12 +19,26 @@ class LoaderOwner(Protocol):
         ...
 
 
-class TrainLoader:
+class _Wrapped:
+    """A loader in the place of another one, whose length and attributes it has."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class TrainLoader(_Wrapped):
     """The Trainer's loader. It iterates over ``session.loader``, which goes on in the middle of a pass."""
 
     def __init__(self, loader: Any, owner: LoaderOwner, n_skipped: int = 0) -> None:
         """``n_skipped``: batches that are fetched and dropped, because the Trainer's own checkpoint lies after them."""
-        self._loader, self._owner, self._n_skipped = loader, owner, n_skipped
+        super().__init__(loader)
+        self._owner, self._n_skipped = owner, n_skipped
 
     def __iter__(self) -> Iterator[Any]:
         batches: Iterator[Any] = iter(self._owner.loader_of(self._loader))
@@ -37,20 +51,15 @@ class TrainLoader:
         from the pool, ``session.loader`` finds its place itself."""
         return self if self._owner.found is not None else TrainLoader(self._loader, self._owner, n_batches)
 
-    def __len__(self) -> int:
-        return len(self._loader)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-class EvaluationLoader:
+class EvaluationLoader(_Wrapped):
     """A loader of an evaluation whose workers persist. It draws a random number when its workers start, once in each
     process. The run before has drawn it, so a resumed run leaves the random state as it was."""
 
     def __init__(self, loader: Any, evaluated: set[str], key: str) -> None:
         """``evaluated``: keys of the loaders whose workers have started in this run or before."""
-        self._loader, self._evaluated, self._key = loader, evaluated, key
+        super().__init__(loader)
+        self._evaluated, self._key = evaluated, key
 
     def __iter__(self) -> Iterator[Any]:
         draws_again = self._key in self._evaluated and getattr(self._loader, "_iterator", None) is None
@@ -65,12 +74,6 @@ class EvaluationLoader:
         if first is not None:
             yield first
             yield from batches
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
 
 def skipping(skip: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,7 +41,6 @@ from torch.optim.lr_scheduler import LRScheduler
 import lightck
 from lightck.errors import (
     CheckpointExistsError,
-    FormatError,
     NoCheckpointError,
     PoolNotFoundError,
     SessionError,
@@ -58,6 +57,7 @@ except ImportError as err:
         "lightck.integrations.transformers needs transformers. Install it with: pip install 'lightck[transformers]'"
     ) from err
 
+from lightck.integrations.newest import newest
 from lightck.integrations.trainer_attributes import TrainerAttributes, assigned_by_transformers
 from lightck.integrations.trainer_callbacks import CallbackStates
 from lightck.integrations.trainer_loaders import EvaluationLoader, TrainLoader, skipping
@@ -354,7 +354,7 @@ class TrainerSession:
         if self._options.get("overwrite"):
             return None
         try:
-            checkpoint = _newest(self.path)
+            checkpoint = newest(self.path)
         except (PoolNotFoundError, NoCheckpointError):
             return None
         with checkpoint:
@@ -519,14 +519,6 @@ class TrainerSession:
 
 
 # -- small pieces ------------------------------------------------------------------------------------------------------
-
-
-def _newest(path: str) -> lightck.Checkpoint:
-    """Return the newest checkpoint. Its tensors are not read, unless the pool has gradient records."""
-    try:
-        return lightck.recover(path, lazy=True)
-    except (UnsupportedError, FormatError):
-        return lightck.recover(path)
 
 
 def _load_nothing(*_: Any, **__: Any) -> None:

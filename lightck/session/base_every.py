@@ -97,12 +97,17 @@ def free_nbytes(path: str, backend: Backend) -> int:
     pool replaces it."""
     if isinstance(backend, DevdaxBackend):
         return backend.size_and_durability(path)[0]
-    free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
+    free = free_beside(path)
     with suppress(OSError):
         there = os.lstat(path)
         if stat.S_ISREG(there.st_mode):
             free += there.st_blocks * 512
     return free
+
+
+def free_beside(path: str) -> int:
+    """Return how many bytes are free beside the pool at this path."""
+    return shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
 
 
 # -- while training runs -----------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import weakref
 from collections.abc import Collection, Iterable, Sequence
 
@@ -18,7 +16,7 @@ from lightck.pool.storage.backend import Backend
 from lightck.restore.checkpoint import refuse_other_than_bool
 from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.session.arguments import Arguments, SaveOptions
-from lightck.session.base_every import chosen, free_nbytes, records_of_new_pool, refuse_wrong_mtbf
+from lightck.session.base_every import chosen, free_beside, free_nbytes, records_of_new_pool, refuse_wrong_mtbf
 from lightck.session.capture import Capture
 from lightck.session.compression import RESIDUALS_OF_STEPS, Compression, capacity_of, refuse_uncompressible
 from lightck.session.coupled_units import coupled_units
@@ -146,7 +144,7 @@ def space_advice(
 ) -> str:
     """Return a sentence for a pool that does not fit into its folder: with which ``base_every`` it would."""
     laid_out = kind.laid_out(entries)
-    free = shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
+    free = free_beside(path)
     for smaller in range(base_every - 1, BASE_EVERY_MIN - 1, -1):
         if pool_nbytes(laid_out, slots=records_default(smaller, interval), state_nbytes=state_nbytes) <= free:
             return f"With Gradients(base_every={smaller}) it fits."

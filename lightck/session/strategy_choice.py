@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -40,7 +39,7 @@ from lightck.pool.reader import open_pool
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.devdax import DevdaxBackend
 from lightck.session.arguments import AUTO_STRATEGY, Arguments
-from lightck.session.base_every import MEASURED, WARM_UP, records_of_new_pool
+from lightck.session.base_every import MEASURED, WARM_UP, free_beside, records_of_new_pool
 from lightck.session.discover import Found
 from lightck.session.gradient_arguments import refuse_unrecordable
 from lightck.state.device_transfers import transfer_of
@@ -165,11 +164,6 @@ def records_that_fit(laid_out: list[Entry], state_nbytes: int, free_nbytes: int)
             f"{free_nbytes / 2e6:,.0f} MB"
         )
     return n_records, ""
-
-
-def free_beside(path: str) -> int:
-    """Return how many bytes are free beside the pool at this path."""
-    return shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free
 
 
 def keep_full_state(meter: Meter, reason: str) -> None:

@@ -130,7 +130,8 @@ def test_a_resume_that_skips_the_random_states_is_found(folder, monkeypatch):
     assert "the loss of update" in reason
 
 
-def test_a_new_file_that_is_published_before_its_first_checkpoint_is_found(folder, monkeypatch):
+@pytest.mark.parametrize("campaign", ["kill-twice", "gradient-kill-twice"])
+def test_a_new_file_that_is_published_before_its_first_checkpoint_is_found(campaign, folder, monkeypatch):
     new_writer, publish = CurrentPool._new_writer, FileContainer.publish
 
     def publishing(self: CurrentPool, *arguments: Any, **options: Any) -> PoolWriter:
@@ -140,22 +141,7 @@ def test_a_new_file_that_is_published_before_its_first_checkpoint_is_found(folde
 
     monkeypatch.setattr(CurrentPool, "_new_writer", publishing)
     monkeypatch.setattr(FileContainer, "publish", lambda self: publish(self) if self.lock_fd is not None else None)
-    (reason,) = found("kill-twice", folder, range(2, 142, 7))
-    assert "has to be there" in reason
-
-
-def test_a_new_file_of_gradient_records_that_is_published_too_early_is_found(folder, monkeypatch):
-    """Before the first checkpoint is in it. The kill comes there, in the move."""
-    new_writer, publish = CurrentPool._new_writer, FileContainer.publish
-
-    def publishing(self: CurrentPool, *arguments: Any, **options: Any) -> PoolWriter:
-        writer = new_writer(self, *arguments, **options)
-        writer.reader.container.publish()
-        return writer
-
-    monkeypatch.setattr(CurrentPool, "_new_writer", publishing)
-    monkeypatch.setattr(FileContainer, "publish", lambda self: publish(self) if self.lock_fd is not None else None)
-    (reason,) = found("gradient-kill-twice", folder, range(2, 142, 7))
+    (reason,) = found(campaign, folder, range(2, 142, 7))
     assert "has to be there" in reason
 
 
