@@ -115,7 +115,7 @@ def test_no_text_has_an_old_word(pattern):
 
 def test_no_message_calls_a_checkpoint_a_version():
     allowed = re.compile(
-        r"version (counter|number)|--version|Stats\.versions|software version|newer lightck|older lightck"
+        r"version (counter|number)|version=|--version|Stats\.versions|software version|newer lightck|older lightck"
         r"|lightck, version|Print the version of lightck|root object of version|small state has version"
         r"|script depends on the version of"
     )

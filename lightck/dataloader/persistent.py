@@ -22,9 +22,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightck")
 
 
+_RESTORED = "_lightck_restores_draw"
+"""Attribute that an integration sets to True if it restores the random state when the workers start once more."""
+
+
 def draws_once(loader: object) -> bool:
     """Whether the loader's first pass draws from the global generator, and its later passes do not."""
-    return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "generator", None) is None
+    if getattr(loader, "generator", None) is not None or getattr(loader, _RESTORED, False):
+        return False
+    return bool(getattr(loader, "persistent_workers", False))
 
 
 class PersistentLoaders:

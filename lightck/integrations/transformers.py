@@ -57,10 +57,12 @@ except ImportError as err:
         "lightck.integrations.transformers needs transformers. Install it with: pip install 'lightck[transformers]'"
     ) from err
 
+from lightck.integrations.loaders import EvaluationLoader
 from lightck.integrations.newest import newest
+from lightck.integrations.replacing import replace
 from lightck.integrations.trainer_attributes import TrainerAttributes, assigned_by_transformers
 from lightck.integrations.trainer_callbacks import CallbackStates
-from lightck.integrations.trainer_loaders import EvaluationLoader, TrainLoader, skipping
+from lightck.integrations.trainer_loaders import TrainLoader, skipping
 
 log = logging.getLogger("lightck")
 STATE_NAME = "trainer"
@@ -411,21 +413,19 @@ class TrainerSession:
         self._began, self._seconds_before = time.time(), self.found["seconds"] if self.found is not None else 0.0
         self.attributes.watch()
         with ExitStack() as stack:
-
-            def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-                _replace(stack, owner, name, make)
-
-            replace(trainer, "get_train_dataloader", lambda get: lambda: TrainLoader(get(), self))
+            replace(stack, trainer, "get_train_dataloader", lambda get: lambda: TrainLoader(get(), self))
             if trainer.args.dataloader_persistent_workers:
-                replace(trainer, "get_eval_dataloader", lambda get: functools.partial(self._evaluation_loader, get))
-            replace(trainer, "_finalize_training", lambda finalize: functools.partial(self._finalize, finalize))
-            replace(trainer, "_init_training_state", lambda init: functools.partial(self._init_state, init))
-            replace(trainer, "_run_epoch", lambda run: functools.partial(self._run_epoch, run))
-            replace(trainer_module, "skip_first_batches", skipping)
+                replace(
+                    stack, trainer, "get_eval_dataloader", lambda get: functools.partial(self._evaluation_loader, get)
+                )
+            replace(stack, trainer, "_finalize_training", lambda finalize: functools.partial(self._finalize, finalize))
+            replace(stack, trainer, "_init_training_state", lambda init: functools.partial(self._init_state, init))
+            replace(stack, trainer, "_run_epoch", lambda run: functools.partial(self._run_epoch, run))
+            replace(stack, trainer_module, "skip_first_batches", skipping)
             if is_resumed:
                 for name in _LOADING:
-                    replace(trainer, name, lambda _: _load_nothing)
-                replace(trainer.args, "eval_on_start", lambda _: False)  # the first run has done it
+                    replace(stack, trainer, name, lambda _: _load_nothing)
+                replace(stack, trainer.args, "eval_on_start", lambda _: False)  # the first run has done it
             try:
                 return train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
             finally:
@@ -523,10 +523,3 @@ class TrainerSession:
 
 def _load_nothing(*_: Any, **__: Any) -> None:
     """In place of the Trainer's loading: the pool has what it would load."""
-
-
-def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Set ``owner.name`` to ``make(the present value)`` until the stack ends."""
-    had, before = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, make(before))
-    stack.callback(lambda: setattr(owner, name, before) if had else delattr(owner, name))

@@ -1,0 +1,154 @@
+"""Plain attributes of an object that a training changes: lists of outputs, counters, averages.
+
+Data flow: ``watch`` takes a mark of each attribute before the training. ``changed`` compares, and returns the values of
+those that differ, or that an earlier run changed. ``restore`` sets them.
+
+Invariant: what the training has not changed is not saved, so a restart may give such attributes other values.
+
+Failure cases: a changed attribute that cannot be saved (it holds other objects, or more than ``MOST_ITEMS`` values or
+``MOST_BYTES`` bytes of tensors) is named in one warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import torch
+
+log = logging.getLogger("lightck")
+MOST_ITEMS = 20_000
+MOST_BYTES = 1 << 26
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_LISTS = (list, tuple, deque)
+_DICTS = (dict, OrderedDict, Counter)
+
+
+class ChangedAttributes:
+    """The plain attributes of one object that its own code assigns."""
+
+    def __init__(self, owner: Any, known: Collection[str]) -> None:
+        """``known``: names of attributes that are none of the object's own."""
+        self._owner, self._known = owner, frozenset(known)
+        self._before: dict[str, object] = {}
+        self._restored: dict[str, Any] = {}
+        self._named: set[str] = set()
+
+    def watch(self) -> None:
+        """Remember what the attributes are before the training."""
+        self._before = {name: _mark(value) for name, value in self._own()}
+
+    def changed(self) -> dict[str, Any]:
+        """Return what the training has changed. Tensors are the object's own."""
+        found: dict[str, Any] = {}
+        for name, value in self._own():
+            mark = _mark(value)
+            if name not in self._restored and name in self._before and self._before[name] == mark:
+                continue
+            if mark is None:
+                if self._before.get(name, 0) is not None and not isinstance(value, torch.nn.Module):
+                    self._warn(name)
+            else:
+                found[name] = _plain(value)
+        return found
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Set the attributes that earlier runs changed."""
+        self._restored = saved
+        self.restore_again()
+
+    def restore_again(self) -> None:
+        """Set them once more, because code at the beginning of a run has set them anew."""
+        for name, value in self._restored.items():
+            setattr(self._owner, name, filled(getattr(self._owner, name, None), value))
+
+    def _own(self) -> list[tuple[str, Any]]:
+        return [(name, value) for name, value in vars(self._owner).items() if name not in self._known]
+
+    def _warn(self, name: str) -> None:
+        if name in self._named:
+            return
+        self._named.add(name)
+        log.warning(
+            "lightck: the %s changes its attribute %r while it trains. It is no plain value, or too large, so it is "
+            "not saved, and a resume would not know it. If the training depends on it, put it into an object with "
+            "state_dict() and load_state_dict(), and pass that in state={...}",
+            type(self._owner).__name__,
+            name,
+        )
+
+
+def _mark(value: Any) -> object:
+    """Return something that differs if the value has changed; None if the value is no plain value, or too large."""
+    budget = [MOST_ITEMS, MOST_BYTES]
+    try:
+        return (_mark_of(value, budget),)
+    except (TypeError, RecursionError):
+        return None
+
+
+def _mark_of(value: Any, budget: list[int]) -> object:
+    kind = type(value)
+    budget[0] -= 1
+    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        budget[1] -= value.nbytes
+        mark: object = (id(value), value._version)
+    elif kind in _PLAIN:
+        mark = (kind, value if value == value else "nan")
+    elif kind in _LISTS:
+        mark = (kind, tuple(_mark_of(one, budget) for one in value))
+    elif kind in _DICTS or (kind.__name__ == "defaultdict" and kind.__module__ == "collections"):
+        mark = (kind, tuple((_mark_of(key, budget), _mark_of(one, budget)) for key, one in value.items()))
+    elif kind in (set, frozenset):
+        mark = (kind, frozenset(_mark_of(one, budget) for one in value))
+    elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufc":
+        budget[1] -= value.nbytes
+        mark = (kind, value.tobytes())
+    else:
+        raise TypeError
+    if min(budget) < 0:
+        raise TypeError
+    return mark
+
+
+def _plain(value: Any) -> Any:
+    """Return the value in containers that a checkpoint holds. Tensors are taken without their graph."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_plain(one) for one in value)
+    if isinstance(value, (list, deque)):
+        return [_plain(one) for one in value]
+    return value
+
+
+def filled(present: Any, saved: Any) -> Any:
+    """Return the saved value. A container of the same kind is kept, so a ``defaultdict`` stays one; so is a device."""
+    if isinstance(present, dict) and isinstance(saved, dict):
+        before = dict(present)
+        present.clear()
+        present.update({key: filled(before.get(key), value) for key, value in saved.items()})
+        return present
+    if isinstance(present, (list, deque)) and isinstance(saved, list):
+        present.clear()
+        present.extend(_copied(saved))
+        return present
+    if isinstance(present, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return saved.to(present.device, copy=True)
+    return _copied(saved)
+
+
+def _copied(saved: Any) -> Any:
+    """Return a copy, so that the saved value can be set once more."""
+    if isinstance(saved, torch.Tensor):
+        return saved.clone()
+    if isinstance(saved, dict):
+        return {key: _copied(one) for key, one in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return type(saved)(_copied(one) for one in saved)
+    return saved

@@ -1,0 +1,78 @@
+"""The state of a Trainer's callbacks, and the files that ``ModelCheckpoint`` has written after the last checkpoint.
+
+A killed run may have written a file of ``ModelCheckpoint`` in the step that is made again. Lightning would give the
+same file another name, because the name is taken. ``FilesWrittenAgain`` lets it write the same file again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger("lightck")
+_OF_MODEL_CHECKPOINT = ("current_score", "best_model_path", "_last_global_step_saved", "_last_checkpoint_saved")
+"""Attributes that ``ModelCheckpoint.load_state_dict`` does not set."""
+
+
+def states(trainer: Any, ours: Any) -> list[list[Any]]:
+    """Return key, state and further attributes of each callback. ``ours``: the callback that is left out."""
+    found = []
+    for callback in trainer.callbacks:
+        if callback is ours:
+            continue
+        further = {name: getattr(callback, name) for name in _OF_MODEL_CHECKPOINT if _is_checkpoint(callback, name)}
+        state = callback.state_dict()
+        if state or further:
+            found.append([callback.state_key, state, further])
+    return found
+
+
+def restore(trainer: Any, saved: list[list[Any]]) -> None:
+    """Load the states into the callbacks with the same keys, as Lightning does it."""
+    left = list(saved)
+    for callback in trainer.callbacks:
+        one = next((one for one in left if one[0] == callback.state_key), None)
+        if one is None:
+            continue
+        left.remove(one)
+        if one[1]:
+            callback.load_state_dict(dict(one[1]))
+        for name, value in one[2].items():
+            setattr(callback, name, value)
+    if left:
+        log.warning(
+            "lightck: the run before had the callback %s, whose state is lost, because this Trainer has no such "
+            "callback",
+            left[0][0],
+        )
+
+
+def _is_checkpoint(callback: Any, name: str) -> bool:
+    return hasattr(callback, "best_k_models") and hasattr(callback, name)
+
+
+def write_again(trainer: Any, closed_at: float) -> None:
+    """Let each ``ModelCheckpoint`` write the files once more that were written after ``closed_at`` (seconds since the
+    epoch): the step in which they were written is made again."""
+    for callback in trainer.callbacks:
+        folder = getattr(callback, "dirpath", None)
+        if hasattr(callback, "file_exists") and isinstance(folder, (str, os.PathLike)) and os.path.isdir(folder):
+            with os.scandir(os.fspath(folder)) as entries:
+                late = {os.path.abspath(one.path) for one in entries if one.stat().st_mtime > closed_at}
+            if late:
+                callback.file_exists = _exists_unless(late, callback.file_exists)
+
+
+def _exists_unless(late: set[str], exists: Callable[..., bool]) -> Callable[..., bool]:
+    """Return ``exists`` that says no, once, for each of the ``late`` files."""
+
+    def file_exists(filepath: Any, *args: Any) -> bool:
+        path = os.path.abspath(filepath)
+        if path in late:
+            late.discard(path)
+            return False
+        return exists(filepath, *args)
+
+    return file_exists

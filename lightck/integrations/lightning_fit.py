@@ -1,0 +1,456 @@
+"""One ``trainer.fit`` of Lightning whose updates are saved.
+
+How a fit goes:
+
+    setup()             the pool's newest checkpoint is read, but no tensor of it. If there is one, the loggers go on
+                        with the version of the run before, and the sanity check of the validation is left out
+    loaders are made    (``FitLoop.setup_data``) and nothing was fetched: ``lightck.attach``. Optimizers and schedulers
+                        exist, and the model is where the strategy puts it. A resume sets the loops to the batch after
+                        the checkpoint, and each loader is replaced by one that iterates over ``session.loader``
+    next() of a batch   closes the step before: its log, validation and files are done. The first ``next()`` sets once
+                        more what hooks at the beginning of a run set anew
+    the end of the fit  ``session.close(done=True)``, after all ``on_train_end`` hooks
+
+Invariant: a checkpoint holds the Trainer's own state of the same moment as its tensors (``Progress``): that between two
+batches. Lightning's own rules for a restart, which guess at which hook a checkpoint was made, are not used. If the
+process is killed inside a validation or a save, the step is made again, and the validation or save is repeated.
+
+Failure cases: an attribute of Lightning that this file uses does not exist: ``UnsupportedError`` in ``setup``. The pool
+changes between the first look and the attach: ``SessionError``, and nothing was trained.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import logging
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+import lightck
+from lightck.errors import (
+    CheckpointExistsError,
+    NoCheckpointError,
+    PoolNotFoundError,
+    SessionError,
+    UnsupportedError,
+)
+from lightck.integrations import lightning_callbacks as callbacks
+from lightck.integrations import lightning_loggers as loggers
+from lightck.integrations import lightning_results as results
+from lightck.integrations.attributes import ChangedAttributes
+from lightck.integrations.lightning_loaders import (
+    Batches,
+    Lookahead,
+    RandomStates,
+    TrainLoader,
+    ValidationLoader,
+    has_length,
+)
+from lightck.integrations.newest import newest
+from lightck.integrations.replacing import replace
+
+log = logging.getLogger("lightck")
+STATE_NAME = "lightning"
+"""Name in ``state`` under which ``Progress`` is saved."""
+PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch")
+"""Packages whose attributes of a module or callback are none of the user's."""
+
+
+class Progress:
+    """What a Trainer keeps beside model, optimizer and scheduler. Saved in each checkpoint (``state=``)."""
+
+    def __init__(self, fit: Fit) -> None:
+        self._fit = fit
+
+    def state_dict(self) -> dict[str, Any]:
+        fit, trainer = self._fit, self._fit.trainer
+        loops = trainer.fit_loop.state_dict()
+        loops["state_dict"] = {}  # loaders' states: the session has the positions
+        val_loop = trainer.fit_loop.epoch_loop.val_loop
+        found = {
+            "fit_loop": loops,
+            "batches_of_an_epoch": fit.n_batches,
+            "validated": [[key, n] for key, n in val_loop._seen_batches_per_dataloader.items()],
+            "should_stop": bool(trainer.should_stop),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "callbacks": callbacks.states(trainer, fit.callback),
+            "attributes": {name: one.changed() for name, one in fit.attributes.items()},
+            "evaluated": sorted(fit.evaluated),
+            "loggers": loggers.states(trainer) if fit.loaded is None else fit.loaded["loggers"],
+            "pass_has_ended": fit.pass_has_ended,
+            "closed_at": time.time(),
+            **results.saved(trainer),
+        }
+        if trainer.datamodule is not None and (state := trainer.datamodule.state_dict()):
+            found["datamodule"] = state
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        fit, trainer = self._fit, self._fit.trainer
+        found = fit.found
+        if found is None or state["fit_loop"] != found["fit_loop"]:
+            raise SessionError(
+                f"The pool {fit.path!r} has changed since fit() began. Another process may train into it. Nothing was "
+                "trained. Call fit() again."
+            )
+        fit.loaded, fit.pass_has_ended = state, state["pass_has_ended"]
+        loop = trainer.fit_loop
+        loop.load_state_dict(dict(state["fit_loop"]))
+        fit.validated = dict(state["validated"])
+        loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(fit.validated)
+        trainer.should_stop = state["should_stop"]
+        trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+        fit.evaluated |= set(state["evaluated"])
+        callbacks.restore(trainer, state["callbacks"])
+        callbacks.write_again(trainer, state["closed_at"])
+        for name, one in fit.attributes.items():
+            one.restore(state["attributes"].get(name, {}))
+        if "datamodule" in state and trainer.datamodule is not None:
+            trainer.datamodule.load_state_dict(state["datamodule"])
+        results.restore(trainer, state)
+
+
+class Fit:
+    """Replaces methods of one Trainer's loops from ``setup`` until ``end``."""
+
+    def __init__(self, callback: Any, trainer: Any, module: Any, path: str, resume: bool, options: Any) -> None:
+        """``callback``: the ``LightckCallback``. ``options``: keywords of ``lightck.attach``."""
+        self.callback, self.trainer, self.module, self.path = callback, trainer, module, path
+        self.session: lightck.Session | None = None
+        self.found: Mapping[str, Any] | None = None
+        """What ``Progress`` saved in the checkpoint from which this fit goes on."""
+        self.loaded: dict[str, Any] | None = None
+        """The same, once it is loaded; None after the first batch was fetched."""
+        self.validated: dict[int, int] = {}
+        """Batches of each validation loader so far. Lightning begins to count when it makes these loaders."""
+        self.evaluated: set[str] = set()
+        """Keys of the validation's loaders whose workers have started in this run or an earlier one."""
+        self.attributes = {"module": ChangedAttributes(module, _assigned_by_packages(type(module)))}
+        for number, one in enumerate(trainer.callbacks):
+            if one is not callback and type(one).__module__.partition(".")[0] not in (*PACKAGES, "lightck"):
+                self.attributes[f"callback {number}"] = ChangedAttributes(one, _assigned_by_packages(type(one)))
+        if trainer.datamodule is not None:
+            known = _assigned_by_packages(type(trainer.datamodule))
+            self.attributes["datamodule"] = ChangedAttributes(trainer.datamodule, known)
+        self._resume, self._options = resume, dict(options)
+        self._progress, self._stack = Progress(self), ExitStack()
+        self.n_batches = float("inf")
+        """Number of batches of an epoch; infinite if a loader has no length."""
+        self._lookahead: Lookahead | None = None
+        self._runs = False
+        """Whether the loop of the training has begun."""
+        self._at_early_loaders: RandomStates | None = None
+        """If the loaders were made before: the random states at that time."""
+        self.pass_has_ended = False
+        """Whether the loader of the training has said that its last pass has ended."""
+        self._goes_on_in_epoch = False
+        """Whether the loaded checkpoint lies inside an epoch."""
+        self._n_ended = 0
+        """Number of batches of this process whose step ``end_step()`` has ended (manual optimization)."""
+
+    # -- the beginning and the end -------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Look at the pool, and replace what this file needs."""
+        self._look()
+        trainer, loop = self.trainer, self.trainer.fit_loop
+        loggers.follow(trainer)
+        if self.found is not None:
+            if trainer.is_global_zero:
+                loggers.rewind(trainer, self.found["loggers"])
+            self._replace(trainer, "num_sanity_val_steps", lambda _: 0)  # the first run has made it
+        for one in _flat(getattr(loop.epoch_loop.val_loop._data_source, "instance", None)):
+            if isinstance(one, DataLoader):
+                one._lightck_restores_draw = True  # ValidationLoader does
+        self._replace(loop, "run", lambda run: functools.partial(self._run, run))
+        self._replace(loop, "_load_combined_loader_states", lambda load: functools.partial(self._loaders_made, load))
+        self._replace(loop, "on_run_end", lambda end: functools.partial(self._fitted, end))
+        self._replace(loop.epoch_loop, "reset", lambda reset: functools.partial(self._reset_epoch, reset))
+        self._replace(loop.epoch_loop, "on_run_start", lambda start: functools.partial(self._epoch_started, start))
+        val_loop = loop.epoch_loop.val_loop
+        self._replace(val_loop, "setup_data", lambda setup: functools.partial(self._validation_loaders, setup))
+        module = sys.modules[type(loop).__module__]
+        self._replace(module, "_select_data_fetcher", lambda select: functools.partial(self._fetcher, select))
+
+    def end(self) -> None:
+        """Release the pool, and put back what was replaced. Does nothing more after the end of the fit."""
+        self._stack.close()
+        if self.session is not None:
+            self.session.abandon()  # does nothing after close()
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        replace(self._stack, owner, name, make)
+
+    def _look(self) -> None:
+        if self._options.get("overwrite"):
+            return
+        try:
+            with newest(self.path) as checkpoint:
+                step, state = checkpoint.step, checkpoint.state
+        except (NoCheckpointError, PoolNotFoundError):
+            return
+        if not self._resume:
+            raise CheckpointExistsError(
+                f"The pool {self.path!r} holds step {step}, and resume=False is given. Leave it out to go on from "
+                "there, or pass overwrite=True to discard what the pool holds."
+            )
+        if STATE_NAME not in state:
+            raise SessionError(
+                f"The pool {self.path!r} was not written by a Trainer of Lightning, so it does not say at which epoch "
+                "and batch one goes on. Go on with the loop that wrote it, or attach to another pool."
+            )
+        self.found = state[STATE_NAME]
+
+    # -- attach --------------------------------------------------------------------------------------------
+
+    def _loaders_made(self, load: Callable[[], None]) -> None:
+        """Attach, if optimizers and schedulers exist. Called when the loaders exist, and no batch was fetched."""
+        load()
+        if self._runs:
+            self._attach()
+        else:
+            self._at_early_loaders = RandomStates(self.trainer.fit_loop._combined_loader.flattened)
+
+    def _run(self, run: Callable[[], None]) -> None:
+        """Run the loop. If the script has asked for the number of steps (``estimated_stepping_batches``, for a
+        schedule), the loaders exist already, and the first pass has begun. It begins once more, with the same random
+        states."""
+        self._runs = True
+        if self._at_early_loaders is not None:
+            self._attach()
+            loop = self.trainer.fit_loop
+            with self._at_early_loaders.set_for_a_while():
+                fetcher = sys.modules[type(loop).__module__]._select_data_fetcher(
+                    self.trainer, self.trainer.state.stage
+                )
+                fetcher.setup(loop._combined_loader)
+                iter(fetcher)
+            loop._data_fetcher = fetcher
+        run()
+
+    def _attach(self) -> None:
+        if self.session is not None:
+            raise UnsupportedError(
+                "Lightning has made the loaders of the training anew (reload_dataloaders_every_n_epochs, or a second "
+                "fit inside this one). lightck cannot find the place in them again. Leave that argument out."
+            )
+        trainer, options = self.trainer, dict(self._options)
+        self._refuse_checkpoint_behind()
+        for one in self.attributes.values():
+            one.watch()
+        self.n_batches = _n_batches(trainer.fit_loop._combined_loader)
+        state = {STATE_NAME: self._progress, **(options.pop("state", None) or {})}
+        for number, config in enumerate(trainer.lr_scheduler_configs):
+            if not isinstance(config.scheduler, LRScheduler):  # others are found
+                state.setdefault(f"scheduler {number}", config.scheduler)
+        if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
+            state.setdefault("scaler", scaler)
+        self.session = self.callback.session = lightck.attach(
+            trainer.strategy.model,
+            self.path,
+            optimizer=list(trainer.optimizers),
+            state=state,
+            resume=self.found is not None,
+            **options,
+        )
+        if not (self.session.done and trainer.fit_loop.done):
+            self._wrap_loaders()
+            return
+        log.warning(
+            "lightck: the training in the pool %s is finished (step %d). Nothing is trained",
+            self.path,
+            self.session.step,
+        )
+
+    def _refuse_checkpoint_behind(self) -> None:
+        """Let Lightning's own checkpoint count, if the user asked for it; raise if the pool is ahead of it."""
+        if not self.trainer.ckpt_path:
+            return
+        if self.found is not None:
+            theirs, ours = self.trainer.global_step, _global_step(self.found)
+            if ours > theirs:
+                raise CheckpointExistsError(
+                    f"ckpt_path={self.trainer.ckpt_path!r} holds step {theirs}, and the pool {self.path!r} holds step "
+                    f"{ours}, which would be lost. Leave out ckpt_path to go on from the pool, or pass overwrite=True "
+                    "to LightckCallback to discard what the pool holds."
+                )
+        self.found = None
+        self._options["overwrite"] = True
+        log.warning(
+            "lightck: the training goes on from Lightning's checkpoint %s, as ckpt_path says. The pool %s begins anew "
+            "there",
+            self.trainer.ckpt_path,
+            self.path,
+        )
+
+    def _wrap_loaders(self) -> None:
+        assert self.session is not None
+        loop = self.trainer.fit_loop
+        combined = loop._combined_loader
+        progress = loop.epoch_progress.current
+        self._goes_on_in_epoch = self.loaded is not None and progress.started > progress.processed
+        if self._goes_on_in_epoch:
+            self._refuse_other_length()
+        is_anew = self.loaded is not None and not (self._goes_on_in_epoch or self.loaded["pass_has_ended"])
+        sized = [has_length(one) for one in combined.flattened]
+        if len(sized) > 1 and (combined._mode == "max_size" or not all(sized)):
+            raise UnsupportedError(
+                "Several loaders of the training are taken if each has a length, and CombinedLoader's mode is "
+                "'min_size' or 'max_size_cycle'. In other cases the place in them cannot be found again."
+            )
+        wrapped = []
+        for number, (loader, is_sized) in enumerate(zip(combined.flattened, sized, strict=True)):
+            inner = loader
+            if not is_sized:
+                inner = self._lookahead = Lookahead(loader)
+            name = "train" if len(sized) == 1 else f"train {number}"
+            session_loader = self.session.loader(inner, name=name, anew=is_anew)
+            wrapped.append(TrainLoader(loader, session_loader, self._before_next))
+        combined.flattened = wrapped
+
+    def _refuse_other_length(self) -> None:
+        """Raise if an epoch has another number of batches than the epoch in which the run before was."""
+        assert self.loaded is not None
+        now, before = self.n_batches, self.loaded["batches_of_an_epoch"]
+        if now != before:
+            raise SessionError(
+                f"An epoch of this Trainer has {now:g} batches, and the epoch of the run in the pool {self.path!r} had "
+                f"{before:g}, so its place cannot be found. Give the dataset, batch size, limit_train_batches and "
+                "number of devices of that run, or begin another pool with its weights: lightck.recover(path, model)."
+            )
+
+    # -- in the loops --------------------------------------------------------------------------------------
+
+    def _before_next(self) -> None:
+        assert self.session is not None
+        loop = self.trainer.fit_loop.epoch_loop
+        if self.loaded is not None:
+            for one in self.attributes.values():
+                one.restore_again()
+            results.restore(self.trainer, self.loaded)
+            self.loaded, self.pass_has_ended = None, False
+            self._n_ended = loop.batch_progress.total.completed
+        if not self.module.automatic_optimization and loop.batch_progress.total.completed > self._n_ended:
+            self._n_ended = loop.batch_progress.total.completed
+            self.session.end_step()  # optimizers may step at different rates
+
+    def _reset_epoch(self, reset: Callable[[], None]) -> None:
+        loop = self.trainer.fit_loop
+        if self.loaded is not None and self._goes_on_in_epoch:
+            return  # all counters are as they were
+        if self.loaded is not None:
+            loop.epoch_loop.restarting = False
+        reset()
+
+    def _epoch_started(self, start: Callable[[Any], None], fetcher: Any) -> None:
+        start(fetcher)
+        if self.loaded is not None:
+            loop = self.trainer.fit_loop
+            loop.epoch_loop.restarting = loop._restarting = False  # the loaded state is that between two batches
+
+    def _validation_loaders(self, setup: Callable[[], None]) -> None:
+        setup()
+        validated, self.validated = self.validated, {}
+        self.trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(validated)
+        combined = self.trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        if combined is not None:
+            combined.flattened = [
+                ValidationLoader(one, self.evaluated, str(number)) if _has_persistent_workers(one) else one
+                for number, one in enumerate(combined.flattened)
+            ]
+
+    def _fetcher(self, select: Callable[..., Any], *args: Any) -> Any:
+        fetcher = select(*args)
+        if self._lookahead is None or args[0] is not self.trainer or not hasattr(fetcher, "prefetch_batches"):
+            return fetcher
+        kind: Any = type(fetcher)
+        fetcher.__class__ = _one_at_a_time(kind)
+        fetcher.prefetch_batches, fetcher.lookahead = 0, self._lookahead
+        return fetcher
+
+    def _fitted(self, end: Callable[[], None]) -> None:
+        end()
+        assert self.session is not None
+        self._end_pass()
+        self.session.close(done=True)
+
+    def _end_pass(self) -> None:
+        """Let the pass end if its last batch was given. (Lightning does not ask for one more, so the pass would look
+        unfinished, and a fit with more epochs would have to begin it anew.)"""
+        loop = self.trainer.fit_loop
+        iterators = getattr(loop._combined_loader._iterator, "iterators", [])
+        if len(iterators) != 1 or not isinstance(iterators[0], Batches):
+            return
+        if self._lookahead is not None:
+            is_last = self._lookahead.gave_last
+        else:
+            is_last = loop.epoch_loop.batch_progress.current.ready == len(loop._combined_loader.flattened[0])
+        if is_last:
+            next(iterators[0], None)
+            self.pass_has_ended = True
+
+
+# -- small pieces ------------------------------------------------------------------------------------------------------
+
+
+def _n_batches(combined: Any) -> float:
+    """Return the number of batches that the combined loaders will give. (It asks for their iterators to know it.)"""
+    lengths = [
+        float(min(len(one) if has_length(one) else float("inf"), limit))
+        for one, limit in zip(combined.flattened, combined.limits, strict=True)
+    ]
+    return min(lengths) if combined._mode == "min_size" else max(lengths)
+
+
+def _flat(loaders: Any) -> list[Any]:
+    """Return the loaders in lists and dicts."""
+    if isinstance(loaders, dict):
+        loaders = list(loaders.values())
+    return [inner for one in loaders for inner in _flat(one)] if isinstance(loaders, (list, tuple)) else [loaders]
+
+
+def _has_persistent_workers(loader: Any) -> bool:
+    return not isinstance(loader, ValidationLoader) and bool(getattr(loader, "persistent_workers", False))
+
+
+def _global_step(state: Mapping[str, Any]) -> int:
+    loops = state["fit_loop"]
+    automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+    return int(automatic or loops["epoch_loop.manual_optimization.optim_step_progress"]["total"]["completed"])
+
+
+@functools.cache
+def _one_at_a_time(kind: Any) -> Any:
+    """Return the class of a fetcher that fetches no batch ahead, because the loader inside does it."""
+
+    def __next__(self: Any) -> Any:
+        batch = kind.__next__(self)
+        self.done = self.lookahead.gave_last
+        return batch
+
+    return type(kind.__name__, (kind,), {"__next__": __next__})
+
+
+def _assigned_by_packages(kind: type) -> frozenset[str]:
+    """Return the names of all attributes that the code of torch and Lightning assigns to objects of this class."""
+    found: set[str] = set()
+    for one in kind.__mro__:
+        if one.__module__.partition(".")[0] in PACKAGES:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(one)))
+            stored = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+            found |= {
+                node.attr
+                for node in stored
+                if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+            }
+    return frozenset(found | (set(vars(nn.Module())) if issubclass(kind, nn.Module) else set()))

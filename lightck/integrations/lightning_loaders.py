@@ -1,0 +1,114 @@
+"""The loaders of a Trainer of Lightning, as ``lightning.py`` replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lightck.integrations.loaders import EvaluationLoader, WrappedLoader
+
+
+class _Replacement(WrappedLoader):
+    """Lightning sets ``_iterator`` of a loader to None when it has ended the loader's workers."""
+
+    @property
+    def _iterator(self) -> Any:
+        return getattr(self._loader, "_iterator", None)
+
+    @_iterator.setter
+    def _iterator(self, value: Any) -> None:
+        self._loader._iterator = value
+
+
+class ValidationLoader(_Replacement, EvaluationLoader):
+    """A loader of a validation whose workers persist."""
+
+
+class TrainLoader(_Replacement):
+    """A loader of the training. It iterates over ``session.loader``, which goes on in the middle of a pass."""
+
+    def __init__(self, loader: Any, session_loader: Any, before_next: Callable[[], None]) -> None:
+        """``before_next``: called before each batch is fetched."""
+        super().__init__(loader)
+        self._session_loader, self._before_next = session_loader, before_next
+
+    def __iter__(self) -> Iterator[Any]:
+        return Batches(iter(self._session_loader), self._before_next)
+
+
+class Batches(Iterator[Any]):
+    """The iterator of one pass over a `TrainLoader`."""
+
+    def __init__(self, batches: Iterator[Any], before_next: Callable[[], None]) -> None:
+        self._batches, self._before_next = batches, before_next
+
+    def __next__(self) -> Any:
+        self._before_next()
+        return next(self._batches)
+
+
+class Lookahead(WrappedLoader):
+    """A loader without a length. It fetches one batch more than it gives, so it knows which batch is the last one.
+    (Lightning's own loop fetches ahead, too. There, the batch in between would belong to no checkpoint.)"""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self.gave_last = False
+        """Whether the last batch that was given is the last of its pass."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict"):  # it lies a batch ahead; a pass is fetched again instead
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.gave_last = False
+        batches, end = iter(self._loader), object()
+        return self._give(batches, end, next(batches, end))  # the first one now, as Lightning does it
+
+    def _give(self, batches: Iterator[Any], end: object, batch: Any) -> Iterator[Any]:
+        while batch is not end:
+            following = next(batches, end)
+            self.gave_last = following is end
+            yield batch
+            batch = following
+
+
+class RandomStates:
+    """The states of torch's random generator, and of those that loaders have of their own."""
+
+    def __init__(self, loaders: list[Any]) -> None:
+        self._loaders = loaders
+        owners = [owner for one in loaders for owner in (one, *(getattr(one, name, None) for name in _SAMPLERS))]
+        found = {id(g): g for one in owners if isinstance(g := getattr(one, "generator", None), torch.Generator)}
+        self._states = [(one, one.get_state()) for one in (torch.default_generator, *found.values())]
+
+    @contextmanager
+    def set_for_a_while(self) -> Iterator[None]:
+        """Set the states, and end the loaders' passes, so that the passes can begin once more. Afterwards the states
+        are as they were before the call."""
+        now = [(one, one.get_state()) for one, _ in self._states]
+        for one, state in self._states:
+            one.set_state(state)
+        for loader in self._loaders:
+            if getattr(loader, "_iterator", None) is not None:
+                loader._iterator = None  # its workers have begun to fetch the pass
+        try:
+            yield
+        finally:
+            for one, state in now:
+                one.set_state(state)
+
+
+_SAMPLERS = ("sampler", "batch_sampler")
+
+
+def has_length(loader: Any) -> bool:
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return False
+    return True

@@ -1,0 +1,380 @@
+"""A training under Lightning that is killed and started again ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toys import in_child, killed_child, net, pool_with, same
+
+import lightck
+from lightck.errors import (
+    AmbiguousError,
+    CheckpointExistsError,
+    LateError,
+    NoCheckpointError,
+    PoolNotFoundError,
+    SessionError,
+    UnsupportedError,
+)
+
+pytestmark = pytest.mark.frameworks
+pytest.importorskip("lightning")
+
+import lightning  # noqa: E402
+import lightning.pytorch as pl  # noqa: E402
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
+
+import lightck.integrations.lightning as integration  # noqa: E402
+from integrations.lightning_programs import PROGRAMS, Classifier, Rows, loader, run, trainer_of  # noqa: E402
+from lightck.integrations.lightning import LightckCallback  # noqa: E402
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fit_lightning.py"
+IN_CI = ("accumulation, one cycle, validation in the epoch", "stream of samples, max_steps")
+
+
+def programs(*marks: Any) -> list[Any]:
+    return [pytest.param(name, marks=() if name in IN_CI else marks) for name in PROGRAMS]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")
+    before = [logging.getLogger(name).level for name in names]
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    yield
+    for name, level in zip(names, before, strict=True):
+        logging.getLogger(name).setLevel(level)
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [name for name in one if name != "events" and not same(one[name], other[name])]
+
+
+# -- killed and started again ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", programs(pytest.mark.long))
+def test_a_killed_fit_ends_like_one_that_was_not(program, folder, pool):
+    expected = in_child(lambda: run(program, folder / "plain", None))
+    whole = in_child(lambda: run(program, folder / "whole", folder / "whole.pool"))
+    assert difference(whole, expected) == []
+    count = 2 if program in IN_CI else 8
+    chosen = random.Random(program)
+    kills = [chosen.randint(1, 2 * expected["events"] // (count + 2)) for _ in range(count)]
+    print("kills at the events", kills)
+    steps = [0]
+    for kill_at in kills:
+        killed_or_ended(program, folder, pool, kill_at)
+        with suppress(NoCheckpointError, PoolNotFoundError):
+            steps.append(lightck.recover(pool).step)
+    assert steps == sorted(steps)
+    resumed = in_child(lambda: run(program, folder / "out", pool))
+    assert difference(resumed, expected) == []
+
+
+def killed_or_ended(program: str, folder: Path, pool: Path, kill_at: int) -> None:
+    """A resumed run has fewer events, and may end before the kill."""
+    ended = folder / "ended"
+
+    def work() -> None:
+        run(program, folder / "out", pool, kill_at)
+        ended.touch()
+
+    try:
+        killed_child(work)
+    except AssertionError:
+        if not ended.exists():
+            raise
+
+
+def test_a_finished_fit_trains_nothing_and_says_so(folder, pool, caplog):
+    def twice() -> Any:
+        first = run("two loaders, data module", folder / "out", pool)
+        second = run("two loaders, data module", folder / "out", pool)
+        return first, second, caplog.text
+
+    first, second, logged = in_child(twice)
+    assert "is finished (step 21). Nothing is trained" in logged
+    assert [name for name in difference(first, second) if name != "random"] == []
+
+
+def test_more_epochs_go_on_from_a_finished_fit(folder, pool, caplog):
+    def longer() -> Any:
+        run("plain", folder / "out", pool, max_epochs=1)
+        return run("plain", folder / "out", pool, max_epochs=2), caplog.text
+
+    resumed, logged = in_child(longer)
+    expected = in_child(lambda: run("plain", folder / "plain", None, max_epochs=2))
+    assert not {"state", "step", "epoch", "random", "schedulers"} & set(difference(resumed, expected))
+    assert "differ" not in logged
+    assert "anew" not in logged
+
+
+def test_an_interrupted_fit_goes_on_in_the_same_process(folder, pool):
+    class Interrupts(Callback):
+        is_due = True
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 6 and Interrupts.is_due:
+                Interrupts.is_due = False
+                raise RuntimeError("stop here")
+
+    def interrupted() -> Any:
+        trainer, module, data = trainer_of("plain", folder / "out", LightckCallback(pool), Interrupts())
+        with pytest.raises(RuntimeError, match="stop here"):
+            trainer.fit(module, **data)
+        assert lightck.recover(pool).step == 5
+        return run("plain", folder / "out", pool)["state"]
+
+    assert same(in_child(interrupted), in_child(lambda: run("plain", folder / "plain", None))["state"])
+
+
+def test_a_file_that_is_written_twice_keeps_its_name(folder, pool):
+    """The kill comes after ``ModelCheckpoint`` has written the file, and before the step is closed."""
+
+    class Kills(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 4 and not (folder / "killed").exists():
+                (folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def fit(*callbacks: Callback) -> list[str]:
+        saves = ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)
+        trainer, module, data = trainer_of("plain", folder / "out", LightckCallback(pool), *callbacks, saves)
+        trainer.fit(module, **data)
+        return sorted(path.name for path in (folder / "out").rglob("*.ckpt"))
+
+    killed_child(lambda: fit(Kills()))
+    written = sorted(path.name for path in (folder / "out").rglob("*.ckpt"))
+    assert len(written) == 1
+    names = in_child(fit)
+    assert not [name for name in names if "-v1" in name]
+    assert written[0] in names
+
+
+# -- Fabric ------------------------------------------------------------------------------------------------------------
+
+
+def with_fabric(pool: Path | None, until: int, precision: str = "32-true") -> Any:
+    torch.manual_seed(3)
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, precision=precision)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    model, optimizer = fabric.setup(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 3, 0.5)
+    batches = fabric.setup_dataloaders(loader(38, num_workers=1))
+    session = None if pool is None else integration.attach(fabric, pool)
+    if session is not None:
+        batches = session.loader(batches)
+    losses, done = [], 0 if session is None else session.step
+    for _ in range(0 if session is None else batches.epoch, 4):
+        for x, y in batches:
+            optimizer.zero_grad()
+            with fabric.no_backward_sync(model, enabled=False):
+                loss = nn.functional.cross_entropy(model(x), y)
+                fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            scheduler.step()
+            losses.append(float(loss))
+            done += 1
+            if done == until:
+                os.kill(os.getpid(), signal.SIGKILL)
+    if session is not None:
+        session.close(done=True)
+    return model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), losses[-5:], torch.get_rng_state()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_killed_loop_with_fabric_ends_like_one_that_was_not(precision, pool):
+    expected = in_child(lambda: with_fabric(None, -1, precision))
+    for until in (4, 17, 29):
+        killed_child(lambda until=until: with_fabric(pool, until, precision))
+        assert lightck.recover(pool).step in (until - 1, until)
+    assert same(in_child(lambda: with_fabric(pool, -1, precision)), expected)
+
+
+def test_fabric_names_what_it_needs(pool):
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(TypeError, match=r"fabric is a str\. Pass a lightning\.Fabric"):
+        integration.attach("fabric", pool)
+    with pytest.raises(LateError, match=r"Call attach after fabric\.setup"):
+        integration.attach(fabric, pool)
+    first, second = (fabric.setup(net(), torch.optim.SGD(net().parameters(), 0.1))[0] for _ in range(2))
+    with pytest.raises(AmbiguousError, match="Fabric has set up 2 models"):
+        integration.attach(fabric, pool)
+    assert first is not second
+
+
+# -- refused, by name --------------------------------------------------------------------------------------------------
+
+
+def fitting(pool: Path, *callbacks: Callback, ours: dict[str, Any] | None = None, **settings: Any) -> None:
+    given = LightckCallback(pool, **(ours or {}))
+    trainer, module, data = trainer_of("plain", pool.parent / "out", given, *callbacks, max_epochs=1, **settings)
+    trainer.fit(module, **data)
+
+
+def refused(error: type[Exception], match: str, work: Any) -> None:
+    def raising() -> None:
+        with pytest.raises(error, match=match):
+            work()
+
+    in_child(raising)
+
+
+def test_what_cannot_be_resumed_exactly_is_refused_by_name(pool):
+    refused(
+        UnsupportedError,
+        "StochasticWeightAveraging cannot be resumed exactly",
+        lambda: fitting(pool, StochasticWeightAveraging(1e-2)),
+    )
+    refused(
+        UnsupportedError,
+        "reload_dataloaders_every_n_epochs",
+        lambda: fitting(pool, reload_dataloaders_every_n_epochs=1),
+    )
+    refused(SessionError, "two LightckCallbacks", lambda: fitting(pool, LightckCallback(pool)))
+    refused(TypeError, "optimizer= is not passed here", lambda: LightckCallback(pool, optimizer=1))
+    assert not pool.exists()
+
+
+def test_a_release_without_an_attribute_is_refused_at_once(pool, monkeypatch):
+    from lightning.pytorch.loops.fit_loop import _FitLoop
+
+    monkeypatch.delattr(_FitLoop, "_load_combined_loader_states")
+    refused(UnsupportedError, "has no _FitLoop._load_combined_loader_states", lambda: fitting(pool))
+    monkeypatch.undo()
+    monkeypatch.setattr(lightning, "__version__", "3.1")
+    refused(UnsupportedError, "lightning 3.1 is not supported: lightck knows 2.", lambda: fitting(pool))
+    assert not pool.exists()
+
+
+def test_a_trainer_that_has_trained_is_refused(folder, pool):
+    def late() -> None:
+        trainer, module, data = trainer_of("plain", folder / "out", max_epochs=1)
+        trainer.fit(module, **data)
+        trainer.callbacks.append(LightckCallback(pool))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, **data)
+
+    refused(SessionError, "has made 10 updates already", late)
+
+
+def test_pools_that_hold_something_else_are_refused(folder, pool):
+    pool_with(pool)
+    refused(SessionError, "was not written by a Trainer of Lightning", lambda: fitting(pool))
+    pool.unlink()
+    in_child(lambda: fitting(pool))
+    refused(CheckpointExistsError, "resume=False is given", lambda: fitting(pool, ours={"resume": False}))
+
+
+def test_another_batch_size_inside_an_epoch_is_refused(folder, pool):
+    killed_child(lambda: run("plain", folder / "out", pool, 24))
+
+    def other() -> None:
+        trainer, module, data = trainer_of("plain", folder / "out", LightckCallback(pool))
+        data["train_dataloaders"] = torch.utils.data.DataLoader(Rows(38), batch_size=2, shuffle=True)
+        trainer.fit(module, **data)
+
+    refused(SessionError, "has 19 batches, and the epoch of the run in the pool .* had 10", other)
+    resumed = in_child(lambda: run("plain", folder / "out", pool))
+    assert difference(resumed, in_child(lambda: run("plain", folder / "plain", None))) == []
+
+
+def test_ckpt_path_counts_if_it_is_given(folder, pool, caplog):
+    def from_a_file() -> Any:
+        saves = ModelCheckpoint(folder / "saved", filename="saved", every_n_train_steps=6)
+        trainer, module, data = trainer_of("plain", folder / "one", LightckCallback(pool), saves, max_epochs=1)
+        trainer.fit(module, **data)
+        trainer, module, data = trainer_of("plain", folder / "two", LightckCallback(pool), max_epochs=2)
+        with pytest.raises(CheckpointExistsError, match="Leave out ckpt_path to go on from the pool"):
+            trainer.fit(module, **data, ckpt_path=folder / "saved" / "saved.ckpt")
+        trainer, module, data = trainer_of(
+            "plain", folder / "three", LightckCallback(pool, overwrite=True), max_epochs=2
+        )
+        trainer.fit(module, **data, ckpt_path=folder / "saved" / "saved.ckpt")
+        return trainer.global_step, lightck.recover(pool).step, caplog.text
+
+    step, in_pool, logged = in_child(from_a_file)
+    assert "goes on from Lightning's checkpoint" in logged
+    assert step == 20
+    assert in_pool == step - 6
+
+
+# -- kept quiet --------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_makes_no_pool(pool):
+    in_child(lambda: fitting(pool, fast_dev_run=True))
+    assert not pool.exists()
+
+
+def test_attributes_that_are_no_plain_values_are_named(folder, pool, caplog):
+    class Keeps(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.last = slice(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    def named() -> str:
+        trainer, _, data = trainer_of("plain", folder / "out", LightckCallback(pool), max_epochs=1)
+        trainer.fit(Keeps(), **data)
+        return caplog.text
+
+    assert in_child(named).count("the Keeps changes its attribute 'last'") == 1
+
+
+# -- two ranks, and the example ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_two_ranks_go_on(folder, tmp_path):
+    script = Path(__file__).with_name("lightning_ranks.py")
+
+    def start(pools: Path | None, kill_at: int, out: Path) -> int:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        arguments = [str(out), str(pools), str(kill_at)]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        return subprocess.run([*command, *arguments], env=env, capture_output=True, timeout=300).returncode
+
+    assert start(None, -1, tmp_path / "plain") == 0
+    pools = folder / "pools"
+    for kill_at in (9, 25):
+        assert start(pools, kill_at, tmp_path / "out") != 0
+    assert start(pools, -1, tmp_path / "out") == 0
+    for rank in range(2):
+        expected, found = (torch.load(tmp_path / name / f"rank{rank}.pt") for name in ("plain", "out"))
+        assert same(found, expected)
+
+
+@pytest.mark.long
+def test_the_example_goes_on_after_kills(folder, tmp_path):
+    def start() -> subprocess.Popen[str]:
+        command = [sys.executable, str(EXAMPLE), str(folder / "example.pool")]
+        return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    chosen = random.Random(7)
+    for _ in range(3):
+        running = start()
+        with suppress(subprocess.TimeoutExpired):
+            running.wait(timeout=chosen.uniform(6, 12))
+        running.kill()
+        running.wait()
+    last = start()
+    output, _ = last.communicate(timeout=300)
+    assert last.returncode == 0, output
+    assert "accuracy" in output
+    assert pl.__name__ == "lightning.pytorch"
