@@ -39,7 +39,7 @@ images, labels = load_digits(return_X_y=True)
 rows = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
 train, val = random_split(rows, [1500, len(rows) - 1500])
 trainer = L.Trainer(
-    max_epochs=30, accelerator="cpu", enable_progress_bar=False, callbacks=[LightckCallback(sys.argv[1])]
+    max_epochs=8, accelerator="cpu", enable_progress_bar=False, callbacks=[LightckCallback(sys.argv[1])]
 )
 trainer.fit(Digits(), DataLoader(train, 16, shuffle=True), DataLoader(val, 64))
 print(f"accuracy {float(trainer.callback_metrics['accuracy']):.3f}")

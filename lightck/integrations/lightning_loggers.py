@@ -91,8 +91,8 @@ def _keep_rows(path: str, keys: list[str], n_rows: int) -> int:
             rows = [{key: row.get(key, "") for key in keys} for row in csv.DictReader(file)]
     except FileNotFoundError:
         log.warning(
-            "lightck: the file %s is gone, which had %d rows. Lightning deletes it when a CSVLogger is made with a folder "
-            "that the script chooses. Leave version= out, and a resumed run goes on with the file",
+            "lightck: the file %s is gone, which had %d rows. Lightning deletes it when a CSVLogger is made with a "
+            "folder that the script chooses. Leave version= out, and a resumed run goes on with the file",
             path,
             n_rows,
         )
