@@ -46,6 +46,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "gradients-ranks*": "Gradients in a group of ranks",
         "topk*": "Compress the gradients",
         "replica*": "A copy that makes the updates too",
+        "frameworks*": "Frameworks",
         "transformers*": "Hugging Face Trainer",
         "accelerate*": "Accelerate",
         "lightning*": "Lightning and Fabric",
