@@ -227,7 +227,7 @@ def logical_of(directory: str, world: World, held: Held, state_of: int = 0, *, w
     try:
         logical = LogicalCheckpoint([intact_of(of_rank) for of_rank in held], state_of)
     except DamagedError as err:
-        if world.missing:
+        if world.missing and not parse(held[0][0]).first_of_world:
             detail = f"Without it the checkpoint of step {held[0][0].step} is not complete: {err}."
             raise missing_error(directory, world, detail) from None
         raise
