@@ -4,6 +4,7 @@ ranks loads it, a checkpoint counts when all ranks have it, and another number o
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,72 @@ def test_a_lost_pool_is_named_and_the_next_save_makes_a_new_one(pools):
     assert same(loads_everything(PoolReader(pools)), whole_of(3.0))
 
 
+def test_a_lost_pool_with_whole_tensors_and_bytes_of_its_own_is_missed(pools):
+    def save(rank: int) -> None:
+        saved({"a": filled(9), "b": filled(9), "bytes": b"x", "more bytes": b"y"}, pools)
+
+    on_ranks(2, save)
+    with lightck.recover(pools, lazy=True) as checkpoint:
+        holders = {name: {piece.rank for piece in checkpoint.pieces(name)} for name in checkpoint.names}
+    assert {"model/a", "model/b"} <= holders.keys()
+    assert {0} in holders.values()
+    assert {1} in holders.values()
+    (pools / "rank-00001-of-00002.pool").rename(pools.parent / "away.pool")
+    with pytest.raises(RankError, match="pool of rank 1"):
+        lightck.recover(pools)
+    with fails(AssertionError, "pool of rank 1"):  # torch's, with the message of lightck
+        dcp.load({"a": torch.zeros(9)}, storage_reader=PoolReader(pools), no_dist=True)
+    assert call("verify", pools).exit_code != 0
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_save_of_another_number_of_ranks_that_fails_leaves_the_one_before(pools, failing):
+    """Some ranks have made the pools of the new world and committed, and one has none."""
+    on_ranks(2, lambda rank: saved(dtensors(rank, 1.0), pools))
+
+    def fail(rank: int) -> None:
+        with fails(OSError, "no luck"):
+            dcp.save(dtensors(rank, 2.0), storage_writer=PoolWriter(pools), planner=FailingOn(failing))
+
+    for _ in range(2):
+        on_ranks(3, fail)
+        assert same(loads_everything(PoolReader(pools)), whole_of(1.0))
+        assert same(lightck.recover(pools).tensor("model/rows"), filled(5, 3, start=1.0))
+        assert call("verify", pools).exit_code == 0
+    on_ranks(3, lambda rank: saved(dtensors(rank, 3.0), pools))
+    assert same(loads_everything(PoolReader(pools)), whole_of(3.0))
+    assert len([name for name in os.listdir(pools) if name.endswith(".pool")]) == 3
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_first_save_that_fails_leaves_no_checkpoint_and_the_next_one_is_made(pools, failing):
+    def fail(rank: int) -> None:
+        with fails(OSError, "no luck"):
+            dcp.save(dtensors(rank, 1.0), storage_writer=PoolWriter(pools), planner=FailingOn(failing))
+
+    on_ranks(2, fail)
+    with pytest.raises(RankError, match="first save of these ranks was cut off"):
+        lightck.recover(pools)
+    on_ranks(2, lambda rank: saved(dtensors(rank, 2.0), pools))
+    assert same(loads_everything(PoolReader(pools)), whole_of(2.0))
+
+
+def test_hosts_may_have_directories_of_their_own(folder):
+    """Their pools are put into one directory to be loaded."""
+    for number, n_ranks in enumerate((3, 2, 2), 1):
+
+        def save(rank: int, start: float = float(number)) -> None:
+            saved(dtensors(rank, start), folder / f"host{rank}")
+
+        on_ranks(n_ranks, save)
+    together = folder / "together"
+    together.mkdir()
+    for rank in range(2):
+        (pool,) = (folder / f"host{rank}").glob("*.pool")  # those of the three ranks are removed
+        shutil.copy(pool, together)
+    assert same(loads_everything(PoolReader(together)), whole_of(3.0))
+
+
 def test_tensors_that_no_rank_has_whole_are_named(pools):
     def save(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))
@@ -393,6 +460,7 @@ def test_a_subgroup_of_the_ranks_saves(pools):
             mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
             w = DTensor.from_local(filled(2, 3, start=6.0 * (rank - 1)), mesh, [Shard(0)])
             dcp.save({"w": w}, storage_writer=PoolWriter(pools), process_group=group)
+        dist.barrier()  # no rank ends while another one still speaks to it
 
     on_ranks(3, save)
     assert same(dict(lightck.recover(pools).model), {"w": filled(4, 3)})
