@@ -59,7 +59,7 @@ from lightck.errors import LightckError, PoolNotFoundError, RankError, Unsupport
 from lightck.integrations.newest import newest
 from lightck.saving.commit import remove_other_worlds, save
 from lightck.saving.given import Box, GivenTensor, bytes_as_tensor
-from lightck.saving.places import Order, Report, decide, refuse_incomplete, survey
+from lightck.saving.places import Order, Report, decide, is_saved_here, refuse_incomplete, survey
 
 TENSORS, BYTES = "model/", "bytes/"
 """What the names of tensors, and of bytes, begin with in a pool that ``PoolWriter`` made. The key follows."""
@@ -122,8 +122,8 @@ class PoolReader(StorageReader):
         self._names, self._values = {}, {}
         found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         paths: dict[str, tuple[str | int, ...]] = {}
-        is_saved_by_dcp = STATE_NAME in checkpoint.contents.state
-        for key, path, value in (_saved_items if is_saved_by_dcp else self._items)(checkpoint):
+        items = _saved_items if is_saved_here(checkpoint.contents) else self._items
+        for key, path, value in items(checkpoint):
             paths[key] = path
             if isinstance(value, _Named):
                 self._names[key] = value.name

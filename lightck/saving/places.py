@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import NamedTuple
 
-from lightck.errors import CheckpointExistsError, PoolNotFoundError, PoolPathError, RankError
+from lightck.errors import CheckpointExistsError, PoolNotFoundError, PoolPathError, RankError, UnsupportedError
 from lightck.events import ClosingEvent
 from lightck.pool.format.boxes import Box, Ints
 from lightck.pool.format.group import ID_NBYTES, GroupIdentity
@@ -26,6 +26,7 @@ from lightck.pool.storage.backends import is_pool, pool_path
 from lightck.pool.storage.failures import io_error
 from lightck.ranks.directory import pool_name, pools_in
 from lightck.ranks.rule import CheckpointId, newest_common, next_incarnation
+from lightck.restore.contents import Contents
 from lightck.restore.logical import uncovered_box
 from lightck.restore.usable import parse_state, usable_by_id
 
@@ -96,13 +97,18 @@ def survey(path: str | os.PathLike[str], rank: int, step: int | None, *, overwri
     return Report(rank, path, step, overwrite, False, () if is_discarded else (_found(path, ""),), frozenset())
 
 
+def is_saved_here(contents: Contents) -> bool:
+    """Whether a checkpoint was saved by this room, and not by a session."""
+    return contents.event == ClosingEvent.SAVE.value
+
+
 def _found(path: str, name: str) -> FoundPool:
     with closing(open_pool(path, gradients=True)) as reader:
         ids = usable_by_id(reader)
         newest = ids[max(ids)][0] if ids else None
         is_given = False
         with suppress(DamagedError):
-            is_given = newest is not None and parse_state(newest).event == ClosingEvent.SAVE.value
+            is_given = newest is not None and is_saved_here(parse_state(newest))
         return FoundPool(name, reader.group, frozenset(ids), reader.commit_log().incarnation, is_given)
 
 
@@ -110,8 +116,14 @@ def decide(reports: Sequence[Report]) -> list[Order]:
     """Return the order of each rank. ``reports``: those of all ranks, in their order.
 
     Raises ``RankError`` if the ranks disagree or if the directory holds pools of several trainings,
-    ``CheckpointExistsError`` if it holds those of a training, and ``PoolPathError`` for a file where several ranks need
-    a directory."""
+    ``CheckpointExistsError`` if it holds those of a training, ``PoolPathError`` for a file where several ranks need a
+    directory, and ``UnsupportedError`` if the ranks do not know their numbers."""
+    ranks = [one.rank for one in reports]
+    if ranks != list(range(len(reports))):
+        raise UnsupportedError(
+            f"{len(reports)} ranks save together, and the numbers that they got are {ranks}: this release of torch "
+            "does not call set_up_storage_writer(..., rank=). Nothing was written. Use a release that does (2.13)."
+        )
     steps = {one.step for one in reports}
     if len(steps) > 1:
         given = ", ".join(sorted(map(str, steps)))

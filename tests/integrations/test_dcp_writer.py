@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils._pytree import tree_map_only
-from toys import adam, damage, everything, in_child, net, pool_with, same, train
+from toys import adam, damage, everything, in_child, net, on_small_tmpfs, pool_with, same, train
 
 import lightck
 from lightck.errors import (
     CheckpointExistsError,
     DriftError,
+    NoSpaceError,
     NotAPoolError,
     PoolLockedError,
     PoolNotFoundError,
@@ -258,6 +261,43 @@ def test_attach_refuses_to_go_on_from_it(pool):
     assert same(dict(lightck.recover(pool).model), {f"model.{name}": t for name, t in model.state_dict().items()})
 
 
+def test_an_object_of_a_training_may_have_the_name_that_a_save_uses(pool):
+    model, _ = pool_with(pool, state={"dcp": nn.Linear(1, 1)})
+    found = {"model": net(seed=7).state_dict()}
+    dcp.load(found, storage_reader=PoolReader(pool))
+    assert same(dict(found["model"]), dict(model.state_dict()))
+
+
+@pytest.mark.long
+def test_async_save_in_a_process_of_its_own(folder):
+    """torch sends the writer to that process, which it starts anew; so this is a program of its own."""
+    program = folder / "program.py"
+    program.write_text(
+        """
+import os
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from lightck.integrations.dcp import PoolWriter
+
+if __name__ == "__main__":
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29713", "RANK": "0", "WORLD_SIZE": "1"}
+    dist.init_process_group("gloo")
+    writer = PoolWriter("run.pool")
+    for number in range(3):
+        state = {"w": torch.full((100,), float(number)), "n": number}
+        dcp.async_save(state, storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType.PROCESS).result()
+    dist.destroy_process_group()
+"""
+    )
+    done = subprocess.run([sys.executable, program], cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = loads_everything(PoolReader(folder / "run.pool"))
+    assert same(found, {"w": torch.full((100,), 2.0), "n": 2})
+    assert lightck.recover(folder / "run.pool").step == 3
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -368,6 +408,20 @@ def test_a_planner_that_fails_in_the_middle_leaves_the_checkpoint_before(pool):
         assert same(loads_everything(PoolReader(pool)), {"a": torch.ones(2), "b": torch.ones(2)})
     saved({"a": torch.zeros(2), "b": torch.zeros(2)}, pool)
     assert lightck.recover(pool).step == 2
+
+
+def test_a_full_medium_is_an_error_and_the_checkpoint_before_stays():
+    def work(folder: Path) -> Any:
+        saved({"w": torch.ones(100)}, folder / "run.pool")
+        with fails(NoSpaceError, "run.pool"):
+            saved({"w": torch.ones(3_000_000)}, folder / "run.pool")
+        assert sorted(os.listdir(folder)) == ["run.pool", "run.pool.lock"]
+        saved({"w": torch.zeros(100)}, folder / "run.pool")
+        return lightck.recover(folder / "run.pool").step, loads_everything(PoolReader(folder / "run.pool", step=1))
+
+    step, first = on_small_tmpfs(16 << 20, work)
+    assert step == 2
+    assert same(first, {"w": torch.ones(100)})
 
 
 @pytest.mark.parametrize(

@@ -286,6 +286,31 @@ def test_another_layout_moves_each_pool_to_a_new_file_with_the_checkpoint_before
     assert same(dict(lightck.recover(pools, step=3).model), {"w": filled(1000, 600)})
 
 
+def test_reshard_writes_pools_of_another_number_of_ranks_that_are_read_and_go_on(pools):
+    on_ranks(2, lambda rank: saved(dtensors(rank, 1.0), pools))
+    other = pools.parent / "other"
+    assert call("reshard", pools, other, "--world", "3").exit_code == 0
+    assert same(loads_everything(PoolReader(other)), whole_of(1.0))
+    on_ranks(3, lambda rank: saved(dtensors(rank, 2.0), other))
+    assert same(loads_everything(PoolReader(other)), whole_of(2.0))
+    assert same(loads_everything(PoolReader(other, step=1)), whole_of(1.0))
+
+
+def test_ranks_that_do_not_get_their_numbers_are_refused(pools):
+    class Unnumbered(PoolWriter):
+        """As in a torch that does not pass the rank."""
+
+        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+            super().set_up_storage_writer(is_coordinator)
+
+    def save(rank: int) -> None:
+        with fails(UnsupportedError, "set_up_storage_writer"):
+            dcp.save({"w": filled(2)}, storage_writer=Unnumbered(pools))
+
+    on_ranks(2, save)
+    assert not pools.exists()
+
+
 # -- ranks that fail ---------------------------------------------------------------------------------------------------
 
 
