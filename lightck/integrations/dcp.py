@@ -338,15 +338,15 @@ class PoolWriter(StorageWriter):
         paths: dict[str, Any] = {}
         for plan in plans:
             paths |= plan.planner_data if isinstance(plan.planner_data, dict) else {}
-        return [replace(plan, storage_data=(order, paths)) for plan, order in zip(plans, orders, strict=True)]
+        of_ranks = [paths, *({} for _ in plans[1:])]  # a reader takes the small state of the first rank
+        return [replace(plan, storage_data=one) for plan, *one in zip(plans, orders, of_ranks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         (order, paths), of_coordinator = plan.storage_data, self._order
         order = of_coordinator or order
         if order.group is not None and order.group.world_size > 1 and getattr(planner, "_enable_plan_caching", False):
             raise _cached_plan_error()
-        is_first = order.group is None or order.group.rank == 0
-        save(self._path, order, list(_given(plan, planner)), {STATE_NAME: {"paths": paths if is_first else {}}})
+        save(self._path, order, list(_given(plan, planner)), {STATE_NAME: {"paths": paths}})
         if of_coordinator is None:
             self._overwrites = False
         done: Future[list[WriteResult]] = Future()

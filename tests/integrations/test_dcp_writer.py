@@ -28,6 +28,7 @@ from lightck.errors import (
     NotAPoolError,
     PoolLockedError,
     PoolNotFoundError,
+    PoolTruncatedError,
     StateValueError,
 )
 from lightck.integrations.dcp import PoolReader, PoolWriter
@@ -339,9 +340,13 @@ def test_a_file_that_is_no_pool_is_never_overwritten(tmp_path: Path):
 
 def test_a_damaged_pool_is_an_error_and_can_be_discarded(pool):
     saved({"w": torch.ones(2)}, pool)
-    pool.write_bytes(b"\0" * 8192 + pool.read_bytes()[8192:])
-    with fails(NotAPoolError, "not a lightck pool"):
+    os.truncate(pool, pool.stat().st_size - 4096)
+    with fails(PoolTruncatedError, "truncated"):
         saved({"w": torch.zeros(2)}, pool)
+    with fails(AssertionError, "truncated"):  # torch's, with the message of lightck
+        loads_everything(PoolReader(pool))
+    saved({"w": torch.zeros(2)}, pool, overwrite=True)
+    assert same(loads_everything(PoolReader(pool)), {"w": torch.zeros(2)})
 
 
 def test_a_second_writer_is_refused_while_the_first_one_writes(pool):
