@@ -52,6 +52,8 @@ class ClosingEvent(Enum):
     """The user's ``flush()`` or ``close()``."""
     PRE_STEP = "pre_step"
     """The pre-step hook of the next update, if nothing else has closed the step before."""
+    SAVE = "save"
+    """None: the checkpoint was saved without a session, from tensors that were handed over (``saving/``)."""
 
 
 class StepListener:

@@ -48,7 +48,8 @@ ROOMS = {
     "session": LOW
     | {"dataloader", "following", "hooks", "pipeline", "profiler", "ranks", "restore", "strategy", "tiers"},
     "": BASE | {"export", "hooks", "pipeline", "pool", "restore", "session", "strategy", "tiers"},
-    "integrations": {"", "errors"},  # public names only
+    "saving": LOW | {"pipeline", "ranks", "restore", "tiers"},
+    "integrations": {"", "errors", "saving"},  # public names only; and the seam for checkpoints without a session
     "demo": BASE | {""},
     "cli": LOW | {"", "demo", "export", "profiler", "ranks", "restore"},
     "__main__": {"cli"},

@@ -1,6 +1,8 @@
-"""torch.distributed.checkpoint (DCP): a pool, or the directory of a group's pools, behind torch's ``StorageReader``.
+"""torch.distributed.checkpoint (DCP): a pool, or the directory of a group's pools, behind torch's ``StorageReader`` and
+``StorageWriter``.
 
     state = {"model": model_state_dict, "optimizer": optimizer_state_dict}    # of get_state_dict, in any placement
+    dcp.save(state, storage_writer=lightck.integrations.dcp.PoolWriter("run.pool", step=step))
     dcp.load(state, storage_reader=lightck.integrations.dcp.PoolReader("run.pool"))
 
 How a load goes:
@@ -9,9 +11,19 @@ How a load goes:
     prepare_local_plan  torch has decided which boxes of which tensors this rank needs. The step is put into the plan
     prepare_global_plan the coordinator compares the steps: a training that goes on may have committed between two ranks
     read_data           only these boxes are read, and every block that is read is verified. Values that are no tensors
-                        are given to the planner as ``torch.save`` writes them
+                        are given to the planner as ``torch.save`` writes them, or as ``PoolWriter`` was given them
 
-Invariant: nothing that was stored as bytes is unpickled here. Options of optimizers are plain values in the pool.
+How a save goes (``lightck.saving`` does the work):
+
+    prepare_local_plan  every rank puts into its plan what it finds at the path: pools, and their checkpoints
+    prepare_global_plan the coordinator decides: step, incarnation, and the newest checkpoint that all ranks have
+    write_data          each rank writes its tensors into a free slot, never into that of this checkpoint, and commits
+    finish              all ranks have committed. Pools of another number of ranks are removed
+
+Invariant: nothing that was stored as bytes is unpickled here. Options of optimizers are plain values in the pool of a
+session; in one that ``PoolWriter`` made they are bytes, as everything that is no tensor.
+
+Failure cases: plans that torch takes from its cache do not carry what the ranks found, so a group is refused by name.
 """
 
 from __future__ import annotations
@@ -23,32 +35,55 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint import (
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import lightck
-from lightck.errors import PoolNotFoundError, RankError
+from lightck.errors import LightckError, PoolNotFoundError, RankError, UnsupportedError
 from lightck.integrations.newest import newest
+from lightck.saving.commit import remove_other_worlds, save
+from lightck.saving.given import Box, GivenTensor, bytes_as_tensor
+from lightck.saving.places import Order, Report, decide, is_saved_here, refuse_incomplete, survey
+
+TENSORS, BYTES = "model/", "bytes/"
+"""What the names of tensors, and of bytes, begin with in a pool that ``PoolWriter`` made. The key follows."""
+STATE_NAME = "dcp"
+"""Name in ``Checkpoint.state`` under which the path of each key lies, by which torch makes nested dicts of keys. Only a
+checkpoint that ``PoolWriter`` made has it."""
+
+
+_Path = tuple[str | int, ...]
+_Item = tuple[str, _Path, Any]
+"""Key, path in the nested state dict, and value; the value of what lies in the pool under a name is a ``_Named``."""
 
 
 class PoolReader(StorageReader):
     """Reads a pool, or a directory of pools, for ``torch.distributed.checkpoint.load`` and what is built on it.
 
-    The keys are ``step`` and those of ``get_state_dict``: ``model.<name>``, ``optimizer.state.<name>.<key>`` and
-    ``optimizer.param_groups``.
+    If ``PoolWriter`` made it, the keys are those that were saved. If ``lightck.attach`` made it, the keys are ``step``
+    and those of ``get_state_dict``: ``model.<name>``, ``optimizer.state.<name>.<key>`` and ``optimizer.param_groups``.
 
     Args:
         pool_path: the pool, or the directory of a group of ranks. It may be in use.
         step: read this step instead of the newest. Pass it if a training goes on with the pool.
-        model_key, optimizer_key: names that the state dict has for model and optimizer; "" for none: the names of
-            parameters are the keys then.
+        model_key, optimizer_key: of a pool of ``lightck.attach``: names that the state dict has for model and
+            optimizer; "" for none: the names of parameters are the keys then.
         flatten_optimizer_state_dict: as in ``StateDictOptions``: the keys of options are
             ``optimizer.param_groups.<name>.<option>``.
 
@@ -87,12 +122,13 @@ class PoolReader(StorageReader):
         self._names, self._values = {}, {}
         found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         paths: dict[str, tuple[str | int, ...]] = {}
-        for path, value in self._items(checkpoint):
-            key = ".".join(map(str, path))
+        items = _saved_items if is_saved_here(checkpoint.contents) else self._items
+        for key, path, value in items(checkpoint):
             paths[key] = path
             if isinstance(value, _Named):
                 self._names[key] = value.name
-                found[key] = _metadata_of(checkpoint.meta(value.name))
+                is_bytes = value.name.startswith(BYTES)
+                found[key] = BytesStorageMetadata() if is_bytes else _metadata_of(checkpoint.meta(value.name))
             elif isinstance(value, torch.Tensor):
                 self._values[key] = value
                 found[key] = _metadata_of(value)
@@ -120,10 +156,7 @@ class PoolReader(StorageReader):
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
-                stored = io.BytesIO()
-                torch.save(self._values[key], stored)
-                stored.seek(0)
-                planner.load_bytes(item, stored)
+                planner.load_bytes(item, self._bytes_of(key))
             else:
                 self._read_tensor(key, item, planner)
         done: Future[None] = Future()
@@ -164,6 +197,15 @@ class PoolReader(StorageReader):
             raise PoolNotFoundError(f"No checkpoint of {self._path!r} is open. Call read_metadata first, as load does.")
         return self._checkpoint
 
+    def _bytes_of(self, key: str) -> io.BytesIO:
+        name = self._names.get(key)
+        if name is not None:
+            return io.BytesIO(self._opened_checkpoint.read(name).numpy().tobytes())
+        stored = io.BytesIO()
+        torch.save(self._values[key], stored)
+        stored.seek(0)
+        return stored
+
     def _read_tensor(self, key: str, item: ReadItem, planner: LoadPlanner) -> None:
         checkpoint, name = self._opened_checkpoint, self._names.get(key)
         start, size = tuple(item.storage_offsets), tuple(item.lengths)
@@ -176,8 +218,12 @@ class PoolReader(StorageReader):
             target.copy_(checkpoint.read(name, start, size))
         planner.commit_tensor(item, target)
 
-    def _items(self, checkpoint: lightck.Checkpoint) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-        """Yield path and value of everything that can be loaded. The value of a tensor is a ``_Named``."""
+    def _items(self, checkpoint: lightck.Checkpoint) -> Iterator[_Item]:
+        """Yield everything that can be loaded from a pool of ``lightck.attach``."""
+        for path, value in self._paths(checkpoint):
+            yield ".".join(map(str, path)), path, value
+
+    def _paths(self, checkpoint: lightck.Checkpoint) -> Iterator[tuple[_Path, Any]]:
         found = checkpoint.by_parameter(_Named)
         model, optimizer = ((key,) if key else () for key in self._keys)
         yield ("step",), checkpoint.step
@@ -201,6 +247,16 @@ class PoolReader(StorageReader):
             yield (*optimizer, "param_groups"), groups
 
 
+def _saved_items(checkpoint: lightck.Checkpoint) -> Iterator[_Item]:
+    """Yield everything that ``PoolWriter`` has saved."""
+    paths = checkpoint.state[STATE_NAME]["paths"]
+    for name in checkpoint.names:
+        prefix = next((one for one in (TENSORS, BYTES) if name.startswith(one)), None)
+        if prefix is not None:
+            key = name.removeprefix(prefix)
+            yield key, tuple(paths.get(key, (key,))), _Named(name)
+
+
 def _box_of(tensor: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> torch.Tensor:
     for dim, (at, n) in enumerate(zip(start, size, strict=True)):
         tensor = tensor.narrow(dim, at, n)
@@ -208,7 +264,7 @@ def _box_of(tensor: torch.Tensor, start: Sequence[int], size: Sequence[int]) -> 
 
 
 class _Named:
-    """A tensor of the pool, in the place of the tensor itself."""
+    """A tensor of the pool, or bytes, in the place of the value itself."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -217,3 +273,146 @@ class _Named:
 def _metadata_of(tensor: torch.Tensor) -> TensorStorageMetadata:
     whole = ChunkStorageMetadata(offsets=torch.Size([0] * tensor.dim()), sizes=tensor.shape)
     return TensorStorageMetadata(TensorProperties.create_from_tensor(tensor), tensor.shape, [whole])
+
+
+class PoolWriter(StorageWriter):
+    """Saves into a pool (one process) or a directory of pools (several ranks), for
+    ``torch.distributed.checkpoint.save``, ``async_save`` and what is built on them. Each save becomes the newest
+    checkpoint; a kill at any moment leaves the one before.
+
+    Args:
+        pool_path: the pool's file, which is created; for several ranks a directory, which is created.
+        step: the number of the checkpoint, for ``lightck.recover(path, step=...)`` and the commands. By default it is
+            one more than that of the newest checkpoint, and 1 in a new pool. A ``step`` in the state dict is a value
+            like any other, and not read. ``step`` can be assigned before each save.
+        overwrite: discard what the path holds (pools of ``lightck.attach``, or damaged ones) at the first save. Pools
+            that ``PoolWriter`` made go on without it.
+
+    The pool is open, and locked, only during a save. ``save`` puts the errors of lightck into the message of an error
+    of its own. It fails with ``CheckpointExistsError`` if the path holds a training's checkpoints, with
+    ``PoolLockedError`` if something else writes to the pool, with ``RankError`` if the ranks pass different steps, and
+    with ``StateValueError`` for a tensor that no pool can hold (sparse, quantized, a subclass).
+    """
+
+    def __init__(self, pool_path: str | os.PathLike[str], *, step: int | None = None, overwrite: bool = False) -> None:
+        if type(overwrite) is not bool:
+            raise TypeError(f"overwrite={overwrite!r} is a {type(overwrite).__name__}. Pass True or False.")
+        self._path, self._overwrites = os.fspath(pool_path), overwrite
+        self.step = step
+        """The number of the next checkpoint; None: one more than that of the newest one."""
+        self._rank = 0
+        self._report: Report | None = None
+        self._order: Order | None = None
+        """Set by the coordinator, for itself: a plan that torch has cached does not bring it."""
+
+    # -- StorageWriter -------------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save. ``checkpoint_id``: another pool."""
+        self._order = None
+        if checkpoint_id is not None:
+            self._path = os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._rank = kwargs.get("rank") or 0
+        dist = torch.distributed
+        is_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if is_group and not kwargs.get("use_collectives", True):
+            raise UnsupportedError(
+                "use_collectives=False: ranks that do not speak to each other cannot agree on a checkpoint. Nothing "
+                "was written. Leave it out; or pass no_dist=True, and each process a path of its own."
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._report = survey(self._path, self._rank, self.step, overwrite=self._overwrites)
+        return replace(plan, storage_data=self._report)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        found = [self._report] if len(plans) == 1 else [plan.storage_data for plan in plans]
+        reports = [one for one in found if isinstance(one, Report)]
+        if len(reports) != len(plans):
+            raise _cached_plan_error()
+        refuse_incomplete(_boxes_of(plans))
+        orders = decide(reports)
+        self._order = orders[self._rank]
+        paths: dict[str, Any] = {}
+        for plan in plans:
+            paths |= plan.planner_data if isinstance(plan.planner_data, dict) else {}
+        of_ranks = [paths, *({} for _ in plans[1:])]  # a reader takes the small state of the first rank
+        return [replace(plan, storage_data=one) for plan, *one in zip(plans, orders, of_ranks, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        (order, paths), of_coordinator = plan.storage_data, self._order
+        order = of_coordinator or order
+        if order.group is not None and order.group.world_size > 1 and getattr(planner, "_enable_plan_caching", False):
+            raise _cached_plan_error()
+        save(self._path, order, list(_given(plan, planner)), {STATE_NAME: {"paths": paths}})
+        if of_coordinator is None:
+            self._overwrites = False
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        assert self._order is not None, "the coordinator has made the global plan"
+        if self._order.is_first_of_world:
+            remove_other_worlds(self._path, self._order)
+        self._overwrites = False
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a pool can be made at this path, or ``PoolWriter`` has made what is there."""
+        try:
+            decide([survey(checkpoint_id, 0, None, overwrite=False)])
+        except (LightckError, OSError, TypeError):
+            return False
+        return os.path.isdir(os.path.dirname(os.path.abspath(checkpoint_id)))
+
+
+def _given(plan: SavePlan, planner: SavePlanner) -> Iterator[GivenTensor]:
+    """Yield what a plan says, under its name in the pool. Tensors are asked for when they are written."""
+    of_keys: dict[str, list[WriteItem]] = {}
+    for item in plan.items:
+        of_keys.setdefault(item.index.fqn, []).append(item)
+    for key, items in of_keys.items():
+        data = items[0].tensor_data
+        if data is None:
+            value = planner.resolve_data(items[0])
+            assert isinstance(value, io.BytesIO), "bytes are given as a BytesIO"
+            yield GivenTensor.of(BYTES + key, bytes_as_tensor(value.getbuffer()))
+            continue
+        by_box = {_box_of_item(item): item for item in items}
+        boxes = tuple(box for box in by_box if 0 not in box.size)
+
+        def read(box: Box, by_box: dict[Box, WriteItem] = by_box) -> torch.Tensor:
+            tensor = planner.resolve_data(by_box[box])
+            assert isinstance(tensor, torch.Tensor), "no bytes"
+            return tensor
+
+        yield GivenTensor(TENSORS + key, data.properties.dtype, tuple(data.size), boxes, read)
+
+
+def _box_of_item(item: WriteItem) -> Box:
+    assert item.tensor_data is not None, "no bytes"
+    chunk = item.tensor_data.chunk
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _boxes_of(plans: Sequence[SavePlan]) -> dict[str, tuple[tuple[int, ...], list[Box]]]:
+    """Return key -> shape and boxes of each tensor, from the plans of all ranks."""
+    found: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+    for plan in plans:
+        for item in plan.items:
+            if item.tensor_data is not None:
+                box = _box_of_item(item)
+                _, boxes = found.setdefault(item.index.fqn, (tuple(item.tensor_data.size), []))
+                boxes += [box] * (0 not in box.size)
+    return found
+
+
+def _cached_plan_error() -> UnsupportedError:
+    return UnsupportedError(
+        "The planner takes its plans from a cache (enable_plan_caching=True). PoolWriter puts into the plans which "
+        "checkpoints the ranks have, so a group of ranks cannot use cached ones. Nothing was written. Leave "
+        "enable_plan_caching out."
+    )

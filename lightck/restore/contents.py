@@ -190,6 +190,9 @@ class Contents:
     were averaged (``averages.py``)."""
     layout: SavedLayout | None = None
     """The layout with which the rank saved it; None: it had none."""
+    first_of_world: bool = False
+    """Whether it was saved without a session, and when it was saved its rank had no pool in this world yet. So if pools
+    of this world are missing, a kill may have come before all ranks had made theirs, and an older world counts."""
     not_exact: str = ""
     """Why a training that goes on from this checkpoint is not the one that saved it; empty if it is."""
 
@@ -233,6 +236,7 @@ class Contents:
                 from_stages=typed(raw.get("from_stages", False), bool),
                 means=tuple(typed(name, str) for name in typed(raw.get("means", []), list)),
                 layout=SavedLayout.parse(raw.get("layout")),
+                first_of_world=typed(raw.get("first_of_world", False), bool),
                 not_exact=typed(raw.get(NOT_EXACT_KEY, ""), str),
             )
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as err:

@@ -23,7 +23,7 @@ import msgpack
 import torch
 from torch import nn
 
-from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError, UnsupportedError, listed
+from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError, RankError, UnsupportedError, listed
 from lightck.layout import Layout
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import DamagedError
@@ -142,6 +142,7 @@ def _newest(
             for id_, held in common_checkpoints(world, optimizers).items()
         ]
         rejected: list[RejectedCheckpoint] = []
+        lost: RankError | None = None
         # The newest id first; of one id, that of the first world (the smallest number) first.
         for checkpoint_id, number, held in sorted(common, key=lambda one: (one[0], -one[1]), reverse=True):
             if step is not None and checkpoint_id.step != step:
@@ -150,7 +151,10 @@ def _newest(
                 return _taken(directory, worlds[number], held, rejected, take)
             except DamagedError as err:
                 rejected.append(RejectedCheckpoint(checkpoint_id.step, held[0][0].record.generation, str(err)))
+                lost = err.__cause__ if isinstance(err.__cause__, RankError) else lost
         if [reader.commit_log() for reader in readers] == logs:
+            if lost is not None:
+                raise lost
             raise _no_checkpoint_error(directory, step, sorted({id_ for id_, _, _ in common}, reverse=True), rejected)
     raise _in_use_error(directory)
 
@@ -223,14 +227,18 @@ def _taken(directory: str, world: World, held: Held, rejected: Sequence[Rejected
 def logical_of(directory: str, world: World, held: Held, state_of: int = 0, *, warns: bool = True) -> LogicalCheckpoint:
     """Return one checkpoint of a world as logical tensors. ``state_of``: as in ``LogicalCheckpoint``. If pools are
     missing, the others may hold everything; then this warns, if ``warns``. Raises ``DamagedError``; and ``RankError``
-    if the missing pools hold what no other has."""
+    if the missing pools hold what no other has. If these pools may never have existed (``Contents.first_of_world``),
+    the ``RankError`` is the cause of the ``DamagedError``, so that an older world is tried first."""
     try:
         logical = LogicalCheckpoint([intact_of(of_rank) for of_rank in held], state_of)
     except DamagedError as err:
-        if world.missing:
-            detail = f"Without it the checkpoint of step {held[0][0].step} is not complete: {err}."
-            raise missing_error(directory, world, detail) from None
-        raise
+        if not world.missing:
+            raise
+        detail = f"Without it the checkpoint of step {held[0][0].step} is not complete: {err}."
+        if parse(held[0][0]).first_of_world:
+            detail += " (If the first save of these ranks was cut off, nothing is lost: it never counted.)"
+            raise DamagedError(str(err)) from missing_error(directory, world, detail)
+        raise missing_error(directory, world, detail) from None
     if world.missing and warns:
         many = "s" * (len(world.missing) > 1)
         log.warning(

@@ -1,14 +1,17 @@
-"""Copy one checkpoint into another pool file: read and verify its tensors, and commit them there."""
+"""Write the tensors of one checkpoint into a slot, batch by batch: those of another pool, read and verified (a copy),
+or any others that a caller hands over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from lightck.pool.engine import ENDED
 from lightck.pool.reservation import Reservation
+from lightck.pool.slots import Slot
 from lightck.pool.writer import CopyPlan, Pending, PoolWriter
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Saved, Source, load_tensors, unpack_dict
@@ -32,12 +35,17 @@ def commit_copy(
     writer.incarnation = checkpoint_id.incarnation
     numbers = {name: writer.numbers[name] for name in stored.entries}
     pending = begin_copy(writer, stored, numbers, state, advance=advance, source=source)
+    commit(pending)
+    return pending
+
+
+def commit(pending: Pending) -> None:
+    """Commit a checkpoint whose copies have all been made, and wait until it is durable. Raises ``BackgroundError``."""
     try:
         pending.job.release()
         pending.job.wait(ENDED)
     finally:
         pending.job.abandon()
-    return pending
 
 
 def begin_copy(
@@ -57,12 +65,33 @@ def begin_copy(
     copy. ``held``: indexes of slots that must not be overwritten. ``advance``, ``source``: as for ``commit_copy``."""
     slot = writer.slot_for_copy(stored.step, held)
     assert slot is not None, "a new pool has room for each checkpoint that is copied into it"
+
+    def batches() -> Iterator[Mapping[str, torch.Tensor]]:
+        for names in names_of_batches({name: entry.nbytes for name, entry in stored.entries.items()}):
+            yield load_tensors(source or stored, names)
+            advance(sum(stored.entries[name].nbytes for name in names))
+
+    return begin_batches(writer, slot, copied_plan(stored.step, stored.iteration, numbers, state), numbers, batches())
+
+
+def begin_batches(
+    writer: PoolWriter,
+    slot: Slot,
+    plan: CopyPlan,
+    numbers: Mapping[str, int],
+    batches: Iterable[Mapping[str, torch.Tensor]],
+) -> Pending:
+    """Copy tensors into a slot, batch by batch, and return what has to be released to commit the checkpoint.
+
+    ``plan``: what ``copied_plan`` returned. ``numbers``: name -> record number of each tensor. ``batches``: name ->
+    tensor in host memory, with the strides of its entry; one batch after the other, which together have every tensor
+    with bytes. The next batch is asked for when the one before is in the slot. If a batch raises, the slot is freed."""
     reservation = writer.reservation(slot)
     try:
-        for batch in _batches(stored):
-            _copy_batch(reservation, source or stored, numbers, batch)
-            advance(sum(stored.entries[name].nbytes for name in batch))
-        return writer.begin(_plan(stored, numbers, state), slot, None, reservation)
+        for batch in batches:
+            _copy_batch(reservation, numbers, batch)
+            del batch  # only one batch is in memory at a time
+        return writer.begin(plan, slot, None, reservation)
     except BaseException:
         if slot.in_flight:
             reservation.drop()
@@ -75,11 +104,12 @@ def state_for_copy(stored: Saved) -> dict[str, object]:
     return {key: value for key, value in unpack_dict(stored.state).items() if key not in (UPDATE_KEY, BASE_EVERY_KEY)}
 
 
-def _plan(stored: Saved, numbers: dict[str, int], state: bytes) -> CopyPlan:
-    """Return a plan in which all tensors are copied already."""
+def copied_plan(step: int, iteration: int, numbers: Mapping[str, int], state: bytes) -> CopyPlan:
+    """Return a plan in which all tensors are copied already. ``numbers``: as for ``begin_batches``. ``state``: the
+    small state."""
     return CopyPlan(
-        step=stored.step,
-        iteration=stored.iteration,
+        step=step,
+        iteration=iteration,
         records=np.array([], np.int64),
         sources=np.array([], np.uint64),
         at_boundary=np.array([], np.bool_),
@@ -90,27 +120,27 @@ def _plan(stored: Saved, numbers: dict[str, int], state: bytes) -> CopyPlan:
     )
 
 
-def _copy_batch(reservation: Reservation, source: Source, numbers: dict[str, int], batch: list[str]) -> None:
-    tensors = load_tensors(source, batch)
+def _copy_batch(reservation: Reservation, numbers: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
     addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], np.uint64)
     is_begun = reservation.copy(_numbers(numbers, tensors), addresses, tensors)
     assert is_begun, "no other checkpoint is in flight"
     reservation.end_parts()
 
 
-def _batches(stored: Saved) -> Iterator[list[str]]:
-    """Yield the names of the tensors that are copied together."""
+def names_of_batches(nbytes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the names of the tensors that are copied together. ``nbytes``: name -> bytes of each tensor; those without
+    bytes are left out."""
     batch: list[str] = []
-    nbytes = 0
-    for name in [name for name, entry in stored.entries.items() if entry.nbytes]:  # a tied tensor has none of its own
-        if batch and nbytes + stored.entries[name].nbytes > BATCH_NBYTES:
+    n_in_batch = 0
+    for name in filter(nbytes.__getitem__, nbytes):  # a tied tensor has none of its own
+        if batch and n_in_batch + nbytes[name] > BATCH_NBYTES:
             yield batch
-            batch, nbytes = [], 0
+            batch, n_in_batch = [], 0
         batch.append(name)
-        nbytes += stored.entries[name].nbytes
+        n_in_batch += nbytes[name]
     if batch:
         yield batch
 
 
-def _numbers(numbers: dict[str, int], names: Collection[str]) -> npt.NDArray[np.int64]:
+def _numbers(numbers: Mapping[str, int], names: Collection[str]) -> npt.NDArray[np.int64]:
     return np.array([numbers[name] for name in names], np.int64)

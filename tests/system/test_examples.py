@@ -104,3 +104,26 @@ def test_fine_tuning_writes_little_and_its_pool_needs_no_base(folder):
     assert tuned.step == 12
     assert tuned.model["blocks.0.qkv.base.weight"].equal(base["blocks.0.qkv.weight"])
     assert tuned.model["blocks.0.qkv.up"].abs().sum() > 0
+
+
+def test_saves_of_dcp_are_gone_on_from_by_one_process_and_by_another_number_of_ranks(folder):
+    reference = run("train_dcp.py", "--steps", "20", "--path", "reference.pool", cwd=folder)
+
+    def launched(n_ranks: int, *arguments: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(Path(lightck.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
+        command += [EXAMPLES / "train_dcp.py", "--steps", "20", "--path", "pools", *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        assert (done.returncode == 0) == (not arguments), done.stderr
+        return done.stdout
+
+    alone = [sys.executable, EXAMPLES / "train_dcp.py", "--steps", "20", "--crash-at", "13"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(lightck.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run(alone, cwd=folder, env=environment, capture_output=True, timeout=300)
+    assert killed.returncode == -signal.SIGKILL
+    resumed = run("train_dcp.py", "--steps", "20", cwd=folder)
+    assert resumed.splitlines() == ["goes on after step 10", reference.strip()]
+    launched(2, "--crash-at", "8")
+    of_ranks = launched(3).splitlines()
+    assert of_ranks.count("goes on after step 5") == 3
+    assert of_ranks[-1].startswith("step 20, loss ")
