@@ -283,6 +283,34 @@ def test_ranks_that_outlive_torchrun_keep_a_second_group_out(folder, started):
     assert third.wait_for_start(1) >= finished - 1
 
 
+@pytest.mark.long
+def test_a_smaller_world_takes_no_pool_of_a_rank_that_stands_still(folder, started):
+    """One rank is stopped, not killed: when it wakes up, it would write. It keeps its pool until it has ended."""
+    arguments = [*training()[:-1], "100000"]
+    first = Job([*torchrun(), *arguments], folder)
+    started.append(first)
+    first.wait_for_epochs(2)
+    stopped = first.starts()[0][1][0]
+    os.kill(stopped, signal.SIGSTOP)
+    os.kill(first.process.pid, signal.SIGKILL)
+    os.kill(first.starts()[0][0][0], signal.SIGKILL)
+    finished = max(map(int, re.findall(FINISHED, first.text)))
+
+    before = sorted(path.name for path in (folder / "pools").glob("*.pool"))
+    alone = Job([*torchrun(n_ranks=1), *arguments], folder)
+    started.append(alone)
+    alone.end(None)
+    assert alone.process.returncode != 0
+    assert re.search(rf"PoolLockedError: .* is open in another process \(pid {stopped}: ", alone.text)
+    assert sorted(path.name for path in (folder / "pools").glob("*.pool")) == before
+
+    os.kill(stopped, signal.SIGKILL)
+    again = Job([*torchrun(n_ranks=1), *arguments], folder)
+    started.append(again)
+    until(lambda: bool(again.starts()))
+    assert again.starts()[0][0][1] >= finished - 1
+
+
 # -- Slurm -------------------------------------------------------------------------------------------------------------
 
 
