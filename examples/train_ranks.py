@@ -5,7 +5,8 @@
     kill -9 PID       (of one of the processes that the script prints; or pass --crash-at 20)
 
 All ranks come back to the same step, and the last line is that of a run that was never killed. A real script differs in
-the model and the data only. lightck is in the lines marked with `<-`.
+the model and the data only. lightck is in the lines marked with `<-`. Other launchers start the same training:
+launch_ray.py, launch_slurm.sh and launch_submitit.py.
 """
 
 from __future__ import annotations
@@ -23,14 +24,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import lightck
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--pools", default="pools", help="the directory of the pools; 'none' trains without lightck")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--crash-at", type=int, default=0, help="rank 1 kills itself after this step, once")
-    args = parser.parse_args()
-
-    dist.init_process_group("gloo")
+def train(pools: str, epochs: int = 4, crash_at: int = 0) -> None:
+    """Train as one rank of the process group, which is initialized already."""
     rank = dist.get_rank()
     torch.manual_seed(0)  # the same model on all ranks
     data = TensorDataset(torch.randn(256, 16), torch.randn(256, 1))
@@ -42,15 +37,15 @@ def main() -> None:
     loader = DataLoader(data, batch_size=8, sampler=sampler)
     torch.manual_seed(1 + rank)  # other dropout on each rank
 
-    session, first_epoch, step = None, 0, 0
-    if args.pools != "none":
-        session = lightck.attach(model, args.pools, optimizer=optimizer, resume=True)  # <-
+    session, first_epoch, first_step = None, 0, 0
+    if pools != "none":
+        session = lightck.attach(model, pools, optimizer=optimizer, resume=True)  # <-
         loader = session.loader(loader)  # <-
-        first_epoch, step = loader.epoch, session.step  # <-
-    print(f"rank {rank} is process {os.getpid()} and begins at step {step}", flush=True)
-    is_first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        first_epoch, first_step = loader.epoch, session.step  # <-
+    print(f"rank {rank} is process {os.getpid()} and begins at step {first_step}", flush=True)
 
-    for epoch in range(first_epoch, args.epochs):
+    step = first_step
+    for epoch in range(first_epoch, epochs):
         sampler.set_epoch(epoch)
         for x, y in loader:
             loss = nn.functional.mse_loss(parallel(x), y)
@@ -58,16 +53,31 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             step += 1
-            if rank == 1 and step == args.crash_at and is_first_attempt:
+            if rank == 1 and step == crash_at and first_step == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0:
-            print(f"epoch {epoch + 1}: step {step}, loss {loss.item():.4f}", flush=True)
+            print(f"epoch {epoch + 1}: step {step}", flush=True)
 
     total = sum(p.detach().double().sum().item() for p in model.parameters())
     print(f"rank {rank} ended at step {step} with weights {total.hex()}", flush=True)
     if session is not None:
         session.close()  # <-
     dist.barrier()  # rank 0 serves the store of the group, so it ends last
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of this training's arguments, whichever launcher starts it."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0] if description else None)
+    parser.add_argument("--pools", default="pools", help="the directory of the pools; 'none' trains without lightck")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--crash-at", type=int, default=0, help="rank 1 kills itself after this step, once")
+    return parser
+
+
+def main() -> None:
+    args = command_line(__doc__).parse_args()
+    dist.init_process_group("gloo")
+    train(args.pools, args.epochs, args.crash_at)
     dist.destroy_process_group()
 
 

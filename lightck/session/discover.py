@@ -168,6 +168,8 @@ def check_late_optimizer(
     Raises ``LateError`` if the new optimizer steps a parameter of a followed optimizer, or a parameter that has
     replaced one of a followed optimizer in the model.
     """
+    if _only_steps_others(optimizer, views):
+        return ()
     new = optimizers_to_follow([optimizer])
     params = [p for one in new for g in one.param_groups for p in g["params"]]
     known = {id(p) for view in views for _, p in view.params}
@@ -194,6 +196,17 @@ def check_late_optimizer(
         type(optimizer).__name__,
     )
     return new
+
+
+def _only_steps_others(optimizer: Optimizer, views: Sequence[OptimizerView]) -> bool:
+    """Whether this wrapper keeps nothing, and contains only optimizers that are followed: they were passed as
+    ``optimizer=`` without it. Asked at each of its steps, since some wrappers make their state later. ``views``: the
+    optimizers that are followed."""
+    inner = inner_of(optimizer)
+    if not inner or not {id(one) for one in inner} <= {id(view.optimizer) for view in views}:
+        return False
+    params = {id(p) for view in views for _, p in view.params}
+    return not getattr(optimizer, "state", None) and not unsaved_tensors(optimizer, params)
 
 
 def _find_optimizers(live: LiveObjects, params: Mapping[int, int]) -> tuple[Optimizer, ...]:

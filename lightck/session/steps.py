@@ -429,6 +429,8 @@ class Steps(StepListener):
             self.watch.step_by_hand(optimizer)
             return
         new = check_late_optimizer(optimizer, self.capture.optimizers, self.capture.model.names_by_id())
+        if not new:
+            return
         self.capture.add_optimizers(new)
         self.boundary.n_optimizers += count_updating(new)
         self.hooks.add(new)

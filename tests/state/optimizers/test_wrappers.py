@@ -194,3 +194,22 @@ def test_wrapper_made_after_attach_is_followed_with_what_it_contains(pool):
             climbing(model, [optimizer], number)
         assert session.step == 3
     assert [o.class_name for o in lightck.recover(pool).contents.optimizers] == ["Sam", "SGD"]
+
+
+def test_a_container_may_step_what_was_passed_without_it(pool):
+    """torchtitan's container is such a wrapper. Its optimizers alone can be predicted in a group of ranks."""
+    run = Training(both)
+    (container,) = run.optimizers
+    with lightck.attach(run.model, pool, optimizer=container.parts) as session:
+        run.learn(0, 3)
+        assert session.step == 3
+    assert [o.class_name for o in lightck.recover(pool).contents.optimizers] == ["Muon", "AdamW"]
+
+
+def test_a_wrapper_that_makes_state_around_what_was_passed_is_refused(pool):
+    run = Training(sam, climbing)
+    (wrapper,) = run.optimizers
+    session = lightck.attach(run.model, pool, optimizer=[wrapper.base_optimizer])
+    with pytest.raises(lightck.errors.LateError, match="Sam"):
+        run.learn(0, 3)
+    session.abandon()
