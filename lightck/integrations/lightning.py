@@ -251,5 +251,5 @@ def _refuse_release(trainer: Any) -> None:
     if missing:
         raise UnsupportedError(
             f"{package.__name__} {version} has no {missing[0]}, which lightck needs to resume exactly. Install another "
-            "release; docs/lightning.md has those that were tested."
+            "release: 2.5.3 to 2.6.6 have it."
         )
