@@ -48,7 +48,7 @@ ROOMS = {
     "session": LOW
     | {"dataloader", "following", "hooks", "pipeline", "profiler", "ranks", "restore", "strategy", "tiers"},
     "": BASE | {"export", "hooks", "pipeline", "pool", "restore", "session", "strategy", "tiers"},
-    "integrations": {"", "errors"},  # public names only
+    "integrations": {"", "errors", "layout"},  # public names only
     "demo": BASE | {""},
     "cli": LOW | {"", "demo", "export", "profiler", "ranks", "restore"},
     "__main__": {"cli"},

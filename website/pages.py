@@ -48,6 +48,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "replica*": "A copy that makes the updates too",
         "transformers*": "Hugging Face Trainer",
         "accelerate*": "Accelerate",
+        "deepspeed*": "DeepSpeed",
         "dcp*": "torch.distributed.checkpoint",
         "devices*": "Devices",
         "ranks": "Several ranks",
