@@ -6,6 +6,7 @@ What is left is read with DeepSpeed's own functions, and not through the integra
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 import lightck.integrations.deepspeed as integration
 
 EPOCHS = 3
-N_DATA, BATCH, WIDTH = 44, 4, 6
+N_DATA, BATCH, WIDTH = 88, 4, 6
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ def engine_of(program: Program, seed: int = 0, **others: Any) -> Any:
 
 def train(program: Program, pools: Path | None, kill_at: int = 0, save_to: Path | None = None) -> dict[str, Any]:
     """Train to the end, or to the kill at this event of this rank. ``save_to``: where DeepSpeed saves a checkpoint."""
+    warnings = Warnings()
     engine = engine_of(program, **({"training_data": Data()} if program.engine_loads else {}))
     if program.engine_loads:
         sampler, loader = None, engine.training_dataloader
@@ -209,7 +211,7 @@ def train(program: Program, pools: Path | None, kill_at: int = 0, save_to: Path 
     found = left(engine, inner, decay)
     if save_to is not None:
         engine.save_checkpoint(str(save_to), tag="saved")
-    return {**found, "losses": losses, "events": events.count}
+    return {**found, "losses": losses, "events": events.count, "warnings": warnings.texts}
 
 
 def _iteration(engine: Any, program: Program, batch: torch.Tensor, events: Events, losses: dict[int, float]) -> None:
@@ -227,6 +229,18 @@ def _iteration(engine: Any, program: Program, batch: torch.Tensor, events: Event
             losses[-engine.micro_steps] = engine(torch.ones(3, WIDTH, dtype=program.dtype)).float().sum().item()
         engine.train()
         events.next()
+
+
+class Warnings(logging.Handler):
+    """Collects lightck's warnings in this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("lightck").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 class Events:

@@ -47,11 +47,12 @@ def programs() -> list[Any]:
 
 
 def difference(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[str]:
-    """What differs on some rank. Of the losses, those that both runs have computed."""
+    """What differs on some rank, warnings too. Of the losses, those that both runs have computed."""
     assert len(one) == len(other)
     found = []
     for rank, (mine, others) in enumerate(zip(one, other, strict=True)):
-        found += [f"{rank}: {k}" for k in mine if k not in ("events", "losses") and not same(mine[k], others[k])]
+        left = mine.keys() - {"events", "losses"}
+        found += [f"{rank}: {k}" for k in sorted(left) if not same(mine[k], others[k])]
         common = mine["losses"].keys() & others["losses"].keys()
         found += [f"{rank}: loss {k}" for k in sorted(common) if mine["losses"][k] != others["losses"][k]]
     return found
@@ -161,6 +162,28 @@ def test_a_plain_model_and_optimizer_are_filled(name, trained):
         found = optimizer.state[named[param]][kind] if kind else named[param].detach()
         assert same(found, expected), key
     assert optimizer.param_groups[0]["lr"] == left["options"][0]["lr"]
+
+
+def test_a_plain_training_goes_on_from_the_pools(trained, folder):
+    """Alone, without DeepSpeed, and without what its engine counted."""
+    pools, _, left = trained(TWO)
+    shutil.copytree(pools, folder / "pools")
+
+    def body(rank: int) -> None:
+        model = Model()
+        optimizer = optimizer_of(PROGRAMS[TWO], model)
+        options: dict[str, Any] = {"optimizer": optimizer, "state": {"deepspeed": None}, "resume": True}
+        with lightck.attach(model, folder / "pools", **options) as session:
+            named = dict(model.named_parameters())
+            assert session.step == left["counters"][0]
+            for key, expected in left["masters"].items():
+                param, _, kind = key.partition("/")
+                assert same(optimizer.state[named[param]][kind] if kind else named[param].detach(), expected), key
+            model(torch.ones(4, 6)).sum().backward()
+            optimizer.step()
+
+    values(run_ranks(1, body, has_group=False))
+    assert lightck.recover(folder / "pools").step == left["counters"][0] + 1
 
 
 @pytest.mark.long
