@@ -26,6 +26,7 @@ a kind of training cannot be resumed exactly: ``UnsupportedError`` at attach.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -51,8 +52,15 @@ except ImportError as err:
 
 from lightck.integrations.deepspeed_masters import ELEMENT_WISE, PartitionedOptimizer
 from lightck.integrations.deepspeed_mirror import mirror_of
-from lightck.integrations.deepspeed_partitions import Partitions, partitions_of, refuse_missing
+from lightck.integrations.deepspeed_partitions import (
+    Fragment,
+    Partitions,
+    partitions_of,
+    refuse_missing,
+    refuse_unequal,
+)
 
+log = logging.getLogger("lightck")
 VERSIONS = ((0, 19), (0, 20))
 """The first supported release of deepspeed, and the first one that is not known."""
 STATE_NAME, SCHEDULER_NAME = "deepspeed", "scheduler"
@@ -62,11 +70,18 @@ _USED = (
     *_COUNTED,
     "module",
     "optimizer",
+    "client_optimizer",
     "lr_scheduler",
     "training_dataloader",
     "forward",
     "_take_model_step",
     "dp_world_size",
+    "mpu",
+    "autotp_size",
+    "gradient_accumulation_steps",
+    "zero_hpz_partition_size",
+    "zero_offload_optimizer",
+    "zero_offload_param",
 )
 """Attributes of the engine that this file uses."""
 _USED_OF_LOADER = (
@@ -184,6 +199,10 @@ def _followed(engine: Any) -> _Followed:
     return _of_zero(engine)
 
 
+def _names(engine: Any) -> dict[int, str]:
+    return {id(param): name for name, param in engine.module.named_parameters()}
+
+
 def _nothing() -> None:
     """There is nothing to do."""
 
@@ -195,6 +214,10 @@ def _of_unfused(engine: Any) -> _Followed:
     pairs = [
         pair for groups in zip(outer.fp16_groups, outer.fp32_groups, strict=True) for pair in zip(*groups, strict=True)
     ]
+    names = _names(engine)
+    for param, master in pairs:
+        whole = Fragment(names[id(param)], param, tuple(param.shape), 0, param.numel(), 0)
+        refuse_unequal(whole, master.reshape(-1))
     model = mirror_of(engine.module, {id(param): master for param, master in pairs}, engine.forward)
 
     @torch.no_grad()
@@ -207,8 +230,7 @@ def _of_unfused(engine: Any) -> _Followed:
 
 def _of_zero(engine: Any) -> _Followed:
     outer, rank, size = engine.optimizer, dist.get_rank(), dist.get_world_size()
-    names = {id(param): name for name, param in engine.module.named_parameters()}
-    found = partitions_of(outer, names, rank, size)
+    found = partitions_of(outer, _names(engine), rank, size)
     inner = PartitionedOptimizer(outer.optimizer, found.partitions, is_alone=size == 1)
     tensors = dict(inner.tensors)
     for fragment, tensor in found.frozen:
@@ -301,6 +323,13 @@ def _scheduler(engine: Any, state: Mapping[str, object] | None) -> dict[str, obj
     ]
     found += [one for one in drives if id(one) not in parts and one is not engine.lr_scheduler]
     if any(one is other for one in found for other in given):
+        not_saved = [type(one).__name__ for one in found if one is not engine.lr_scheduler and _is_left(one, given)]
+        if not_saved:
+            log.warning(
+                "lightck: %s drives the engine's optimizer too, and is not saved: another scheduler was passed. If "
+                'your loop steps it, pass it as well: attach(engine, path, state={"warmup": a, "decay": b})',
+                ", ".join(not_saved),
+            )
         return {SCHEDULER_NAME: engine.lr_scheduler} if _is_left(engine.lr_scheduler, given) else {}
     if len(found) > 1:
         raise AmbiguousError(
@@ -329,13 +358,13 @@ def _refuse_unsupported(engine: object) -> None:
             f"deepspeed {deepspeed.__version__} is not supported: lightck knows {VERSIONS[0][0]}.{VERSIONS[0][1]}. "
             "Install such a release, or use engine.save_checkpoint()."
         )
-    refuse_missing(engine, _USED)
+    refuse_missing(engine, (*_USED, *_REFUSED))
     if "lightck_session" in engine.__dict__:
         raise SessionError("This engine is attached to a pool already. One attach for each engine.")
     if type(engine) is not DeepSpeedEngine:
         raise _unsupported(type(engine).__name__, "it is not the plain engine")
     for name, reason in _REFUSED.items():
-        value = getattr(engine, name, False)
+        value = getattr(engine, name)
         if value() if callable(value) else value:
             raise _unsupported(name.removesuffix("_enabled"), reason)
     _refuse_offload(engine)

@@ -11,6 +11,7 @@ never a wrong checkpoint.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,14 +65,11 @@ class Partitions:
     """Parameters of which a rank holds a part, and which the optimizer does not have: fragment, and the tensor in which
     it lies."""
     refresh: Callable[[], None]
-    used: tuple[str, ...]
-    """Attributes of DeepSpeed's optimizer on which this file relies."""
 
 
 _USED_BY_STAGE_1_AND_2 = (
     "bit16_groups",
     "round_robin_bit16_groups",
-    "round_robin_bit16_offsets",
     "single_partition_of_fp32_groups",
     "partition_size",
     "update_lp_params",
@@ -160,34 +158,38 @@ def _in_flat_group(
     return tuple(found)
 
 
+def _without_gaps(params: Sequence[torch.Tensor]) -> list[int]:
+    """Return where each parameter begins, if one lies right after the other."""
+    return [0, *itertools.accumulate(param.numel() for param in params)][:-1]
+
+
 def _of_stage_1_and_2(zero: Any, names: dict[int, str], rank: int, size: int) -> Partitions:
     partitions = []
     for group, master in enumerate(zero.single_partition_of_fp32_groups):
         # The parameters lie in this order in the flat tensor; with round_robin_gradients it is not that of the group.
-        begins = {
-            id(param): begin
-            for param, begin in zip(
-                zero.round_robin_bit16_groups[group], zero.round_robin_bit16_offsets[group], strict=True
-            )
-        }
+        in_order = zero.round_robin_bit16_groups[group]
+        if hasattr(zero, "parameter_alignment"):  # releases that may put padding between parameters
+            refuse_missing(zero, ("round_robin_bit16_offsets",))
+            offsets = zero.round_robin_bit16_offsets[group]
+        else:
+            offsets = _without_gaps(in_order)
+        begins = {id(param): begin for param, begin in zip(in_order, offsets, strict=True)}
         params, length = zero.bit16_groups[group], int(zero.partition_size[group])
         fragments = _in_flat_group(params, [begins[id(p)] for p in params], names, rank * length, length)
         partitions.append(Partition(master, group, fragments))
-    return Partitions(tuple(partitions), (), zero.update_lp_params, _USED_BY_STAGE_1_AND_2)
+    return Partitions(tuple(partitions), (), zero.update_lp_params)
 
 
 def _of_bf16(zero: Any, names: dict[int, str], rank: int, size: int) -> Partitions:
     partitions = []
     for group, master in enumerate(zero.fp32_groups_flat_partition):
-        params, begins, begin = zero.bf16_groups[group], [], 0
-        for param in params:
-            begins.append(begin)
-            begin += param.numel()
+        params = zero.bf16_groups[group]
+        begins = _without_gaps(params)
         length = zero.bf16_groups_flat[group].numel() // size
         partitions.append(
             Partition(master, group, _in_flat_group(params, begins, names, rank * length, length)),
         )
-    return Partitions(tuple(partitions), (), zero.update_lp_params, _USED_BY_BF16)
+    return Partitions(tuple(partitions), (), zero.update_lp_params)
 
 
 def _of_stage_3(zero: Any, names: dict[int, str], rank: int, size: int) -> Partitions:
@@ -211,7 +213,7 @@ def _of_stage_3(zero: Any, names: dict[int, str], rank: int, size: int) -> Parti
             zero._reassign_or_swap_out_partitioned_parameters(number)
         zero.checkpoint_event_epilogue()
 
-    return Partitions(tuple(partitions), frozen, refresh, _USED_BY_STAGE_3)
+    return Partitions(tuple(partitions), frozen, refresh)
 
 
 def _of_rank(name: str, param: Any, rank: int, offset: int) -> Fragment:

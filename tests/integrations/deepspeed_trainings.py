@@ -110,7 +110,7 @@ class Centered(nn.Module):
 
 
 class Model(nn.Module):
-    """Odd sizes, a parameter of one element, a frozen one, buffers, and dropout."""
+    """Odd sizes, a parameter of one element, a tied and a frozen one, buffers, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,6 +119,8 @@ class Model(nn.Module):
         self.norm = Centered()
         self.middle = nn.ModuleList([nn.Linear(7, 5), nn.Linear(5, 7)])
         self.again = nn.Linear(7, 7)
+        self.tied = nn.Linear(7, 7)
+        self.tied.weight = self.again.weight
         self.dropout = nn.Dropout(0.2)
         self.scale = nn.Parameter(torch.ones(1))
         self.out = nn.Linear(7, WIDTH)
@@ -128,7 +130,7 @@ class Model(nn.Module):
         x = self.norm(self.frozen(torch.tanh(self.into(x))))
         for layer in self.middle:
             x = torch.tanh(layer(x))
-        return self.out(self.dropout(x + self.again(x)) * self.scale)
+        return self.out(self.dropout(x + self.tied(torch.tanh(self.again(x)))) * self.scale)
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
