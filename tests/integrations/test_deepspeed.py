@@ -154,6 +154,7 @@ def test_a_plain_model_and_optimizer_are_filled(name, trained):
     model = Model()
     if program.dtype == BF16:  # ZeRO has master weights of trained parameters only
         model.frozen.to(BF16)
+        model.norm.mean = model.norm.mean.to(left["buffers"]["norm.mean"].dtype)  # bf16 in early releases
     optimizer = optimizer_of(program, model)
     assert lightck.recover(pools, model, optimizer).step == left["counters"][0]
     named = dict(model.named_parameters())
