@@ -50,6 +50,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "transformers*": "Hugging Face Trainer",
         "accelerate*": "Accelerate",
         "lightning*": "Lightning and Fabric",
+        "deepspeed*": "DeepSpeed",
         "dcp*": "torch.distributed.checkpoint",
         "torchtitan*": "torchtitan",
         "devices*": "Devices",

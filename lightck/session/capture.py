@@ -336,7 +336,8 @@ class Capture:
             self._compared_list = tensor_list
             self._find_resizable(None if buffers_from is None else buffers_from.buffers)
             self._refuse_resized_dtensors(lives)
-        self._is_shared_checked = self._is_shared_checked or warn_of_shared_memory(lives)
+        followed = (view.optimizer for view in self.optimizers)
+        self._is_shared_checked = self._is_shared_checked or warn_of_shared_memory(lives, followed)
         rows = [] if read_rows is None else read_rows(lives, tensor_list, step)
         small = self._small_state(event, explicit, copied_at_boundary, provisional, lives, stale_after(), rows, update)
         lives += [] if update is None else update.gradients

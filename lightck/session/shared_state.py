@@ -64,9 +64,12 @@ def _tensors(value: object, path: str, depth: int) -> Iterator[tuple[str, torch.
             yield from _tensors(part, f"{path}/{i}" if path else str(i), depth + 1)
 
 
-def warn_of_shared_memory(lives: Iterable[Live]) -> bool:
+def warn_of_shared_memory(lives: Iterable[Live], optimizers: Iterable[object]) -> bool:
     """Warn if two tensors of optimizer state share memory, because a restore makes separate tensors of them. Return
-    whether there is any optimizer state yet."""
+    whether there is any optimizer state yet. ``optimizers``: those that are followed. One with a true attribute
+    ``joins_restored_state`` puts restored tensors into common memory by itself (DeepSpeed's partitions)."""
+    if any(getattr(optimizer, "joins_restored_state", False) for optimizer in optimizers):
+        return True
     state_tensors = [
         live for live in lives if live.role == "optimizer" and live.alias is None and has_memory(live.tensor)
     ]
