@@ -49,7 +49,12 @@ ROOMS = {
     | {"dataloader", "following", "hooks", "pipeline", "profiler", "ranks", "restore", "strategy", "tiers"},
     "": BASE | {"export", "hooks", "pipeline", "pool", "restore", "session", "strategy", "tiers"},
     "saving": LOW | {"pipeline", "ranks", "restore", "tiers"},
-    "integrations": {"", "errors", "layout", "saving"},  # public names only; and the seam for checkpoints without a session
+    "integrations": {
+        "",
+        "errors",
+        "layout",
+        "saving",
+    },  # public names only; and the seam for checkpoints without a session
     "demo": BASE | {""},
     "cli": LOW | {"", "demo", "export", "profiler", "ranks", "restore"},
     "__main__": {"cli"},
