@@ -22,6 +22,8 @@ import torch
 log = logging.getLogger("lightck")
 MOST_ITEMS = 20_000
 MOST_BYTES = 1 << 26
+MOST_SEEN = 50
+"""Number of items and attributes of a value that is not saved, up to which its changes are seen."""
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _LISTS = (list, tuple, deque)
 _DICTS = (dict, OrderedDict, Counter)
@@ -30,29 +32,28 @@ _DICTS = (dict, OrderedDict, Counter)
 class ChangedAttributes:
     """The plain attributes of one object that its own code assigns."""
 
-    def __init__(self, owner: Any, known: Collection[str]) -> None:
-        """``known``: names of attributes that are none of the object's own."""
-        self._owner, self._known = owner, frozenset(known)
+    def __init__(self, owner: Any, known: Collection[str] = (), *, only: Collection[str] | None = None) -> None:
+        """``known``: names of attributes that are none of the object's own. ``only``: these, and no others."""
+        self._owner, self._known, self._only = owner, frozenset(known), only
         self._before: dict[str, object] = {}
         self._restored: dict[str, Any] = {}
         self._named: set[str] = set()
 
     def watch(self) -> None:
         """Remember what the attributes are before the training."""
-        self._before = {name: _mark(value) for name, value in self._own()}
+        self._before = {name: _mark(value)[1] for name, value in self._own()}
 
     def changed(self) -> dict[str, Any]:
         """Return what the training has changed. Tensors are the object's own."""
         found: dict[str, Any] = {}
         for name, value in self._own():
-            mark = _mark(value)
-            if name not in self._restored and name in self._before and self._before[name] == mark:
+            is_plain, mark = _mark(value)
+            if name not in self._restored and self._before.get(name) == mark:
                 continue
-            if mark is None:
-                if self._before.get(name, 0) is not None and not isinstance(value, torch.nn.Module):
-                    self._warn(name)
-            else:
+            if is_plain:
                 found[name] = _plain(value)
+            elif name in self._before or not isinstance(value, torch.nn.Module):
+                self._warn(name)
         return found
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -66,7 +67,12 @@ class ChangedAttributes:
             setattr(self._owner, name, filled(getattr(self._owner, name, None), value))
 
     def _own(self) -> list[tuple[str, Any]]:
-        return [(name, value) for name, value in vars(self._owner).items() if name not in self._known]
+        return [(name, value) for name, value in vars(self._owner).items() if self._is_own(name)]
+
+    def _is_own(self, name: str) -> bool:
+        if self._only is not None:
+            return name in self._only
+        return name not in self._known and not name.startswith("_lightck")
 
     def _warn(self, name: str) -> None:
         if name in self._named:
@@ -81,13 +87,36 @@ class ChangedAttributes:
         )
 
 
-def _mark(value: Any) -> object:
-    """Return something that differs if the value has changed; None if the value is no plain value, or too large."""
+def _mark(value: Any) -> tuple[bool, object]:
+    """Return whether the value is plain and not too large, and something that differs if it has changed."""
     budget = [MOST_ITEMS, MOST_BYTES]
     try:
-        return (_mark_of(value, budget),)
+        return True, _mark_of(value, budget)
     except (TypeError, RecursionError):
-        return None
+        return False, _mark_of_object(value)
+
+
+def _mark_of_object(value: Any, depth: int = 3) -> object:
+    """Return a mark of a value that is not saved. It shows the changes that are cheap to see: another object, a
+    generator that has drawn, a metric that was updated, plain attributes and items."""
+    if isinstance(value, torch.Generator):
+        return id(value), bytes(value.get_state().numpy())
+    if isinstance(value, torch.nn.Module):
+        return id(value), getattr(value, "_update_count", None)
+    if depth == 0 or isinstance(value, (type, torch.Tensor)):
+        return id(value)
+    if isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, (*_LISTS, set, frozenset)):
+        inner = list(value)
+    else:
+        inner = list(getattr(value, "__dict__", {}).values())
+    plain = tuple(one for one in inner[:MOST_SEEN] if type(one) in _PLAIN)
+    return (
+        id(value),
+        plain,
+        tuple(_mark_of_object(one, depth - 1) for one in inner[:MOST_SEEN] if type(one) not in _PLAIN),
+    )
 
 
 def _mark_of(value: Any, budget: list[int]) -> object:

@@ -111,6 +111,11 @@ class LightckCallback(pl.Callback):  # type: ignore[misc]
         if stage != "fit" or trainer.fast_dev_run or _is_tuned(trainer):
             return
         self.on_exception()  # a fit before this one may have been interrupted before its teardown
+        if self.session is not None and self.session.done:
+            raise SessionError(
+                f"This LightckCallback has completed a fit, and the pool {self._path!r} holds that one training. For a "
+                "second fit, make another Trainer with another LightckCallback and another pool."
+            )
         _refuse_unsupported(trainer, pl_module, goes_on=self.session is not None)
         self._fit = Fit(self, trainer, pl_module, self._path, self._resume, self._options)
         self._fit.begin()
@@ -195,6 +200,12 @@ def _refuse_unsupported(trainer: Any, module: Any, *, goes_on: bool) -> None:
     _refuse_release(trainer)
     if sum(type(one).__name__ == LightckCallback.__name__ for one in trainer.callbacks) > 1:
         raise SessionError("The Trainer has two LightckCallbacks. One callback, with one pool, for each Trainer.")
+    trackers = [name for name, one in module.named_modules() if type(one).__name__ == "MetricTracker"]
+    if trackers:
+        raise UnsupportedError(
+            f"{trackers[0]} is a MetricTracker of torchmetrics, which grows in mid-training, and is not restored. Use "
+            "a metric in its place, or leave the LightckCallback out."
+        )
     if trainer.global_step and not goes_on:
         raise SessionError(
             f"This Trainer has made {trainer.global_step} updates already. Give it the LightckCallback before its "

@@ -54,6 +54,7 @@ from lightck.integrations.lightning_loaders import (
     RandomStates,
     TrainLoader,
     ValidationLoader,
+    generators_of,
     has_length,
 )
 from lightck.integrations.newest import newest
@@ -64,6 +65,11 @@ STATE_NAME = "lightning"
 """Name in ``state`` under which ``Progress`` is saved."""
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch")
 """Packages whose attributes of a module or callback are none of the user's."""
+
+
+_LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
+_SETTINGS = ("limit_val_batches", "check_val_every_n_epoch", "gradient_clip_val", "log_every_n_steps")
+"""Attributes of the loops and the Trainer that hooks may change in mid-training."""
 
 
 class Progress:
@@ -82,7 +88,9 @@ class Progress:
             "batches_of_an_epoch": fit.n_batches,
             "validated": [[key, n] for key, n in val_loop._seen_batches_per_dataloader.items()],
             "should_stop": bool(trainer.should_stop),
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "accumulate_grad_batches": fit.accumulates,
+            "in_eval": fit.in_eval,
+            "validation_generators": fit.validation_generators(),
             "callbacks": callbacks.states(trainer, fit.callback),
             "attributes": {name: one.changed() for name, one in fit.attributes.items()},
             "evaluated": sorted(fit.evaluated),
@@ -109,7 +117,7 @@ class Progress:
         fit.validated = dict(state["validated"])
         loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(fit.validated)
         trainer.should_stop = state["should_stop"]
-        trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+        fit.unset_generators = state["validation_generators"]
         fit.evaluated |= set(state["evaluated"])
         callbacks.restore(trainer, state["callbacks"])
         callbacks.write_again(trainer, state["closed_at"])
@@ -139,6 +147,10 @@ class Fit:
         for number, one in enumerate(trainer.callbacks):
             if one is not callback and type(one).__module__.partition(".")[0] not in (*PACKAGES, "lightck"):
                 self.attributes[f"callback {number}"] = ChangedAttributes(one, _assigned_by_packages(type(one)))
+        loop = trainer.fit_loop
+        for name, owner, names in (("limits", loop, _LIMITS), ("limits of an epoch", loop.epoch_loop, _LIMITS)):
+            self.attributes[name] = ChangedAttributes(owner, only=names)
+        self.attributes["trainer"] = ChangedAttributes(trainer, only=_SETTINGS)
         if trainer.datamodule is not None:
             known = _assigned_by_packages(type(trainer.datamodule))
             self.attributes["datamodule"] = ChangedAttributes(trainer.datamodule, known)
@@ -147,6 +159,9 @@ class Fit:
         self.n_batches = float("inf")
         """Number of batches of an epoch; infinite if a loader has no length."""
         self._lookahead: Lookahead | None = None
+        self.unset_generators: list[Any] | None = None
+        """What ``validation_generators`` returned in the run before; None once they are set."""
+        self._had_sanity_check = bool(trainer.num_sanity_val_steps)
         self._runs = False
         """Whether the loop of the training has begun."""
         self._at_early_loaders: RandomStates | None = None
@@ -172,6 +187,7 @@ class Fit:
         for one in _flat(getattr(loop.epoch_loop.val_loop._data_source, "instance", None)):
             if isinstance(one, DataLoader):
                 one._lightck_restores_draw = True  # ValidationLoader does
+        self._replace(self.module, "_lightck_restores_attributes", lambda _: True)
         self._replace(loop, "run", lambda run: functools.partial(self._run, run))
         self._replace(loop, "_load_combined_loader_states", lambda load: functools.partial(self._loaders_made, load))
         self._replace(loop, "on_run_end", lambda end: functools.partial(self._fitted, end))
@@ -244,14 +260,15 @@ class Fit:
                 "Lightning has made the loaders of the training anew (reload_dataloaders_every_n_epochs, or a second "
                 "fit inside this one). lightck cannot find the place in them again. Leave that argument out."
             )
-        trainer, options = self.trainer, dict(self._options)
         self._refuse_checkpoint_behind()
+        trainer, options = self.trainer, dict(self._options)
+        self._prepare_validation()
         for one in self.attributes.values():
             one.watch()
         self.n_batches = _n_batches(trainer.fit_loop._combined_loader)
         state = {STATE_NAME: self._progress, **(options.pop("state", None) or {})}
         for number, config in enumerate(trainer.lr_scheduler_configs):
-            if not isinstance(config.scheduler, LRScheduler):  # others are found
+            if not isinstance(config.scheduler, LRScheduler) or len(trainer.lr_scheduler_configs) > 1:
                 state.setdefault(f"scheduler {number}", config.scheduler)
         if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
             state.setdefault("scaler", scaler)
@@ -287,8 +304,7 @@ class Fit:
         self.found = None
         self._options["overwrite"] = True
         log.warning(
-            "lightck: the training goes on from Lightning's checkpoint %s, as ckpt_path says. The pool %s begins anew "
-            "there",
+            "lightck: the training goes on from Lightning's checkpoint %s (ckpt_path). The pool %s begins anew there",
             self.trainer.ckpt_path,
             self.path,
         )
@@ -301,6 +317,9 @@ class Fit:
         self._goes_on_in_epoch = self.loaded is not None and progress.started > progress.processed
         if self._goes_on_in_epoch:
             self._refuse_other_length()
+        if self._goes_on_in_epoch:
+            for one in combined.flattened:  # now, because the pass begins before Lightning does this
+                sys.modules[type(loop).__module__]._set_sampler_epoch(one, progress.processed)
         is_anew = self.loaded is not None and not (self._goes_on_in_epoch or self.loaded["pass_has_ended"])
         sized = [has_length(one) for one in combined.flattened]
         if len(sized) > 1 and (combined._mode == "max_size" or not all(sized)):
@@ -315,7 +334,7 @@ class Fit:
                 inner = self._lookahead = Lookahead(loader)
             name = "train" if len(sized) == 1 else f"train {number}"
             session_loader = self.session.loader(inner, name=name, anew=is_anew)
-            wrapped.append(TrainLoader(loader, session_loader, self._before_next))
+            wrapped.append(TrainLoader(loader, session_loader, self._before_next, self._refused))
         combined.flattened = wrapped
 
     def _refuse_other_length(self) -> None:
@@ -338,11 +357,50 @@ class Fit:
             for one in self.attributes.values():
                 one.restore_again()
             results.restore(self.trainer, self.loaded)
+            self.trainer.accumulate_grad_batches = self.loaded["accumulate_grad_batches"]
+            in_eval = set(self.loaded["in_eval"])
+            for name, one in self.module.named_modules():
+                one.training = name not in in_eval
             self.loaded, self.pass_has_ended = None, False
             self._n_ended = loop.batch_progress.total.completed
         if not self.module.automatic_optimization and loop.batch_progress.total.completed > self._n_ended:
             self._n_ended = loop.batch_progress.total.completed
             self.session.end_step()  # optimizers may step at different rates
+
+    def _refused(self) -> None:
+        """Let Lightning's teardown leave the loaders alone. (It asks for the length of a pass that has not begun, and
+        its own error would hide the one of the loader.)"""
+        self.trainer.fit_loop._data_fetcher = None
+
+    @property
+    def accumulates(self) -> int:
+        """Number of batches for an update. (A restart sets it after ``on_train_start``, where Lightning checks it.)"""
+        return int((self.loaded or {}).get("accumulate_grad_batches", self.trainer.accumulate_grad_batches))
+
+    @property
+    def in_eval(self) -> list[str]:
+        """Names of the modules in eval mode: hooks at the beginning of an epoch may set it."""
+        if self.loaded is not None:
+            return list(self.loaded["in_eval"])
+        return [name for name, one in self.module.named_modules() if not one.training]
+
+    def validation_generators(self) -> list[Any]:
+        """Return the states of generators that loaders of the validation have of their own."""
+        if self.unset_generators is not None:
+            return self.unset_generators
+        combined = self.trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        return [] if combined is None else [one.get_state() for one in generators_of(combined.flattened)]
+
+    def _prepare_validation(self) -> None:
+        """Make the loaders of the validation, as the sanity check does it, which is left out."""
+        trainer = self.trainer
+        if self.found is None or not self._had_sanity_check or not trainer.enable_validation:
+            return
+        random_states = RandomStates([])
+        stage, trainer.validating = trainer.state.stage, True
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.state.stage = stage
+        random_states.set()
 
     def _reset_epoch(self, reset: Callable[[], None]) -> None:
         loop = self.trainer.fit_loop
@@ -364,6 +422,9 @@ class Fit:
         self.trainer.fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(validated)
         combined = self.trainer.fit_loop.epoch_loop.val_loop._combined_loader
         if combined is not None:
+            states, self.unset_generators = self.unset_generators or [], None
+            for one, saved in zip(generators_of(combined.flattened), states, strict=False):
+                one.set_state(saved)
             combined.flattened = [
                 ValidationLoader(one, self.evaluated, str(number)) if _has_persistent_workers(one) else one
                 for number, one in enumerate(combined.flattened)
@@ -453,4 +514,5 @@ def _assigned_by_packages(kind: type) -> frozenset[str]:
                 for node in stored
                 if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
             }
+    found -= {"_hparams"}  # the script may change what is in it
     return frozenset(found | (set(vars(nn.Module())) if issubclass(kind, nn.Module) else set()))

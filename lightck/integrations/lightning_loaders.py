@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightck.errors import LightckError
 from lightck.integrations.loaders import EvaluationLoader, WrappedLoader
 
 
@@ -30,13 +31,19 @@ class ValidationLoader(_Replacement, EvaluationLoader):
 class TrainLoader(_Replacement):
     """A loader of the training. It iterates over ``session.loader``, which goes on in the middle of a pass."""
 
-    def __init__(self, loader: Any, session_loader: Any, before_next: Callable[[], None]) -> None:
-        """``before_next``: called before each batch is fetched."""
+    def __init__(
+        self, loader: Any, session_loader: Any, before_next: Callable[[], None], refused: Callable[[], None]
+    ) -> None:
+        """``before_next``: called before each batch is fetched. ``refused``: called if a pass cannot go on."""
         super().__init__(loader)
-        self._session_loader, self._before_next = session_loader, before_next
+        self._session_loader, self._before_next, self._refused = session_loader, before_next, refused
 
     def __iter__(self) -> Iterator[Any]:
-        return Batches(iter(self._session_loader), self._before_next)
+        try:
+            return Batches(iter(self._session_loader), self._before_next)
+        except LightckError:
+            self._refused()
+            raise
 
 
 class Batches(Iterator[Any]):
@@ -82,17 +89,19 @@ class RandomStates:
 
     def __init__(self, loaders: list[Any]) -> None:
         self._loaders = loaders
-        owners = [owner for one in loaders for owner in (one, *(getattr(one, name, None) for name in _SAMPLERS))]
-        found = {id(g): g for one in owners if isinstance(g := getattr(one, "generator", None), torch.Generator)}
-        self._states = [(one, one.get_state()) for one in (torch.default_generator, *found.values())]
+        self._states = [(one, one.get_state()) for one in (torch.default_generator, *generators_of(loaders))]
+
+    def set(self) -> None:
+        """Set the states as they were."""
+        for one, state in self._states:
+            one.set_state(state)
 
     @contextmanager
     def set_for_a_while(self) -> Iterator[None]:
         """Set the states, and end the loaders' passes, so that the passes can begin once more. Afterwards the states
         are as they were before the call."""
         now = [(one, one.get_state()) for one, _ in self._states]
-        for one, state in self._states:
-            one.set_state(state)
+        self.set()
         for loader in self._loaders:
             if getattr(loader, "_iterator", None) is not None:
                 loader._iterator = None  # its workers have begun to fetch the pass
@@ -104,6 +113,13 @@ class RandomStates:
 
 
 _SAMPLERS = ("sampler", "batch_sampler")
+
+
+def generators_of(loaders: list[Any]) -> list[torch.Generator]:
+    """Return the generators that loaders or their samplers have of their own, each once."""
+    owners = [owner for one in loaders for owner in (one, *(getattr(one, name, None) for name in _SAMPLERS))]
+    found = {id(g): g for one in owners if isinstance(g := getattr(one, "generator", None), torch.Generator)}
+    return list(found.values())
 
 
 def has_length(loader: Any) -> bool:

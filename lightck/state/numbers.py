@@ -24,6 +24,8 @@ _FIRST_CHECKPOINTS = 3
 """A sample is taken at each of the first ``_FIRST_CHECKPOINTS`` checkpoints of a session, and later at each checkpoint
 whose number, counted from 1, is a power of two."""
 _INT64_LIMIT = 2**63
+_RESTORED = "_lightck_restores_attributes"
+"""Attribute that an integration sets to True if it restores the attributes of this module."""
 
 
 class ModuleNumbers:
@@ -81,6 +83,8 @@ class ModuleNumbers:
 def _numbers(model: nn.Module) -> Iterator[tuple[str, dict[str, object], str]]:
     """Yield (``module.attribute``, dict, key) of each whole number that is a public attribute of a module."""
     for prefix, module in model.named_modules():
+        if vars(module).get(_RESTORED):
+            continue
         for key, value in vars(module).items():
             if _is_number(value) and not key.startswith("_"):
                 yield f"{prefix}.{key}" if prefix else key, vars(module), key

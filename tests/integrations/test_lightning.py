@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from toys import in_child, killed_child, net, pool_with, same
+from torch.utils.data import DataLoader
+from toys import everything, in_child, killed_child, net, pool_with, same
 
 import lightck
 from lightck.errors import (
     AmbiguousError,
     CheckpointExistsError,
+    DriftError,
     LateError,
     NoCheckpointError,
     PoolNotFoundError,
@@ -34,10 +36,15 @@ pytest.importorskip("lightning")
 
 import lightning  # noqa: E402
 import lightning.pytorch as pl  # noqa: E402
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    Callback,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 
 import lightck.integrations.lightning as integration  # noqa: E402
-from integrations.lightning_programs import PROGRAMS, Classifier, Rows, loader, run, trainer_of  # noqa: E402
+from integrations.lightning_programs import PROGRAMS, Classifier, Events, Rows, loader, run, trainer_of  # noqa: E402
 from lightck.integrations.lightning import LightckCallback  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fit_lightning.py"
@@ -164,6 +171,71 @@ def test_a_file_that_is_written_twice_keeps_its_name(folder, pool):
     names = in_child(fit)
     assert not [name for name in names if "-v1" in name]
     assert written[0] in names
+
+
+class Grows(Callback):
+    """Trains two epochs more than the Trainer says; in each epoch, one layer is in eval mode."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        trainer.fit_loop.max_epochs = 4
+        module.net[1].eval()
+
+
+class TwoSchedules(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        steps = [
+            torch.optim.lr_scheduler.ConstantLR(optimizer),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99),
+        ]
+        of_steps = torch.optim.lr_scheduler.SequentialLR(optimizer, steps, [5])
+        schedules = [{"scheduler": plateau, "monitor": "val_loss"}, {"scheduler": of_steps, "interval": "step"}]
+        return [optimizer], schedules
+
+
+class Sampler(torch.utils.data.RandomSampler):
+    """Takes the epoch into account, as a DistributedSampler does."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__(rows)
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(38, generator=torch.Generator().manual_seed(self._epoch)).tolist())
+
+
+def unusual(folder: Path, pool: Path | None, kill_at: int | None = None) -> Any:
+    """A fit of what outsiders thought of: see the classes above."""
+    ours = [] if pool is None else [LightckCallback(pool)]
+    callbacks = [*ours, Grows(), Events(kill_at), GradientAccumulationScheduler({0: 2, 2: 1})]
+    trainer, _, data = trainer_of("plain", folder, *callbacks, max_epochs=2)
+    module = TwoSchedules()
+    rows = Rows(38)
+    data["train_dataloaders"] = DataLoader(rows, 4, sampler=Sampler(rows))
+    drawn = torch.Generator().manual_seed(1)
+    data["val_dataloaders"] = DataLoader(Rows(22), 4, shuffle=True, generator=drawn)
+    trainer.limit_val_batches = 2
+    trainer.fit(module, **data)
+    metrics = dict(trainer.callback_metrics)
+    return (
+        everything(module, *trainer.optimizers),
+        metrics,
+        trainer.global_step,
+        trainer.current_epoch,
+        drawn.get_state(),
+    )
+
+
+def test_unusual_programs_go_on(folder, pool):
+    expected = in_child(lambda: unusual(folder / "plain", None))
+    assert same(in_child(lambda: unusual(folder / "whole", folder / "whole.pool")), expected)
+    for kill_at in (75, 40, 61):
+        killed_child(lambda kill_at=kill_at: unusual(folder / "out", pool, kill_at))
+    assert same(in_child(lambda: unusual(folder / "out", pool)), expected)
 
 
 # -- Fabric ------------------------------------------------------------------------------------------------------------
@@ -326,8 +398,15 @@ def test_a_dry_run_makes_no_pool(pool):
 
 def test_attributes_that_are_no_plain_values_are_named(folder, pool, caplog):
     class Keeps(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.draws = torch.Generator()
+            self.save_hyperparameters({"alpha": 1.0})
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.last = slice(batch_idx)
+            torch.rand(1, generator=self.draws)
+            self.hparams.alpha *= 0.5
             return super().training_step(batch, batch_idx)
 
     def named() -> str:
@@ -335,7 +414,40 @@ def test_attributes_that_are_no_plain_values_are_named(folder, pool, caplog):
         trainer.fit(Keeps(), **data)
         return caplog.text
 
-    assert in_child(named).count("the Keeps changes its attribute 'last'") == 1
+    text = in_child(named)
+    for name in ("last", "draws", "_hparams"):
+        assert text.count(f"the Keeps changes its attribute '{name}'") == 1
+
+
+def test_a_second_fit_of_one_callback_is_refused(folder, pool):
+    def twice() -> None:
+        trainer, module, data = trainer_of("plain", folder / "out", LightckCallback(pool), max_epochs=1)
+        trainer.fit(module, **data)
+        trainer.fit(module, **data)
+
+    refused(SessionError, "has completed a fit", twice)
+
+
+def test_a_checkpoint_of_the_same_step_as_the_pool_counts(folder, pool):
+    def again() -> int:
+        saves = ModelCheckpoint(folder / "saved", filename="saved", save_last=True)
+        for epochs in (1, 2):
+            trainer, module, data = trainer_of("plain", folder / "out", LightckCallback(pool), saves, max_epochs=epochs)
+            trainer.fit(module, **data, ckpt_path=None if epochs == 1 else folder / "saved" / "last.ckpt")
+        return trainer.global_step
+
+    assert in_child(again) == 20
+
+
+def test_an_error_of_a_loader_reaches_the_caller(folder, pool):
+    killed_child(lambda: run("plain", folder / "out", pool, 24))
+
+    def other() -> None:
+        trainer, module, data = trainer_of("plain", folder / "out", LightckCallback(pool))
+        data["train_dataloaders"] = DataLoader(Rows(39), batch_size=4, shuffle=True)
+        trainer.fit(module, **data)
+
+    refused(DriftError, "loader 'train'", other)
 
 
 # -- two ranks, and the example ----------------------------------------------------------------------------------------
