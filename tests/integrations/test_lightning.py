@@ -80,7 +80,7 @@ def test_a_killed_fit_ends_like_one_that_was_not(program, folder, pool):
     assert difference(whole, expected) == []
     count = 2 if program in IN_CI else 8
     chosen = random.Random(program)
-    most = max(10, 2 * expected["events"] // (count + 2))
+    most = max(10, expected["events"] // count)
     kills = [chosen.randint(9, most) for _ in range(count)]  # before event 9, the pool may hold nothing yet
     print("kills at the events", kills)
     steps = [0]
