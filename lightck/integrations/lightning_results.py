@@ -19,6 +19,7 @@ log = logging.getLogger("lightck")
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 _META_OF_PLACE = ("dataloader_idx", "metric_attribute")
 _REDUCTIONS = {name: getattr(torch, name) for name in ("mean", "sum", "max", "min")}
+_OF_PYTHON = {"sum": sum, "max": max, "min": min}
 _LAST_VALUES = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")
 _FLAGS = ("_first_loop_iter", "_current_fx")
 USED_OF_CONNECTOR = (*_LAST_VALUES, *_FLAGS)
@@ -107,7 +108,7 @@ def _metric_of(trainer: Any, results: Any, saved_one: dict[str, Any]) -> Any:
     module = sys.modules[type(results).__module__]
     fields, (should, rank_zero_only, op) = dict(saved_one["meta"]), saved_one["sync"]
     name = fields["reduce_fx"]
-    fields["reduce_fx"] = getattr(__import__("builtins"), name) if saved_one["is_builtin"] else _REDUCTIONS[name]
+    fields["reduce_fx"] = (_OF_PYTHON if saved_one["is_builtin"] else _REDUCTIONS)[name]
     meta = module._Metadata(**fields)
     sync = module._Sync(fn=trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only, _op=op)
     meta.sync = sync
