@@ -17,7 +17,7 @@ from lightck.pool.format.assembly import coverage
 from lightck.pool.format.boxes import Box, Ints, whole_box
 from lightck.pool.format.layout import Entry, contiguous_stride
 from lightck.pool.format.pieces import Piece
-from lightck.state.storable import dtype_name, refuse_unstorable
+from lightck.state.storable import dtype_name, refuse_name, refuse_unstorable
 
 __all__ = ["Box", "GivenTensor", "batches_of", "bytes_as_tensor"]
 
@@ -74,6 +74,7 @@ class GivenTensor:
         return self._entry((at,), tuple(pieces))
 
     def _entry(self, shape: Ints, pieces: tuple[Piece, ...] | None) -> Entry:
+        refuse_name(self.name)
         try:
             dtype = dtype_name(self.dtype)
         except ValueError as err:

@@ -56,14 +56,19 @@ _KEEP_OUT = "or keep it out of what is saved (a buffer with persistent=False) an
 def refuse_unstorable(name: str, tensor: torch.Tensor, action: str = "stored") -> None:
     """Raise ``StateValueError`` for a tensor that a pool cannot hold. ``action``: "stored" or "restored", for
     the message."""
+    refuse_name(name)
+    why = unstorable_reason(tensor)
+    if why is not None:
+        raise StateValueError(f"The tensor {name!r} cannot be {action}: {why[0]}. {why[1]}.")
+
+
+def refuse_name(name: str) -> None:
+    """Raise ``StateValueError`` for a name that a pool cannot hold."""
     if not is_name(name):
         raise StateValueError(
             f"The tensor {name[:60]!r}... cannot be stored: its name has more than {NAME_NBYTES_MAX} bytes, or "
             "contains a NUL. A name joins the keys that lead to a tensor. Use shorter keys without NUL."
         )
-    why = unstorable_reason(tensor)
-    if why is not None:
-        raise StateValueError(f"The tensor {name!r} cannot be {action}: {why[0]}. {why[1]}.")
 
 
 def refuse_torchscript(prefix: str, module: nn.Module) -> None:

@@ -394,6 +394,13 @@ def test_a_tensor_that_no_pool_can_hold_is_named_and_the_checkpoint_before_stays
     assert same(loads_everything(PoolReader(pool)), {"w": torch.zeros(2)})
 
 
+@pytest.mark.parametrize("key", ["k" * 5000, "a\0b"])
+def test_a_key_that_no_pool_can_hold_is_named_in_a_new_pool_too(pool, key):
+    with fails(StateValueError, "Use shorter keys without NUL"):
+        saved({"good": torch.ones(2), key: torch.ones(2)}, pool)
+    assert not pool.exists()
+
+
 def test_a_planner_that_fails_in_the_middle_leaves_the_checkpoint_before(pool):
     saved({"a": torch.ones(2), "b": torch.ones(2)}, pool)
 
