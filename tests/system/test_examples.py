@@ -124,6 +124,6 @@ def test_saves_of_dcp_are_gone_on_from_by_one_process_and_by_another_number_of_r
     resumed = run("train_dcp.py", "--steps", "20", cwd=folder)
     assert resumed.splitlines() == ["goes on after step 10", reference.strip()]
     launched(2, "--crash-at", "8")
-    of_ranks = launched(3).splitlines()
-    assert of_ranks.count("goes on after step 5") == 3
-    assert of_ranks[-1].startswith("step 20, loss ")
+    of_ranks = launched(3)
+    assert of_ranks.count("goes on after step 5") == 3  # ranks that print at once may share a line
+    assert of_ranks.count("step 20, loss ") == 1
