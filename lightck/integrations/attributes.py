@@ -11,7 +11,10 @@ Failure cases: a changed attribute that cannot be saved (it holds other objects,
 
 from __future__ import annotations
 
+import ast
+import inspect
 import logging
+import textwrap
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection
 from typing import Any
@@ -85,6 +88,13 @@ class ChangedAttributes:
             type(self._owner).__name__,
             name,
         )
+
+
+def assigned_in(kind: type) -> set[str]:
+    """Return the names of the attributes that the code of this class, without its bases, assigns to ``self``."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    stored = (one for one in ast.walk(tree) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
+    return {one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id == "self"}
 
 
 def _mark(value: Any) -> tuple[bool, object]:

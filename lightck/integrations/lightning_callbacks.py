@@ -1,7 +1,7 @@
 """The state of a Trainer's callbacks, and the files that ``ModelCheckpoint`` has written after the last checkpoint.
 
 A killed run may have written a file of ``ModelCheckpoint`` in the step that is made again. Lightning would give the
-same file another name, because the name is taken. ``FilesWrittenAgain`` lets it write the same file again.
+same file another name, because the name is taken. ``write_again`` lets it write the same file.
 """
 
 from __future__ import annotations

@@ -21,12 +21,9 @@ changes between the first look and the attach: ``SessionError``, and nothing was
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import logging
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -47,7 +44,7 @@ from lightck.errors import (
 from lightck.integrations import lightning_callbacks as callbacks
 from lightck.integrations import lightning_loggers as loggers
 from lightck.integrations import lightning_results as results
-from lightck.integrations.attributes import ChangedAttributes
+from lightck.integrations.attributes import ChangedAttributes, assigned_in
 from lightck.integrations.lightning_loaders import (
     Batches,
     Lookahead,
@@ -65,8 +62,6 @@ STATE_NAME = "lightning"
 """Name in ``state`` under which ``Progress`` is saved."""
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric", "torch")
 """Packages whose attributes of a module or callback are none of the user's."""
-
-
 _LIMITS = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 _SETTINGS = ("limit_val_batches", "check_val_every_n_epoch", "gradient_clip_val", "log_every_n_steps")
 """Attributes of the loops and the Trainer that hooks may change in mid-training."""
@@ -317,7 +312,6 @@ class Fit:
         self._goes_on_in_epoch = self.loaded is not None and progress.started > progress.processed
         if self._goes_on_in_epoch:
             self._refuse_other_length()
-        if self._goes_on_in_epoch:
             for one in combined.flattened:  # now, because the pass begins before Lightning does this
                 sys.modules[type(loop).__module__]._set_sampler_epoch(one, progress.processed)
         is_anew = self.loaded is not None and not (self._goes_on_in_epoch or self.loaded["pass_has_ended"])
@@ -465,7 +459,7 @@ class Fit:
 
 
 def _n_batches(combined: Any) -> float:
-    """Return the number of batches that the combined loaders will give. (It asks for their iterators to know it.)"""
+    """Return the number of batches of an epoch. (The combined loader knows it only when its pass has begun.)"""
     lengths = [
         float(min(len(one) if has_length(one) else float("inf"), limit))
         for one, limit in zip(combined.flattened, combined.limits, strict=True)
@@ -507,12 +501,6 @@ def _assigned_by_packages(kind: type) -> frozenset[str]:
     found: set[str] = set()
     for one in kind.__mro__:
         if one.__module__.partition(".")[0] in PACKAGES:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(one)))
-            stored = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-            found |= {
-                node.attr
-                for node in stored
-                if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
-            }
+            found |= assigned_in(one)
     found -= {"_hparams"}  # the script may change what is in it
     return frozenset(found | (set(vars(nn.Module())) if issubclass(kind, nn.Module) else set()))

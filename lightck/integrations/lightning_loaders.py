@@ -1,4 +1,4 @@
-"""The loaders of a Trainer of Lightning, as ``lightning.py`` replaces them."""
+"""The loaders of a Trainer of Lightning, as ``lightning_fit.py`` replaces them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 
 from lightck.errors import LightckError
 from lightck.integrations.loaders import EvaluationLoader, WrappedLoader
+
+_SAMPLERS = ("sampler", "batch_sampler")
+"""Attributes of a loader that may have a generator of their own."""
 
 
 class _Replacement(WrappedLoader):
@@ -110,9 +113,6 @@ class RandomStates:
         finally:
             for one, state in now:
                 one.set_state(state)
-
-
-_SAMPLERS = ("sampler", "batch_sampler")
 
 
 def generators_of(loaders: list[Any]) -> list[torch.Generator]:

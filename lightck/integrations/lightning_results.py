@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 log = logging.getLogger("lightck")
-_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
-_META_OF_PLACE = ("dataloader_idx", "metric_attribute")
+_FLAGS_OF_LOG = ("prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+_META = ("fx", "name", *_FLAGS_OF_LOG, "dataloader_idx", "metric_attribute")
+"""Fields of what Lightning knows of a metric, its reduction and its process group left out."""
 _REDUCTIONS = {name: getattr(torch, name) for name in ("mean", "sum", "max", "min")}
 _OF_PYTHON = {"sum": sum, "max": max, "min": min}
 _LAST_VALUES = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")
@@ -88,7 +89,7 @@ def _of_metric(key: str, metric: Any) -> dict[str, Any] | None:
                 meta.name,
             )
         return None
-    found = {name: getattr(meta, name) for name in (*_META, *_META_OF_PLACE)}
+    found = {name: getattr(meta, name) for name in _META}
     return {
         "meta": found | {"reduce_fx": reduction},
         "is_builtin": meta.reduce_fx is not _REDUCTIONS[reduction],
@@ -97,7 +98,7 @@ def _of_metric(key: str, metric: Any) -> dict[str, Any] | None:
         "has_reset": metric.has_reset,
         "updates": metric._update_count,
         "values": {
-            name: one.detach() if isinstance(one, torch.Tensor) else one
+            name: one.detach()
             for name in ("value", "cumulated_batch_size", "_forward_cache")
             if isinstance(one := getattr(metric, name, None), torch.Tensor)
         },

@@ -15,17 +15,16 @@ seen: they belong in ``state=``.
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import json
 import logging
-import textwrap
 from collections import deque
 from typing import Any
 
 import torch
 import transformers
+
+from lightck.integrations.attributes import assigned_in, filled
 
 log = logging.getLogger("lightck")
 MOST = 1 << 16
@@ -72,7 +71,7 @@ class TrainerAttributes:
     def restore(self, saved: dict[str, str]) -> None:
         """Set the attributes that earlier runs changed."""
         for name, text in saved.items():
-            setattr(self._trainer, name, _filled(getattr(self._trainer, name, None), json.loads(text)))
+            setattr(self._trainer, name, filled(getattr(self._trainer, name, None), json.loads(text)))
         self._restored = set(saved)
 
     def _own(self) -> list[tuple[str, Any]]:
@@ -101,9 +100,7 @@ class TrainerAttributes:
 def assigned_by_transformers() -> frozenset[str]:
     """Return the names of all attributes that the Trainer's own code assigns. What matters of these is saved elsewhere,
     or set anew by each ``train()``."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(transformers.Trainer)))
-    stored = (one for one in ast.walk(tree) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
-    return frozenset(one.attr for one in stored if isinstance(one.value, ast.Name) and one.value.id == "self")
+    return frozenset(assigned_in(transformers.Trainer))
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
@@ -111,23 +108,9 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether JSON gives the value back, in the containers that ``_filled`` keeps."""
+    """Whether JSON gives the value back, in the containers that ``filled`` keeps."""
     if isinstance(value, dict):
         return all(type(key) is str and _is_plain(one) for key, one in value.items())
     if isinstance(value, (list, deque)):
         return all(map(_is_plain, value))
     return value is None or type(value) in (int, float, str, bool)
-
-
-def _filled(present: Any, saved: Any) -> Any:
-    """Return the saved value. A container of the same kind is kept, so a ``defaultdict`` stays one."""
-    if isinstance(present, dict) and isinstance(saved, dict):
-        before = dict(present)
-        present.clear()
-        present.update({key: _filled(before.get(key), value) for key, value in saved.items()})
-        return present
-    if isinstance(present, (list, deque)) and isinstance(saved, list):
-        present.clear()
-        present.extend(saved)
-        return present
-    return saved

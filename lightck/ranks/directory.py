@@ -13,8 +13,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightck.errors import PoolPathError, RankError, listed
+from lightck.errors import PoolNotFoundError, PoolPathError, RankError, listed
 from lightck.pool.reader import PoolReader, open_pool
+from lightck.pool.storage.failures import io_error
 from lightck.ranks.copy_file import is_peer_copy, readable_copies
 
 _POOL_NAME = re.compile(r"rank-(\d{5,})-of-(\d{5,})(?:-[0-9a-f]{8})?\.pool")
@@ -35,6 +36,21 @@ def world_size_in(name: str) -> int | None:
 def pools_in(directory: str | os.PathLike[str]) -> list[Path]:
     """Return the paths of the files in a directory whose names are those of ranks' pools, sorted by rank."""
     return sorted(path for path in Path(directory).iterdir() if _POOL_NAME.fullmatch(path.name))
+
+
+def make_directory(directory: str) -> None:
+    """Create the directory, unless something is there. The folder above it must exist. Raises ``PoolError``."""
+    try:
+        os.mkdir(directory)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        raise PoolNotFoundError(
+            f"The directory {directory!r} cannot be created, because the folder above it does not exist. Create that "
+            "folder, or choose another path."
+        ) from None
+    except OSError as err:
+        raise io_error(f"The directory {directory!r} cannot be created", err.errno, err.strerror) from err
 
 
 def existing_pools(directory: str) -> list[Path]:

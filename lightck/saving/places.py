@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import NamedTuple
 
-from lightck.errors import CheckpointExistsError, PoolNotFoundError, PoolPathError, RankError, UnsupportedError
+from lightck.errors import CheckpointExistsError, PoolPathError, RankError, UnsupportedError
 from lightck.events import ClosingEvent
 from lightck.pool.format.boxes import Box, Ints
 from lightck.pool.format.group import ID_NBYTES, GroupIdentity
@@ -23,8 +23,7 @@ from lightck.pool.format.pieces import Piece
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import RESUMABLE_NUMBER_MAX, open_pool
 from lightck.pool.storage.backends import is_pool, pool_path
-from lightck.pool.storage.failures import io_error
-from lightck.ranks.directory import pool_name, pools_in
+from lightck.ranks.directory import make_directory, pool_name, pools_in
 from lightck.ranks.rule import CheckpointId, newest_common, next_incarnation
 from lightck.restore.contents import Contents
 from lightck.restore.logical import uncovered_box
@@ -207,17 +206,7 @@ def path_of(path: str | os.PathLike[str], order: Order) -> str:
     path = pool_path(path)
     if order.group is None:
         return path
-    try:
-        os.mkdir(path)
-    except FileExistsError:
-        pass
-    except FileNotFoundError:
-        raise PoolNotFoundError(
-            f"The directory {path!r} cannot be created, because the folder above it does not exist. Create that "
-            "folder, or choose another path."
-        ) from None
-    except OSError as err:
-        raise io_error(f"The directory {path!r} cannot be created", err.errno, err.strerror) from err
+    make_directory(path)
     return os.path.join(path, order.name)
 
 

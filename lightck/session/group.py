@@ -15,13 +15,12 @@ from pathlib import Path
 
 import torch
 
-from lightck.errors import PoolError, PoolNotFoundError, PoolPathError, RankError, UnsupportedError
+from lightck.errors import PoolError, PoolPathError, RankError, UnsupportedError
 from lightck.pool.format.group import GroupIdentity
 from lightck.pool.reader import open_pool
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.backends import pool_path as checked_path
-from lightck.pool.storage.failures import io_error
-from lightck.ranks.directory import pool_name, pools_in
+from lightck.ranks.directory import make_directory, pool_name, pools_in
 from lightck.ranks.meet import Store
 from lightck.ranks.neighbours import GroupRule
 from lightck.restore.together import store_of
@@ -151,23 +150,14 @@ def ensure_directory(path: str | os.PathLike[str]) -> str:
     """Create the directory of the group's pools if it does not exist, and return its absolute path. The folder above it
     must exist. Raises ``PoolError``."""
     directory = checked_path(path)
-    try:
-        os.mkdir(directory)
-    except FileExistsError:
-        if not os.path.isdir(directory):
-            raise PoolPathError(
-                f"{directory!r} is a file. In a process group each rank has a pool of its own, so pool_path names a "
-                "directory, which attach creates. Choose another path; or pass group=False, to save this process "
-                "alone. To go on from the pool of a single process, make a directory, move the pool there under the "
-                f"name {pool_name(0, 1)}, and pass the directory."
-            ) from None
-    except FileNotFoundError:
-        raise PoolNotFoundError(
-            f"The directory {directory!r} cannot be created, because the folder above it does not exist. Create that "
-            "folder, or choose another path."
-        ) from None
-    except OSError as err:
-        raise io_error(f"The directory {directory!r} cannot be created", err.errno, err.strerror) from err
+    make_directory(directory)
+    if not os.path.isdir(directory):
+        raise PoolPathError(
+            f"{directory!r} is a file. In a process group each rank has a pool of its own, so pool_path names a "
+            "directory, which attach creates. Choose another path; or pass group=False, to save this process "
+            "alone. To go on from the pool of a single process, make a directory, move the pool there under the "
+            f"name {pool_name(0, 1)}, and pass the directory."
+        )
     return directory
 
 

@@ -44,6 +44,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 )
 
 import lightck.integrations.lightning as integration  # noqa: E402
+from integrations.kills import difference, killed_or_ended  # noqa: E402
 from integrations.lightning_programs import PROGRAMS, Classifier, Events, Rows, loader, run, trainer_of  # noqa: E402
 from lightck.integrations.lightning import LightckCallback  # noqa: E402
 
@@ -66,10 +67,6 @@ def quiet() -> Iterator[None]:
         logging.getLogger(name).setLevel(level)
 
 
-def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [name for name in one if name != "events" and not same(one[name], other[name])]
-
-
 # -- killed and started again ------------------------------------------------------------------------------------------
 
 
@@ -85,27 +82,12 @@ def test_a_killed_fit_ends_like_one_that_was_not(program, folder, pool):
     print("kills at the events", kills)
     steps = [0]
     for kill_at in kills:
-        killed_or_ended(program, folder, pool, kill_at)
+        killed_or_ended(lambda kill_at=kill_at: run(program, folder / "out", pool, kill_at), folder)
         with suppress(NoCheckpointError, PoolNotFoundError):
             steps.append(lightck.recover(pool).step)
     assert steps == sorted(steps)
     resumed = in_child(lambda: run(program, folder / "out", pool))
     assert difference(resumed, expected) == []
-
-
-def killed_or_ended(program: str, folder: Path, pool: Path, kill_at: int) -> None:
-    """A resumed run has fewer events, and may end before the kill."""
-    ended = folder / "ended"
-
-    def work() -> None:
-        run(program, folder / "out", pool, kill_at)
-        ended.touch()
-
-    try:
-        killed_child(work)
-    except AssertionError:
-        if not ended.exists():
-            raise
 
 
 def test_a_finished_fit_trains_nothing_and_says_so(folder, pool, caplog):

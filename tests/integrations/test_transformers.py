@@ -26,6 +26,7 @@ from transformers import TrainerCallback  # noqa: E402
 from transformers import trainer as trainer_module  # noqa: E402
 
 import lightck.integrations.transformers as integration  # noqa: E402
+from integrations.kills import difference, killed_or_ended  # noqa: E402
 from integrations.trainers import PROGRAMS, Events, run, trainer_of  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "finetune_trainer.py"
@@ -46,10 +47,6 @@ def quiet() -> Iterator[None]:
     transformers.utils.logging.set_verbosity(before)
 
 
-def difference(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    return [name for name in one if name != "events" and not same(one[name], other[name])]
-
-
 # -- killed and started again ------------------------------------------------------------------------------------------
 
 
@@ -63,27 +60,12 @@ def test_a_killed_training_ends_like_one_that_was_not(program, folder, pool):
     print("kills at the events", kills)
     steps = [0]
     for kill_at in kills:
-        killed_or_ended(program, folder, pool, kill_at)
+        killed_or_ended(lambda kill_at=kill_at: run(program, folder / "out", pool, kill_at), folder)
         with suppress(NoCheckpointError, PoolNotFoundError):
             steps.append(lightck.recover(pool).step)
     assert steps == sorted(steps)
     resumed = in_child(lambda: run(program, folder / "out", pool))
     assert difference(resumed, expected) == []
-
-
-def killed_or_ended(program: str, folder: Path, pool: Path, kill_at: int) -> None:
-    """A resumed run has fewer events, and may end before the kill."""
-    ended = folder / "ended"
-
-    def work() -> None:
-        run(program, folder / "out", pool, kill_at)
-        ended.touch()
-
-    try:
-        killed_child(work)
-    except AssertionError:
-        if not ended.exists():
-            raise
 
 
 @pytest.mark.parametrize("site", ["header", "block", "sealed"])
@@ -156,6 +138,7 @@ def test_an_interrupted_training_goes_on_in_the_same_process(folder, pool):
 
 RANK = """
 import os, pathlib, sys, torch
+from integrations.kills import difference, killed_or_ended  # noqa: E402
 from integrations.trainers import run
 folder, pool, kill_at = sys.argv[1:]
 left = run("plain", pathlib.Path(folder), pathlib.Path(pool), int(kill_at) or None,
