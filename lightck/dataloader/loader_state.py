@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.data import Sampler
 
-from lightck.dataloader.position import RngSnapshot
+from lightck.dataloader.position import GENERATORS_MAX, RngSnapshot
 from lightck.dataloader.wrapped_loader import wrapper_chain
-from lightck.errors import DriftError
+from lightck.errors import DriftError, UnsupportedError
 from lightck.state import rng, values
 
 States = tuple[torch.Tensor, ...]
@@ -25,11 +26,16 @@ States = tuple[torch.Tensor, ...]
 
 
 class OwnGenerators:
-    """The random generators of a loader, of its sampler and batch sampler, and of loaders inside a wrapper, each once.
-    Torch's global generator is not one of them, because it is saved with the other global generators."""
+    """The random generators of a loader, of its samplers, and of loaders inside a wrapper, each once. Torch's global
+    generator is not one of them, because it is saved with the other global generators."""
 
     def __init__(self, loader: object) -> None:
         self._own = _generators_of(loader)
+        if len(self._own) > GENERATORS_MAX:
+            raise UnsupportedError(
+                f"The loader and its samplers have {len(self._own)} random generators of their own, and a position can "
+                f"hold {GENERATORS_MAX}. Let several samplers share a generator."
+            )
 
     def __len__(self) -> int:
         return len(self._own)
@@ -68,19 +74,40 @@ class OwnGenerators:
 
 
 def _generators_of(loader: object) -> tuple[torch.Generator, ...]:
-    owners: list[object] = []
-    for one in wrapper_chain(loader):
-        sampler, batches = getattr(one, "sampler", None), getattr(one, "batch_sampler", None)
-        owners += (one, sampler, batches, getattr(batches, "sampler", None))
-    found: dict[int, torch.Generator] = {}
-    for owner in owners:
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator) and generator is not torch.default_generator:
-            found[id(generator)] = generator
-    return tuple(found.values())
+    owners = wrapper_chain(loader)
+    held = [getattr(one, "generator", None) for one in owners]
+    for sampler in _samplers_of(owners):
+        held += _attributes(sampler)
+    generators = {id(one): one for one in held if isinstance(one, torch.Generator)}
+    generators.pop(id(torch.default_generator), None)
+    return tuple(generators.values())
+
+
+def _samplers_of(loaders: list[object]) -> list[object]:
+    """Return the samplers and batch samplers of these loaders, and the samplers that these hold (Accelerate's
+    ``BatchSamplerShard`` holds a batch sampler, which holds the sampler), each once."""
+    waiting = [getattr(one, name, None) for one in loaders for name in _SAMPLERS]
+    found: dict[int, object] = {}
+    while waiting and len(found) < _PARTS_MAX:
+        sampler = waiting.pop(0)
+        if sampler is None or id(sampler) in found:
+            continue
+        found[id(sampler)] = sampler
+        waiting += [getattr(sampler, name, None) for name in _SAMPLERS]
+        for value in _attributes(sampler):
+            several = value if isinstance(value, (list, tuple)) else (value,)
+            waiting += [one for one in several if isinstance(one, Sampler)]
+    return list(found.values())
+
+
+def _attributes(obj: object) -> list[object]:
+    attributes = getattr(obj, "__dict__", None)
+    return list(attributes.values()) if type(attributes) is dict else []
 
 
 log = logging.getLogger("lightck")
+_SAMPLERS = ("sampler", "batch_sampler")
+"""Attributes in which loaders and batch samplers keep what chooses the samples."""
 _PARTS = (
     "dataset",
     "datasets",

@@ -13,8 +13,8 @@ from lightck.errors import CorruptPoolError
 from lightck.state import values
 from lightck.state.rng import RngState
 
-_GENERATORS_MAX = 16
-"""The largest number of generator states that are read from a position."""
+GENERATORS_MAX = 64
+"""The largest number of random generators of one loader."""
 VERSION = 2
 """Format of a position. Since format 2 a position includes the properties and the generators of a DataLoader inside a
 wrapper."""
@@ -57,7 +57,7 @@ def _to_bytes(states: Iterable[torch.Tensor]) -> list[bytes]:
 
 
 def _from_bytes(value: object) -> tuple[torch.Tensor, ...]:
-    if type(value) is not list or len(value) > _GENERATORS_MAX:
+    if type(value) is not list or len(value) > GENERATORS_MAX:
         raise corrupt("its generators are no list of states")
     if not all(type(item) is bytes and item for item in value):
         raise corrupt("the state of a generator is not bytes")

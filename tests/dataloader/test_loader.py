@@ -19,10 +19,18 @@ import numpy as np
 import pytest
 import torch
 from loader_host import Host, Killed, plain
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from lightck.dataloader.loader import SessionLoader
-from lightck.errors import CorruptPoolError, DriftError, SessionError
+from lightck.errors import CorruptPoolError, DriftError, SessionError, UnsupportedError
 from lightck.state import rng, values
 
 EPOCHS, ITEMS, BATCH = 3, 11, 2
@@ -140,6 +148,46 @@ def replacement() -> DataLoader:
     return DataLoader(dataset, 12, sampler=sampler)
 
 
+class Shard(BatchSampler):
+    """Every second batch of another batch sampler, like those that Accelerate makes for each rank."""
+
+    def __init__(self, batches: BatchSampler) -> None:
+        self.batch_sampler, self.batch_size, self.drop_last = batches, batches.batch_size, batches.drop_last
+
+    def __len__(self) -> int:
+        return -(-len(self.batch_sampler) // 2)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from itertools.islice(self.batch_sampler, 0, None, 2)
+
+
+def generator_in_a_shard() -> DataLoader:
+    sampler = RandomSampler(Noisy(2 * ITEMS), generator=torch.Generator().manual_seed(random.randrange(99)))
+    return DataLoader(Noisy(2 * ITEMS), batch_sampler=Shard(BatchSampler(sampler, BATCH, drop_last=False)))
+
+
+class Halves(Sampler[int]):
+    """A sampler over samplers, whose generator has a name of its own."""
+
+    def __init__(self) -> None:
+        self._draws = torch.Generator().manual_seed(random.randrange(99))
+        self.halves = [RandomSampler(range(6), generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        for one in torch.randperm(2, generator=self._draws).tolist():
+            yield from (index + 6 * one for index in self.halves[one] if index + 6 * one < ITEMS)
+
+
+def test_more_generators_than_a_position_can_hold_are_refused():
+    several = Halves()
+    several.halves = [RandomSampler(range(6), generator=torch.Generator()) for _ in range(64)]
+    with pytest.raises(UnsupportedError, match=r"65 random generators.*share a generator"):
+        Host().loader(DataLoader(Noisy(), BATCH, sampler=several))
+
+
 def epoch_numbers() -> list[Any]:
     return [(i, "text", {"a": np.arange(i), "b": [0.5, True]}) for i in range(5)]
 
@@ -157,6 +205,8 @@ IN_PROCESS: dict[str, Callable[[], Any]] = {
     "in order": lambda: DataLoader(Noisy(), BATCH),
     "shuffled": lambda: DataLoader(Noisy(), BATCH, shuffle=True, collate_fn=collate),
     "generator": shared_generator,
+    "generator in a shard": generator_in_a_shard,
+    "generators of samplers": lambda: DataLoader(Noisy(), BATCH, sampler=Halves()),
     "replacement": replacement,
     "weighted": lambda: DataLoader(Noisy(), BATCH, sampler=WeightedRandomSampler([1.0, 2.0] * 5 + [1.0], ITEMS)),
     "no batches": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
@@ -742,7 +792,7 @@ DAMAGE = [
     ("generators", []),
     ("generators", [b""]),
     ("generators", [b"x"]),
-    ("generators", [b"x"] * 17),
+    ("generators", [b"x"] * 65),
     ("r_iter", None),
     ("r_iter", {}),
     ("r_first", None),

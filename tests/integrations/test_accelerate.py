@@ -140,15 +140,22 @@ from pathlib import Path
 import torch
 from integrations.test_accelerate import run
 
-left, pool, kill_at = sys.argv[1:]
-found = run("accumulation", Path(pool) if pool != "none" else None, int(kill_at) or None)
+program, left, pool, kill_at = sys.argv[1:]
+found = run(program, Path(pool) if pool != "none" else None, int(kill_at) or None)
 torch.save({name: found[name] for name in ("state", "scheduler", "count")}, f"{left}.{torch.distributed.get_rank()}")
 torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.long
-def test_two_ranks_go_on(folder):
+@pytest.mark.parametrize(
+    ("program", "kills"),
+    [
+        ("a sampler without a seed", (5, 4)),  # in the second pass and in the third; a pass has four batches
+        pytest.param("a sampler without a seed", (2, 5, 4, 3), marks=pytest.mark.long),
+        pytest.param("accumulation", (6, 9), marks=pytest.mark.long),
+    ],
+)
+def test_two_ranks_go_on(program, kills, folder):
     """DistributedDataParallel: each rank has its own batches and random numbers."""
     (folder / "rank.py").write_text(RANK)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", folder / "rank.py"]
@@ -156,11 +163,13 @@ def test_two_ranks_go_on(folder):
 
     def ranks(left: str, pool: str, kill_at: int) -> int:
         where = [folder / left, folder / pool if pool != "none" else pool]
-        return subprocess.run([*torchrun, *where, str(kill_at)], env=environment, timeout=100, check=False).returncode
+        return subprocess.run(
+            [*torchrun, program, *where, str(kill_at)], env=environment, timeout=100, check=False
+        ).returncode
 
     assert ranks("plain", "none", 0) == 0
     assert ranks("whole", "whole.pools", 0) == 0
-    for kill_at in (6, 9):
+    for kill_at in kills:
         assert ranks("killed", "killed.pools", kill_at) != 0
     assert ranks("killed", "killed.pools", 0) == 0
     for rank in range(2):
