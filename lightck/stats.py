@@ -18,7 +18,8 @@ class Stats:
     """A snapshot of a session's counters, which count from ``attach`` on. Times are in seconds, sizes in bytes."""
 
     stall_seconds: float = 0.0
-    """Wall time that lightck spent on the training thread."""
+    """Wall time that lightck spent on the training thread. Not included is the time to free gradients that
+    ``zero_grad()`` dropped while lightck still copied them: without lightck, ``zero_grad()`` itself takes this time."""
     slowdown_seconds: float = 0.0
     """An estimate, in addition to ``stall_seconds``: how much longer the loop's own operations took because lightck's
     code ran between them and displaced theirs from the processor's caches. Measured with a small model at the first
@@ -116,7 +117,7 @@ class Stall:
     read, because at a step that saves nothing a read takes longer than the whole block.
     """
 
-    __slots__ = ("_begin", "_defers", "_meter", "_what")
+    __slots__ = ("_begin", "_defers", "_loop_seconds", "_meter", "_what")
 
     def __init__(self, meter: Meter, what: str) -> None:
         self._meter, self._what = meter, what
@@ -125,14 +126,14 @@ class Stall:
         self._defers = begin_deferral()
         meter = self._meter
         if meter.stall_in_progress is None:
-            meter.stall_in_progress, self._begin = self, time.perf_counter()
+            meter.stall_in_progress, self._begin, self._loop_seconds = self, time.perf_counter(), meter.loop_seconds
 
     def __exit__(self, *exception: object) -> None:
         try:
             meter = self._meter
             if meter.stall_in_progress is self:
                 meter.stall_in_progress, now = None, time.perf_counter()
-                seconds = now - self._begin
+                seconds = now - self._begin - (meter.loop_seconds - self._loop_seconds)
                 meter.stall_seconds += seconds
                 meter.hook_cpu_seconds += seconds
                 if meter.observer is not None:
@@ -140,6 +141,21 @@ class Stall:
         finally:
             if self._defers:
                 end_deferral()
+
+
+class _WorkOfLoop:
+    """The context manager that ``Meter.work_of_loop`` returns."""
+
+    __slots__ = ("_begin", "_meter")
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self._meter.loop_seconds += time.perf_counter() - self._begin
 
 
 class Meter:
@@ -153,6 +169,8 @@ class Meter:
         self.unsaved_slowdown_seconds = 0.0
         """What ``slowdown_seconds`` would be if no step had saved a checkpoint."""
         self.stall_seconds = self.slowdown_seconds = self.wait_seconds = 0.0
+        self.loop_seconds = 0.0
+        """Time in blocks of ``work_of_loop``, which no other counter includes."""
         self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = self.replica_cpu_seconds = 0.0
         self.replica_drift: float | None = None
         self.replica_drift_tensor: str | None = None
@@ -196,6 +214,11 @@ class Meter:
         trace."""
         return Stall(self, what)
 
+    def work_of_loop(self) -> _WorkOfLoop:
+        """Return a context manager for work that the loop would do anyway, and that lightck only delays. Its time is
+        left out of all counters."""
+        return _WorkOfLoop(self)
+
     def state_was_read(self, step: int, began: float) -> None:
         """Report to a trace that the small state of a step was read from ``began`` (of ``time.perf_counter``) until
         now."""
@@ -206,12 +229,12 @@ class Meter:
     def wait(self) -> Iterator[None]:
         """Count the time of this block in ``wait_seconds``. Only the CPU time of the thread in the block counts as CPU
         time."""
-        start, cpu = time.perf_counter(), time.thread_time()
+        start, cpu, of_loop = time.perf_counter(), time.thread_time(), self.loop_seconds
         try:
             yield
         finally:
             now = time.perf_counter()
-            self.wait_seconds += now - start
+            self.wait_seconds += now - start - (self.loop_seconds - of_loop)
             if self.stall_in_progress is not None:  # the stall counts all its time as CPU time: subtract the wait here
                 self.hook_cpu_seconds += time.thread_time() - cpu - (now - start)
             if self.observer is not None:

@@ -37,12 +37,12 @@ def counted(hook: _Hook) -> _Hook:
     @wraps(hook)
     def timed(self: HasMeter, *args: object, **kwargs: object) -> object:
         meter, begin = self.meter, time.perf_counter()
-        counted_before = meter.stall_seconds
+        counted_before = meter.stall_seconds + meter.loop_seconds
         try:
             return hook(self, *args, **kwargs)
         finally:
             seconds = time.perf_counter() - begin + self.seconds_per_hook
-            meter.count_hook(seconds - (meter.stall_seconds - counted_before))
+            meter.count_hook(seconds - (meter.stall_seconds + meter.loop_seconds - counted_before))
 
     return timed  # type: ignore[return-value]
 

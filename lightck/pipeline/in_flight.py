@@ -59,6 +59,10 @@ class InFlightCheckpoint:
         self.pending.job.drop()
         self.pending.job.forget()
 
+    def forget_sources(self) -> None:
+        """Drop the references to the sources. Call when no copy reads them any more."""
+        self.watched = SourceWatch((), ())
+
     def commit(self) -> None:
         """Wait for the copies, then commit the checkpoint, and wait until that is done. Meanwhile the caller keeps the
         sources unchanged. If this raises, no copy is running any more."""

@@ -520,6 +520,8 @@ class Pipeline:
                 self._note_committed(checkpoint)
             else:
                 self._note_recorded(checkpoint)
+            with self._meter.work_of_loop():  # it has dropped its gradients: without lightck, they were freed then
+                checkpoint.forget_sources()
 
     def _note_committed(self, checkpoint: InFlightCheckpoint) -> None:
         writer = self._writer

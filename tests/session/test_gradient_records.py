@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import defaultdict
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from lightck.errors import UnsupportedError
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed, problems_of
 from lightck.pool.reader import open_pool
 from lightck.session import outside_writes
+from lightck.stats import Meter
 from lightck.strategy.gradients import Gradients
 
 
@@ -44,6 +47,32 @@ def run(training: Any, n: int, first: int = 0) -> None:
     model, optimizer, session = training
     train(model, optimizer, n, first)
     session.flush()
+
+
+def test_gradients_that_the_loop_dropped_are_freed_in_time_that_is_not_counted(pool, monkeypatch):
+    now, freed_in = ["counted"], []
+
+    class Watched(Meter):
+        @contextmanager
+        def work_of_loop(self) -> Iterator[None]:  # type: ignore[override]
+            now[0] = "left out"
+            with super().work_of_loop():
+                yield
+            now[0] = "counted"
+
+    monkeypatch.setattr("lightck.session.attach.Meter", Watched)
+    model = net(BIG)
+    optimizer, large = adam(model), [p for p in model.parameters() if p.numel() > BIG]
+    with lightck.attach(model, pool, strategy=Gradients(base_every=3)) as session:
+        for number in range(6):
+            forward(model, number).backward()
+            if number >= 4:  # the first updates find out of what class a gradient is
+                for p in large:
+                    weakref.finalize(p.grad, lambda: freed_in.append(now[0]))
+            optimizer.step()
+            optimizer.zero_grad()
+        session.flush()
+    assert freed_in == ["left out"] * 2 * len(large)
 
 
 def test_in_the_long_run_a_checkpoint_needs_the_records_of_a_round(training, pool):

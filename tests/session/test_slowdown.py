@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import lightck
+from lightck.hooks.hook_cost import counted
 from lightck.session.slowdown import _measured_slowdown, slowdown
 from lightck.stats import Meter, Slowdown
 
@@ -30,6 +31,32 @@ def test_each_step_adds_its_slowdown():
     assert stats.slowdown_seconds == 12.0
     assert stats.added_seconds == stats.stall_seconds + 12.0
     assert meter.unsaved_slowdown_seconds == 3.0
+
+
+def test_work_of_the_loop_is_left_out_of_all_counters(monkeypatch):
+    now, waited = [0.0], [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0] + waited[0])
+    monkeypatch.setattr("time.thread_time", lambda: now[0])
+
+    class Hook:
+        meter, seconds_per_hook = Meter(), 0.5
+
+        @counted
+        def run(self) -> None:
+            now[0] += 1.0
+            with self.meter.stall():
+                now[0] += 2.0
+                with self.meter.wait():
+                    waited[0] += 4.0
+                    with self.meter.work_of_loop():
+                        now[0] += 64.0
+            with self.meter.work_of_loop():
+                now[0] += 128.0
+
+    Hook().run()
+    stats = Hook.meter.snapshot(engine_cpu_seconds=0.0, committed=None, interval=1)
+    assert (stats.stall_seconds, stats.wait_seconds) == (7.5, 4.0)
+    assert stats.cpu_seconds == 3.5  # the wait took no processor
 
 
 @pytest.mark.parametrize(
