@@ -59,7 +59,9 @@ ROOMS = {
     "cli": LOW | {"", "demo", "export", "profiler", "ranks", "restore"},
     "__main__": {"cli"},
     "crash": LOW | {"", "cli", "pipeline", "restore", "session.slowdown", "strategy"},
-    "bench": LOW | {"", "cli", "pipeline", "ranks", "restore", "session.cross_check", "session.group", "session.steps"},
+    "bench": LOW
+    | {"", "cli", "integrations", "pipeline", "ranks", "restore", "session.cross_check", "session.group"}
+    | {"session.steps"},
 }
 
 WITHOUT_TORCH = ("pool", "ranks", "errors", "events", "layout", "stats", "_native")
