@@ -88,7 +88,13 @@ def save(
 
 def _opened(path: str, order: Order, stack: ExitStack) -> tuple[CurrentPool, Holds]:
     """Return the pool, and the holds with the checkpoint that must stay. The end of ``stack`` closes all."""
-    lock = PoolLock(path)
+    try:
+        lock = PoolLock(path)
+    except PoolLockedError as err:
+        raise PoolLockedError(
+            f"{str(err).rstrip('.')}. If another save writes to the pool, wait until it has ended (with "
+            "dcp.async_save: for its future), and save again."
+        ) from err
     stack.callback(lock.release)
     backend, events, holds = backend_for(path), CommitEvents(), Holds()
     backend.remove_stale(path)
