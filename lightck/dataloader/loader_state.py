@@ -9,7 +9,7 @@ have copies of the objects, which are made when the pass begins and therefore ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,51 +74,19 @@ class OwnGenerators:
 
 
 def _generators_of(loader: object) -> tuple[torch.Generator, ...]:
-    owners = wrapper_chain(loader)
-    held = [getattr(one, "generator", None) for one in owners]
-    for sampler in _samplers_of(owners):
-        held += _attributes(sampler)
+    parts = _parts(loader, _SAMPLERS)
+    held = [getattr(part, "generator", None) for part in parts]
+    for sampler in parts[len(wrapper_chain(loader)) :]:
+        held += _attributes(sampler).values()
     generators = {id(one): one for one in held if isinstance(one, torch.Generator)}
     generators.pop(id(torch.default_generator), None)
     return tuple(generators.values())
 
 
-def _samplers_of(loaders: list[object]) -> list[object]:
-    """Return the samplers and batch samplers of these loaders, and the samplers that these hold (Accelerate's
-    ``BatchSamplerShard`` holds a batch sampler, which holds the sampler), each once."""
-    waiting = [getattr(one, name, None) for one in loaders for name in _SAMPLERS]
-    found: dict[int, object] = {}
-    while waiting and len(found) < _PARTS_MAX:
-        sampler = waiting.pop(0)
-        if sampler is None or id(sampler) in found:
-            continue
-        found[id(sampler)] = sampler
-        waiting += [getattr(sampler, name, None) for name in _SAMPLERS]
-        for value in _attributes(sampler):
-            several = value if isinstance(value, (list, tuple)) else (value,)
-            waiting += [one for one in several if isinstance(one, Sampler)]
-    return list(found.values())
-
-
-def _attributes(obj: object) -> list[object]:
-    attributes = getattr(obj, "__dict__", None)
-    return list(attributes.values()) if type(attributes) is dict else []
-
-
 log = logging.getLogger("lightck")
-_SAMPLERS = ("sampler", "batch_sampler")
-"""Attributes in which loaders and batch samplers keep what chooses the samples."""
-_PARTS = (
-    "dataset",
-    "datasets",
-    "sampler",
-    "samplers",
-    "batch_sampler",
-    "collate_fn",
-    "transform",
-    "transforms",
-    "target_transform",
-)
+_SAMPLERS = ("sampler", "samplers", "batch_sampler")
+"""Attributes in which loaders and samplers keep what chooses the samples."""
+_PARTS = ("dataset", "datasets", *_SAMPLERS, "collate_fn", "transform", "transforms", "target_transform")
 """Attributes in which loaders, datasets and samplers keep the objects that they fetch with."""
 _PARTS_MAX = 256
 """The largest number of objects that are examined."""
@@ -196,14 +164,22 @@ class OwnedObjects:
             )
 
 
-def _parts(loader: object) -> list[object]:
-    """Return the objects that a loader fetches with: the loader itself, its dataset and samplers, and what these wrap.
-    No code of these objects runs."""
+def _parts(loader: object, names: Sequence[str] = _PARTS) -> list[object]:
+    """Return the objects that a loader fetches with: the loader itself and what it wraps, then what these hold in
+    attributes of these names, and samplers in attributes of any name (Accelerate's ``BatchSamplerShard`` holds a batch
+    sampler, which holds the sampler). No code of these objects runs."""
     found = wrapper_chain(loader)
     for owner in found:
-        attributes = getattr(owner, "__dict__", None)
-        for part in map((attributes if type(attributes) is dict else {}).get, _PARTS):
-            for one in part if type(part) in (list, tuple) else (part,):  # type: ignore[union-attr]
+        for name, value in _attributes(owner).items():
+            several = value if isinstance(value, (list, tuple)) else (value,)
+            if name not in names and not isinstance(next(iter(several), None), Sampler):
+                continue  # a list of indices may be long: only its first item is looked at
+            for one in several:
                 if one is not None and len(found) < _PARTS_MAX and not any(one is known for known in found):
                     found.append(one)
     return found
+
+
+def _attributes(obj: object) -> dict[str, Any]:
+    attributes = getattr(obj, "__dict__", None)
+    return attributes if type(attributes) is dict else {}

@@ -520,7 +520,7 @@ class Pipeline:
                 self._note_committed(checkpoint)
             else:
                 self._note_recorded(checkpoint)
-            with self._meter.work_of_loop():  # it has dropped its gradients: without lightck, they were freed then
+            with self._meter.work_of_loop():  # frees gradients that the loop has dropped while they were copied
                 checkpoint.forget_sources()
 
     def _note_committed(self, checkpoint: InFlightCheckpoint) -> None:
