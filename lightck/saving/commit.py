@@ -92,8 +92,8 @@ def _opened(path: str, order: Order, stack: ExitStack) -> tuple[CurrentPool, Hol
         lock = PoolLock(path)
     except PoolLockedError as err:
         raise PoolLockedError(
-            f"{str(err).rstrip('.')}. If another save writes to the pool, wait until it has ended (with "
-            "dcp.async_save: for its future), and save again."
+            f"Nothing was saved into the pool {path!r}, because something else writes to it. If that is another save, "
+            f"wait until it has ended (with dcp.async_save: for its future), and save again. {err}"
         ) from err
     stack.callback(lock.release)
     backend, events, holds = backend_for(path), CommitEvents(), Holds()

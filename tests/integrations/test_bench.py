@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 from toys import in_child
 
@@ -17,7 +15,6 @@ MODULES = {"own loop": "torch", "accelerate": "accelerate", "transformers": "tra
 @pytest.mark.parametrize("name", frameworks.FRAMEWORKS)
 def test_every_update_is_saved(name, pool):
     pytest.importorskip(MODULES[name])
-    importlib.import_module(MODULES[name])  # before the fork
     for path in (None, str(pool)):
         assert in_child(lambda path=path: frameworks.seconds_per_step(name, path, 12)) > 0
     assert lightck.recover(pool).step == 12
