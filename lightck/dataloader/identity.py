@@ -168,7 +168,8 @@ def replay_error(name: str, fact: str, is_wrapper: bool = False) -> DriftError:
         "dataset, a worker or the order of the samples depends on the clock or on the order of a set; the dataset has "
         "a random generator or a counter of its own, which no checkpoint holds (give the dataset state_dict() and "
         "load_state_dict(), and pass the same object in state=); the sampler and the loop draw from the same global "
-        "generator by turns (give the sampler a generator of its own in its attribute `generator`)"
+        "generator by turns (give the sampler a generator of its own in its attribute `generator`); the sampler has "
+        "made a random generator since session.loader() (make it before, and keep it in an attribute of the sampler)"
         f"{reason if is_wrapper else ''}. If none of these can be mended, begin the pass anew: "
         "session.loader(..., anew=True)."
     )

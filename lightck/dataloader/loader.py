@@ -50,7 +50,7 @@ from lightck.dataloader.wrapped_loader import (
     reset_first_pass,
     set_pass_number,
 )
-from lightck.errors import DriftError, SessionError
+from lightck.errors import CorruptPoolError, DriftError, SessionError
 
 log = logging.getLogger("lightck")
 
@@ -232,9 +232,8 @@ class SessionLoader:
         self._drop_used_position()
         if self._pending is not None:
             return self._pending.to_value()
-        generators = self._generators.states()
-        pass_, updates = self._pass, self._host.updates
-        epoch, (previews, in_loop) = self._epoch, self._previews.with_pass(pass_)
+        pass_, updates, epoch = self._pass, self._host.updates, self._epoch
+        previews, in_loop = self._previews.with_pass(pass_)
         if pass_ is not None and pass_.is_over(updates):
             epoch += int(pass_.restored or pass_.has_trained(updates))
             pass_ = None
@@ -248,7 +247,7 @@ class SessionLoader:
             in_pass=pass_ is not None,
             trained=pass_ is not None and pass_.has_trained(updates),
             identity=self._identity,
-            generators=generators,
+            generators=(self._generators if pass_ is not None else self._generators.found_again()).states(),
             worker_rng=self._worker_rng,
             state=state,
             previews=previews,
@@ -290,7 +289,7 @@ class SessionLoader:
         try:
             for states in (position.generators, *(snapshot.generators for snapshot in position.snapshots())):
                 self._generators.try_states(states)
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, CorruptPoolError) as error:
             raise corrupt(f"a generator refuses its state ({error})") from error
         self._generators.set_states(position.generators)
         if position.in_pass:
@@ -384,7 +383,7 @@ class SessionLoader:
         if self._has_one_pass and self._n_given_before:
             self._identity[TAKEN_BEFORE] = self._n_given_before
         state = pass_.state
-        state.at_iter, state.pass_number = self._generators.snapshot(), pass_number_of(self.loader)
+        state.at_iter, state.pass_number = self._generators.found_again().snapshot(), pass_number_of(self.loader)
         if self._is_accelerated_stateful:
             restored = None if self.is_begun else position  # only the first pass begins with the restored state
             state.inner = copy.deepcopy(self._own_state()) if restored is None else restored.state.inner

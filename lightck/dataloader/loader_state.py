@@ -9,27 +9,31 @@ have copies of the objects, which are made when the pass begins and therefore ha
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
 from lightck.dataloader.position import GENERATORS_MAX, RngSnapshot
-from lightck.dataloader.wrapped_loader import wrapper_chain
+from lightck.dataloader.wrapped_loader import is_loader_of_torch, wrapper_chain
 from lightck.errors import DriftError, UnsupportedError
 from lightck.state import rng, values
+from lightck.state.generator_states import OwnGenerator, check_state, is_own_generator, set_state, state_of
 
 States = tuple[torch.Tensor, ...]
 """States of a loader's own generators, in the order in which they were found."""
 
 
 class OwnGenerators:
-    """The random generators of a loader, of its samplers, and of loaders inside a wrapper, each once. Torch's global
-    generator is not one of them, because it is saved with the other global generators."""
+    """The random generators of a loader, of its samplers, and of loaders inside a wrapper, each once: torch's, numpy's
+    and Python's. The global generators are not among them, because they are saved apart."""
 
     def __init__(self, loader: object) -> None:
+        self._loader = loader
         self._own = _generators_of(loader)
         if len(self._own) > GENERATORS_MAX:
             raise UnsupportedError(
@@ -40,22 +44,32 @@ class OwnGenerators:
     def __len__(self) -> int:
         return len(self._own)
 
+    def found_again(self) -> OwnGenerators:
+        """Return these generators, after taking those that the loop has put in the place of others. (If their number is
+        another one, a sampler makes generators when it is iterated, from its epoch for example. Then nothing is
+        changed.)"""
+        found = _generators_of(self._loader)
+        if len(found) == len(self._own):
+            self._own = found
+        return self
+
     def states(self) -> States:
         """Return the current states of these generators."""
-        return tuple(generator.get_state() for generator in self._own)
+        return tuple(map(state_of, self._own))
 
     def snapshot(self) -> RngSnapshot:
         """Return the current states of the global generators and of these generators."""
         return RngSnapshot(rng.capture(), self.states())
 
     def try_states(self, states: States) -> None:
-        """Raise ``RuntimeError`` or ``TypeError`` for states that these generators refuse. Nothing is changed."""
+        """Raise ``RuntimeError``, ``TypeError`` or ``CorruptPoolError`` for states that these generators refuse.
+        Nothing is changed."""
         for generator, state in zip(self._own, states, strict=True):
-            torch.Generator(generator.device).set_state(state)
+            check_state(generator, state)
 
     def set_states(self, states: States) -> None:
         for generator, state in zip(self._own, states, strict=True):
-            generator.set_state(state)
+            set_state(generator, state)
 
     def restore(self, snapshot: RngSnapshot) -> None:
         """Set the global generators and these generators to a snapshot."""
@@ -73,13 +87,14 @@ class OwnGenerators:
             self.restore(before)
 
 
-def _generators_of(loader: object) -> tuple[torch.Generator, ...]:
+def _generators_of(loader: object) -> tuple[OwnGenerator, ...]:
     parts = _parts(loader, _SAMPLERS)
-    held = [getattr(part, "generator", None) for part in parts]
+    held: list[Any] = [getattr(part, "generator", None) for part in parts]
     for sampler in parts[len(wrapper_chain(loader)) :]:
-        held += _attributes(sampler).values()
-    generators = {id(one): one for one in held if isinstance(one, torch.Generator)}
-    generators.pop(id(torch.default_generator), None)
+        if not is_loader_of_torch(sampler):  # its other attributes are torch's
+            for value in _attributes(sampler).values():
+                held += _held_by(value, is_own_generator)
+    generators = {id(one): one for one in held if is_own_generator(one)}
     return tuple(generators.values())
 
 
@@ -166,20 +181,41 @@ class OwnedObjects:
 
 def _parts(loader: object, names: Sequence[str] = _PARTS) -> list[object]:
     """Return the objects that a loader fetches with: the loader itself and what it wraps, then what these hold in
-    attributes of these names, and samplers in attributes of any name (Accelerate's ``BatchSamplerShard`` holds a batch
-    sampler, which holds the sampler). No code of these objects runs."""
+    attributes of these names, and samplers and loaders in attributes of any name (Accelerate's ``BatchSamplerShard``
+    holds a batch sampler, which holds the sampler). No code of these objects runs."""
     found = wrapper_chain(loader)
     for owner in found:
         for name, value in _attributes(owner).items():
-            several = value if isinstance(value, (list, tuple)) else (value,)
-            if name not in names and not isinstance(next(iter(several), None), Sampler):
-                continue  # a list of indices may be long: only its first item is looked at
-            for one in several:
+            for one in _held_by(value, _is_any if name in names else _chooses_samples):
                 if one is not None and len(found) < _PARTS_MAX and not any(one is known for known in found):
                     found.append(one)
     return found
 
 
+def _is_any(_: object) -> bool:
+    return True
+
+
+def _chooses_samples(value: object) -> bool:
+    return isinstance(value, Sampler) or is_loader_of_torch(value)
+
+
+def _held_by(value: object, is_wanted: Callable[[object], bool]) -> list[Any]:
+    """Return the wanted objects among the items of a container (the values of a dict), or the object itself if it is
+    wanted. A container is left out if its first item is not wanted: it may be a long list of indices."""
+    if type(value) not in (list, tuple, deque, dict):
+        return [value] if is_wanted(value) else []
+    items: Iterable[Any] = value.values() if type(value) is dict else value  # type: ignore[assignment]
+    return [one for one in items if is_wanted(one)] if is_wanted(next(iter(items), None)) else []
+
+
 def _attributes(obj: object) -> dict[str, Any]:
+    """Return the object's own attributes, those in ``__slots__`` too."""
     attributes = getattr(obj, "__dict__", None)
-    return attributes if type(attributes) is dict else {}
+    found = dict(attributes) if type(attributes) is dict else {}
+    for base in type(obj).__mro__:
+        for name, slot in vars(base).items():
+            if type(slot) is MemberDescriptorType:
+                with suppress(AttributeError):  # not set
+                    found[name] = slot.__get__(obj)
+    return found

@@ -2,8 +2,7 @@
 
 ``capture`` runs at every step, so it takes raw bytes where it can (``generator_memory.py``) and converts nothing.
 ``to_value`` and ``packed`` make the state storable. ``from_value`` checks stored values, so that no global generator
-receives a malformed one. Generators that a program creates itself (``torch.Generator``, ``numpy.random.Generator``) are
-not included.
+receives a malformed one. Generators that a program creates itself are not included: see ``generator_states.py``.
 """
 
 from __future__ import annotations
@@ -178,11 +177,8 @@ class RngState:
         """Return the words and the position, as bytes, and the cached normal number or None."""
         state = self._python
         if isinstance(state, Twister):
-            words, gauss = _python_bytes(state), state.gauss
-        else:
-            words, gauss = _PYTHON_WORDS.pack(*state[1]), state[2]
-        # random.setstate() also accepts an int here, and gauss() treats it like a float. A pool stores a float.
-        return [words, None if gauss is None else float(gauss)]
+            return _python_pair(_python_bytes(state), state.gauss)
+        return python_value(state)
 
     @classmethod
     def from_value(cls, value: object) -> RngState:
@@ -194,8 +190,8 @@ class RngState:
         if type(value) is not dict or set(value) != {"python", "numpy", "torch", "cuda"}:
             raise _corrupt("its parts are not python, numpy, torch and cuda")
         return cls(
-            _read_python(value["python"]),
-            _read_numpy(value["numpy"]),
+            read_python(value["python"]),
+            read_numpy(value["numpy"]),
             _read_torch(value["torch"]),
             _read_cuda(value["cuda"]),
         )
@@ -210,6 +206,21 @@ def capture() -> RngState:
         torch.default_generator.get_state(),
         _capture_cuda(),
     )
+
+
+def python_value(state: tuple[Any, ...]) -> list[object]:
+    """Return what ``random.getstate()`` returns as data for ``values.pack``, which ``read_python`` reads."""
+    return _python_pair(_PYTHON_WORDS.pack(*state[1]), state[2])
+
+
+def _python_pair(words: bytes, gauss: Any) -> list[object]:
+    # random.setstate() also accepts an int for ``gauss``, and gauss() treats it like a float. A pool stores a float.
+    return [words, None if gauss is None else float(gauss)]
+
+
+def is_known_to_numpy(bit_generator: str) -> bool:
+    """Whether ``read_numpy`` can check states of this bit generator."""
+    return bit_generator in _NUMPY_POSITIONS
 
 
 def _python_bytes(state: Twister) -> bytes:
@@ -249,7 +260,8 @@ def _corrupt(reason: str) -> CorruptPoolError:
     return CorruptPoolError(f"the saved random state is damaged: {reason}")
 
 
-def _read_python(value: object) -> tuple[object, ...]:
+def read_python(value: object) -> tuple[Any, ...]:
+    """Return a stored state for ``random.setstate()``. Raises ``CorruptPoolError``."""
     if type(value) is not list or len(value) != 2:
         raise _corrupt("python's part is no pair")
     words, gauss = value
@@ -263,7 +275,9 @@ def _read_python(value: object) -> tuple[object, ...]:
     return state
 
 
-def _read_numpy(value: object) -> dict[str, object]:
+def read_numpy(value: object, *, is_legacy: bool = True) -> dict[str, Any]:
+    """Return a stored state for ``numpy.random.set_state()``; with ``is_legacy=False``: for the attribute ``state`` of
+    a bit generator, which has no cached normal number. Raises ``CorruptPoolError``."""
     if type(value) is not dict or type(value.get("state")) is not dict:
         raise _corrupt("numpy's part is no dict")
     name = value.get("bit_generator")
@@ -275,7 +289,7 @@ def _read_numpy(value: object) -> dict[str, object]:
         at = holder.get(position[0])
         if type(at) is not int or not 0 <= at <= position[1]:
             raise _corrupt("numpy's generator stands at an impossible position")
-    _try_numpy(name, value)
+    _try_numpy(name, value if is_legacy else {**value, "has_gauss": 0, "gauss": 0.0})
     return value
 
 

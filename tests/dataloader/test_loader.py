@@ -181,6 +181,98 @@ class Halves(Sampler[int]):
             yield from (index + 6 * one for index in self.halves[one] if index + 6 * one < ITEMS)
 
 
+class Middle(Sampler[int]):
+    """Draws the order of all items but the first and the last ones, which show nothing of the order."""
+
+    def __init__(self, rng: Any, draw: Callable[[Any, int], Any]) -> None:
+        self.draws, self.draw = {"train": rng}, draw
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        middle = ITEMS - 2 * BATCH
+        yield from (*range(BATCH), *(BATCH + int(i) for i in self.draw(self.draws["train"], middle)))
+        yield from range(ITEMS - BATCH, ITEMS)
+
+
+class Slotted(Sampler[int]):
+    __slots__ = ("draws", "not_set")
+
+    def __init__(self) -> None:
+        self.draws = np.random.RandomState(random.randrange(99))
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        self.draws.standard_normal()  # the second one of a pair is kept for the next pass
+        return iter(self.draws.permutation(ITEMS).tolist())
+
+
+class Fetched(Sampler[int]):
+    """Takes the order from a loader with a generator."""
+
+    def __init__(self) -> None:
+        self.orders = DataLoader(
+            range(ITEMS), shuffle=True, generator=torch.Generator().manual_seed(random.randrange(9))
+        )
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(index) for index in self.orders)
+
+
+def shuffled_by(rng: random.Random, n: int) -> list[int]:
+    items = list(range(n))
+    rng.gauss(0, 1)
+    rng.shuffle(items)
+    return items
+
+
+SAMPLERS: dict[str, Callable[[], Sampler[int]]] = {
+    "torch": lambda: Middle(torch.Generator().manual_seed(3), lambda rng, n: torch.randperm(n, generator=rng)),
+    "PCG64": lambda: Middle(np.random.default_rng(3), np.random.Generator.permutation),
+    "Philox": lambda: Middle(np.random.Generator(np.random.Philox(3)), np.random.Generator.permutation),
+    "SFC64": lambda: Middle(np.random.Generator(np.random.SFC64(3)), np.random.Generator.permutation),
+    "MT19937": lambda: Middle(np.random.Generator(np.random.MT19937(3)), np.random.Generator.permutation),
+    "RandomState": lambda: Middle(np.random.RandomState(3), np.random.RandomState.permutation),
+    "Random": lambda: Middle(random.Random(3), shuffled_by),
+    "in a slot": Slotted,
+    "in a loader": Fetched,
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_generators_of_samplers_come_back_where_the_batches_around_do_not_show_them(name):
+    check(train(lambda: DataLoader(Noisy(), BATCH, sampler=SAMPLERS[name]())))
+
+
+@pytest.mark.parametrize("moment", ["before the pass", "after the pass"])
+def test_generators_that_the_loop_exchanges_come_back(moment):
+    def program(host: Host) -> None:
+        sampler = RandomSampler(range(ITEMS), generator=torch.Generator().manual_seed(9))
+        loader = host.loader(DataLoader(Noisy(), BATCH, sampler=sampler))
+        for epoch in range(loader.epoch, EPOCHS):
+            if moment == "before the pass" and loader.start == 0:
+                sampler.generator = torch.Generator().manual_seed(epoch)
+            for i, batch in enumerate(loader, loader.start):
+                host.step(epoch, i, batch)
+            if moment == "after the pass":
+                sampler.generator = torch.Generator().manual_seed(epoch)
+
+    check(program)
+
+
+def test_a_state_of_another_generator_is_refused():
+    saved = run(train(lambda: DataLoader(Noisy(), BATCH, sampler=SAMPLERS["PCG64"]())), seed=1).checkpoints[8][1]
+    for other in ("Philox", "MT19937", "RandomState", "Random", "torch"):
+        with pytest.raises(CorruptPoolError, match="a generator refuses its state"):
+            Host(resumed=saved).loader(DataLoader(Noisy(), BATCH, sampler=SAMPLERS[other]()))
+
+
 def test_more_generators_than_a_position_can_hold_are_refused():
     several = Halves()
     several.halves = [RandomSampler(range(6), generator=torch.Generator()) for _ in range(64)]
