@@ -65,7 +65,6 @@ _USED_OF_VAL_LOOP = ("setup_data", "_combined_loader", "_seen_batches_per_datalo
 """Attributes of Lightning's loops that ``Fit`` uses."""
 _REFUSED_STRATEGIES = {
     "FSDPStrategy": "it shards the model with torch's first FSDP, which was not tested",
-    "ModelParallelStrategy": "it was not tested with lightck",
     "DeepSpeedStrategy": "DeepSpeed has its own optimizers and partitions",
     "XLAStrategy": "lightck knows no XLA devices",
     "SingleDeviceXLAStrategy": "lightck knows no XLA devices",

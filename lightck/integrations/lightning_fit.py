@@ -43,6 +43,7 @@ from lightck.errors import (
 )
 from lightck.integrations import lightning_callbacks as callbacks
 from lightck.integrations import lightning_loggers as loggers
+from lightck.integrations import lightning_loops as loops
 from lightck.integrations import lightning_results as results
 from lightck.integrations.attributes import ChangedAttributes, assigned_in
 from lightck.integrations.lightning_loaders import (
@@ -75,11 +76,9 @@ class Progress:
 
     def state_dict(self) -> dict[str, Any]:
         fit, trainer = self._fit, self._fit.trainer
-        loops = trainer.fit_loop.state_dict()
-        loops["state_dict"] = {}  # loaders' states: the session has the positions
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         found = {
-            "fit_loop": loops,
+            "loops": loops.saved(trainer.fit_loop),
             "batches_of_an_epoch": fit.n_batches,
             "validated": [[key, n] for key, n in val_loop._seen_batches_per_dataloader.items()],
             "should_stop": bool(trainer.should_stop),
@@ -101,14 +100,14 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         fit, trainer = self._fit, self._fit.trainer
         found = fit.found
-        if found is None or state["fit_loop"] != found["fit_loop"]:
+        if found is None or state["loops"] != found["loops"]:
             raise SessionError(
                 f"The pool {fit.path!r} has changed since fit() began. Another process may train into it. Nothing was "
                 "trained. Call fit() again."
             )
         fit.loaded, fit.pass_has_ended = state, state["pass_has_ended"]
         loop = trainer.fit_loop
-        loop.load_state_dict(dict(state["fit_loop"]))
+        loops.restore(loop, state["loops"])
         fit.validated = dict(state["validated"])
         loop.epoch_loop.val_loop._seen_batches_per_dataloader.update(fit.validated)
         trainer.should_stop = state["should_stop"]
@@ -289,7 +288,7 @@ class Fit:
         if not self.trainer.ckpt_path:
             return
         if self.found is not None:
-            theirs, ours = self.trainer.global_step, _global_step(self.found)
+            theirs, ours = self.trainer.global_step, loops.global_step(self.found["loops"])
             if ours > theirs:
                 raise CheckpointExistsError(
                     f"ckpt_path={self.trainer.ckpt_path!r} holds step {theirs}, and the pool {self.path!r} holds step "
@@ -476,12 +475,6 @@ def _flat(loaders: Any) -> list[Any]:
 
 def _has_persistent_workers(loader: Any) -> bool:
     return not isinstance(loader, ValidationLoader) and bool(getattr(loader, "persistent_workers", False))
-
-
-def _global_step(state: Mapping[str, Any]) -> int:
-    loops = state["fit_loop"]
-    automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
-    return int(automatic or loops["epoch_loop.manual_optimization.optim_step_progress"]["total"]["completed"])
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -46,6 +47,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
 import lightck.integrations.lightning as integration  # noqa: E402
 from integrations.kills import difference, killed_or_ended  # noqa: E402
 from integrations.lightning_programs import PROGRAMS, Classifier, Events, Rows, loader, run, trainer_of  # noqa: E402
+from lightck.integrations import lightning_loops as loops  # noqa: E402
 from lightck.integrations.lightning import LightckCallback  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "fit_lightning.py"
@@ -435,24 +437,48 @@ def test_an_error_of_a_loader_reaches_the_caller(folder, pool):
 # -- two ranks, and the example ----------------------------------------------------------------------------------------
 
 
+def test_the_counters_are_those_of_lightning(folder, pool):
+    """They are read without Lightning's own function, which is slower."""
+    found: list[Any] = []
+
+    class Compared(Callback):
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            theirs = trainer.fit_loop.state_dict() | {"state_dict": {}}
+            found.append((json.loads(loops.saved(trainer.fit_loop)), theirs))
+
+    for program in ("manual optimization at two rates", "accumulation, one cycle, validation in the epoch"):
+        trainer, module, data = trainer_of(program, folder, Compared())
+        trainer.fit(module, **data)
+    assert len(found) > 6
+    assert all(ours == theirs for ours, theirs in found)
+
+
 @pytest.mark.long
-def test_two_ranks_go_on(folder, tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_go_on(strategy, folder, tmp_path):
     script = Path(__file__).with_name("lightning_ranks.py")
 
-    def start(pools: Path | None, kill_at: int, out: Path) -> int:
+    def start(pools: Path | None, out: Path, kill_at: int = -1, rank: int = 1) -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-        arguments = [str(out), str(pools), str(kill_at)]
+        arguments = [strategy, str(out), str(pools), str(kill_at), str(rank)]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         return subprocess.run([*command, *arguments], env=env, capture_output=True, timeout=300).returncode
 
-    assert start(None, -1, tmp_path / "plain") == 0
-    pools = folder / "pools"
-    for kill_at in (9, 25):
-        assert start(pools, kill_at, tmp_path / "out") != 0
-    assert start(pools, -1, tmp_path / "out") == 0
-    for rank in range(2):
-        expected, found = (torch.load(tmp_path / name / f"rank{rank}.pt") for name in ("plain", "out"))
-        assert same(found, expected)
+    def left(name: str) -> list[dict[str, Any]]:
+        return [torch.load(tmp_path / name / f"rank{rank}.pt") for rank in range(2)]
+
+    assert start(None, tmp_path / "plain") == 0
+    expected, pools, chosen = left("plain"), folder / "pools", random.Random(strategy)
+    most = min(one.pop("events") for one in expected)
+    kills = [(chosen.randint(9, most // 4), chosen.randint(0, 1)) for _ in range(8)]
+    print("kills at the events, and the ranks", kills)
+    n_killed = sum(start(pools, tmp_path / "out", *kill) != 0 for kill in kills)
+    assert n_killed > 3, "the training ends before the kills"
+    assert start(pools, tmp_path / "out") == 0
+    found = left("out")
+    for one in found:
+        del one["events"]
+    assert same(found, expected)
 
 
 @pytest.mark.long
