@@ -4,9 +4,10 @@ Wrappers are examined by their attributes, and never called: Accelerate's loader
 prefetcher (``loader``), and any object that holds exactly one DataLoader.
 
 Accelerate's loaders are generators that begin at their first ``next()`` and run one batch ahead. They count the passes
-(``iteration``) and pass the number to samplers. If they wrap torchdata's stateful loader, their state is the state of
-torchdata's loader. This state holds no random states, and it holds the order of a pass only if the sampler is
-one of torchdata's. So a resume loads the state that was saved at the beginning of the pass, and replays the pass.
+and pass the number to samplers; so do Fabric's loaders. Accelerate's loaders may wrap torchdata's stateful loader.
+Their state is then that of torchdata's loader. This state holds no random states, and it holds the order of a pass
+only if the sampler is one of torchdata's. So a resume loads the state that was saved at the beginning of the pass, and
+replays the pass.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch.utils.data import DataLoader
 
 _NAMES = ("base_dataloader", "dataloader", "loader")
 """Attributes in which wrappers keep what they wrap."""
+_COUNTERS = {"accelerate": "iteration", "lightning": "_num_iter_calls", "lightning_fabric": "_num_iter_calls"}
+"""The attributes in which wrappers of these packages count the passes."""
 _DEPTH_MAX = 8
 """The largest number of objects in a chain of wrappers that are examined, the outermost one included."""
 _SEQUENCE_ITERATORS: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0))))
@@ -51,7 +54,11 @@ def is_loader_of_torch(value: object) -> bool:
 
 def is_accelerated(loader: object) -> bool:
     """Whether the loader is one of Accelerate's."""
-    return type(loader).__module__.partition(".")[0] == "accelerate"
+    return _package_of(loader) == "accelerate"
+
+
+def _package_of(loader: object) -> str:
+    return type(loader).__module__.partition(".")[0]
 
 
 def _held_by(wrapper: object) -> object | None:
@@ -91,16 +98,16 @@ def is_accelerated_stateful(loader: object) -> bool:
 
 
 def pass_number_of(loader: object) -> int | None:
-    """Return the number of the pass that one of Accelerate's loaders passes to its sampler; None for any other
+    """Return the number of the pass that a loader of Accelerate or of Fabric passes to its sampler; None for any other
     loader."""
-    count = getattr(loader, "iteration", None) if is_accelerated(loader) else None
+    count = getattr(loader, _COUNTERS.get(_package_of(loader), ""), None)
     return count if type(count) is int and count >= 0 else None
 
 
 def set_pass_number(loader: Any, count: int | None) -> None:
-    """Set what `pass_number_of` returns, if the loader is one of Accelerate's. None: change nothing."""
+    """Set what `pass_number_of` returns, if it returns a number. None: change nothing."""
     if count is not None and pass_number_of(loader) is not None:
-        loader.iteration = count
+        setattr(loader, _COUNTERS[_package_of(loader)], count)
 
 
 def reset_first_pass(dataloader: Any) -> None:
