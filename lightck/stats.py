@@ -51,6 +51,11 @@ class Stats:
     """The number of tensors that the newest checkpoint did not write, because its slot held the same bytes already."""
     kept: int = 0
     """The number of checkpoints that ``keep=`` exported."""
+    holds_honored: int = 0
+    """How often lightck passed over a slot because another process was reading the checkpoint in it."""
+    holds_overrun: int = 0
+    """How often lightck overwrote a checkpoint although another process was reading it, because the training needed
+    the slot. That process sees this and starts again; attach(..., slots=) with one slot more avoids it."""
     staging: str | None = None
     """The transfer method of the newest checkpoint's tensors on a device (``attach(..., staging=...)``); None if it has
     no such tensors."""
@@ -175,7 +180,7 @@ class Meter:
         self.replica_drift: float | None = None
         self.replica_drift_tensor: str | None = None
         self.replica_renewed = 0
-        self.kept = 0
+        self.kept = self.holds_honored = self.holds_overrun = 0
         self.strategy = strategy
         self.strategy_reason: str | None = None
         self.staging: str | None = None

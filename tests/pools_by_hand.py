@@ -16,9 +16,10 @@ import numpy.typing as npt
 from lightck.pool.create import create
 from lightck.pool.engine import ENDED, Engine
 from lightck.pool.format.layout import ITEM_NBYTES, Entry
+from lightck.pool.planned_records import CopyPlan
 from lightck.pool.reader import open_pool
 from lightck.pool.storage.backends import backend_for
-from lightck.pool.writer import CopyPlan, PoolWriter
+from lightck.pool.writer import PoolWriter
 from lightck.state import rng, values
 
 NO_STATE = values.pack({}, path="")

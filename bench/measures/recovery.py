@@ -25,7 +25,7 @@ from bench.measures.figures import spread
 from bench.measures.training import Training, differing
 from bench.workloads import workload
 from lightck.errors import BenchError
-from lightck.pool.reader import read_threads
+from lightck.pool.storage.system import read_threads
 
 _REST_SECONDS = 0.05
 

@@ -272,7 +272,8 @@ def _row(
     if not reads_blocks:
         return row
     if isinstance(checkpoint.stored, StoredCheckpoint):
-        damage = list(_damage(checkpoint.stored, advance))
+        with checkpoint.stored.hold():
+            damage = list(_damage(checkpoint.stored, advance))
         found = {"blocks": "damaged" if damage else "verified", "recoverable": not damage, "damage": damage}
     else:
         places = partial(stored_checkpoints.places_of, reader)

@@ -270,7 +270,9 @@ class Pipeline:
             return self.pool.kind.choose_slot(writer, closed_step, self.decisions.held(writer))
 
         while True:
-            slot = free_slot()
+            slot = self._without_reader(
+                writer, lambda read: self.pool.kind.choose_slot(writer, closed_step, self.decisions.held(writer) | read)
+            )
             if slot is not None:
                 return slot
             if not self._in_flight:
@@ -284,6 +286,13 @@ class Pipeline:
                 )
             self._finish(self._in_flight[0])
 
+    def _without_reader(self, writer: PoolWriter, choose: Callable[[frozenset[int]], Slot | None]) -> Slot | None:
+        """Return a slot as ``PoolWriter.choose_slot`` does, and count the holds of other processes."""
+        choice = writer.choose_slot(choose)
+        self._meter.holds_honored += choice.n_passed_over
+        self._meter.holds_overrun += choice.is_overrun
+        return choice.slot
+
     def copy_eagerly(self, tensors: Iterable[torch.Tensor]) -> None:
         """Begin to copy tensors that hold their final values of this step already, if a slot is free for these
         copies."""
@@ -295,7 +304,7 @@ class Pipeline:
             return  # if the strategy leaves out some of these tensors, they must not be copied
         jobs_max = job_budget(self._in_flight, self._uncommitted_max)
         if jobs_max > 0 and self.eager.wants_slot(tables):
-            slot = writer.slots.choose(self.decisions.held(writer))
+            slot = self._without_reader(writer, lambda read: writer.slots.choose(self.decisions.held(writer) | read))
             if slot is not None:
                 self.eager.begin(tables, slot)
         self.eager.copy(tensors, jobs_max)

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from lightck.pipeline.plan import WritePlan
 from lightck.pipeline.write_table import NO_RECORDS, StagedTensor, TensorRecord
-from lightck.pool.writer import CopyPlan, PoolWriter
+from lightck.pool.planned_records import CopyPlan
+from lightck.pool.writer import PoolWriter
 from lightck.state.blocks import NO_BLOCKS, Blocks
 from lightck.state.inventory import Live, in_plain_memory, storage_of
 

@@ -41,8 +41,9 @@ from lightck.pool.format.structures import (
     uuid_words,
 )
 from lightck.pool.gradient_log import Bases, GradientRecord, LoggedCheckpoint
-from lightck.pool.reader import PARALLEL_READ_NBYTES_MIN, READ_DTYPE, PoolReader, read_threads
+from lightck.pool.reader import READ_DTYPE, PoolReader
 from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error
+from lightck.pool.storage.system import PARALLEL_READ_NBYTES_MIN, read_threads
 
 
 class StoredTensor(NamedTuple):

@@ -35,13 +35,13 @@ from lightck.pool.format.layout import HOME_PLACE, Entry, blocks_of, is_of_unit
 from lightck.pool.format.structures import CommitRecord, align_up, manifest_hash
 from lightck.pool.gradient_log import GradientLog, LoggedCheckpoint, Mask, RecordPlan, next_position
 from lightck.pool.gradient_reader import GradientCheckpoint, chain_entry_of, checkpoint_of, logged_checkpoint
-from lightck.pool.planned_records import PlannedRecords
+from lightck.pool.planned_records import CopyPlan, PlannedRecords
 from lightck.pool.reader import PoolReader
 from lightck.pool.reservation import Reservation
 from lightck.pool.slots import Slot, SlotImage
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
-from lightck.pool.writer import CopyPlan, Pending, PoolWriter, RelayoutNeededError
+from lightck.pool.writer import Pending, PoolWriter, RelayoutNeededError
 
 KEPT_COMMITS = 2
 """How many of the newest checkpoints keep their commit records. The older ones are found through the chain of a newer

@@ -7,6 +7,7 @@ change from one checkpoint of a slot to the next.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import is_
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,31 @@ from lightck._native import ffi, lib
 if TYPE_CHECKING:
     from lightck._native import CData
     from lightck.pool.slots import SlotImage
-    from lightck.pool.writer import CopyPlan
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """The copies of one checkpoint, given by record numbers and addresses. The plan refers to no tensors. ``records``,
+    ``sources`` and ``at_boundary`` are parallel arrays. ``PoolWriter.numbers`` maps names to record numbers."""
+
+    step: int
+    iteration: int
+    records: npt.NDArray[np.int64]
+    """Record numbers of the tensors to copy."""
+    sources: npt.NDArray[np.uint64]
+    """Address of each tensor's bytes."""
+    at_boundary: npt.NDArray[np.bool_]
+    """Whether the tensor is copied before ``begin`` returns."""
+    unchanged: npt.NDArray[np.int64]
+    """Record numbers of the tensors whose bytes in the slot are already right."""
+    recorded_only: npt.NDArray[np.int64]
+    """Record numbers of the tensors that get a new tensor record, but are not copied by ``begin``: tied and empty
+    tensors, and tensors that a reservation copies."""
+    n_tensors: int
+    """Number of tensors in the checkpoint. Each is in exactly one of ``records``, ``unchanged`` and
+    ``recorded_only``."""
+    state: bytes
+    """The small state."""
 
 
 class PlannedRecords:

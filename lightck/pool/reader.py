@@ -13,6 +13,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,10 +47,12 @@ from lightck.pool.format.structures import (
     uuid_words,
 )
 from lightck.pool.partial_copy import PartialCopy
+from lightck.pool.slot_locks import hold
 from lightck.pool.storage import emulation
 from lightck.pool.storage.backend import Container
 from lightck.pool.storage.extents import as_c_array, runs
 from lightck.pool.storage.failures import as_io_error, io_error, is_medium_error, undo_on_error
+from lightck.pool.storage.system import PARALLEL_READ_NBYTES_MIN, read_threads
 
 log = logging.getLogger("lightck")
 # A tensor record of the manifest (docs/format.md, "Manifest"); ``crc`` is the index of its first block checksum.
@@ -58,11 +61,6 @@ TENSOR_RECORD_DTYPE = np.dtype(
 )
 READ_DTYPE = np.dtype([(name, "u8") for name in ("off", "dst", "nbytes", "crcs", "tensor", "generation", "first")])
 """The C struct ``lck_read``."""
-PARALLEL_READ_NBYTES_MIN = 4 << 20
-"""If ``read_many`` has fewer bytes to read than this, it uses one thread, because to start more would cost more time
-than they save."""
-THREADS_MAX = 8
-"""Maximum number of threads that read one checkpoint."""
 RESUMABLE_NUMBER_MAX = NUMBER_MAX // 2
 """A training continues in a pool only if all generations, incarnations and steps in the pool are below this number. The
 numbers that the training adds then stay far below ``NUMBER_MAX``."""
@@ -547,16 +545,16 @@ class StoredCheckpoint:
         strike the checkpoint, while this process reads it.)"""
         return not self.reader.has_lost_slot(self.record)
 
+    def hold(self) -> AbstractContextManager[None]:
+        """Let the training overwrite other checkpoints, while the block reads this one (``pool/slot_locks.py``). Call
+        ``owns_slot`` in the block: the training may have overwritten this checkpoint before."""
+        return hold(self.reader.container.fd, self.record.slot)
+
     def verify(self) -> None:
         """Read and verify every block. Raises ``DamagedError`` or ``PoolIOError``."""
         self.read_many([(name, 0) for name in self._index])
         if not self.owns_slot():
             raise DamagedError("its slot was reused while it was read")
-
-
-def read_threads() -> int:
-    """Return the number of threads that read a large checkpoint."""
-    return min(len(os.sched_getaffinity(0)), THREADS_MAX)
 
 
 def open_pool(path: str, backend: str = "auto", *, write: bool = False, gradients: bool = False) -> PoolReader:

@@ -9,7 +9,9 @@ leaves out keeps the record with which its bytes were written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,7 @@ import numpy.typing as npt
 from lightck.pool.format.structures import MANIFEST_HEADER_NBYTES, TENSOR_RECORD_NBYTES
 from lightck.pool.planned_records import PlannedRecords
 from lightck.pool.reader import TENSOR_RECORD_DTYPE
+from lightck.pool.slot_locks import SlotLocks
 
 
 class SlotImage:
@@ -121,6 +124,34 @@ class Slots:
     def contents(self) -> dict[int, int | None]:
         """Return slot index -> generation of the content, or None if the content is unknown."""
         return {s.index: s.generation for s in self.slots}
+
+
+class SlotChoice(NamedTuple):
+    """The slot for the next checkpoint."""
+
+    slot: Slot | None
+    """None: no slot is free before a checkpoint in flight has ended."""
+    n_passed_over: int = 0
+    """Number of slots that were passed over because readers hold them."""
+    is_overrun: bool = False
+    """Whether a reader holds the slot, which the training needs nevertheless."""
+
+
+def slot_without_reader(
+    slots: Slots, locks: SlotLocks, n_free_min: int, choose: Callable[[frozenset[int]], Slot | None]
+) -> SlotChoice:
+    """Return the slot for the next checkpoint, locked until its header is stored. ``choose``: returns the best slot
+    that is not in this set. ``n_free_min``: how many slots the training needs besides those that readers hold."""
+    locks.unlock_all_but({slot.index for slot in slots.slots if slot.in_flight})
+    held: set[int] = set()
+    while (slot := choose(frozenset(held))) is not None:
+        if locks.try_lock(slot.index):
+            return SlotChoice(slot, len(held))
+        held.add(slot.index)
+    if not held:
+        return SlotChoice(None)
+    may_wait = any(slot.in_flight for slot in slots.slots) and slots.n_usable - len(held) >= n_free_min
+    return SlotChoice(None, len(held)) if may_wait else SlotChoice(choose(frozenset()), len(held) - 1, True)
 
 
 def crc_starts(nbytes: npt.NDArray[np.uint64], block: int) -> tuple[npt.NDArray[np.uint32], int]:

@@ -33,10 +33,11 @@ from lightck.pool.format.structures import (
     pack_slot_header,
     uuid_words,
 )
-from lightck.pool.planned_records import PlannedRecords, copies_of
+from lightck.pool.planned_records import CopyPlan, PlannedRecords, copies_of
 from lightck.pool.reader import PoolReader
 from lightck.pool.reservation import Reservation
-from lightck.pool.slots import Slot, SlotImage, Slots, crc_starts
+from lightck.pool.slot_locks import SlotLocks
+from lightck.pool.slots import Slot, SlotChoice, SlotImage, Slots, crc_starts, slot_without_reader
 from lightck.pool.storage.durability import TIER_DISK, Durability
 from lightck.pool.storage.failures import io_error
 from lightck.pool.storage.lock import PoolLock
@@ -54,31 +55,6 @@ COPY_DTYPE = np.dtype(
 
 class RelayoutNeededError(Exception):
     """The checkpoint does not fit this pool's layout: a new pool file is needed. Internal."""
-
-
-@dataclass(frozen=True, slots=True)
-class CopyPlan:
-    """The copies of one checkpoint, given by record numbers and addresses. The plan refers to no tensors. ``records``,
-    ``sources`` and ``at_boundary`` are parallel arrays. ``PoolWriter.numbers`` maps names to record numbers."""
-
-    step: int
-    iteration: int
-    records: npt.NDArray[np.int64]
-    """Record numbers of the tensors to copy."""
-    sources: npt.NDArray[np.uint64]
-    """Address of each tensor's bytes."""
-    at_boundary: npt.NDArray[np.bool_]
-    """Whether the tensor is copied before ``begin`` returns."""
-    unchanged: npt.NDArray[np.int64]
-    """Record numbers of the tensors whose bytes in the slot are already right."""
-    recorded_only: npt.NDArray[np.int64]
-    """Record numbers of the tensors that get a new tensor record, but are not copied by ``begin``: tied and empty
-    tensors, and tensors that a reservation copies."""
-    n_tensors: int
-    """Number of tensors in the checkpoint. Each is in exactly one of ``records``, ``unchanged`` and
-    ``recorded_only``."""
-    state: bytes
-    """The small state."""
 
 
 @dataclass(slots=True)
@@ -135,6 +111,7 @@ class PoolWriter:
         self._last_position = max(
             self.commit_log.records, key=lambda p: self.commit_log.records[p].generation, default=-1
         )
+        self._slot_locks = SlotLocks(reader.container.fd)
         self._engine = engine
         self._commit_struct: Commit = ffi.new("lck_commit *")
         """Filled anew for each job: the engine copies the struct when the job is submitted."""
@@ -347,6 +324,13 @@ class PoolWriter:
         ``Slots.choose``."""
         return self.slots.choose(held)
 
+    def choose_slot(self, choose: Callable[[frozenset[int]], Slot | None]) -> SlotChoice:
+        """Return the slot for the next checkpoint. Slots that other processes read are passed over, while the training
+        has enough others. ``choose``: returns the best free slot that is not in this set."""
+        if not self.has_whole_checkpoints:
+            return SlotChoice(choose(frozenset()))
+        return slot_without_reader(self.slots, self._slot_locks, 3 if self.superblock.has_group else 2, choose)
+
     def reservation(self, slot: Slot) -> Reservation:
         """Reserve a slot for a checkpoint whose step is not closed yet. Raises ``BackgroundError``."""
         self._refuse_lost_lock()
@@ -426,6 +410,8 @@ class PoolWriter:
         """Submit a job to the engine. ``copies``: array of ``lck_copy``. Returns (status, ticket)."""
         ticket = ffi.new("uint64_t *")
         status = lib.lck_job_submit(self._engine.handle, self.medium.handle, copies, n_copies, commit, ticket)
+        if status != lib.LCK_EBUSY:  # the header is stored, so readers see that the slot has another checkpoint
+            self._slot_locks.unlock(commit.slot)
         return status, ticket[0]
 
     def _planned(self, slot: Slot, plan: CopyPlan) -> PlannedRecords:
@@ -553,8 +539,8 @@ class PoolWriter:
         reservation.slot.is_bad |= bad
         self._forget_content(reservation.slot)
 
-    @staticmethod
-    def _forget_content(slot: Slot) -> None:
+    def _forget_content(self, slot: Slot) -> None:
+        self._slot_locks.unlock(slot.index)
         slot.in_flight = False
         slot.generation = None
         slot.image.forget()

@@ -117,7 +117,7 @@ def recovered(
         with ExitStack() as stack:
             worlds = stack.enter_context(open_worlds(directory))
             try:
-                taken = _newest(directory, worlds, step, take, optimizers)
+                taken = _newest(directory, worlds, step, take, optimizers, stack)
                 if opened is not None:
                     opened.push(stack.pop_all())
                 return taken
@@ -129,10 +129,16 @@ def recovered(
 
 
 def _newest(
-    directory: str, worlds: Sequence[World], step: int | None, take: Take[T], optimizers: OptimizersAtHand | None
+    directory: str,
+    worlds: Sequence[World],
+    step: int | None,
+    take: Take[T],
+    optimizers: OptimizersAtHand | None,
+    opened: ExitStack,
 ) -> T:
     """Call ``take`` for one common checkpoint after the other (of ``step``, if given), from newest to oldest, until one
-    verifies. Checkpoints of all worlds count; if two have the same one, that of the first world is taken first."""
+    verifies. Checkpoints of all worlds count; if two have the same one, that of the first world is taken first.
+    ``opened``: holds the slots of the checkpoint."""
     readers = [reader for world in worlds for reader in world.readers.values()]
     for _ in range(_ATTEMPTS):
         logs = [reader.commit_log() for reader in readers]
@@ -148,7 +154,7 @@ def _newest(
             if step is not None and checkpoint_id.step != step:
                 continue
             try:
-                return _taken(directory, worlds[number], held, rejected, take)
+                return _taken(directory, worlds[number], held, rejected, take, opened)
             except DamagedError as err:
                 rejected.append(RejectedCheckpoint(checkpoint_id.step, held[0][0].record.generation, str(err)))
                 lost = err.__cause__ if isinstance(err.__cause__, RankError) else lost
@@ -215,12 +221,25 @@ def common_checkpoints(world: World, optimizers: OptimizersAtHand | None = None)
     return {one: [of_rank[one] for of_rank in held] for one in common}
 
 
-def _taken(directory: str, world: World, held: Held, rejected: Sequence[RejectedCheckpoint], take: Take[T]) -> T:
-    """Call ``take`` for one checkpoint. Raises ``DamagedError``, and ``RankError`` as ``logical_of`` does."""
+def _taken(
+    directory: str,
+    world: World,
+    held: Held,
+    rejected: Sequence[RejectedCheckpoint],
+    take: Take[T],
+    opened: ExitStack | None = None,
+) -> T:
+    """Call ``take`` for one checkpoint. ``opened``: holds its slots from now on; None: they are held only while
+    ``take`` runs. Raises ``DamagedError``, and ``RankError`` as ``logical_of`` does."""
     logical = logical_of(directory, world, held)
-    taken = take(directory, logical, rejected)
-    if not all(stored.owns_slot() for stored in logical.of_ranks):
-        raise DamagedError("its slot was reused while it was read")
+    with ExitStack() as holds:
+        for stored in logical.of_ranks:
+            holds.enter_context(stored.hold())
+        taken = take(directory, logical, rejected)
+        if not all(stored.owns_slot() for stored in logical.of_ranks):
+            raise DamagedError("its slot was reused while it was read")
+        if opened is not None:
+            opened.push(holds.pop_all())
     return taken
 
 

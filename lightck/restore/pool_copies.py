@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 
 from lightck.pool.engine import ENDED
+from lightck.pool.planned_records import CopyPlan
 from lightck.pool.reservation import Reservation
 from lightck.pool.slots import Slot
-from lightck.pool.writer import CopyPlan, Pending, PoolWriter
+from lightck.pool.writer import Pending, PoolWriter
 from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Saved, Source, load_tensors, unpack_dict
 from lightck.state.update_record import BASE_EVERY_KEY, UPDATE_KEY

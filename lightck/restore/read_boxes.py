@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from lightck.pool.format.boxes import Box, Ints, flat_boxes, intersection
 from lightck.pool.format.layout import ITEM_NBYTES, Entry
-from lightck.pool.reader import read_threads
+from lightck.pool.storage.system import read_threads
 from lightck.restore.usable import RankCheckpoint
 
 BUFFERS_NBYTES = 32 << 20

@@ -168,7 +168,7 @@ def _open_lazily(path: str, step: int | None) -> Checkpoint:
             )
 
         opened = ExitStack()
-        checkpoint = take_newest(reader, step, take)
+        checkpoint = take_newest(reader, step, take, opened=stack)
         opened.push(stack.pop_all())
         return checkpoint
 
@@ -178,10 +178,12 @@ def take_newest(
     step: int | None,
     take: Callable[[Saved, Contents, list[RejectedCheckpoint]], T],
     optimizers: OptimizersAtHand | None = None,
+    opened: ExitStack | None = None,
 ) -> T:
     """Call ``take`` for one checkpoint after the other, from newest to oldest, until a call raises no ``DamagedError``,
     and return the result of that call. ``step``: try the checkpoints of this step only. ``take`` gets the checkpoint,
-    its contents and the checkpoints that were rejected before. ``optimizers``: as in ``checkpoints_of``.
+    its contents and the checkpoints that were rejected before. ``optimizers``: as in ``checkpoints_of``. ``opened``:
+    holds the checkpoint's slot from now on; None: it is held only while ``take`` runs.
 
     A training may reuse a slot while the slot is read. So, if no checkpoint could be used and new commit records have
     appeared, all checkpoints are tried again. Raises ``PoolLockedError`` after ``_ATTEMPTS`` attempts, and
@@ -202,15 +204,19 @@ def take_newest(
             if stale.includes(generation):
                 rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, STALE_REASON))
                 continue
-            try:
-                contents = parse(stored)
-                stale.add(contents, generation)
-                taken = take(stored, contents, rejected)
-            except DamagedError as err:
-                rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, str(err)))
-                continue
-            if stored.owns_slot():
-                return taken
+            with ExitStack() as holds:
+                holds.enter_context(stored.hold())
+                try:
+                    contents = parse(stored)
+                    stale.add(contents, generation)
+                    taken = take(stored, contents, rejected)
+                except DamagedError as err:
+                    rejected.append(RejectedCheckpoint(stored.step, stored.record.generation, str(err)))
+                    continue
+                if stored.owns_slot():
+                    if opened is not None:
+                        opened.push(holds.pop_all())
+                    return taken
             rejected.append(
                 RejectedCheckpoint(stored.step, stored.record.generation, "its slot was reused while it was read")
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 from lightck.pool.commit_log import candidates
@@ -183,6 +184,10 @@ class ReplayedCheckpoint:
     def find_damaged_bases(self) -> None:
         """Let the reader know which bases are damaged, before a training goes on from this checkpoint."""
         find_damaged_bases(self._checkpoint)
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Do nothing: what this checkpoint needs lies in many places, which the training reuses in turn."""
+        return nullcontext()
 
     def owns_slot(self) -> bool:
         """Whether the record was not overwritten. (What lies in other places was verified when it was read.)"""

@@ -136,7 +136,7 @@ def _commit(
     if unfit:
         writer.add(unfit, {entry.name for entry in entries})
     numbers = {entry.name: writer.numbers[entry.name] for entry in entries}
-    slot = writer.slots.choose(holds.held(writer))
+    slot = writer.choose_slot(lambda read: writer.slots.choose(holds.held(writer) | read)).slot
     assert slot is not None, "one slot is held, and no checkpoint is in flight"
     batches = batches_of(given, entries, names_of_batches({entry.name: entry.nbytes for entry in entries}))
     pending = begin_batches(writer, slot, copied_plan(order.id.step, 0, numbers, small), numbers, batches)

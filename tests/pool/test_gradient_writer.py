@@ -25,9 +25,10 @@ from lightck.pool.format.structures import MIB, DamagedError
 from lightck.pool.gradient_log import records_default, records_min
 from lightck.pool.gradient_reader import GradientCheckpoint, checkpoint_of, committed, problems_of
 from lightck.pool.gradient_writer import GradientWriter
+from lightck.pool.planned_records import CopyPlan
 from lightck.pool.reader import open_pool
 from lightck.pool.storage.backends import backend_for
-from lightck.pool.writer import CopyPlan, RelayoutNeededError
+from lightck.pool.writer import RelayoutNeededError
 
 UNITS = {"a": 5000, "b": 90, "c": MIB + 777, "d": 3}
 """Name -> bytes of the parameter. One has several blocks."""

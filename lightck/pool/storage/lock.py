@@ -51,6 +51,9 @@ _guard = threading.RLock()
 _descriptors: set[int] = set()
 """Descriptors of the locks that this process holds. A forked child closes them."""
 _FLOCK = struct.Struct("hhqqi4x")
+_NBYTES = 2
+"""Locks of a pool lie in this many bytes, from the first byte of the file on. (Beyond the end of a pool's file lie the
+locks of its readers, ``pool/slot_locks.py``.)"""
 _ATTEMPTS = 100
 """Maximum number of attempts to lock. A second attempt can succeed, because the holder may have released the lock just
 now, or because the worker of a killed training may close its descriptor in a moment."""
@@ -115,7 +118,7 @@ def _is_device(path: str) -> bool:
 def _conflict(fd: int) -> int | None:
     """Query the kernel for a lock of another holder on the open file. Returns the pid of the holder of a record lock
     (0: the pid is not visible to this process), -1 for an OFD lock, None if there is no lock or the query fails."""
-    probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, _NBYTES, 0)
     try:
         kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, probe))
     except (OSError, struct.error):
@@ -317,7 +320,7 @@ class PoolLock:
         """Lock the open file. Returns False if another holder has a lock on it. Raises ``PoolIOError``."""
         try:
             if self._is_device:
-                _take_ofd_lock(self._fd, 0, 0)
+                _take_ofd_lock(self._fd, 0, _NBYTES)
             else:
                 _lock_both(self._fd)
         except OSError as err:
@@ -394,7 +397,7 @@ def lock_file(path: str) -> int:
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     _descriptors.add(fd)
     with contextlib.suppress(OSError):
-        _take_ofd_lock(fd, 0, 0)
+        _take_ofd_lock(fd, 0, _NBYTES)
     return fd
 
 
@@ -429,7 +432,7 @@ def _lock_both(fd: int) -> None:
 
 
 def _take_ofd_lock(fd: int, start: int, nbytes: int) -> None:
-    """Take an OFD lock on these bytes; ``nbytes=0``: on all bytes from ``start`` on."""
+    """Take an OFD lock on these bytes."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0))
 
 

@@ -17,6 +17,11 @@ from dataclasses import dataclass
 from lightck._native import ffi, lib
 
 MAP_SHARED_VALIDATE, MAP_SYNC, PROT_READ = 0x03, 0x080000, 1
+PARALLEL_READ_NBYTES_MIN = 4 << 20
+"""If ``read_many`` has fewer bytes to read than this, it uses one thread, because to start more would cost more time
+than they save."""
+THREADS_MAX = 8
+"""Maximum number of threads that read one checkpoint."""
 _STATX_ATTR_DAX, _AT_EMPTY_PATH = 0x00200000, 0x1000
 _DEPTH_MAX = 8
 """Maximum number of block devices, one below the other, that are followed."""
@@ -308,3 +313,8 @@ def processors_near(node: int | None, threads: int) -> frozenset[int]:
     allowed = os.sched_getaffinity(0)
     near = System().processors(node) & allowed
     return near if threads < len(near) < len(allowed) else frozenset()
+
+
+def read_threads() -> int:
+    """Return the number of threads that read a large checkpoint."""
+    return min(len(os.sched_getaffinity(0)), THREADS_MAX)
