@@ -1,8 +1,8 @@
 """What lightck adds to a step under each framework: python bench/frameworks.py [--small] [--only NAME].
 
 One model, AdamW and batches of one size are trained in a loop of one's own, and under the Trainer of transformers,
-Lightning's Trainer and Accelerate. Trainings without lightck, with lightck, and without lightck again take turns, each
-in a new process. A step lasts from the end of one update to the end of the next one.
+Lightning's Trainer, Accelerate and DeepSpeed (ZeRO 0, one rank). Trainings without lightck, with lightck, and without
+lightck again take turns, each in a new process. A step lasts from the end of one update to the end of the next one.
 
 - *Step*: its median without lightck.
 - *Added*: the median step with lightck, less that without, of the same turn: median of the turns, lowest and highest.
@@ -16,6 +16,8 @@ import argparse
 import itertools
 import json
 import logging
+import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -141,11 +143,38 @@ def with_lightning(model: nn.Module, optimizer: torch.optim.Optimizer, loader: A
     ).fit(Module(), loader)
 
 
+def with_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, pool: str | None) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port())}
+    import deepspeed
+
+    import lightck.integrations.deepspeed as integration
+
+    config = {"train_micro_batch_size_per_gpu": BATCH, "steps_per_print": 10**9, "zero_optimization": {"stage": 0}}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=True)
+    session = None
+    if pool is not None:
+        session = integration.attach(engine, pool)
+        loader = session.loader(loader)
+    for batch in loader:
+        engine.backward(engine(**batch)["loss"])
+        engine.step()
+    if session is not None:
+        session.close()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
 FRAMEWORKS: dict[str, Loop] = {
     "own loop": own_loop,
     "accelerate": accelerated,
     "transformers": with_trainer,
     "lightning": with_lightning,
+    "deepspeed": with_deepspeed,
 }
 
 
@@ -175,6 +204,7 @@ def compared(names: list[str], steps: int, turns: int) -> dict[str, dict[str, li
     rows: dict[str, dict[str, list[float]]] = {name: {"plain": [], "lightck": [], "again": []} for name in names}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         for turn in range(turns):
+            print(f"turn {turn + 1} of {turns}", file=sys.stderr, flush=True)
             for name in names:
                 for kind, seconds in rows[name].items():
                     pool = Path(folder, f"{turn}-{name.replace(' ', '-')}.pool") if kind == "lightck" else None

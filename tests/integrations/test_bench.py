@@ -8,7 +8,7 @@ from toys import in_child
 import lightck
 from bench import frameworks
 
-MODULES = {"own loop": "torch", "accelerate": "accelerate", "transformers": "transformers", "lightning": "lightning"}
+MODULES = {name: "torch" if name == "own loop" else name for name in frameworks.FRAMEWORKS}
 
 
 @pytest.mark.frameworks
