@@ -286,9 +286,8 @@ class TrainerSession:
         """Keys of the evaluation's loaders whose workers have started in this run or an earlier one."""
         self.epoch_was_cut = False
         """Whether a callback has ended an epoch early, so that the Trainer cannot find its place in a later one."""
-        self.begins_epoch_anew = False
-        """Whether a finished training goes on with another epoch. (The Trainer leaves the last batch of an epoch as the
-        last that it has asked for. So its pass does not look ended, if no other pass has begun.)"""
+        self.begins_epoch = False
+        """Whether a finished training goes on with another epoch."""
         self.epoch, self.updates_before_epoch = 0, 0
         """The Trainer's epoch, and how many updates were made before it. The Trainer computes them from the length of
         its loader, and a loader of an iterable dataset has none."""
@@ -409,7 +408,7 @@ class TrainerSession:
     def _run(self, train: Callable[..., Any], resume_from_checkpoint: str | bool | None, kwargs: dict[str, Any]) -> Any:
         """Run the Trainer's ``train``, with this object in its way."""
         trainer, is_resumed = self.trainer, self._folder is not None
-        self._session_loader, self.begins_epoch_anew = None, False
+        self._session_loader, self.begins_epoch = None, False
         self._began, self._seconds_before = time.time(), self.found["seconds"] if self.found is not None else 0.0
         self.attributes.watch()
         with ExitStack() as stack:
@@ -466,7 +465,15 @@ class TrainerSession:
         """Return the session's loader, which iterates over the Trainer's."""
         assert self.session is not None, "on_train_begin has made it"
         if self._session_loader is None:
-            self._session_loader = self.session.loader(loader, name="train", anew=self.begins_epoch_anew)
+            self._session_loader = self.session.loader(loader, name="train")
+            if self.begins_epoch and self._session_loader.epoch < self.epoch:
+                # The Trainer asks for no batch after the last one of an epoch, so the pass has not ended yet.
+                for _ in self._session_loader:
+                    raise SessionError(
+                        f"An epoch of this Trainer has more batches than one of the run in the pool {self.path!r}, so "
+                        "its place cannot be found. Give the dataset of that run, or begin another pool with its "
+                        "weights: lightck.recover(path, model)."
+                    )
         return self._session_loader
 
     @property
@@ -506,7 +513,7 @@ class TrainerSession:
             return
         trainer, n_skipped = self.trainer, kwargs["steps_trained_in_current_epoch"]
         is_first = kwargs["epoch"] == kwargs["epochs_trained"]
-        self.begins_epoch_anew = is_first and not n_skipped and self.session is not None and self.session.done
+        self.begins_epoch = is_first and not n_skipped and self.session is not None and self.session.done
         updates = n_skipped // trainer.args.gradient_accumulation_steps if is_first else 0
         self.epoch, self.updates_before_epoch = kwargs["epoch"], trainer.state.global_step - updates
         run(*args, **kwargs)

@@ -116,6 +116,21 @@ def test_more_epochs_go_on_from_a_finished_training(folder, pool, caplog):
     assert "differs in" not in logged  # the Trainer has set max_steps anew
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_more_epochs_give_what_the_longer_training_gives(workers, folder, pool, caplog):
+    settings = {"lr_scheduler_type": "constant", "dataloader_num_workers": workers}
+
+    def longer() -> Any:
+        for n_epochs in (1, 2):
+            run("plain", folder / "out", pool, num_train_epochs=n_epochs, **settings)
+        return run("plain", folder / "out", pool, num_train_epochs=3, **settings), caplog.text
+
+    resumed, logged = in_child(longer)
+    expected = in_child(lambda: run("plain", folder / "plain", None, num_train_epochs=3, **settings))
+    assert same(resumed["state"], expected["state"])
+    assert "differs" not in logged
+
+
 def test_an_interrupted_training_goes_on_in_the_same_process(folder, pool):
     """With NEFTune, whose hook the Trainer leaves on the model after an interrupt."""
     settings = {"neftune_noise_alpha": 5.0, "max_steps": 6, "logging_steps": 2}
