@@ -194,7 +194,10 @@ class PoolReader(StorageReader):
     @property
     def _opened_checkpoint(self) -> lightck.Checkpoint:
         if self._checkpoint is None:
-            raise PoolNotFoundError(f"No checkpoint of {self._path!r} is open. Call read_metadata first, as load does.")
+            raise PoolNotFoundError(
+                f"No checkpoint of {self._path!r} is open: nothing was loaded yet, or the reader is closed. Load "
+                "first, and use the reader inside its `with` block."
+            )
         return self._checkpoint
 
     def _bytes_of(self, key: str) -> io.BytesIO:

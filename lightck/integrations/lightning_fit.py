@@ -79,7 +79,7 @@ class Progress:
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         found = {
             "loops": loops.saved(trainer.fit_loop),
-            "batches_of_an_epoch": fit.n_batches,
+            "batches_of_an_epoch": fit.n_batches if fit.loaded is None else fit.loaded["batches_of_an_epoch"],
             "validated": [[key, n] for key, n in val_loop._seen_batches_per_dataloader.items()],
             "should_stop": bool(trainer.should_stop),
             "accumulate_grad_batches": fit.accumulates,

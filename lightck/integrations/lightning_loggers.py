@@ -75,6 +75,7 @@ def _rewind(logger: Any, state: dict[str, Any]) -> None:
     if "rows" not in state or not hasattr(writer, _COUNT):
         return
     writer.log_dir = logger.log_dir
+    os.makedirs(writer.log_dir, exist_ok=True)  # somebody may have removed it
     writer.metrics_file_path = os.path.join(logger.log_dir, os.path.basename(writer.metrics_file_path))
     writer.metrics_keys, writer.metrics = list(state["keys"]), [dict(row) for row in state["waiting"]]
     setattr(writer, _COUNT, _keep_rows(writer.metrics_file_path, state["keys"], state["rows"]))
@@ -91,8 +92,9 @@ def _keep_rows(path: str, keys: list[str], n_rows: int) -> int:
             rows = [{key: row.get(key, "") for key in keys} for row in csv.DictReader(file)]
     except FileNotFoundError:
         log.warning(
-            "lightck: the file %s is gone, which had %d rows. Lightning deletes it when a CSVLogger is made with a "
-            "folder that the script chooses. Leave version= out, and a resumed run goes on with the file",
+            "lightck: the file %s is gone, with its %d rows. Either somebody removed it, or version= is passed to the "
+            "CSVLogger, which then deletes the file of the run before. Leave version= out, and a resumed run goes on "
+            "with the file",
             path,
             n_rows,
         )

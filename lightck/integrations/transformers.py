@@ -381,7 +381,14 @@ class TrainerSession:
             folder = get_last_checkpoint(self.trainer.args.output_dir)  # type: ignore[no-untyped-call]
         if not isinstance(folder, str):
             return  # the Trainer says what is wrong
-        state = TrainerState.load_from_json(os.path.join(folder, trainer_module.TRAINER_STATE_NAME))
+        file = os.path.join(folder, trainer_module.TRAINER_STATE_NAME)
+        if not os.path.isfile(file):
+            raise NoCheckpointError(
+                f"resume_from_checkpoint={folder!r} is no checkpoint of the Trainer: it has no "
+                f"{trainer_module.TRAINER_STATE_NAME}. Leave resume_from_checkpoint out, and the training goes on from "
+                "the pool."
+            )
+        state = TrainerState.load_from_json(file)
         if step is not None and step > state.global_step:
             raise CheckpointExistsError(
                 f"resume_from_checkpoint={folder!r} holds step {state.global_step}, and the pool {self.path!r} holds "
@@ -498,8 +505,8 @@ class TrainerSession:
             now, before = (one or "an unknown number of" for one in (self.updates_per_epoch, before))
             raise SessionError(
                 f"An epoch of this Trainer has {now} updates, and one of the run in the pool {self.path!r} had "
-                f"{before}, so the Trainer cannot find its place. Give the dataset, per_device_train_batch_size and "
-                "gradient_accumulation_steps of that run, or begin another pool with its weights: "
+                f"{before}, so the Trainer cannot find its place. Give the dataset, per_device_train_batch_size, "
+                "gradient_accumulation_steps and number of ranks of that run, or begin another pool with its weights: "
                 "lightck.recover(path, model)."
             )
         if self.updates_per_epoch is not None:

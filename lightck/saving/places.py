@@ -10,6 +10,7 @@ committed never has the id of another one. Such a checkpoint can never become co
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, suppress
@@ -28,6 +29,8 @@ from lightck.ranks.rule import CheckpointId, newest_common, next_incarnation
 from lightck.restore.contents import Contents
 from lightck.restore.logical import uncovered_box
 from lightck.restore.usable import parse_state, usable_by_id
+
+log = logging.getLogger("lightck")
 
 
 class FoundPool(NamedTuple):
@@ -131,6 +134,15 @@ def decide(reports: Sequence[Report]) -> list[Order]:
     _refuse_trainings(reports[0].path, pools)
     newest = max((id_ for pool in pools for id_ in pool.ids), default=CheckpointId(0, 0))
     step = newest.step + 1 if reports[0].step is None else reports[0].step
+    if step < newest.step:
+        log.warning(
+            "lightck: step %d is saved into %r, whose newest checkpoint has step %d. The new one is the newest from "
+            "now on, and one more save replaces the other. If the script forgot to load, stop it, and load with "
+            "PoolReader",
+            step,
+            reports[0].path,
+            newest.step,
+        )
     checkpoint_id = CheckpointId(next_incarnation(pool.incarnation for pool in pools), step)
     if len(reports) == 1 and not reports[0].is_directory:
         common = newest_common(pool.ids for pool in pools)

@@ -177,6 +177,15 @@ def test_each_save_becomes_the_newest_and_the_one_before_stays(pool):
     assert lightck.recover(pool).step == 5
 
 
+def test_a_smaller_step_than_that_in_the_pool_is_named(pool, caplog):
+    for step in (30, 31):
+        dcp.save(mixed(), storage_writer=PoolWriter(pool, step=step))
+    assert "whose newest checkpoint" not in caplog.text
+    dcp.save(mixed(), storage_writer=PoolWriter(pool, step=1))
+    assert f"step 1 is saved into {str(pool)!r}, whose newest checkpoint has step 31" in caplog.text
+    assert lightck.recover(pool).step == 1
+
+
 def test_one_writer_saves_again_and_again_and_follows_its_step(pool):
     writer = PoolWriter(pool, step=100)
     for step in (100, 250, 40):  # also back: the last save is the newest

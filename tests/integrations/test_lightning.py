@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -343,13 +344,26 @@ def test_pools_that_hold_something_else_are_refused(folder, pool):
     refused(CheckpointExistsError, "resume=False is given", lambda: fitting(pool, ours={"resume": False}))
 
 
-def test_another_batch_size_inside_an_epoch_is_refused(folder, pool):
+def test_a_removed_folder_of_the_logger_is_made_again(folder, pool):
+    """Also if the run goes on with another version than a new run would take."""
+    expected = in_child(lambda: run("plain", folder / "plain", None))
+    in_child(lambda: run("plain", folder / "out", None, max_epochs=1))  # takes version_0
+    killed_child(lambda: run("plain", folder / "out", pool, 24))
+    shutil.rmtree(folder / "out")
+    resumed = in_child(lambda: run("plain", folder / "out", pool))
+    assert same(resumed["state"], expected["state"])
+
+
+def test_another_batch_size_inside_an_epoch_is_refused(folder, pool, caplog):
     killed_child(lambda: run("plain", folder / "out", pool, 24))
 
     def other() -> None:
-        trainer, module, data = trainer_of("plain", folder / "out", LightckCallback(pool))
+        trainer, module, data = trainer_of("plain", folder / "out", LightckCallback(pool), Events(None))
         data["train_dataloaders"] = torch.utils.data.DataLoader(Rows(38), batch_size=2, shuffle=True)
-        trainer.fit(module, **data)
+        try:
+            trainer.fit(module, **data)
+        finally:
+            assert "Progress" not in caplog.text, "lightck's own object is none of the user's"
 
     refused(SessionError, "has 19 batches, and the epoch of the run in the pool .* had 10", other)
     resumed = in_child(lambda: run("plain", folder / "out", pool))

@@ -210,6 +210,18 @@ def test_the_trainers_own_checkpoint_is_used_where_it_is_asked_for(folder, pool,
     assert "goes on from the Trainer's checkpoint" in logged
 
 
+def test_a_missing_checkpoint_of_the_trainer_is_named(folder, pool):
+    def missing() -> str:
+        trainer = trainer_of("plain", folder / "out")
+        integration.attach(trainer, pool)
+        with pytest.raises(NoCheckpointError) as raised:
+            trainer.train(resume_from_checkpoint=str(folder / "nowhere"))
+        return str(raised.value)
+
+    assert "nowhere' is no checkpoint of the Trainer: it has no trainer_state.json" in in_child(missing)
+    assert not pool.exists()
+
+
 def test_a_pool_that_is_ahead_is_not_discarded(folder, pool):
     def ahead() -> str:
         run("plain", folder / "out", pool, save_strategy="steps", save_steps=5, max_steps=8)

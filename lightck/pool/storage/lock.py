@@ -247,8 +247,8 @@ class PoolLock:
                 raise too_long(self._pool_path) from err
             if err.errno == errno.ENOENT:
                 raise PoolNotFoundError(
-                    f"No file can be made beside {self._pool_path!r} ({err.strerror}). Its folder was removed, or "
-                    "belongs to the kernel and takes no files (/proc). Choose a path in another folder."
+                    f"No file can be made beside {self._pool_path!r} ({err.strerror}). Its folder does not "
+                    "exist, or belongs to the kernel and takes no files (/proc). Create the folder, or choose another."
                 ) from err
             raise PoolPermissionError(
                 f"The lock file {self.path!r} cannot be opened: {err.strerror}. Every writer locks that file. "
