@@ -21,6 +21,7 @@ from lightck.cli import directories, gradients, groups, pieces, stored_checkpoin
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option, usage_error
 from lightck.cli.text import Facts, columns, count, listed, print_json, print_line, print_verdict, size, survives
 from lightck.errors import FormatError, NotAPoolError
+from lightck.events import ClosingEvent
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError, Superblock
 from lightck.pool.reader import PoolReader, StoredCheckpoint
@@ -340,7 +341,8 @@ def _parts(shown: Facts) -> Iterator[tuple[str, str]]:
         yield "extra", listed(shown["extra_state"])
     if shown["loaders"]:
         yield "loaders", listed(shown["loaders"])
-    yield "random", ", ".join(shown["rng"])
+    if shown["closed_by"] != ClosingEvent.SAVE.value:  # nothing restores those of a save
+        yield "random", ", ".join(shown["rng"])
     yield "made with", ", ".join(f"{key} {value}" for key, value in shown["made_with"].items())
 
 
@@ -409,6 +411,8 @@ def _show_next(path: str, facts: Facts, step: int | None) -> None:
     elif facts["group"] is not None:
         which = "" if step is None else f"--step {step} "
         print_line(f"{groups.recovery_note(facts['group'])} To check every byte: lightck verify {which}{name}")
+    elif step is None and shown["closed_by"] == ClosingEvent.SAVE.value:
+        print_line(f"PoolWriter made this pool: load it with PoolReader. To check every byte: lightck verify {name}")
     elif step is None:
         how = "attach(..., resume=True)" + (" with the strategy Gradients" if pool["homes"] else "")
         print_line(f"{how} resumes from step {shown['step']}. To check every byte: lightck verify {name}")

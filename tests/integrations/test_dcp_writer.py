@@ -245,7 +245,11 @@ def test_the_commands_and_recover_read_it(pool, tmp_path: Path):
     checkpoint = lightck.recover(pool)
     assert checkpoint.step == 7
     assert same(dict(checkpoint.model), {"w": state["w"], "inner.b": state["inner"]["b"]})
-    assert "step 7" in call("inspect", pool).stdout
+    shown = call("inspect", pool).stdout
+    assert "step 7" in shown
+    assert "PoolWriter made this pool: load it with PoolReader" in shown
+    assert "resumes" not in shown
+    assert "random" not in shown
     assert call("verify", pool).exit_code == 0
     assert call("export", pool, tmp_path / "out.safetensors").exit_code == 0
     import safetensors.torch
