@@ -17,13 +17,12 @@ import itertools
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -61,17 +60,20 @@ class Net(nn.Module):
         return {"loss": (self.layers(x) - x).square().mean()}
 
 
+def batches_of(loader: Any, pool: str | None, attach: Callable[[str], lightck.Session]) -> Iterator[Any]:
+    """Yield the batches of a loop of one's own, whose updates are saved if a pool is given."""
+    if pool is None:
+        yield from loader
+        return
+    with attach(pool) as session:
+        yield from session.loader(loader)
+
+
 def own_loop(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, pool: str | None) -> None:
-    session = None
-    if pool is not None:
-        session = lightck.attach(model, pool, optimizer=optimizer)
-        loader = session.loader(loader)
-    for batch in loader:
+    for batch in batches_of(loader, pool, lambda path: lightck.attach(model, path, optimizer=optimizer)):
         model(**batch)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
-    if session is not None:
-        session.close()
 
 
 def accelerated(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, pool: str | None) -> None:
@@ -81,16 +83,10 @@ def accelerated(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any,
 
     accelerator = Accelerator(cpu=True)
     model, prepared, loader = accelerator.prepare(model, optimizer, loader)
-    session = None
-    if pool is not None:
-        session = integration.attach(accelerator, pool)
-        loader = session.loader(loader)
-    for batch in loader:
+    for batch in batches_of(loader, pool, lambda path: integration.attach(accelerator, path)):
         accelerator.backward(model(**batch)["loss"])
         prepared.step()
         prepared.zero_grad()
-    if session is not None:
-        session.close()
 
 
 def with_trainer(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, pool: str | None) -> None:
@@ -144,29 +140,17 @@ def with_lightning(model: nn.Module, optimizer: torch.optim.Optimizer, loader: A
 
 
 def with_deepspeed(model: nn.Module, optimizer: torch.optim.Optimizer, loader: Any, pool: str | None) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ |= {"DS_ACCELERATOR": "cpu", "MASTER_PORT": str(free_port())}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
     import deepspeed
 
     import lightck.integrations.deepspeed as integration
 
     config = {"train_micro_batch_size_per_gpu": BATCH, "steps_per_print": 10**9, "zero_optimization": {"stage": 0}}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=True)
-    session = None
-    if pool is not None:
-        session = integration.attach(engine, pool)
-        loader = session.loader(loader)
-    for batch in loader:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for batch in batches_of(loader, pool, lambda path: integration.attach(engine, path)):
         engine.backward(engine(**batch)["loss"])
         engine.step()
-    if session is not None:
-        session.close()
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 FRAMEWORKS: dict[str, Loop] = {

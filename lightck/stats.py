@@ -54,8 +54,9 @@ class Stats:
     holds_honored: int = 0
     """How often lightck passed over a slot because another process was reading the checkpoint in it."""
     holds_overrun: int = 0
-    """How often lightck overwrote a checkpoint although another process was reading it, because the training needed
-    the slot. That process sees this and starts again; attach(..., slots=) with one slot more avoids it."""
+    """How often lightck wrote to a slot although another process held it to read the checkpoint in it, because the
+    training needed the slot. That process sees this and starts again; one slot more (``attach(..., slots=)``) avoids
+    it."""
     staging: str | None = None
     """The transfer method of the newest checkpoint's tensors on a device (``attach(..., staging=...)``); None if it has
     no such tensors."""

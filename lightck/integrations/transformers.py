@@ -469,19 +469,23 @@ class TrainerSession:
         return EvaluationLoader(get(eval_dataset), self.evaluated, key)
 
     def loader_of(self, loader: Any) -> Any:
-        """Return the session's loader, which iterates over the Trainer's."""
+        """Return the session's loader, which iterates over the Trainer's, and is at the batch that comes next."""
         assert self.session is not None, "on_train_begin has made it"
         if self._session_loader is None:
             self._session_loader = self.session.loader(loader, name="train")
             if self.begins_epoch and self._session_loader.epoch < self.epoch:
-                # The Trainer asks for no batch after the last one of an epoch, so the pass has not ended yet.
-                for _ in self._session_loader:
-                    raise SessionError(
-                        f"An epoch of this Trainer has more batches than one of the run in the pool {self.path!r}, so "
-                        "its place cannot be found. Give the dataset of that run, or begin another pool with its "
-                        "weights: lightck.recover(path, model)."
-                    )
+                self._end_pass(self._session_loader)
         return self._session_loader
+
+    def _end_pass(self, loader: Any) -> None:
+        """End the pass of the run before. All its batches were trained, and the Trainer asks for none after the last
+        one, so the pass has not ended yet."""
+        for _ in loader:
+            raise SessionError(
+                f"An epoch of this Trainer has more batches than one of the run in the pool {self.path!r}, so its "
+                "place cannot be found. Give the dataset of that run, or begin another pool with its weights: "
+                "lightck.recover(path, model)."
+            )
 
     @property
     def is_finished(self) -> bool:

@@ -266,13 +266,11 @@ class Pipeline:
         if self.eager.reservation is not None:
             return self.eager.reservation.slot
 
-        def free_slot() -> Slot | None:
-            return self.pool.kind.choose_slot(writer, closed_step, self.decisions.held(writer))
+        def free_slot(read: frozenset[int] = frozenset()) -> Slot | None:
+            return self.pool.kind.choose_slot(writer, closed_step, self.decisions.held(writer) | read)
 
         while True:
-            slot = self._without_reader(
-                writer, lambda read: self.pool.kind.choose_slot(writer, closed_step, self.decisions.held(writer) | read)
-            )
+            slot = self._without_reader(writer, free_slot)
             if slot is not None:
                 return slot
             if not self._in_flight:

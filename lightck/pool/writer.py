@@ -410,7 +410,7 @@ class PoolWriter:
         """Submit a job to the engine. ``copies``: array of ``lck_copy``. Returns (status, ticket)."""
         ticket = ffi.new("uint64_t *")
         status = lib.lck_job_submit(self._engine.handle, self.medium.handle, copies, n_copies, commit, ticket)
-        if status != lib.LCK_EBUSY:  # the header is stored, so readers see that the slot has another checkpoint
+        if status != lib.LCK_EBUSY:  # the job has stored the header, by which readers see that the slot was taken
             self._slot_locks.unlock(commit.slot)
         return status, ticket[0]
 
