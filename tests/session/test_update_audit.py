@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +17,8 @@ from lightck.session.update_audit import EVERY
 from lightck.strategy.gradients import Gradients
 
 STRATEGY = Gradients(base_every=3, own_optimizers=True)
+OTHER_EACH_TIME = itertools.count()
+"""Numbers of which no two are the same. (Two readings of a clock may be, in their last digits.)"""
 
 
 class Products(torch.optim.Optimizer):
@@ -44,7 +46,7 @@ class NoisyLater(Products):
             count = self.state[p].setdefault("count", torch.zeros(()))
             count.add_(1)
             if count > 5:
-                p.add_(1e-6 * (time.perf_counter_ns() % 1000))
+                p.add_(1e-6 * next(OTHER_EACH_TIME))
 
 
 @pytest.fixture
@@ -147,7 +149,7 @@ class Switched(Products):
     def step(self, closure: Any = None) -> None:
         super().step()
         for p in (p for group in self.param_groups for p in group["params"] if Switched.is_noisy):
-            p.add_(1e-6 * (time.perf_counter_ns() % 1000))
+            p.add_(1e-6 * next(OTHER_EACH_TIME))
 
 
 def train_until_found(pool: Path, n_clean: int, caplog: Any, monkeypatch: Any) -> tuple[int, Any, Any]:

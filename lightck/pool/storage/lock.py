@@ -248,7 +248,8 @@ class PoolLock:
             if err.errno == errno.ENOENT:
                 raise PoolNotFoundError(
                     f"No file can be made beside {self._pool_path!r} ({err.strerror}). Its folder does not "
-                    "exist, or belongs to the kernel and takes no files (/proc). Create the folder, or choose another."
+                    "exist, or belongs to the kernel and takes no files (/proc). Create the folder, or choose a path "
+                    "in another folder."
                 ) from err
             raise PoolPermissionError(
                 f"The lock file {self.path!r} cannot be opened: {err.strerror}. Every writer locks that file. "
