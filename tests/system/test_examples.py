@@ -60,13 +60,15 @@ def test_ranks_that_torchrun_starts_again_in_place_end_with_the_same_bits(folder
         assert done.returncode == 0
         return done.stdout
 
-    def ends(text: str) -> list[str]:
-        return sorted(re.findall(r"rank \d ended at step 64 with weights -?0x1\.[0-9a-f]+p[+-]\d+", text))
+    def ends(text: str) -> set[str]:
+        """The last line of each rank. It may be there twice: a thread of gloo can abort a process that is ending, with
+        lightck and without it, and then torchrun starts all ranks again."""
+        return set(re.findall(r"rank \d ended at step 64 with weights -?0x1\.[0-9a-f]+p[+-]\d+", text))
 
     reference = launched("--pools", "none")
     restarted = launched("--crash-at", "20")
     steps = re.findall(r"begins at step (\d+)", restarted)  # the lines of two ranks may be joined
-    assert steps in (["0", "0", "19", "19"], ["0", "0", "20", "20"])
+    assert steps[:4] in (["0", "0", "19", "19"], ["0", "0", "20", "20"])
     assert len(ends(reference)) == 2
     assert ends(restarted) == ends(reference)
 
