@@ -6,10 +6,11 @@
 out and how many states there are (``rows.py``). A row that fails prints the events that lead to the failure.
 ``test_rule.py`` looks at single functions.
 
-All rows take 75 s on one core (Python 3.11), those marked ``long`` another 115 s. Ranks go on at once where they have
-no choice, and ranks that are alike are one and the same to the search. So a mesh of 2 x 2 has 325 states; an earlier
-model, without that, had 436,656. ``test_going_on_at_once_hides_nothing`` compares small groups with and without the
-first.
+All rows take 75 s on one core (Python 3.11). The largest ones are run by hand (``large_models.py``).
+
+Ranks go on at once where they have no choice, and ranks that are alike are one and the same to the search. So a mesh of
+2 x 2 has 325 states; an earlier model, without that, had 436,656. ``test_going_on_at_once_hides_nothing`` compares
+small groups with and without the first.
 
 Not explored to the end: three ranks that read each pool at a moment of its own (more than 200,000 states), and
 relayouts that keep the file of before, with a crash and a give-up (more than 150,000). Pools that are lost without a

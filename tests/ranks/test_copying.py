@@ -46,19 +46,6 @@ SAFE = [
     row("3 slots, 3 hosts", 3, DP(3), 4_034, 1, 4, slots=3, hosts=HOSTS_3),
     row("3 slots, 2 hosts with 3 ranks", 3, DP(3), 12_026, 1, 4, slots=3, hosts=HOSTS_2_1),
 ]
-LONG = [
-    row("2 ranks, news come late", 2, DP(2), 32_191, 1, 6, reads="earlier"),
-    row("3 slots, 1 given up, 1 crash", 2, DP(2), 38_712, 1, slots=3, give_ups=1, crashes=1),
-    row("2 ranks, last gate alone, 1 crash", 2, DP(2, early=False), 31_995, 2, 6, crashes=1),
-    row("2 ranks, the number is learnt late, 1 crash", 2, DP(2), 56_592, 1, learns_number_late=True, crashes=1),
-    row("2 ranks, the number is learnt late, 1 given up", 2, DP(2), 54_057, 1, learns_number_late=True, give_ups=1),
-    row("no collective, 1 crash", 2, no_collective(2), 46_929, 4, 6, crashes=1),
-    row("no collective, 1 given up", 2, no_collective(2), 95_871, 4, give_ups=1),
-    row("every third step, 1 crash", 2, DP(2), 34_227, 1, 8, copy_every=3, crashes=1),
-    row("every third step, 1 given up", 2, DP(2), 78_154, 1, copy_every=3, give_ups=1),
-    row("3 hosts", 3, DP(3), 49_111, 1, 6, hosts=HOSTS_3),
-    row("3 slots, 3 hosts, 1 crash", 3, DP(3), 88_994, 1, 4, slots=3, hosts=HOSTS_3, crashes=1),
-]
 WRONG = [
     wrong("copies keep what is common alone", mutants.DropsOlderThanCommon, HOST_LOST, 2, DP(2), 16),
     wrong("pools overwrite the copied one", mutants.OverwritesCopied, HOST_LOST, 2, DP(2), 106),
@@ -79,12 +66,6 @@ WRONG = [
 
 @pytest.mark.parametrize("row", SAFE, ids=[row.name for row in SAFE])
 def test_any_host_can_be_lost(row: Row) -> None:
-    check(row)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("row", LONG, ids=[row.name for row in LONG])
-def test_any_host_of_larger_groups_can_be_lost(row: Row) -> None:
     check(row)
 
 

@@ -51,11 +51,11 @@ def test_killed_ranks_whose_hosts_are_lost_come_back_together(seed):
 
 @pytest.mark.long
 def test_killed_ranks_of_all_worlds_with_copies_come_back_together():
-    tally = kills_copies.campaign(60, seed := 3000)
+    tally = kills_copies.campaign(30, seed := 3000)
     print(f"{tally.n_trials} trials from seed {seed}, {tally.n_killed} ranks killed, {tally.n_hosts_lost} hosts lost")
 
 
 @pytest.mark.long
 def test_killed_ranks_of_all_topologies_come_back_together():
-    tally = campaign(60, seed := 2000)
+    tally = campaign(30, seed := 2000)
     print(f"{tally.n_trials} trials from seed {seed}, {tally.n_killed} ranks killed")

@@ -80,11 +80,6 @@ SAFE = [
     Row("2 given up in a row, never forced", 2, DP(2), 804, {"give_ups": 2}, mutants.NeverForces, lost=1),
     Row("all is reported", 2, DP(2), 43_181, {"crashes": 2, "give_ups": 2}, mutants.NoCounts, lost=1),
 ]
-LONG = [
-    safe("2 ranks, 3 given up, 2 crashes", 2, DP(2), 83_489, 1, give_ups=3, crashes=2),
-    safe("mesh 2 x 2, 1 crash, news come late", 4, mesh_2x2(), 21_923, 2, crashes=1, reads="earlier"),
-    safe("2 ranks, 2 left out in a row, 1 crash", 2, DP(2), 87_420, 6, skips=2, crashes=1, horizon=5),
-]
 Counts, Unacknowledged, NeverForces = mutants.CountsSlots, mutants.ReadsUnacknowledged, mutants.NeverForces
 LATE = DP(2, early=False)
 WRONG = [
@@ -133,12 +128,6 @@ WRONG = [
 
 @pytest.mark.parametrize("row", SAFE, ids=[row.name for row in SAFE])
 def test_rule_is_safe_and_live(row: Row) -> None:
-    check(row)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("row", LONG, ids=[row.name for row in LONG])
-def test_rule_is_safe_and_live_in_larger_groups(row: Row) -> None:
     check(row)
 
 
