@@ -39,6 +39,8 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     │   ├── ExportExistsError         (FileExistsError)     the file exists (pass overwrite), or is a pool
     │   ├── KeepError                 (OSError)             keep= could not export a checkpoint
     │   └── TraceError                (OSError)             session.trace() could not write its file
+    ├── TierError                     (OSError)             a tier cannot be read or written
+    │   └── TierClaimedError          (OSError)             another process, or another run, has the tier
     ├── TraceFormatError              (ValueError)          a file that is no trace, or a damaged one
     ├── BenchError                    (RuntimeError)        a bench cannot run, or its checkpoint loads with other bits
     └── BackgroundError               (OSError)             a background copy or commit failed
@@ -244,6 +246,24 @@ class KeepError(ExportError):
 
 class TraceError(ExportError):
     """A trace could not be recorded or written. The training and the pool are not affected."""
+
+
+class TierError(_SystemError):
+    """A tier (a folder to which checkpoints are sent) cannot be read or written. The pool and its checkpoints are
+    intact. ``errno`` is the system's error number, or None."""
+
+    @classmethod
+    def of(cls, fact: str, code: int | None, reason: str | None) -> TierError:
+        """Return the error for a failed call of the system."""
+        return cls(
+            f"{fact}: {reason or 'the system gives no reason'}. Check the folder (that it is there, its owner, the "
+            "space). The pools, and the checkpoints that lie in the tier, are unchanged.",
+            code,
+        )
+
+
+class TierClaimedError(TierError):
+    """Another process has claimed the tier, or the tier holds the checkpoints of another run."""
 
 
 class TraceFormatError(LightckError, ValueError):

@@ -56,7 +56,7 @@ ROOMS = {
         "saving",
     },  # public names only; and the seam for checkpoints without a session
     "demo": BASE | {""},
-    "cli": LOW | {"", "demo", "export", "profiler", "ranks", "restore"},
+    "cli": LOW | {"", "demo", "export", "profiler", "ranks", "restore", "tiers"},
     "__main__": {"cli"},
     "crash": LOW | {"", "cli", "pipeline", "restore", "session.slowdown", "strategy"},
     "bench": LOW

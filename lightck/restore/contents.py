@@ -8,6 +8,7 @@ reads the payload: from the pool (``StoredCheckpoint``, which verifies every blo
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -27,6 +28,7 @@ from lightck.state.storable import dtype_from_name
 from lightck.state.values import typed
 
 NOT_EXACT_KEY = "not_exact"
+RUN_ID_KEY, RUN_ID_NBYTES = "run", 16
 """Key of the small state under which the reason lies why a checkpoint is not the exact state of its step. Absent if it
 is."""
 
@@ -195,6 +197,8 @@ class Contents:
     of this world are missing, a kill may have come before all ranks had made theirs, and an older world counts."""
     not_exact: str = ""
     """Why a training that goes on from this checkpoint is not the one that saved it; empty if it is."""
+    run_id: str = ""
+    """32 hexadecimal digits: which training saved it. Empty in the pool of a rank, and in that of an older lightck."""
 
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
@@ -238,6 +242,7 @@ class Contents:
                 layout=SavedLayout.parse(raw.get("layout")),
                 first_of_world=typed(raw.get("first_of_world", False), bool),
                 not_exact=typed(raw.get(NOT_EXACT_KEY, ""), str),
+                run_id=_run_id(raw.get(RUN_ID_KEY, "")),
             )
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as err:
             raise CorruptPoolError(
@@ -254,6 +259,13 @@ def unpack_dict(packed: bytes, tensor: Callable[[str], torch.Tensor] | None = No
     """Unpack bytes that must hold a dict, and return the dict. ``tensor``: as in ``values.unpack``. Raises
     ``CorruptPoolError`` for any other bytes."""
     return typed(values.unpack(packed, tensor=tensor), dict)
+
+
+def _run_id(value: object) -> str:
+    found = typed(value, str)
+    if found and not re.fullmatch(rf"[0-9a-f]{{{2 * RUN_ID_NBYTES}}}", found):
+        raise CorruptPoolError("its saved options, counters or random states name no run")
+    return found
 
 
 def _rank_number(value: object, most: int) -> int | None:

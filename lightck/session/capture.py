@@ -23,7 +23,7 @@ from lightck.dataloader.positions import Positions
 from lightck.errors import SessionError, UnsupportedError
 from lightck.events import ClosingEvent
 from lightck.layout import Layout
-from lightck.restore.contents import NOT_EXACT_KEY, RowsOfOther
+from lightck.restore.contents import NOT_EXACT_KEY, RUN_ID_KEY, RowsOfOther
 from lightck.restore.saved_layout import saved_layout
 from lightck.session.discover import Objects, numbered_name
 from lightck.session.shared_state import warn_of_shared_memory
@@ -100,6 +100,9 @@ class Capture:
     update_of: Callable[[int, bool], UpdateRecord | None] | None = None
     """Returns what the update of a step consumed; None: checkpoints do not store it. Arguments: the step, and whether a
     checkpoint of it is saved."""
+    run_id: str | None = None
+    """The same in all checkpoints of a training, over its restarts and relayouts; None in a group of ranks, whose pools
+    have it in their layout tables."""
     stand_ins: StandIns = NO_STAND_INS
     """Makes what is copied in place of tensors."""
     base_every: Callable[[], int | None] | None = None
@@ -493,6 +496,8 @@ class Capture:
             "frozen": self.built.without_grad_if_changed(self._tensor_list, self.model),
             "fingerprint": fingerprint(),
         }
+        if self.run_id is not None:
+            state[RUN_ID_KEY] = self.run_id
         if self.layout is not None:
             state["layout"] = self._saved_layout(lives)
         if update is not None:

@@ -26,7 +26,7 @@ from lightck.pool.reader import PoolReader, RejectedCheckpoint, open_pool
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.lock import PoolLock
 from lightck.restore.changed_options import set_requires_grad
-from lightck.restore.contents import Contents
+from lightck.restore.contents import RUN_ID_NBYTES, Contents
 from lightck.restore.recover import LiveRestore, erased_log_error, refuse_part, restore_newest
 from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.resume import RestoredFrom, Resumed, forget_restored_from, restored_from, warn_differences
@@ -64,6 +64,10 @@ class PoolFile:
     """``entries`` with the optimizers' state, once it was predicted for a rank's pool."""
 
     def __post_init__(self) -> None:
+        if not self.is_rank_pool:
+            self.capture.run_id = os.urandom(
+                RUN_ID_NBYTES
+            ).hex()  # of a new training; ``adopt`` sets that of an old one
         lives = list(self.capture.expected_tensors())
         if not self.is_rank_pool:
             refuse_parts(lives)
@@ -131,6 +135,8 @@ class PoolFile:
             contents.stale_after,
         )
         self.capture.resizable.update(contents.resizable)
+        if contents.run_id and not self.is_rank_pool:
+            self.capture.run_id = contents.run_id
         set_requires_grad(contents, self.capture.model)
         warn_differences(contents)
         forget_restored_from(self.arguments.model)

@@ -1,0 +1,152 @@
+"""``lightck copy``: sends checkpoints of a pool to a tier, or makes a pool from a checkpoint of a tier."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from lightck.cli.base import (
+    FAILED,
+    OK,
+    POOL,
+    Command,
+    ended_by_signals,
+    json_option,
+    print_error,
+    print_progress,
+    step_option,
+)
+from lightck.cli.output import progress_bar
+from lightck.cli.text import Facts, print_json, print_line, size
+from lightck.errors import NoCheckpointError, PoolError, PoolNotFoundError, TierClaimedError, TierError
+
+if TYPE_CHECKING:
+    from lightck.tiers.drain import Copied, Drain
+
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+class _Duration(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """A number with a unit: ``30s``, ``5min``, ``1h``."""
+
+    name = "duration"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(s|min|h)", str(value))
+        if match is None or not float(match[1]):
+            self.fail(f"{value!r} is no duration. Write 30s, 5min or 1h.", param, ctx)
+        return float(match[1]) * _UNITS[match[2]]
+
+
+@click.command("copy", cls=Command, short_help="Send checkpoints to a tier (a folder), or fetch one from it.")
+@click.argument("source", type=POOL)
+@click.argument("dest", type=click.Path())
+@step_option
+@click.option(
+    "--every",
+    type=_Duration(),
+    help="Send the newest checkpoint again and again: 30s, 5min, 1h. At SIGTERM or Ctrl-C the newest one is sent, and "
+    "the command ends.",
+)
+@click.option(
+    "--keep-last",
+    type=click.IntRange(min=2),
+    help="With --every: remove all but the newest N checkpoints of this run from the tier, each an hour after a newer "
+    "one has replaced it. [default: all stay]",
+)
+@json_option
+def command(source: str, dest: str, step: int | None, every: float | None, keep_last: int | None, as_json: bool) -> int:
+    """Send the newest checkpoint of the pool SOURCE (or the checkpoint of --step N) to the tier DEST: a folder that is
+    a tier, is empty or does not exist. SOURCE is only read, and may be in use.
+
+    If SOURCE is a tier, make the pool DEST, which must not exist, from its newest complete checkpoint. It verifies by
+    the checksums that the training computed, and attach(..., resume=True) goes on in it.
+    """
+    import lightck
+    from lightck.tiers.copying import copy_from_tier, copy_to_tier, drain_to, is_tier
+    from lightck.tiers.decisions import Retention
+
+    if every is not None and step is not None:
+        raise click.UsageError("--every sends the newest checkpoint, and --step N one that it names. Pass one of them.")
+    if every is None and keep_last is not None:
+        raise click.UsageError("--keep-last N goes with --every: a single copy removes nothing.")
+    from_tier = is_tier(source)
+    if every is not None:
+        if from_tier:
+            raise click.UsageError("--every sends from a pool, and SOURCE is a tier.")
+        drain = drain_to(source, dest, lightck.__version__, Retention(keep_last=keep_last))
+        return _repeat(drain, source, every, as_json)
+    with ended_by_signals():
+        if from_tier:
+            done = copy_from_tier(source, dest, step=step, progress=progress_bar)
+        else:
+            done = copy_to_tier(source, dest, step=step, written_by=lightck.__version__, progress=progress_bar)
+    _print(done, as_json)
+    return OK
+
+
+def _print(done: Copied, as_json: bool, *, in_one_line: bool = False) -> None:
+    if as_json:
+        facts: Facts = {"step": done.step, "path": done.path, "nbytes": done.nbytes, "sent_nbytes": done.sent_nbytes}
+        facts["rejected"] = list(done.rejected)
+        if in_one_line:
+            print_line(json.dumps(facts))
+        else:
+            print_json(facts)
+        return
+    for each in done.rejected:
+        print_line(f"passed over: {each}")
+    written = "" if done.sent_nbytes >= done.nbytes else f" ({size(done.sent_nbytes)} of it are new)"
+    print_line(f"step {done.step}: {size(done.nbytes)} in {done.path}{written}")
+
+
+def _repeat(drain: Drain, source: str, every: float, as_json: bool) -> int:
+    """Send the newest checkpoint every ``every`` seconds, until a signal comes. A failure is printed once, and the next
+    round tries again; it ends the command if another process has the tier."""
+    said = ""
+    with _signalled() as stop:
+        while True:
+            is_last = stop.is_set()
+            try:
+                done = drain.send()
+                if done is not None:
+                    _print(done, as_json, in_one_line=True)
+                drain.retain()
+                said = ""
+            except TierClaimedError as err:
+                print_error(str(err))
+                return FAILED
+            except (PoolError, TierError) as err:
+                is_early = isinstance(err, (PoolNotFoundError, NoCheckpointError)) and not is_last
+                text = f"waiting for the first checkpoint in {source}" if is_early else str(err)
+                if text != said:
+                    (print_progress if is_early else print_error)(text)
+                said = text
+                if is_last:
+                    return FAILED
+            if is_last:
+                return OK
+            stop.wait(every)
+
+
+@contextmanager
+def _signalled() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM, SIGHUP and SIGINT set."""
+    event = threading.Event()
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,127 @@
+"""Make a pool from a checkpoint of a tier.
+
+    create    a file of the pool's size under a temporary name, allocated in full
+    fill      superblock and layout table; then each object is fetched, and its bytes are written to their places
+    verify    each block against the checksums of the pool that the checkpoint is from; only then the commit record
+    publish   the file gets its name, in which nothing lies
+
+Invariants: a file under the new name is complete. A checkpoint that lacks an object, or in which a byte differs, gives
+no pool.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from lightck.errors import ExportExistsError
+from lightck.pool.format.structures import SUPERBLOCK_OFFSETS, DamagedError, Superblock, layout_hash
+from lightck.pool.reader import PoolReader
+from lightck.pool.storage.failures import as_io_error
+from lightck.pool.storage.file import FileBackend, FileContainer
+from lightck.pool.storage.lock import PoolLock
+from lightck.tiers.names import ManifestName
+from lightck.tiers.sending import Store
+from lightck.tiers.tier_manifest import NBYTES_MAX, TierManifest, parse
+
+
+def refuse_existing_pool(path: str) -> None:
+    """Raise ``ExportExistsError`` if something lies at the path of the new pool."""
+    if os.path.lexists(path):
+        raise ExportExistsError(
+            f"{path!r} exists, and copy replaces nothing. Name a file that does not exist, or remove this one if "
+            "nobody needs it."
+        )
+
+
+def read_manifest(store: Store, name: ManifestName) -> TierManifest:
+    """Read and check a manifest. Raises ``DamagedError`` with the reason, and ``TierError``."""
+    try:
+        data = store.get(str(name), NBYTES_MAX)
+    except FileNotFoundError:
+        raise DamagedError("its manifest is gone") from None
+    return parse(data, name.writer, name.step)
+
+
+def fetch(store: Store, manifest: TierManifest, path: str, advance: Callable[[int], None] = lambda _: None) -> None:
+    """Make the pool ``path`` from a checkpoint. Nothing lies at ``path``. ``advance`` is called with the number of
+    bytes of each object. Raises ``DamagedError`` if the checkpoint is not whole, ``PoolError`` if the pool cannot be
+    made there, and ``TierError``."""
+    superblock = Superblock.unpack(manifest.superblock)
+    table = _get(store, manifest, manifest.table)
+    if layout_hash(table) != superblock.table_hash:
+        raise DamagedError("its layout table does not match its superblock")
+    with ExitStack() as stack:
+        stack.callback(PoolLock(path).release)
+        _fill_new(store, manifest, superblock, table, path, advance)
+
+
+def _fill_new(
+    store: Store,
+    manifest: TierManifest,
+    superblock: Superblock,
+    table: bytes,
+    path: str,
+    advance: Callable[[int], None],
+) -> None:
+    container = FileBackend().create_file(path, superblock.nbytes)
+    try:
+        with as_io_error(f"The pool {path!r} cannot be written"):
+            for offset in SUPERBLOCK_OFFSETS:
+                _write(container.fd, manifest.superblock, offset)
+            for offset in superblock.table_offsets:
+                _write(container.fd, table, offset)
+        _fill(store, manifest, container, advance)
+        _commit(manifest, superblock, container, path)
+        refuse_existing_pool(path)
+        container.publish()
+    finally:
+        container.close()
+
+
+def _fill(store: Store, manifest: TierManifest, container: FileContainer, advance: Callable[[int], None]) -> None:
+    runs: dict[int, list[tuple[int, int, int]]] = {}
+    for run in manifest.runs:
+        runs.setdefault(run.object, []).append((run.offset, run.nbytes, run.begin))
+    for number, places in sorted(runs.items()):
+        data = memoryview(_get(store, manifest, number))
+        with as_io_error(f"The pool {container.path!r} cannot be written"):
+            for offset, nbytes, begin in places:
+                _write(container.fd, data[begin : begin + nbytes], offset)
+        advance(len(data))
+
+
+def _get(store: Store, manifest: TierManifest, number: int) -> bytes:
+    sent = manifest.objects[number]
+    try:
+        data = store.get(str(sent.name), sent.nbytes)
+    except FileNotFoundError:
+        raise DamagedError(f"its object {sent.name.content[:16]}... is gone") from None
+    if len(data) != sent.nbytes:
+        raise DamagedError(f"its object {sent.name.content[:16]}... has {len(data)} bytes, not {sent.nbytes}")
+    # The bytes of tensors verify by the pool's checksums, which is ten times as fast.
+    if not sent.key and hashlib.sha256(data).hexdigest() != sent.name.content:
+        raise DamagedError(f"its object {sent.name.content[:16]}... does not match its name")
+    return data
+
+
+def _commit(manifest: TierManifest, superblock: Superblock, container: FileContainer, path: str) -> None:
+    """Verify what was written, and write the commit record."""
+    with as_io_error(f"The pool {path!r} cannot be written"):
+        os.fsync(container.fd)
+    reader = PoolReader(container, path)
+    stored = reader.checkpoint(manifest.record)
+    if stored.header.incarnation != manifest.incarnation:
+        raise DamagedError("its manifest is of another incarnation")
+    stored.verify()
+    with as_io_error(f"The pool {path!r} cannot be written"):
+        _write(container.fd, manifest.record.pack(superblock.uuid), superblock.commit_record_offset(0))
+
+
+def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        n = os.pwrite(fd, view, offset)
+        view, offset = view[n:], offset + n

@@ -1,0 +1,173 @@
+"""A tier in a folder: on a disk, a network file system, or any other mount.
+
+An object is written under a temporary name, synced and renamed, so that it is under its name whole or not at all. What
+was written leaves the page cache, because the training needs that memory more than a copy that is read only after a
+crash. A temporary file that a killed process left is not listed, and stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+
+from lightck.errors import TierError
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.storage.file import sync_folder
+from lightck.tiers.decisions import Listing
+from lightck.tiers.names import parse
+
+_TEMPORARY = ".tmp-"
+_DEPTH = 4
+"""Number of parts of the longest name: claim, rank, kind, file."""
+
+
+class FolderStore:
+    """The objects below one folder. Errors of the system are raised as ``TierError``."""
+
+    def __init__(self, root: str) -> None:
+        """``root``: an absolute path."""
+        self.root = root
+        self._made: set[str] = set()
+        """The folders that this object has made or found."""
+
+    def __str__(self) -> str:
+        return self.root
+
+    def exists(self) -> bool:
+        return os.path.isdir(self.root)
+
+    def foreign(self) -> str | None:
+        """Return the name of something directly in the folder that lightck did not write; None if there is nothing."""
+        names = os.listdir(self.root) if self.exists() else []
+        return next((name for name in sorted(names) if not _is_own(name)), None)
+
+    def listing(self) -> Listing:
+        """List the tier. A folder that does not exist is a tier in which nothing lies. Raises ``TierError``."""
+        with self._errors("cannot be listed"):
+            names = list(self._names(self.root, "", _DEPTH))
+            return Listing.of(names, time.time())
+
+    def now(self) -> float:
+        """Return the time at which a file would be written now, by the clock of the file system: that of a server may
+        differ from ours. Raises ``TierError``."""
+        with self._errors("cannot be written"):
+            path = os.path.join(self.root, _TEMPORARY + secrets.token_hex(8))
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(fd, b"t")
+                return os.fstat(fd).st_mtime
+            finally:
+                os.close(fd)
+                os.unlink(path)
+
+    def _names(self, folder: str, prefix: str, depth: int) -> Iterator[tuple[str, float]]:
+        """Yield the names of the files below a folder, with their times. Links are neither followed nor listed."""
+        try:
+            found = list(os.scandir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for each in found:
+            name = f"{prefix}{each.name}"
+            if each.is_dir(follow_symlinks=False):
+                if depth > 1:
+                    yield from self._names(each.path, f"{name}/", depth - 1)
+            elif each.is_file(follow_symlinks=False) and parse(name) is not None:
+                with contextlib.suppress(FileNotFoundError):  # it was removed since
+                    yield name, each.stat(follow_symlinks=False).st_mtime
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Store an object durably. ``name`` is one that ``names.py`` makes. Raises ``TierError``."""
+        path = self._path_of(name)
+        with self._errors(f"cannot take {name}"):
+            folder = os.path.dirname(path)
+            self._make_folder(folder)
+            temporary = os.path.join(folder, _TEMPORARY + secrets.token_hex(8))
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                _write(fd, data)
+                os.fdatasync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.rename(temporary, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            finally:
+                os.close(fd)
+            sync_folder(folder)
+
+    def get(self, name: str, nbytes_max: int) -> bytes:
+        """Return an object of at most ``nbytes_max`` bytes. Raises ``FileNotFoundError`` if there is none,
+        ``DamagedError`` if it is larger or no file, and ``TierError``."""
+        path = self._path_of(name)
+        with self._errors(f"cannot give {name}"):
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError as err:
+                if err.errno in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
+                    raise DamagedError(f"{name} is no file: {err.strerror}") from err
+                raise
+            try:
+                return _read(fd, name, nbytes_max)
+            finally:
+                os.close(fd)
+
+    def delete(self, name: str) -> None:
+        """Remove an object. It is no error if there is none. Raises ``TierError``."""
+        with self._errors(f"cannot remove {name}"), contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path_of(name))
+
+    def _path_of(self, name: str) -> str:
+        assert parse(name) is not None, "only names that lightck makes become paths"
+        return os.path.join(self.root, *name.split("/"))
+
+    def _make_folder(self, folder: str) -> None:
+        """Make a folder and those above it, durably. The folder above the tier's own must exist."""
+        if folder in self._made:
+            return
+        if folder != self.root:
+            self._make_folder(os.path.dirname(folder))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+            sync_folder(os.path.dirname(folder))
+        self._made.add(folder)
+
+    @contextlib.contextmanager
+    def _errors(self, fact: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            if fact.startswith("cannot give") and self.exists():
+                raise
+            raise TierError.of(
+                f"The tier {self.root!r} {fact}", errno.ENOENT, "its folder, or the one above it, does not exist"
+            ) from None
+        except OSError as err:
+            raise TierError.of(f"The tier {self.root!r} {fact}", err.errno, err.strerror) from err
+
+
+def _read(fd: int, name: str, nbytes_max: int) -> bytes:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > nbytes_max:
+        raise DamagedError(f"{name} is no file of at most {nbytes_max} bytes")
+    data = bytearray()
+    while len(data) < found.st_size and (part := os.read(fd, found.st_size - len(data))):
+        data += part
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return bytes(data)
+
+
+def _is_own(name: str) -> bool:
+    """Whether lightck gives such a name to something directly in the folder of a tier."""
+    return name.startswith(_TEMPORARY) or parse(f"{name}/claim.json") is not None
+
+
+def _write(fd: int, data: bytes | memoryview) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(fd, view) :]

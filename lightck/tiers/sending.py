@@ -1,0 +1,278 @@
+"""Send one checkpoint of a pool to a tier.
+
+    hold      the training overwrites other slots meanwhile (``pool/slot_locks.py``)
+    read      pieces of at most 32 MiB, each block verified: tensors that are likely to change together
+    name      by SHA-256; a piece that an earlier manifest of this writer names is not sent again, and not even read if
+              its tensors and generations are the same
+    put       the objects; last the manifest, if the slot still belongs to the checkpoint
+
+Invariant: a manifest is written only if every object that it names is stored, and the bytes verified.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from lightck.errors import TierError
+from lightck.pool.format.layout import blocks_of
+from lightck.pool.format.structures import PAGE, SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError
+from lightck.pool.reader import StoredCheckpoint
+from lightck.tiers.decisions import Listing
+from lightck.tiers.names import ManifestName, ObjectName, Writer
+from lightck.tiers.tier_manifest import NBYTES_MAX, OBJECT_NBYTES_MAX, Run, SentObject, TierManifest, joined
+
+_FROZEN_NBYTES_MIN = 64 << 10
+"""Smaller tensors without optimizer state may be buffers, which change at each step."""
+
+
+class Store(Protocol):
+    """Where a tier lies. What is put is durable when ``put`` returns."""
+
+    def listing(self) -> Listing: ...
+
+    def now(self) -> float:
+        """The time of the store, in the seconds of its listings."""
+        ...
+
+    def put(self, name: str, data: bytes | memoryview) -> None: ...
+
+    def get(self, name: str, nbytes_max: int) -> bytes: ...
+
+    def delete(self, name: str) -> None: ...
+
+
+class Part(NamedTuple):
+    """Some blocks of a tensor."""
+
+    name: str
+    number: int
+    """Of the tensor's record."""
+    first: int
+    """Number of the first block."""
+    nbytes: int
+    generation: int
+
+
+@dataclass
+class Sent:
+    """What an earlier checkpoint of the same writer has left for the next one."""
+
+    by_key: dict[str, SentObject] = field(default_factory=dict)
+    by_content: dict[str, SentObject] = field(default_factory=dict)
+
+    def add(self, manifest: TierManifest) -> None:
+        """Remember the objects of a manifest that was read, or written."""
+        for each in manifest.objects:
+            self.by_content[each.name.content] = each
+            if each.key:
+                self.by_key[each.key] = each
+
+    def forget(self, names: Collection[ObjectName]) -> None:
+        """Forget objects that were deleted."""
+        self.by_key = {key: each for key, each in self.by_key.items() if each.name not in names}
+        self.by_content = {content: each for content, each in self.by_content.items() if each.name not in names}
+
+
+@dataclass
+class _Outgoing:
+    """The objects and runs of a checkpoint that is being sent."""
+
+    store: Store
+    writer: Writer
+    nonce: str
+    earlier: Sent
+    objects: list[SentObject] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+    nbytes: int = 0
+    """Bytes that were put."""
+    put_names: list[ObjectName] = field(default_factory=list)
+    is_manifest_begun: bool = False
+    """Whether the manifest may be stored: then its objects stay."""
+
+    def withdraw(self) -> None:
+        """Remove what was put, as far as the store takes it, because the checkpoint was not sent whole."""
+        for name in [] if self.is_manifest_begun else self.put_names:
+            with suppress(TierError):
+                self.store.delete(str(name))
+
+    def add(self, data: bytes | memoryview, key: str = "") -> int:
+        """Store an object, unless one with these bytes is known. Returns its number in the manifest."""
+        content = hashlib.sha256(data).hexdigest()
+        known = self.earlier.by_content.get(content)
+        if known is None or known.nbytes != len(data):
+            name = ObjectName(self.writer, content, self.nonce)
+            self.put_names.append(name)
+            self.store.put(str(name), data)
+            self.nbytes += len(data)
+            known = SentObject(name, len(data), key)
+        return self.append(known._replace(key=key))
+
+    def append(self, known: SentObject) -> int:
+        self.objects.append(known)
+        return len(self.objects) - 1
+
+
+@dataclass(frozen=True)
+class SentCheckpoint:
+    name: ManifestName
+    manifest: TierManifest
+    nbytes: int
+    """Bytes that were put; the others lay in the tier."""
+
+
+def send(
+    stored: StoredCheckpoint,
+    store: Store,
+    writer: Writer,
+    nonce: str,
+    earlier: Sent,
+    *,
+    written_by: str,
+    metrics: Mapping[str, float] | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> SentCheckpoint:
+    """Send a checkpoint, which the caller holds. ``nonce``: eight hexadecimal digits that were never used for this
+    writer. ``earlier``: the objects of its manifests. ``advance`` is called with the number of bytes of each piece of
+    the tensors. Raises ``DamagedError`` if the checkpoint is damaged or was
+    overwritten, ``PoolIOError``, and ``TierError``."""
+    out = _Outgoing(store, writer, nonce, earlier)
+    try:
+        return _send(stored, out, written_by, metrics or {}, advance)
+    except BaseException:  # also Ctrl-C: nobody else knows the names
+        out.withdraw()
+        raise
+
+
+def _send(
+    stored: StoredCheckpoint,
+    out: _Outgoing,
+    written_by: str,
+    metrics: Mapping[str, float],
+    advance: Callable[[int], None],
+) -> SentCheckpoint:
+    _send_tensors(stored, out, advance)
+    _send_frame(stored, out)
+    table = out.add(stored.reader.table)
+    manifest = TierManifest(
+        written_by,
+        stored.header.incarnation,
+        _superblock(stored),
+        stored.record,
+        table,
+        tuple(out.objects),
+        joined(sorted(out.runs)),
+        dict(metrics),
+    )
+    data = manifest.packed()
+    if len(data) > NBYTES_MAX:
+        raise DamagedError(f"its manifest for a tier would have more than {NBYTES_MAX} bytes")
+    if not stored.owns_slot():
+        raise DamagedError("its slot was reused while it was read")
+    name = ManifestName(out.writer, stored.step, out.nonce)
+    out.is_manifest_begun = True
+    out.store.put(str(name), data)
+    return SentCheckpoint(name, manifest, out.nbytes + len(data))
+
+
+def _superblock(stored: StoredCheckpoint) -> bytes:
+    """Return a copy of the pool's superblock that verifies."""
+    for offset in SUPERBLOCK_OFFSETS:
+        data = stored.reader.read(offset, SUPERBLOCK_NBYTES)
+        if data == stored.reader.superblock.pack():
+            return data
+    raise DamagedError("the superblock of its pool cannot be read")
+
+
+def _send_frame(stored: StoredCheckpoint, out: _Outgoing) -> None:
+    """Send the page with the slot's header, and the pool's manifest, as one object."""
+    sb, record = stored.reader.superblock, stored.record
+    places = [(sb.slots[record.slot][0], PAGE)]
+    places.append((sb.manifest_at(record.slot, record.manifest_index), record.manifest_nbytes))
+    data = b"".join(stored.reader.read(offset, nbytes) for offset, nbytes in places)
+    if len(data) != sum(nbytes for _, nbytes in places):
+        raise DamagedError("its manifest cannot be read")
+    number = out.add(data)
+    (header_at, _), (manifest_at, nbytes) = places
+    out.runs += [Run(header_at, PAGE, number, 0), Run(manifest_at, nbytes, number, PAGE)]
+
+
+def _send_tensors(stored: StoredCheckpoint, out: _Outgoing, advance: Callable[[int], None]) -> None:
+    buffer = np.empty(min(OBJECT_NBYTES_MAX, _nbytes_of(stored)), np.uint8)
+    for parts in _pieces(stored):
+        key = _key(stored, parts)
+        known = out.earlier.by_key.get(key)
+        if known is None:
+            address, places = buffer.ctypes.data, []
+            for part in parts:
+                places.append((part.name, part.first, part.nbytes, address))
+                address += part.nbytes
+            stored.read_blocks(places)
+            number = out.add(buffer.data[: address - buffer.ctypes.data], key)
+        else:
+            number = out.append(known)
+        begin = 0
+        for part in parts:
+            offset, _ = stored.range_of(part.name, part.first, part.nbytes)
+            out.runs.append(Run(offset, part.nbytes, number, begin))
+            begin += part.nbytes
+        advance(begin)
+
+
+def _nbytes_of(stored: StoredCheckpoint) -> int:
+    return sum(entry.nbytes for entry in stored.entries.values())
+
+
+def _pieces(stored: StoredCheckpoint) -> Iterator[list[Part]]:
+    """Yield the parts of tensors that become one object each, in the order of the pool."""
+    numbers = {entry.name: number for number, entry in enumerate((*stored.reader.entries, *stored.extras))}
+    generations = stored.records["generation"].tolist()
+    for names in _groups(stored, numbers, generations):
+        piece: list[Part] = []
+        space = OBJECT_NBYTES_MAX
+        for name in names:
+            for part in _blocks(stored, name, numbers[name], generations[numbers[name]]):
+                if part.nbytes > space and piece:
+                    yield piece
+                    piece, space = [], OBJECT_NBYTES_MAX
+                piece.append(part)
+                space -= part.nbytes
+        yield piece
+
+
+def _groups(stored: StoredCheckpoint, numbers: Mapping[str, int], generations: Sequence[int]) -> list[list[str]]:
+    """Return the names of the tensors, with those together that are likely to change together: large tensors that no
+    optimizer state belongs to (frozen ones), those that were written for this checkpoint, and those that were not. An
+    object is sent again if one byte of it differs, so a wrong guess costs time, and nothing else."""
+    trained = {f"model/{name.split('/', 1)[-1].rpartition('/')[0]}" for name in stored.entries if "optimizer" in name}
+    frozen: list[str] = []
+    written: list[str] = []
+    unchanged: list[str] = []
+    for name, entry in sorted(stored.entries.items(), key=lambda each: each[1].offset):
+        if not entry.nbytes:
+            continue
+        if name.startswith("model/") and name not in trained and entry.nbytes >= _FROZEN_NBYTES_MIN:
+            frozen.append(name)
+        else:
+            (written if generations[numbers[name]] == stored.header.generation else unchanged).append(name)
+    return [each for each in (frozen, written, unchanged) if each]
+
+
+def _blocks(stored: StoredCheckpoint, name: str, number: int, generation: int) -> Iterator[Part]:
+    """Yield a tensor in parts, none of them larger than an object."""
+    nbytes, block = stored.entries[name].nbytes, stored.block_nbytes
+    most = max(1, OBJECT_NBYTES_MAX // block)
+    for first in range(0, blocks_of(nbytes, block), most):
+        yield Part(name, number, first, min(most * block, nbytes - first * block), generation)
+
+
+def _key(stored: StoredCheckpoint, parts: Sequence[Part]) -> str:
+    """Return the key of a piece: what its bytes are, without them. The checksums of a block are of the origin, the
+    number of its tensor's record and its generation; two blocks that agree in these are the same."""
+    text = repr((stored.header.origin, stored.block_nbytes, [part[1:] for part in parts]))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
