@@ -6,14 +6,16 @@ import os
 from collections.abc import Iterator
 
 from lightck.errors import CorruptPoolError, NoCheckpointError, TierError, UnsupportedError
-from lightck.pool.format.structures import DamagedError
+from lightck.pool.format.structures import DamagedError, Superblock
 from lightck.pool.storage.backends import pool_path
+from lightck.restore.usable import STALE_REASON
 from lightck.tiers.claiming import refuse_other_runs
 from lightck.tiers.decisions import Listing, Retention, complete, manifests_of
 from lightck.tiers.drain import Copied, Drain, Progress
-from lightck.tiers.fetching import fetch, read_manifest, refuse_existing_pool
+from lightck.tiers.fetching import fetch, read_manifest, refuse_existing_pool, stale_after
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import ManifestName, TierCheckpoint
+from lightck.tiers.tier_manifest import TierManifest
 
 
 def is_tier(path: str | os.PathLike[str]) -> bool:
@@ -70,6 +72,7 @@ def copy_from_tier(
         try:
             name = _only_rank(manifests_of(listing, checkpoint), store)
             manifest = read_manifest(store, name)
+            _refuse_stale(store, listing, checkpoint, manifest)
             with progress(f"step {checkpoint.step}", manifest.nbytes) as advance:
                 fetch(store, manifest, path, advance)
             remarks = (*rejected, *_also_there(listing, checkpoint))
@@ -100,6 +103,20 @@ def _offered(store: FolderStore, listing: Listing, step: int | None) -> Iterator
             "none, to get the newest."
         )
     yield from chosen
+
+
+def _refuse_stale(store: FolderStore, listing: Listing, taken: TierCheckpoint, manifest: TierManifest) -> None:
+    """Raise ``DamagedError`` if a newer checkpoint of the same pool in the tier says that this one is stale."""
+    for newer in sorted(each for each in complete(listing) if each > taken):
+        try:
+            other = read_manifest(store, manifests_of(listing, newer)[0])
+            if Superblock.unpack(other.superblock).uuid != Superblock.unpack(manifest.superblock).uuid:
+                continue
+            after = stale_after(store, other)
+        except (DamagedError, CorruptPoolError):
+            continue  # it cannot be read, so it says nothing
+        if after is not None and after < manifest.record.payload_generation < other.record.payload_generation:
+            raise DamagedError(STALE_REASON)
 
 
 def _also_there(listing: Listing, taken: TierCheckpoint) -> list[str]:

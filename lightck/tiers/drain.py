@@ -1,6 +1,6 @@
 """Send the newest checkpoint of a pool to a tier again and again, and remove from the tier what need not stay.
 
-    claim    the tier, when the first checkpoint is sent
+    claim    the tier, when the first checkpoint of an incarnation is sent
     send     the newest checkpoint, unless it was sent already. Objects that a manifest of this claim names are not sent
              again, and not read if their tensors have not changed
     retain   list; delete manifests, then objects, as ``decisions.py`` says, until there is nothing to delete
@@ -76,6 +76,8 @@ class Drain:
         self._writer: Writer | None = None
         self._began = 0.0
         """The time of the store at the claim."""
+        self._incarnation = 0
+        """Of the checkpoints below the claim."""
         self._earlier = Sent()
         self._contents: dict[ManifestName, frozenset[ObjectName]] = {}
         """The objects that a manifest names, of each that was read or written."""
@@ -109,19 +111,26 @@ class Drain:
         rejected: list[RejectedCheckpoint],
         progress: Progress | None,
     ) -> Copied:
-        if self._writer is None:
-            claim = claim_tier(self._store, contents.run_id or stored.uuid.hex(), self._written_by)
-            self._writer, self._began = Writer(claim, 0, 1), self._store.now()
-        elif is_superseded(self._store.listing(), self._writer.claim):
+        if self._writer is not None and is_superseded(self._store.listing(), self._writer.claim):
             raise _superseded(self._store, self._writer.claim)
+        if self._writer is None or self._incarnation != stored.header.incarnation:
+            self._claim(contents.run_id or stored.uuid.hex(), stored.header.incarnation)
         nbytes = sum(entry.nbytes for entry in stored.entries.values())
         nonce, by = secrets.token_hex(4), self._written_by
+        assert self._writer is not None, "the tier is claimed"
         with progress(f"step {stored.step}", nbytes) if progress else _no_progress() as advance:
             sent = send(stored, self._store, self._writer, nonce, self._earlier, written_by=by, advance=advance)
         self._earlier.add(sent.manifest)
         self._contents[sent.name] = frozenset(each.name for each in sent.manifest.objects)
         self._last = stored.uuid, stored.record.payload_generation
         return Copied(stored.step, str(self._store), nbytes, sent.nbytes, tuple(map(str, rejected)))
+
+    def _claim(self, run: str, incarnation: int) -> None:
+        """Claim the tier, again if the training was restarted: it may have gone back to an older step, and below one
+        claim the largest step is the newest."""
+        claim = claim_tier(self._store, run, self._written_by)
+        self._writer, self._began = Writer(claim, 0, 1), self._store.now()
+        self._incarnation, self._earlier = incarnation, Sent()
 
     def retain(self) -> int:
         """Delete what need not stay, and return how many files were deleted. Raises ``TierError``."""

@@ -17,11 +17,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from lightck.errors import ExportExistsError
-from lightck.pool.format.structures import SUPERBLOCK_OFFSETS, DamagedError, Superblock, layout_hash
+from lightck.pool.format.structures import (
+    SUPERBLOCK_OFFSETS,
+    DamagedError,
+    ManifestHeader,
+    Superblock,
+    layout_hash,
+)
 from lightck.pool.reader import PoolReader
 from lightck.pool.storage.failures import as_io_error
 from lightck.pool.storage.file import FileBackend, FileContainer
 from lightck.pool.storage.lock import PoolLock
+from lightck.restore.contents import unpack_dict
 from lightck.tiers.names import ManifestName
 from lightck.tiers.sending import Store
 from lightck.tiers.tier_manifest import NBYTES_MAX, TierManifest, parse
@@ -43,6 +50,23 @@ def read_manifest(store: Store, name: ManifestName) -> TierManifest:
     except FileNotFoundError:
         raise DamagedError("its manifest is gone") from None
     return parse(data, name.writer, name.step)
+
+
+def stale_after(store: Store, manifest: TierManifest) -> int | None:
+    """Return what a checkpoint says of older ones of its pool: those whose generation is larger than this number are
+    stale, because lightck noticed a write too late; None: it says nothing. Raises ``DamagedError``,
+    ``CorruptPoolError`` and ``TierError``."""
+    superblock, record = Superblock.unpack(manifest.superblock), manifest.record
+    at = superblock.manifest_at(record.slot, record.manifest_index)
+    for run in manifest.runs:
+        if run.offset <= at and at + record.manifest_nbytes <= run.offset + run.nbytes:
+            begin = run.begin + at - run.offset
+            data = _get(store, manifest, run.object)[begin : begin + record.manifest_nbytes]
+            header = ManifestHeader.unpack(data)
+            state = unpack_dict(data[header.state_offset : header.state_offset + header.state_nbytes])
+            found = state.get("stale_after")
+            return found if type(found) is int else None
+    raise DamagedError("it does not hold the manifest of its pool")
 
 
 def fetch(store: Store, manifest: TierManifest, path: str, advance: Callable[[int], None] = lambda _: None) -> None:

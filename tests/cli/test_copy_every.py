@@ -209,3 +209,20 @@ def test_wrong_options_are_refused(tmp_path, options, words):
     assert status == FAILED
     assert words in err
     assert not (tmp_path / "tier").exists()
+
+
+def test_a_training_that_went_back_is_the_newest(tmp_path):
+    """The process that sends outlives the training, which is restarted from an older step."""
+    model = net()
+    with lightck.attach(model, tmp_path / "run.pool", optimizer=(optimizer := adam(model)), slots=4):
+        train(model, optimizer, 5)
+    drain = drain_to(tmp_path / "run.pool", tmp_path / "tier", "test")
+    assert drain.send().step == 5
+    model = net()
+    optimizer = adam(model)
+    lightck.recover(tmp_path / "run.pool", model, optimizer, step=3)
+    with lightck.attach(model, tmp_path / "run.pool", optimizer=optimizer):
+        train(model, optimizer, 1, start=10)  # other data
+    assert drain.send().step == 4
+    copied(tmp_path / "tier", tmp_path / "new.pool")
+    assert are_equal(tmp_path / "new.pool", tmp_path / "run.pool")

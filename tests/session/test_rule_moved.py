@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lightck.pipeline.guard import WriteGuard
 from lightck.pipeline.sources import UnchangedTensors
 from lightck.pool.reader import StoredCheckpoint, open_pool
 from lightck.pool.writer import PoolWriter
+from lightck.tiers.copying import copy_from_tier, drain_to
 
 ROWS = 4096  # rows of 4 floats: 64 kB, copied in the background
 
@@ -485,6 +487,26 @@ def test_stale_checkpoints_are_struck_when_the_right_one_is_committed_and_not_be
     damage(damaged, "model/head.weight", [8])
     with pytest.raises(CorruptPoolError, match="old bytes"):
         lightck.recover(damaged)
+
+
+def test_a_stale_checkpoint_that_was_sent_to_a_tier_is_not_fetched(pool, tmp_path, monkeypatch):
+    """A newer one in the tier says that it is stale."""
+    model, optimizer, session = stale_run(pool, monkeypatch)
+    tier, progress = tmp_path / "tier", lambda *_: nullcontext(lambda _: None)
+    with session:
+        session.flush()
+        drain = drain_to(pool, tier, "test")
+        assert drain.send().step == 7
+        monkeypatch.undo()
+        monkeypatch.setattr(WriteGuard, "committed", lambda *args: None)  # the strike has not come yet
+        written(model, optimizer, session)
+        seen = everything(model, optimizer)
+        assert drain.send().step == 8
+        monkeypatch.undo()
+    with pytest.raises(CorruptPoolError, match="old bytes"):
+        copy_from_tier(tier, tmp_path / "seven.pool", step=7, progress=progress)
+    copy_from_tier(tier, tmp_path / "eight.pool", progress=progress)
+    assert is_step(lightck.recover(tmp_path / "eight.pool"), seen)
 
 
 def test_pins_of_stale_checkpoints_end_with_a_warning_and_older_ones_stay(pool, caplog, monkeypatch):
