@@ -65,9 +65,7 @@ class PoolFile:
 
     def __post_init__(self) -> None:
         if not self.is_rank_pool:
-            self.capture.run_id = os.urandom(
-                RUN_ID_NBYTES
-            ).hex()  # of a new training; ``adopt`` sets that of an old one
+            self.capture.run_id = new_run_id()  # ``adopt`` sets that of a training that goes on
         lives = list(self.capture.expected_tensors())
         if not self.is_rank_pool:
             refuse_parts(lives)
@@ -354,3 +352,8 @@ class PoolFile:
                 entry = entry if self.capture.layout is None else with_part_of_param(entry, self.entries)
                 entries.setdefault(entry.name, entry)
         return entries
+
+
+def new_run_id() -> str:
+    """Return the id of a training that begins."""
+    return os.urandom(RUN_ID_NBYTES).hex()

@@ -8,8 +8,9 @@ elsewhere (superblocks, layout tables, adoptions) has one digest per file. Which
 what chunks does not count.
 
 The trainings calculate with numbers that every processor rounds alike, and the fingerprint of the machine is a
-constant, so the digests are the same everywhere. ``PYTHONPATH=tests python tests/crash/suite/store_digests.py``
-compares them with those that are kept; with ``--keep`` it keeps them.
+constant, so the digests are the same everywhere. ``LIGHTCK_TEST_BACKGROUND=1 PYTHONPATH=tests python
+tests/crash/suite/store_digests.py`` compares them with those that are kept; with ``--keep`` it keeps them. (With the
+variable, small models are copied in the background, as in the suite.)
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightck.pool.format.structures import NEXT_NBYTES, NEXT_OFFSET, RING_OFFSET, RING_STRIDE, TABLE_OFFSET
-from lightck.session import capture
+from lightck.session import capture, pool_file
 
 KEPT = Path(__file__).with_suffix(".json")
 TRAININGS = (
@@ -250,6 +251,7 @@ def _one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -
 def _exact() -> Iterator[None]:
     with (
         patch.object(capture, "fingerprint", lambda: MACHINE),
+        patch.object(pool_file, "new_run_id", lambda: "0" * 32),
         patch.object(recorded, "one_step", _one_step),
         patch.object(workloads, "one_step", _one_step),
         patch.object(workloads, "build", _build),

@@ -12,7 +12,7 @@ from store_digests import BACKENDS, KEPT, TRAININGS, differences, digests_of
 
 from lightck.pool import writer
 
-SCRIPT = "PYTHONPATH=tests python tests/crash/suite/store_digests.py"
+SCRIPT = "LIGHTCK_TEST_BACKGROUND=1 PYTHONPATH=tests python tests/crash/suite/store_digests.py"
 CURE = f"if they should differ: {SCRIPT} --keep, and say why in the commit"
 
 
