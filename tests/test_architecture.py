@@ -58,7 +58,7 @@ ROOMS = {
     "demo": BASE | {""},
     "cli": LOW | {"", "demo", "export", "profiler", "ranks", "restore", "tiers"},
     "__main__": {"cli"},
-    "crash": LOW | {"", "cli", "pipeline", "restore", "session.slowdown", "strategy"},
+    "crash": LOW | {"", "cli", "pipeline", "restore", "session.pool_file", "session.slowdown", "strategy"},
     "bench": LOW
     | {"", "cli", "integrations", "pipeline", "ranks", "restore", "session.cross_check", "session.group"}
     | {"session.steps"},

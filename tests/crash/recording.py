@@ -31,6 +31,7 @@ from lightck.pool.format.structures import MANIFEST_MAGIC, SUPERBLOCK_NBYTES, Ma
 from lightck.pool.storage import extents
 from lightck.pool.storage.extents import Extents
 from lightck.pool.storage.file import FileContainer
+from lightck.session import pool_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +93,8 @@ class _File:
 class Recorder:
     """Records the pool at ``path``; a context manager around one or more sessions.
 
-    The files get uuids by their number: two recordings of the same steps are the same bytes, and no image of theirs is
-    counted twice.
+    The files get uuids by their number, and the run gets an id by the recorder's name. So two recordings of the same
+    steps are the same bytes, and no image of theirs is counted twice.
     """
 
     def __init__(self, path: str, name: str = "") -> None:
@@ -193,6 +194,7 @@ class Recorder:
             return replace(superblock, uuid=_uuid(f"{self._name} {next(made)}")), table
 
         self._patches.enter_context(patch.object(create, "_geometry", numbered))
+        self._patches.enter_context(patch.object(pool_file, "new_run_id", _uuid(self._name).hex))
         for module in (create, writer):
             self._patches.enter_context(patch.object(module, "Medium", Recording))
         self._patches.enter_context(patch.object(FileContainer, "publish", recorded_publish))

@@ -39,7 +39,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightck.pool.format.structures import NEXT_NBYTES, NEXT_OFFSET, RING_OFFSET, RING_STRIDE, TABLE_OFFSET
-from lightck.session import capture, pool_file
+from lightck.session import capture
 
 KEPT = Path(__file__).with_suffix(".json")
 TRAININGS = (
@@ -251,7 +251,6 @@ def _one_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -
 def _exact() -> Iterator[None]:
     with (
         patch.object(capture, "fingerprint", lambda: MACHINE),
-        patch.object(pool_file, "new_run_id", lambda: "0" * 32),
         patch.object(recorded, "one_step", _one_step),
         patch.object(workloads, "one_step", _one_step),
         patch.object(workloads, "build", _build),
