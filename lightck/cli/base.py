@@ -15,6 +15,8 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, NoReturn
 
 import click
@@ -44,21 +46,23 @@ def print_progress(text: str) -> None:
     click.echo(clean(text), err=True)
 
 
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, so that temporary files are removed.
+def ended_by_signals() -> AbstractContextManager[None]:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt in a block, so that temporary files are removed."""
+    return signals_handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP)
 
-    A signal that the process ignores (nohup) stays ignored.
-    """
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
+
+@contextlib.contextmanager
+def signals_handled(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
+    """Let ``handler`` handle these signals in a block. A signal that the process ignores (nohup) stays ignored."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, known in before.items():
+        if known is not signal.SIG_IGN:
+            signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, known in before.items():
+            signal.signal(number, known)
 
 
 def error_facts(error: Exception) -> Facts:

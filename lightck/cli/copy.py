@@ -6,8 +6,6 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -21,6 +19,7 @@ from lightck.cli.base import (
     json_option,
     print_error,
     print_progress,
+    signals_handled,
     step_option,
 )
 from lightck.cli.output import progress_bar
@@ -110,8 +109,8 @@ def _print(done: Copied, as_json: bool, *, in_one_line: bool = False) -> None:
 def _repeat(drain: Drain, source: str, every: float, as_json: bool) -> int:
     """Send the newest checkpoint every ``every`` seconds, until a signal comes. A failure is printed once, and the next
     round tries again; it ends the command if another process has the tier."""
-    said = ""
-    with _signalled() as stop:
+    said, stop = "", threading.Event()
+    with signals_handled(lambda *_: stop.set(), signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         while True:
             is_last = stop.is_set()
             try:
@@ -134,19 +133,3 @@ def _repeat(drain: Drain, source: str, every: float, as_json: bool) -> int:
             if is_last:
                 return OK
             stop.wait(every)
-
-
-@contextmanager
-def _signalled() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM, SIGHUP and SIGINT set."""
-    event = threading.Event()
-    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: event.set())
-    try:
-        yield event
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from lightck.errors import CorruptPoolError, NoCheckpointError, TierError, UnsupportedError
 from lightck.pool.format.structures import DamagedError, Superblock
 from lightck.pool.storage.backends import pool_path
+from lightck.restore.compact import Progress
 from lightck.restore.usable import STALE_REASON
 from lightck.tiers.claiming import refuse_other_runs
 from lightck.tiers.decisions import Listing, Retention, complete, manifests_of
-from lightck.tiers.drain import Copied, Drain, Progress
+from lightck.tiers.drain import Copied, Drain
 from lightck.tiers.fetching import fetch, read_manifest, refuse_existing_pool, stale_after
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import ManifestName, TierCheckpoint

@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from lightck.errors import TierClaimedError, UnsupportedError
@@ -26,6 +26,7 @@ from lightck.pool.commit_log import candidates
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint, open_pool
 from lightck.pool.storage.backends import readable_path
+from lightck.restore.compact import Progress
 from lightck.restore.contents import Contents, Saved
 from lightck.restore.recover import take_newest
 from lightck.tiers.claiming import claim_tier, read_claim
@@ -41,9 +42,6 @@ from lightck.tiers.decisions import (
 from lightck.tiers.fetching import read_manifest
 from lightck.tiers.names import Claim, ManifestName, ObjectName, Writer
 from lightck.tiers.sending import Sent, Store, send
-
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Called with what is done and a number of bytes. The block gets a function to which these bytes are reported."""
 
 
 @dataclass(frozen=True, slots=True)
