@@ -19,6 +19,7 @@ import torch
 from lightck.errors import CorruptPoolError, NoTensorError
 from lightck.pool.format.group import RANKS_MAX
 from lightck.pool.format.layout import Entry
+from lightck.pool.format.saved_by import CLAIM_KEY, RUN_ID_KEY, RUN_ID_NBYTES
 from lightck.pool.format.structures import CommitRecord
 from lightck.restore.saved_layout import SavedLayout
 from lightck.state import values
@@ -28,7 +29,6 @@ from lightck.state.storable import dtype_from_name
 from lightck.state.values import typed
 
 NOT_EXACT_KEY = "not_exact"
-RUN_ID_KEY, RUN_ID_NBYTES = "run", 16
 """Key of the small state under which the reason lies why a checkpoint is not the exact state of its step. Absent if it
 is."""
 
@@ -199,6 +199,8 @@ class Contents:
     """Why a training that goes on from this checkpoint is not the one that saved it; empty if it is."""
     run_id: str = ""
     """32 hexadecimal digits: which training saved it. Empty in the pool of a rank, and in that of an older lightck."""
+    claim: str = ""
+    """The newest claim of tiers that the training had made; empty if it had none."""
 
     @classmethod
     def parse(cls, small_state: bytes, step: int, iteration: int, entries: Mapping[str, Entry]) -> Contents:
@@ -243,6 +245,7 @@ class Contents:
                 first_of_world=typed(raw.get("first_of_world", False), bool),
                 not_exact=typed(raw.get(NOT_EXACT_KEY, ""), str),
                 run_id=_run_id(raw.get(RUN_ID_KEY, "")),
+                claim=typed(raw.get(CLAIM_KEY, ""), str),
             )
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as err:
             raise CorruptPoolError(

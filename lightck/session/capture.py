@@ -23,7 +23,8 @@ from lightck.dataloader.positions import Positions
 from lightck.errors import SessionError, UnsupportedError
 from lightck.events import ClosingEvent
 from lightck.layout import Layout
-from lightck.restore.contents import NOT_EXACT_KEY, RUN_ID_KEY, RowsOfOther
+from lightck.pool.format.saved_by import CLAIM_KEY, RUN_ID_KEY
+from lightck.restore.contents import NOT_EXACT_KEY, RowsOfOther
 from lightck.restore.saved_layout import saved_layout
 from lightck.session.discover import Objects, numbered_name
 from lightck.session.shared_state import warn_of_shared_memory
@@ -103,6 +104,8 @@ class Capture:
     run_id: str | None = None
     """The same in all checkpoints of a training, over its restarts and relayouts; None in a group of ranks, whose pools
     have it in their layout tables."""
+    claim: str = ""
+    """The newest claim of tiers that the training has made; empty if it never had tiers."""
     stand_ins: StandIns = NO_STAND_INS
     """Makes what is copied in place of tensors."""
     base_every: Callable[[], int | None] | None = None
@@ -498,6 +501,8 @@ class Capture:
         }
         if self.run_id is not None:
             state[RUN_ID_KEY] = self.run_id
+        if self.claim:
+            state[CLAIM_KEY] = self.claim
         if self.layout is not None:
             state["layout"] = self._saved_layout(lives)
         if update is not None:

@@ -20,13 +20,14 @@ from lightck.errors import (
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.commit_log import candidates
 from lightck.pool.format.layout import Entry
+from lightck.pool.format.saved_by import RUN_ID_NBYTES
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.gradient_log import tolerant_base_every
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, open_pool
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.lock import PoolLock
 from lightck.restore.changed_options import set_requires_grad
-from lightck.restore.contents import RUN_ID_NBYTES, Contents
+from lightck.restore.contents import Contents
 from lightck.restore.recover import LiveRestore, erased_log_error, refuse_part, restore_newest
 from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.resume import RestoredFrom, Resumed, forget_restored_from, restored_from, warn_differences

@@ -21,7 +21,7 @@ from lightck.errors import TierClaimedError, TierError
 from lightck.pool.format.structures import DamagedError
 from lightck.tiers.decisions import Listing, highest_claim, is_superseded, newest_complete, next_claim
 from lightck.tiers.names import Claim, TierCheckpoint, claim_name, parse
-from lightck.tiers.sending import Store
+from lightck.tiers.store import Store
 
 FORMAT, VERSION = "lightck tier claim", 1
 _NBYTES_MAX, _PATH_MAX = 1 << 20, 10_000

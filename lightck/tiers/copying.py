@@ -13,10 +13,10 @@ from lightck.restore.usable import STALE_REASON
 from lightck.tiers.claiming import refuse_other_runs
 from lightck.tiers.decisions import Listing, Retention, complete, manifests_of
 from lightck.tiers.drain import Copied, Drain
-from lightck.tiers.fetching import fetch, read_manifest, refuse_existing_pool, stale_after
+from lightck.tiers.fetching import fetch, refuse_existing_pool, stale_after
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import ManifestName, TierCheckpoint
-from lightck.tiers.tier_manifest import TierManifest
+from lightck.tiers.tier_manifest import TierManifest, read_manifest
 
 
 def is_tier(path: str | os.PathLike[str]) -> bool:

@@ -29,9 +29,8 @@ from lightck.pool.storage.failures import as_io_error
 from lightck.pool.storage.file import FileBackend, FileContainer
 from lightck.pool.storage.lock import PoolLock
 from lightck.restore.contents import unpack_dict
-from lightck.tiers.names import ManifestName
-from lightck.tiers.sending import Store
-from lightck.tiers.tier_manifest import NBYTES_MAX, TierManifest, parse
+from lightck.tiers.store import Store
+from lightck.tiers.tier_manifest import TierManifest
 
 
 def refuse_existing_pool(path: str) -> None:
@@ -41,15 +40,6 @@ def refuse_existing_pool(path: str) -> None:
             f"{path!r} exists, and copy replaces nothing. Name a file that does not exist, or remove this one if "
             "nobody needs it."
         )
-
-
-def read_manifest(store: Store, name: ManifestName) -> TierManifest:
-    """Read and check a manifest. Raises ``DamagedError`` with the reason, and ``TierError``."""
-    try:
-        data = store.get(str(name), NBYTES_MAX)
-    except FileNotFoundError:
-        raise DamagedError("its manifest is gone") from None
-    return parse(data, name.writer, name.step)
 
 
 def stale_after(store: Store, manifest: TierManifest) -> int | None:

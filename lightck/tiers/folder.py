@@ -22,6 +22,8 @@ from lightck.tiers.decisions import Listing
 from lightck.tiers.names import parse
 
 _TEMPORARY = ".tmp-"
+_NO_LINK = (errno.ENOENT, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV, errno.ENOTSUP, errno.ENOSYS)
+"""Why a file cannot get a second name: it is gone, or the file system cannot do that."""
 _DEPTH = 4
 """Number of parts of the longest name: claim, rank, kind, file."""
 
@@ -121,6 +123,22 @@ class FolderStore:
         """Remove an object. It is no error if there is none. Raises ``TierError``."""
         with self._errors(f"cannot remove {name}"), contextlib.suppress(FileNotFoundError):
             os.unlink(self._path_of(name))
+
+    def link(self, name: str, new_name: str) -> bool:
+        """Give an object a second name, durably. Returns False if there is no such object, or if the file system has no
+        hard links. Raises ``TierError``."""
+        path, new_path = self._path_of(name), self._path_of(new_name)
+        with self._errors(f"cannot take {new_name}"):
+            self._make_folder(os.path.dirname(new_path))
+            try:
+                os.link(path, new_path, follow_symlinks=False)
+            except OSError as err:
+                if err.errno in _NO_LINK:
+                    return False
+                raise
+            os.utime(new_path, follow_symlinks=False)  # nothing takes it for an old object that nobody names
+            sync_folder(os.path.dirname(new_path))
+        return True
 
     def _path_of(self, name: str) -> str:
         assert parse(name) is not None, "only names that lightck makes become paths"

@@ -15,36 +15,21 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from lightck.errors import TierError
 from lightck.pool.format.layout import blocks_of
+from lightck.pool.format.saved_by import saved_by
 from lightck.pool.format.structures import PAGE, SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError
 from lightck.pool.reader import StoredCheckpoint
-from lightck.tiers.decisions import Listing
 from lightck.tiers.names import ManifestName, ObjectName, Writer
+from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import NBYTES_MAX, OBJECT_NBYTES_MAX, Run, SentObject, TierManifest, joined
 
 _FROZEN_NBYTES_MIN = 64 << 10
 """Smaller tensors without optimizer state may be buffers, which change at each step."""
-
-
-class Store(Protocol):
-    """Where a tier lies. What is put is durable when ``put`` returns."""
-
-    def listing(self) -> Listing: ...
-
-    def now(self) -> float:
-        """The time of the store, in the seconds of its listings."""
-        ...
-
-    def put(self, name: str, data: bytes | memoryview) -> None: ...
-
-    def get(self, name: str, nbytes_max: int) -> bytes: ...
-
-    def delete(self, name: str) -> None: ...
 
 
 class Part(NamedTuple):
@@ -104,7 +89,7 @@ class _Outgoing:
     def add(self, data: bytes | memoryview, key: str = "") -> int:
         """Store an object, unless one with these bytes is known. Returns its number in the manifest."""
         content = hashlib.sha256(data).hexdigest()
-        known = self.earlier.by_content.get(content)
+        known = self._own(self.earlier.by_content.get(content))
         if known is None or known.nbytes != len(data):
             name = ObjectName(self.writer, content, self.nonce)
             self.put_names.append(name)
@@ -112,6 +97,22 @@ class _Outgoing:
             self.nbytes += len(data)
             known = SentObject(name, len(data), key)
         return self.append(known._replace(key=key))
+
+    def known(self, key: str) -> SentObject | None:
+        """Return the object with this key below the own prefix, if one is known."""
+        return self._own(self.earlier.by_key.get(key))
+
+    def _own(self, known: SentObject | None) -> SentObject | None:
+        """Return a known object below the own prefix. One of the checkpoint from which the training went on lies below
+        another prefix, whose writer may delete it: it is copied inside the store. Returns None if that cannot be."""
+        if known is None or known.name.writer == self.writer:
+            return known
+        name = ObjectName(self.writer, known.name.content, self.nonce)
+        if name not in self.put_names:
+            if not self.store.link(str(known.name), str(name)):
+                return None
+            self.put_names.append(name)
+        return known._replace(name=name)
 
     def append(self, known: SentObject) -> int:
         self.objects.append(known)
@@ -161,6 +162,7 @@ def _send(
     table = out.add(stored.reader.table)
     manifest = TierManifest(
         written_by,
+        saved_by(stored.state).claim,
         stored.header.incarnation,
         _superblock(stored),
         stored.record,
@@ -206,7 +208,7 @@ def _send_tensors(stored: StoredCheckpoint, out: _Outgoing, advance: Callable[[i
     buffer = np.empty(min(OBJECT_NBYTES_MAX, _nbytes_of(stored)), np.uint8)
     for parts in _pieces(stored):
         key = _key(stored, parts)
-        known = out.earlier.by_key.get(key)
+        known = out.known(key)
         if known is None:
             address, places = buffer.ctypes.data, []
             for part in parts:

@@ -21,8 +21,9 @@ from lightck.pool.format.structures import (
     DamagedError,
     Superblock,
 )
-from lightck.tiers.names import ObjectName, Writer
+from lightck.tiers.names import ManifestName, ObjectName, Writer
 from lightck.tiers.names import parse as parse_name
+from lightck.tiers.store import Store
 
 NBYTES_MAX = 64 << 20
 OBJECT_NBYTES_MAX = 32 << 20
@@ -33,6 +34,7 @@ _KEYS = {
     "format",
     "version",
     "written_by",
+    "claim",
     "incarnation",
     "superblock",
     "record",
@@ -71,6 +73,9 @@ class TierManifest:
 
     written_by: str
     """Release of lightck."""
+    claim: str
+    """The claim that the checkpoint itself names (``pool/format/saved_by.py``); empty if it names none. It need not be
+    the one below which the manifest lies: ``lightck copy`` makes claims that the training does not know."""
     incarnation: int
     superblock: bytes
     record: CommitRecord
@@ -95,6 +100,7 @@ class TierManifest:
             "format": FORMAT,
             "version": VERSION,
             "written_by": self.written_by,
+            "claim": self.claim,
             "incarnation": self.incarnation,
             "superblock": self.superblock.hex(),
             "record": self.record.pack(uuid).hex(),
@@ -104,6 +110,15 @@ class TierManifest:
             "metrics": {name: float(value) for name, value in self.metrics.items()},
         }
         return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+
+def read_manifest(store: Store, name: ManifestName) -> TierManifest:
+    """Read and check a manifest. Raises ``DamagedError`` with the reason, and ``TierError``."""
+    try:
+        data = store.get(str(name), NBYTES_MAX)
+    except FileNotFoundError:
+        raise DamagedError("its manifest is gone") from None
+    return parse(data, name.writer, name.step)
 
 
 def parse(data: bytes, writer: Writer, step: int) -> TierManifest:
@@ -120,6 +135,7 @@ def parse(data: bytes, writer: Writer, step: int) -> TierManifest:
     objects = tuple(_object(each, writer) for each in _list(body, "objects"))
     manifest = TierManifest(
         _text(body, "written_by"),
+        _text(body, "claim"),
         _number(body.get("incarnation"), "incarnation"),
         superblock_bytes,
         record,

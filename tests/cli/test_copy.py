@@ -26,12 +26,12 @@ from lightck.pool.reader import open_pool
 from lightck.strategy.gradients import Gradients
 from lightck.tiers.claiming import ClaimFile
 from lightck.tiers.decisions import complete, manifests_of, newest_complete
-from lightck.tiers.fetching import fetch, read_manifest
+from lightck.tiers.fetching import fetch
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import Claim, ManifestName, ObjectName, Writer, claim_name
 from lightck.tiers.names import parse as parse_name
 from lightck.tiers.sending import Sent, send
-from lightck.tiers.tier_manifest import NBYTES_MAX, parse
+from lightck.tiers.tier_manifest import NBYTES_MAX, parse, read_manifest
 
 STEPS, MORE = 7, 5
 WRITER = Writer(Claim(1, "0" * 8), 0, 1)

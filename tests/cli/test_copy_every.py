@@ -25,8 +25,8 @@ from lightck.errors import TierClaimedError
 from lightck.tiers.copying import drain_to
 from lightck.tiers.decisions import Retention, complete, manifests_of
 from lightck.tiers.drain import Drain
-from lightck.tiers.fetching import read_manifest
 from lightck.tiers.folder import FolderStore
+from lightck.tiers.tier_manifest import read_manifest
 
 TRAINING = """
 import random, sys, time

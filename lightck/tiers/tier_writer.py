@@ -1,0 +1,170 @@
+"""Write to a tier below one claim: send checkpoints, and remove from the tier what need not stay.
+
+    send     objects that a manifest of this writer names are not sent again, and not read if their tensors have not
+             changed
+    retain   list; delete manifests, then objects, as ``decisions.py`` says, until there is nothing to delete
+
+Invariants: those of ``decisions.py``, of which this is the one writer below its prefix. What it has written itself
+counts as named, whether or not a listing shows it.
+
+Failure case: another process claims the tier (``TierClaimedError``: nothing more is written).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from lightck.errors import TierClaimedError
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.reader import StoredCheckpoint
+from lightck.tiers.claiming import read_claim
+from lightck.tiers.decisions import (
+    GRACE_SECONDS,
+    Listing,
+    Retention,
+    is_superseded,
+    kept,
+    manifests_to_delete,
+    objects_to_delete,
+)
+from lightck.tiers.names import Claim, ManifestName, ObjectName, TierCheckpoint, Writer
+from lightck.tiers.sending import Sent, SentCheckpoint, send
+from lightck.tiers.store import Store
+from lightck.tiers.tier_manifest import read_manifest
+
+
+class TierWriter:
+    """What one process writes to one tier, below one claim."""
+
+    def __init__(
+        self,
+        store: Store,
+        writer: Writer,
+        written_by: str,
+        retention: Retention | None = None,
+        grace: float = GRACE_SECONDS,
+    ) -> None:
+        """``written_by``: this release of lightck. ``retention``: which checkpoints stay; None: all. ``grace``: how
+        many seconds a checkpoint that was replaced stays readable. Raises ``TierError``."""
+        self.writer = writer
+        self._store, self._written_by, self._retention, self._grace = store, written_by, retention, grace
+        self._began = store.now()
+        """The time of the store when this writer began."""
+        self._earlier = Sent()
+        self._contents: dict[ManifestName, frozenset[ObjectName]] = {}
+        """The objects that a manifest names, of each that was read or written."""
+        self._metrics: dict[TierCheckpoint, Mapping[str, float]] = {}
+
+    def use_own(self) -> None:
+        """Read what an earlier process has written below the same prefix, so that it is not sent again. Raises
+        ``TierError``."""
+        for manifest in self._store.listing().manifests:
+            if manifest.writer == self.writer:
+                self._use(manifest)
+
+    def use_parent(self, parent: ManifestName, generation: int, incarnation: int) -> None:
+        """Read the manifest of the checkpoint from which the training went on, so that its objects are copied inside
+        the store. ``generation``, ``incarnation``: of that checkpoint in the pool; a manifest of another one is not
+        used, because another training may have made it. Raises ``TierError``."""
+        try:
+            manifest = read_manifest(self._store, parent)
+        except DamagedError:
+            return
+        if (manifest.record.payload_generation, manifest.incarnation) == (generation, incarnation):
+            self._earlier.add(manifest)
+
+    def _use(self, name: ManifestName) -> None:
+        try:
+            manifest = read_manifest(self._store, name)
+        except DamagedError:
+            return
+        self._earlier.add(manifest)
+        self._remember(name, frozenset(each.name for each in manifest.objects), manifest.metrics)
+
+    def send(
+        self,
+        stored: StoredCheckpoint,
+        metrics: Mapping[str, float] | None = None,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> SentCheckpoint:
+        """Send a checkpoint, which the caller holds. Raises ``DamagedError`` if it is damaged or was overwritten,
+        ``PoolIOError``, and ``TierError``."""
+        self.refuse_superseded()
+        nonce, by = secrets.token_hex(4), self._written_by
+        sent = send(
+            stored, self._store, self.writer, nonce, self._earlier, written_by=by, metrics=metrics, advance=advance
+        )
+        self._earlier.add(sent.manifest)
+        self._remember(sent.name, frozenset(each.name for each in sent.manifest.objects), sent.manifest.metrics)
+        return sent
+
+    def refuse_superseded(self) -> None:
+        """Raise ``TierClaimedError`` if a higher claim exists."""
+        if is_superseded(self._store.listing(), self.writer.claim):
+            raise _superseded(self._store, self.writer.claim)
+
+    def retain(self) -> int:
+        """Delete what need not stay, and return how many files were deleted. Raises ``TierError``."""
+        if self._retention is None:
+            return 0
+        path = read_claim(self._store, self.writer.claim).path
+        n_deleted = 0
+        while True:
+            now = self._store.now()  # before the listing: so nothing looks older than it is
+            listing = replace(self._store.listing(), now=now)
+            stays = kept(listing, self._retention, self.writer.claim, path, self._metrics_of(listing))
+            manifests = manifests_to_delete(listing, stays, self.writer, self._grace)
+            for manifest in manifests:
+                self._store.delete(str(manifest))
+                self._contents.pop(manifest, None)
+            n_deleted += len(manifests)
+            if not manifests:
+                break
+        named = self._named(listing)
+        objects = objects_to_delete(listing, named, self.writer, self._began, self._grace)
+        for each in objects:
+            self._store.delete(str(each))
+        self._earlier.forget(set(objects))
+        return n_deleted + len(objects)
+
+    def _metrics_of(self, listing: Listing) -> Mapping[TierCheckpoint, Mapping[str, float]]:
+        """Return the metrics of each checkpoint, if any are asked for."""
+        if self._retention is not None and self._retention.keep_best is not None:
+            for manifest in listing.manifests:
+                if manifest not in self._contents:
+                    try:
+                        self._objects_of(manifest)
+                    except DamagedError:
+                        continue
+        return self._metrics
+
+    def _named(self, listing: Listing) -> dict[Writer, set[ObjectName]]:
+        """Return what the manifests of each writer name. A writer is left out if one of its manifests cannot be
+        read."""
+        named: dict[Writer, set[ObjectName]] = {each.writer: set() for each in listing.objects}
+        unreadable = set()
+        for manifest in {*listing.manifests, *self._contents}:
+            try:
+                named.setdefault(manifest.writer, set()).update(self._objects_of(manifest))
+            except DamagedError:
+                unreadable.add(manifest.writer)
+        return {writer: names for writer, names in named.items() if writer not in unreadable}
+
+    def _objects_of(self, name: ManifestName) -> frozenset[ObjectName]:
+        if name not in self._contents:
+            manifest = read_manifest(self._store, name)
+            self._remember(name, frozenset(each.name for each in manifest.objects), manifest.metrics)
+        return self._contents[name]
+
+    def _remember(self, name: ManifestName, objects: frozenset[ObjectName], metrics: Mapping[str, float]) -> None:
+        self._contents[name] = objects
+        self._metrics[name.checkpoint] = metrics
+
+
+def _superseded(store: Store, claim: Claim) -> TierClaimedError:
+    return TierClaimedError(
+        f"Another process has claimed the tier {str(store)!r}, after this one had (claim {claim}). Nothing more is "
+        "written by this process, and what it has written stays. Let one process write to a tier."
+    )
