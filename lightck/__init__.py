@@ -36,6 +36,7 @@ __all__ = [
     "Session",
     "Stats",
     "StoredPiece",
+    "Tier",
     "TopK",
     "attach",
     "export_checkpoint",
@@ -61,6 +62,7 @@ _MODULES = {
     "Session": "session.session",
     "Stats": "stats",
     "StoredPiece": "restore.ranges",
+    "Tier": "tiers.tier",
     "TopK": "strategy.topk",
     "attach": "session.attach",
     "export_checkpoint": "export",
@@ -89,6 +91,7 @@ if TYPE_CHECKING:
     from lightck.strategy.topk import TopK
     from lightck.tiers.keep import Keep
     from lightck.tiers.pin import Pin
+    from lightck.tiers.tier import Tier
 else:
 
     def __getattr__(name: str) -> object:

@@ -14,6 +14,28 @@ from lightck.interrupts import begin_deferral, end_deferral
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """What was sent to one tier of a session. Times are in seconds, sizes in bytes."""
+
+    root: str
+    """The folder."""
+    step: int | None = None
+    """Step of the newest checkpoint that this session has sent; None: it has sent none."""
+    checkpoints: int = 0
+    """The number of checkpoints that were sent."""
+    bytes_sent: int = 0
+    """What was written for them; tensors that did not change are written once."""
+    seconds: float = 0.0
+    """How long the newest one took."""
+    sent_at: float | None = None
+    """When the newest one was sent, as ``time.time()``."""
+    error: str | None = None
+    """Why the last attempt failed; None if it did not. Training goes on, and so do the attempts."""
+    failing_since: float | None = None
+    """Since when every attempt has failed, as ``time.time()``; None if the last one succeeded."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """A snapshot of a session's counters, which count from ``attach`` on. Times are in seconds, sizes in bytes."""
 
@@ -83,6 +105,8 @@ class Stats:
     replica_renewed: int = 0
     """How often the copies of a parameter and its optimizer state were copied from the training again, the first copy
     not counted (``Replica``)."""
+    tiers: tuple[TierStats, ...] = ()
+    """What was sent to each tier (``attach(..., tiers=[...])``)."""
     emulated: str | None = None
     """The memory whose speed was emulated (``LIGHTCK_EMULATE``); None without emulation. With emulation the times are
     not those of the real medium."""
@@ -184,6 +208,7 @@ class Meter:
         self.kept = self.holds_honored = self.holds_overrun = 0
         self.strategy = strategy
         self.strategy_reason: str | None = None
+        self.tiers: tuple[TierStats, ...] = ()
         self.staging: str | None = None
         self.staging_trial = False
         self.wait_policy: str | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import threading
 from typing import TYPE_CHECKING
@@ -29,8 +28,6 @@ from lightck.errors import NoCheckpointError, PoolError, PoolNotFoundError, Tier
 if TYPE_CHECKING:
     from lightck.tiers.drain import Copied, Drain
 
-_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-
 
 class _Duration(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """A number with a unit: ``30s``, ``5min``, ``1h``."""
@@ -38,10 +35,12 @@ class _Duration(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     name = "duration"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)(s|min|h)", str(value))
-        if match is None or not float(match[1]):
+        from lightck.tiers.durations import seconds_of
+
+        seconds = seconds_of(str(value))
+        if seconds is None:
             self.fail(f"{value!r} is no duration. Write 30s, 5min or 1h.", param, ctx)
-        return float(match[1]) * _UNITS[match[2]]
+        return seconds
 
 
 @click.command("copy", cls=Command, short_help="Send checkpoints to a tier (a folder), or fetch one from it.")

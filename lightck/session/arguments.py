@@ -21,7 +21,9 @@ from lightck.session.replicas import Replicas
 from lightck.strategy.full import FullState
 from lightck.strategy.gradients import Gradients
 from lightck.strategy.replica import Replica
+from lightck.tiers.drain_link import n_spare_slots
 from lightck.tiers.keep import Keep
+from lightck.tiers.tier import Tier, checked_tiers
 
 AUTO_STRATEGY = "auto"
 """``attach(..., strategy="auto")``: see ``strategy_choice.py``."""
@@ -42,6 +44,19 @@ class SaveOptions:
     split: bool = True
     replicas_given: object = 1
     """The ``replicas`` argument."""
+    tiers_given: object = None
+    """The ``tiers`` argument."""
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers that get whole checkpoints. Raises ``TypeError`` or ``ValueError`` for a wrong argument."""
+        return tuple(each for each in checked_tiers(self.tiers_given) if not each.is_export)
+
+    @property
+    def exports(self) -> Keep | None:
+        """Which checkpoints are exported for other programs: ``keep=``, or a tier with ``format="safetensors"``."""
+        exported = [each.as_keep() for each in checked_tiers(self.tiers_given) if each.is_export]
+        return exported[0] if exported else self.keep
 
     @property
     def gradients(self) -> Gradients | None:
@@ -92,10 +107,14 @@ class SaveOptions:
             raise ValueError(f"slots={slots!r}: a pool has 2 to {SLOTS_MAX} slots.")
         if keep is not None and not isinstance(keep, Keep):
             raise TypeError(f"keep is a {type(keep).__name__}. Pass lightck.Keep(every=1000, last=3, to=folder).")
-        if keep is not None and slots == SLOTS_MAX:
+        tiers = checked_tiers(self.tiers_given)
+        if keep is not None and any(each.is_export for each in tiers):
+            raise ValueError('keep= is a tier with format="safetensors". Pass one of them.')
+        spare = (self.exports is not None) + n_spare_slots(self.tiers)
+        if slots is not None and slots + spare > SLOTS_MAX:
             raise ValueError(
-                f"slots={slots} and keep=: a pool has at most {SLOTS_MAX} slots, and keep= needs one more than slots=. "
-                f"Pass slots={SLOTS_MAX - 1} or fewer."
+                f"slots={slots} with keep= or tiers=: a pool has at most {SLOTS_MAX} slots, and {spare} more than "
+                f"slots= are needed here. Pass slots={SLOTS_MAX - spare} or fewer."
             )
         check_kind(self.staging)
         return cadence_of(self.interval)

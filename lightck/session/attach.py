@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 
 import torch
@@ -26,11 +26,13 @@ from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.plan import Strategy
 from lightck.pipeline.staging.kinds import Kind
 from lightck.pool.engine import threads_beside_devices
+from lightck.pool.format.structures import CommitRecord
 from lightck.pool.storage import durability
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.backends import pool_path as _pool_path
 from lightck.pool.storage.lock import PoolLock
+from lightck.restore.contents import Contents
 from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.restore.resume import Resumed
 from lightck.restore.tensor_writes import ordinary_tensors
@@ -47,6 +49,7 @@ from lightck.session.group import checked_timeout, group_of, world_of_one
 from lightck.session.group_arguments import refuse_unsupported
 from lightck.session.group_start import GroupStart
 from lightck.session.interval import Auto
+from lightck.session.newest_of_tiers import bring_newest
 from lightck.session.pool_file import PoolFile
 from lightck.session.replica_arguments import refuse_unreplicable
 from lightck.session.replicas import Replicas
@@ -66,8 +69,12 @@ from lightck.state.device_transfers import transfer_of
 from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
+from lightck.tiers.claiming import GoesOnFrom
+from lightck.tiers.drain_link import DrainLink
 from lightck.tiers.keep import Keep, Retention
+from lightck.tiers.names import claim_of
 from lightck.tiers.pin import Holds
+from lightck.tiers.tier import Tier
 
 log = logging.getLogger("lightck")
 CHECK_VARIABLE = "LIGHTCK_CHECK"
@@ -89,6 +96,7 @@ def attach(
     require: str | None = None,
     slots: int | None = None,
     keep: Keep | None = None,
+    tiers: Sequence[Tier] | None = None,
     pause_on_nonfinite: bool = False,
     staging: Kind | None = None,
     strict_data: bool = False,
@@ -115,6 +123,8 @@ def attach(
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
         slots: room for so many checkpoints, 2 to 8; default: as before, else 2 (group: 3 or 4). ``keep=`` adds 1.
         keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``.
+        tiers: folders on other storage to which whole checkpoints are sent: ``[lightck.Tier(folder, every="5min")]``. A
+            resume goes on from the newest checkpoint of pool and tiers.
         pause_on_nonfinite: commit no checkpoint if the GradScaler's scale, or a value that is checked, is not finite.
         staging: how tensors on a device are sent: ``lightck.Host()``, ``Direct()``, ``Device()``; by default the best.
         strict_data: raise ``DataMismatchError``, and do not only warn, if a resume goes on with other data.
@@ -129,9 +139,12 @@ def attach(
         PoolError: the pool cannot be created, opened, locked or read.
         DriftError, CorruptPoolError: ``resume=True``, and the checkpoint does not fit, or none is intact.
         RankError, LayoutError: ranks or layouts do not fit; another rank failed or did not come within ``timeout``.
-        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError: see errors.
+        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError,
+            TierError: see errors.
     """
-    options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split, replicas)
+    options = SaveOptions(
+        interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split, replicas, tiers
+    )
     arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, options, layout)
     with GroupStart.of(group_of(group) or world_of_one(pool_path, group), checked_timeout(timeout)) as group_start:
         return _attach(arguments, group_start, is_rank_known=group_start is not None or group is False)
@@ -164,6 +177,8 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
         )
         undo.callback(pipeline.close)
         participants = _commit_participants(file, meter)
+        if participants.tiers is not None:
+            _follow_tiers(file, participants.tiers)
         participants.register_with(pipeline)
         backend.remove_stale(path)
         first = _first_step(found, arguments, is_rank_known)
@@ -188,6 +203,8 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
         session = Session(steps, lock, found.classes, None if group_start is None else group_start.membership())
         undo.pop_all()
         undo.callback(session.abandon)
+        if participants.tiers is not None:
+            participants.tiers.start()
         _start(session, path, resumed, arguments)
         if group_start is not None:
             steps.add_early_gate()
@@ -296,10 +313,28 @@ def _commit_participants(file: PoolFile, meter: Meter) -> CommitParticipants:
         return OptimizersAtHand() if found is None else optimizers_at_hand(found)
 
     holds = Holds(options.replicas.slots_min if file.is_rank_pool else 2, at_hand)
-    keeper = Retention(options.keep, file.path, meter, holds) if options.keep is not None else None
+    keeper = Retention(options.exports, file.path, meter, holds) if options.exports is not None else None
+    tiers = DrainLink(options.tiers, file.path, meter, holds) if options.tiers else None
     return CommitParticipants(
-        holds, keeper, NonfiniteCheck(file.found.state, meter) if options.pause_on_nonfinite else None
+        holds, keeper, tiers, NonfiniteCheck(file.found.state, meter) if options.pause_on_nonfinite else None
     )
+
+
+def _follow_tiers(file: PoolFile, tiers: DrainLink) -> None:
+    """Make the pool anew if a tier holds a newer checkpoint, and let the tiers be claimed before anything is saved."""
+    if file.arguments.resume:
+        bring_newest(file.path, file.backend, tiers.stores)
+
+    def claim(contents: Contents | None, record: CommitRecord | None) -> None:
+        capture = file.capture
+        assert capture.run_id is not None, "not in a group"
+        if contents is None or record is None:
+            capture.claim = str(tiers.claim(capture.run_id, None))
+            return
+        goes_on_from = GoesOnFrom(contents.step, claim_of(contents.claim))
+        capture.claim = str(tiers.claim(capture.run_id, goes_on_from, record.payload_generation))
+
+    file.before_adoption = claim
 
 
 def _discover(arguments: Arguments) -> Found:

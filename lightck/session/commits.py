@@ -25,6 +25,7 @@ from lightck.session.capture import Capture
 from lightck.session.cross_check import CrossCheck
 from lightck.session.interval import Cadence
 from lightck.stats import Meter
+from lightck.tiers.drain_link import DrainLink
 from lightck.tiers.keep import Retention
 from lightck.tiers.pin import Hold, Holds
 
@@ -35,6 +36,7 @@ class CommitParticipants:
 
     holds: Holds = field(default_factory=Holds)
     keeper: Retention | None = None
+    tiers: DrainLink | None = None
     nonfinite_check: NonfiniteCheck | None = None
 
     def register_with(self, pipeline: Pipeline) -> None:
@@ -47,6 +49,10 @@ class CommitParticipants:
         if self.keeper is not None:
             pipeline.pool.add_spare_slot()
             pipeline.events.add(self.keeper)
+        if self.tiers is not None:
+            for _ in range(self.tiers.n_spare_slots):
+                pipeline.pool.add_spare_slot()
+            pipeline.events.add(self.tiers)
 
     def pin(self, pipeline: Pipeline) -> Hold:
         """Hold the newest committed checkpoint, and return the hold. At least two slots (in a
@@ -243,6 +249,16 @@ class Commits:
         call ``step()`` again. (An error in ``next()`` would end the ``for`` loop.)"""
         if self.participants.keeper is not None:
             self.participants.keeper.raise_failure(at_close=not self._session_lock.is_open)
+
+    def raise_tier_failure(self) -> None:
+        """Raise the error of a tier that has taken nothing for long, or that lacks the newest checkpoint at close."""
+        tiers = self.participants.tiers
+        if tiers is None:
+            return
+        if self._session_lock.is_open:
+            tiers.raise_failure()
+        elif (failure := tiers.failure_at_close()) is not None:
+            raise failure
 
 
 def deadline_after(timeout: object) -> float | None:

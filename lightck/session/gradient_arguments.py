@@ -154,7 +154,8 @@ def space_advice(
 def _refuse_other_arguments(options: SaveOptions) -> None:
     given = {
         "slots=": (options.slots is not None, "its pool has gradient records instead (log_records=)"),
-        "keep=": (options.keep is not None, "a checkpoint that is kept would need the records of other steps too"),
+        "tiers=": (bool(options.tiers), "a tier would need the records of other steps too"),
+        "keep=": (options.exports is not None, "a checkpoint that is kept would need the records of other steps too"),
         "replicas=": (options.replicas.count > 1, "a peer copy holds whole checkpoints"),
     }
     for name, (is_given, reason) in given.items():

@@ -13,7 +13,8 @@ def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
     is_adaptive = type(options.interval) is not int
     refused = (
         (is_adaptive, f"interval={options.interval!r}", "each rank would choose an interval of its own"),
-        (options.keep is not None, "keep=", "use `lightck export` on the directory, also while training runs"),
+        (options.exports is not None, "keep=", "use `lightck export` on the directory, also while training runs"),
+        (bool(options.tiers), "tiers=", "copy the directory of its pools while no rank runs"),
         (options.pause_on_nonfinite, "pause_on_nonfinite=True", "one rank could pause and another go on"),
         (arguments.backend == "devdax", 'backend="devdax"', "a device holds one pool"),
         (options.replica is not None, "strategy=Replica()", "it makes no copies of tensors that ranks divide"),

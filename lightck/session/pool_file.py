@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lightck.errors import (
@@ -61,6 +62,10 @@ class PoolFile:
     """Name -> entry of each tensor that a checkpoint would hold now, apart from optimizer state that does not exist
     yet. All these tensors can be stored."""
 
+    before_adoption: Callable[[Contents | None, CommitRecord | None], None] | None = field(init=False, default=None)
+    """Called when it is known from which checkpoint the training goes on (None: from none), and before anything in the
+    pool is changed."""
+
     _with_state: dict[str, Entry] | None = field(init=False, default=None)
     """``entries`` with the optimizers' state, once it was predicted for a rank's pool."""
 
@@ -71,8 +76,8 @@ class PoolFile:
         if not self.is_rank_pool:
             refuse_parts(lives)
         self.entries = {live.name: entry_of(live) for live in lives}
-        if self.arguments.save_options.keep is not None:
-            refuse_unexportable(self.arguments.save_options.keep, self.entries.values())
+        if self.arguments.save_options.exports is not None:
+            refuse_unexportable(self.arguments.save_options.exports, self.entries.values())
         self.capture.model.refuse_hidden_state()
         self.capture.remember_built_buffers()
         self.capture.persistent.follow(self.found.persistent)
@@ -95,21 +100,35 @@ class PoolFile:
         script has restored it into the model already), and adopt it. Returns None for a fresh start."""
         reader = self.existing()
         if reader is None:
-            self._create(pipeline)
+            self._begin_anew(pipeline)
             return None
         try:
             self.refuse_whole_checkpoints(reader)
             checkpoint = self._restored(reader)
             recorded = None if checkpoint is None else reader.next_batches(checkpoint[1])
+            if checkpoint is not None:
+                self._go_on_as(checkpoint[0], reader)
+                if self.before_adoption is not None:
+                    self.before_adoption(*checkpoint)
         except BaseException:
             reader.close()
             raise
         if checkpoint is None:
             reader.close()
-            self._create(pipeline)
+            self._begin_anew(pipeline)
             return None
         self.adopt(pipeline, reader, *checkpoint)
         return Resumed.from_contents(checkpoint[0], recorded)
+
+    def _begin_anew(self, pipeline: Pipeline) -> None:
+        if self.before_adoption is not None:
+            self.before_adoption(None, None)
+        self._create(pipeline)
+
+    def _go_on_as(self, contents: Contents, reader: PoolReader) -> None:
+        """Save further checkpoints as those of the training that has saved this one."""
+        self.capture.run_id = contents.run_id or reader.superblock.uuid.hex()
+        self.capture.claim = contents.claim
 
     def adopt(
         self,
@@ -134,8 +153,6 @@ class PoolFile:
             contents.stale_after,
         )
         self.capture.resizable.update(contents.resizable)
-        if contents.run_id and not self.is_rank_pool:
-            self.capture.run_id = contents.run_id
         set_requires_grad(contents, self.capture.model)
         warn_differences(contents)
         forget_restored_from(self.arguments.model)

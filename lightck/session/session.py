@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from numbers import Real
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lightck.dataloader.identity import name_of
@@ -150,6 +151,9 @@ class Session:
 
     def stats(self) -> Stats:
         """The present values of the session's counters."""
+        tiers = self._steps.commits.participants.tiers
+        if tiers is not None:
+            tiers.read()
         return self._steps.meter.snapshot(
             engine_cpu_seconds=self._pipeline.engine.cpu_seconds,
             committed=self.committed,
@@ -237,6 +241,27 @@ class Session:
         return self._pipeline.committed
 
     @_exclusive
+    def log(self, /, **metrics: float) -> None:
+        """Say how good the model is at the current step: ``session.log(val_loss=0.31)``.
+
+        The numbers go to the tiers with the checkpoint of this step. With a tier that has ``keep_best=``, the step is
+        committed, as ``flush`` does, and its checkpoint is sent. Without tiers nothing happens. Numbers that are not
+        finite are left out. In ``paused()`` the step is not committed here, but at its boundary.
+        """
+        self._check_usable()
+        for name, value in metrics.items():
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"log({name}={value!r}): a metric is a number. Pass float(...) of it.")
+        tiers = self._steps.commits.participants.tiers
+        if tiers is None:
+            return
+        step = self.step
+        if tiers.keeps_best and not self._steps.commits.paused:
+            self.flush()
+        is_committed = self._pipeline.committed == step
+        tiers.log(step, metrics, self._pipeline.pool.writer if is_committed else None)
+
+    @_exclusive
     def pin(self) -> Pin:
         """Commit the current step, as ``flush`` does, and hold its checkpoint in the pool until the pin is released.
 
@@ -276,10 +301,13 @@ class Session:
                     if done:
                         self._steps.commits.commit_done()
                     problem = self._steps.watch.problem()
+                if self._steps.commits.participants.tiers is not None:
+                    self._steps.commits.participants.tiers.finish()
         finally:
             self._release()
         self._steps.commits.raise_failure()
         self._steps.commits.raise_keep_failure()
+        self._steps.commits.raise_tier_failure()
         self._traces.close()
         if problem is not None:
             raise NothingSavedError(problem)

@@ -258,6 +258,7 @@ class Steps(StepListener):
             self.commits.raise_failure()
             if not in_backward:
                 self.commits.raise_keep_failure()
+                self.commits.raise_tier_failure()
                 self.partial_update.raise_deferred()
                 self.step_thread = threading.get_ident()
             if bypasses_wrapper:

@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 import random
 import secrets
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightck.errors import TierClaimedError, TierError
-from lightck.pool.format.structures import DamagedError
-from lightck.tiers.decisions import Listing, highest_claim, is_superseded, newest_complete, next_claim
+from lightck.pool.format.structures import NUMBER_MAX, DamagedError
+from lightck.tiers.decisions import Listing, complete, highest_claim, is_superseded, next_claim
 from lightck.tiers.names import Claim, TierCheckpoint, claim_name, parse
 from lightck.tiers.store import Store
 
@@ -44,28 +45,65 @@ class ClaimFile:
         return json.dumps(body, separators=(",", ":")).encode()
 
 
+def release() -> str:
+    """Return the release of lightck. (The root package imports the rooms, and no room imports it.)"""
+    return str(sys.modules[__name__.partition(".")[0]].__version__)
+
+
+class GoesOnFrom(NamedTuple):
+    """The checkpoint from which a training goes on."""
+
+    step: int
+    claim: Claim | None = None
+    """The newest claim that the training had made by then; None: it had made none, or it is not known."""
+
+
+NEWEST = GoesOnFrom(NUMBER_MAX)
+"""The training goes on from the newest checkpoint in the tier."""
+
+
 def claim_tier(store: Store, run: str, written_by: str) -> Claim:
     """Claim a tier for a run, which goes on from the newest checkpoint in it. Raises ``TierError``, also if the tier
     holds another run."""
+    return claim_tiers([store], run, written_by, NEWEST)
+
+
+def claim_tiers(stores: Sequence[Store], run: str, written_by: str, goes_on_from: GoesOnFrom | None) -> Claim:
+    """Make one claim in several tiers, so that the claims of a run are ordered over all of them. ``goes_on_from``: None
+    for a new run. Raises ``TierError``, also if a tier holds another run."""
     for _ in range(_TRIES):
-        listing = store.listing()
-        path = _path(store, listing, run)
-        claim = next_claim(listing, secrets.token_hex(4))
-        if parse(claim_name(claim)) is None:  # it has too many digits
-            raise TierError(
-                f"The tier {str(store)!r} cannot be claimed again: it holds the claim with the largest number that "
-                "there can be. lightck never counts so far, so another program has made it. Remove that folder."
-            )
-        store.put(claim_name(claim), ClaimFile(written_by, run, path).packed())
-        after = store.listing()
-        if not is_superseded(after, claim):
-            _refuse_run_beside(store, claim, run, after.claims - listing.claims - {claim})
+        listings = [store.listing() for store in stores]
+        for store, listing in zip(stores, listings, strict=True):
+            _refuse_other_run(store, listing, run)
+        claim = _next_claim(stores, listings, goes_on_from)
+        for store, path in zip(stores, _paths(stores, listings, goes_on_from), strict=True):
+            store.put(claim_name(claim), ClaimFile(written_by, run, path).packed())
+        after = [store.listing() for store in stores]
+        if not any(is_superseded(listing, claim) for listing in after):
+            for store, before, now in zip(stores, listings, after, strict=True):
+                _refuse_run_beside(store, claim, run, now.claims - before.claims - {claim})
             return claim
         time.sleep(random.uniform(0, _PAUSE_SECONDS_MAX))
+    names = " and ".join(repr(str(store)) for store in stores)
     raise TierClaimedError(
-        f"The tier {str(store)!r} could not be claimed: in each of {_TRIES} attempts another process claimed it at the "
+        f"The tier {names} could not be claimed: in each of {_TRIES} attempts another process claimed it at the "
         "same time. Let one training write to a tier, and give the others folders of their own."
     )
+
+
+def _next_claim(stores: Sequence[Store], listings: Sequence[Listing], goes_on_from: GoesOnFrom | None) -> Claim:
+    """Return a claim that is higher than all in these tiers, and than the last one of the training."""
+    tag = secrets.token_hex(4)
+    claim = max(next_claim(listing, tag) for listing in listings)
+    if goes_on_from is not None and goes_on_from.claim is not None:
+        claim = max(claim, Claim(goes_on_from.claim.number + 1, tag))
+    if parse(claim_name(claim)) is None:  # it has too many digits
+        names = " and ".join(repr(str(store)) for store in stores)
+        raise TierError(
+            f"The tier {names} cannot be claimed again: it holds the claim with the largest number that "
+            "there can be. lightck never counts so far, so another program has made it. Remove that folder."
+        )
+    return claim
 
 
 def _refuse_run_beside(store: Store, claim: Claim, run: str, others: Iterable[Claim]) -> None:
@@ -92,16 +130,39 @@ def refuse_other_runs(store: Store, listing: Listing) -> None:
         )
 
 
-def _path(store: Store, listing: Listing, run: str) -> tuple[TierCheckpoint, ...]:
+def _paths(
+    stores: Sequence[Store], listings: Sequence[Listing], goes_on_from: GoesOnFrom | None
+) -> list[tuple[TierCheckpoint, ...]]:
+    """Return the path of a new claim for each tier."""
+    if goes_on_from is None:
+        return [() for _ in stores]
+    if goes_on_from.claim is None:
+        return [
+            _path_to_newest(store, listing, goes_on_from.step) for store, listing in zip(stores, listings, strict=True)
+        ]
+    parent = TierCheckpoint(goes_on_from.claim, goes_on_from.step)
+    having = [store for store, listing in zip(stores, listings, strict=True) if parent.claim in listing.claims]
+    return [_path_to(having[0], parent) if having else (parent,)] * len(stores)
+
+
+def _path_to_newest(store: Store, listing: Listing, step_max: int) -> tuple[TierCheckpoint, ...]:
+    """Return the path to the newest complete checkpoint in a tier whose step is at most ``step_max``."""
+    newest = max((each for each in complete(listing) if each.step <= step_max), default=None)
     highest = highest_claim(listing)
-    if highest is None:
-        return ()
-    file = read_claim(store, highest)
-    if file.run != run:
+    if newest is not None and newest.claim in listing.claims:
+        return _path_to(store, newest)
+    return () if highest is None else read_claim(store, highest).path
+
+
+def _path_to(store: Store, parent: TierCheckpoint) -> tuple[TierCheckpoint, ...]:
+    older = (each for each in read_claim(store, parent.claim).path if each.claim != parent.claim)
+    return tuple(sorted({*older, parent}))[-_PATH_MAX:]
+
+
+def _refuse_other_run(store: Store, listing: Listing, run: str) -> None:
+    highest = highest_claim(listing)
+    if highest is not None and read_claim(store, highest).run != run:
         raise _other_run(store)
-    newest = newest_complete(listing)
-    older = (each for each in file.path if newest is None or each.claim != newest.claim)
-    return tuple(sorted({*older, *([newest] if newest else [])}))[-_PATH_MAX:]
 
 
 def read_claim(store: Store, claim: Claim) -> ClaimFile:

@@ -25,7 +25,7 @@ from lightck.pool.format.structures import (
     layout_hash,
 )
 from lightck.pool.reader import PoolReader
-from lightck.pool.storage.failures import as_io_error
+from lightck.pool.storage.failures import as_io_error, undo_on_error
 from lightck.pool.storage.file import FileBackend, FileContainer
 from lightck.pool.storage.lock import PoolLock
 from lightck.restore.contents import unpack_dict
@@ -59,40 +59,70 @@ def stale_after(store: Store, manifest: TierManifest) -> int | None:
     raise DamagedError("it does not hold the manifest of its pool")
 
 
-def fetch(store: Store, manifest: TierManifest, path: str, advance: Callable[[int], None] = lambda _: None) -> None:
-    """Make the pool ``path`` from a checkpoint. Nothing lies at ``path``. ``advance`` is called with the number of
+def fetch(
+    store: Store,
+    manifest: TierManifest,
+    path: str,
+    advance: Callable[[int], None] = lambda _: None,
+    *,
+    is_locked: bool = False,
+) -> None:
+    """Make the pool ``path`` from a checkpoint. Nothing lies at ``path``, unless the caller holds the lock of that pool
+    (``is_locked``): then the new pool replaces the old one when it is whole. ``advance`` is called with the number of
     bytes of each object. Raises ``DamagedError`` if the checkpoint is not whole, ``PoolError`` if the pool cannot be
     made there, and ``TierError``."""
+    superblock, table = _frame(store, manifest)
+    with ExitStack() as stack:
+        if not is_locked:
+            stack.callback(PoolLock(path).release)
+        container = FileBackend().create_file(path, superblock.nbytes)
+        stack.callback(container.close)
+        _fill_pool(store, manifest, superblock, table, container, advance)
+        if not is_locked:
+            refuse_existing_pool(path)
+        container.publish()
+
+
+def fetched_to_memory(store: Store, manifest: TierManifest) -> PoolReader:
+    """Make a pool from a checkpoint in anonymous memory, and return its reader. It takes the memory of the checkpoint.
+    Raises as ``fetch`` does."""
+    superblock, table = _frame(store, manifest)
+    name = str(store)
+    with as_io_error(f"A checkpoint of the tier {name!r} cannot be fetched to memory"):
+        fd = os.memfd_create("lightck-tier", os.MFD_CLOEXEC)
+        container = FileContainer(name, fd, superblock.nbytes)
+        with undo_on_error(container.close):
+            os.ftruncate(fd, superblock.nbytes)
+            _fill_pool(store, manifest, superblock, table, container, lambda _: None)
+            return PoolReader(container, name)
+
+
+def _frame(store: Store, manifest: TierManifest) -> tuple[Superblock, bytes]:
+    """Return the superblock and the layout table of the pool. Raises ``DamagedError`` and ``TierError``."""
     superblock = Superblock.unpack(manifest.superblock)
     table = _get(store, manifest, manifest.table)
     if layout_hash(table) != superblock.table_hash:
         raise DamagedError("its layout table does not match its superblock")
-    with ExitStack() as stack:
-        stack.callback(PoolLock(path).release)
-        _fill_new(store, manifest, superblock, table, path, advance)
+    return superblock, table
 
 
-def _fill_new(
+def _fill_pool(
     store: Store,
     manifest: TierManifest,
     superblock: Superblock,
     table: bytes,
-    path: str,
+    container: FileContainer,
     advance: Callable[[int], None],
 ) -> None:
-    container = FileBackend().create_file(path, superblock.nbytes)
-    try:
-        with as_io_error(f"The pool {path!r} cannot be written"):
-            for offset in SUPERBLOCK_OFFSETS:
-                _write(container.fd, manifest.superblock, offset)
-            for offset in superblock.table_offsets:
-                _write(container.fd, table, offset)
-        _fill(store, manifest, container, advance)
-        _commit(manifest, superblock, container, path)
-        refuse_existing_pool(path)
-        container.publish()
-    finally:
-        container.close()
+    """Write everything that a pool needs into a new container, and verify it."""
+    path = container.path
+    with as_io_error(f"The pool {path!r} cannot be written"):
+        for offset in SUPERBLOCK_OFFSETS:
+            _write(container.fd, manifest.superblock, offset)
+        for offset in superblock.table_offsets:
+            _write(container.fd, table, offset)
+    _fill(store, manifest, container, advance)
+    _commit(manifest, superblock, container, path)
 
 
 def _fill(store: Store, manifest: TierManifest, container: FileContainer, advance: Callable[[int], None]) -> None:

@@ -43,10 +43,30 @@ class FolderStore:
     def exists(self) -> bool:
         return os.path.isdir(self.root)
 
+    def has_claim(self) -> bool:
+        """Whether the file of a claim lies in the folder. Raises ``TierError``."""
+        with self._errors("cannot be listed"), os.scandir(self.root) as found:
+            folders = [each.path for each in found if each.is_dir(follow_symlinks=False) and _is_own(each.name)]
+            return any(os.path.isfile(os.path.join(folder, "claim.json")) for folder in folders)
+
     def foreign(self) -> str | None:
         """Return the name of something directly in the folder that lightck did not write; None if there is nothing."""
         names = os.listdir(self.root) if self.exists() else []
         return next((name for name in sorted(names) if not _is_own(name)), None)
+
+    def refuse_other_folder(self) -> None:
+        """Raise ``TierError`` for a folder that is no tier, and in which something lies."""
+        if os.path.lexists(self.root) and not self.exists():
+            raise TierError(
+                f"{self.root!r} is no folder, and a tier is one. Nothing was written. Name a folder, or a name in an "
+                "existing folder."
+            )
+        foreign = None if self.listing().claims else self.foreign()
+        if foreign is not None:
+            raise TierError(
+                f"The folder {self.root!r} is not empty, and is no tier: {foreign!r} lies in it. Nothing was written. "
+                "Name an empty folder, or one that does not exist yet."
+            )
 
     def listing(self) -> Listing:
         """List the tier. A folder that does not exist is a tier in which nothing lies. Raises ``TierError``."""

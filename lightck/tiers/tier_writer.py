@@ -64,15 +64,15 @@ class TierWriter:
             if manifest.writer == self.writer:
                 self._use(manifest)
 
-    def use_parent(self, parent: ManifestName, generation: int, incarnation: int) -> None:
+    def use_parent(self, parent: ManifestName, generation: int) -> None:
         """Read the manifest of the checkpoint from which the training went on, so that its objects are copied inside
-        the store. ``generation``, ``incarnation``: of that checkpoint in the pool; a manifest of another one is not
-        used, because another training may have made it. Raises ``TierError``."""
+        the store. ``generation``: of that checkpoint in the pool; a manifest of another one is not used. Raises
+        ``TierError``."""
         try:
             manifest = read_manifest(self._store, parent)
         except DamagedError:
             return
-        if (manifest.record.payload_generation, manifest.incarnation) == (generation, incarnation):
+        if manifest.record.payload_generation == generation:
             self._earlier.add(manifest)
 
     def _use(self, name: ManifestName) -> None:

@@ -1,0 +1,113 @@
+"""At attach: go on from the newest checkpoint of the pool and its tiers.
+
+    compare    the pool's newest checkpoint, and those of the tiers, by (claim, incarnation, step)
+    fetch      if one of a tier is newer: make the pool anew from it. The old file stays until the new one is whole
+    go on      as from any pool
+
+Failure cases: a checkpoint of a tier is damaged (the next one counts); the pool is damaged (its own error is raised,
+and nothing is fetched over it); the tiers hold another run (``TierClaimedError``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+from lightck.errors import PoolError, TierClaimedError, UnsupportedError
+from lightck.pool.format.saved_by import saved_by
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.reader import PoolReader, RejectedCheckpoint, open_pool
+from lightck.pool.storage.backend import Backend
+from lightck.restore.recover import erased_log_error
+from lightck.restore.usable import checkpoints_of
+from lightck.tiers.candidates import Candidate, Order, newest_of_all, none_whole_error, run_of
+from lightck.tiers.fetching import fetch
+from lightck.tiers.store import Store
+
+log = logging.getLogger("lightck")
+
+
+class _InPool(NamedTuple):
+    """The newest checkpoint of a pool that can be read."""
+
+    order: Order
+    run_id: str
+
+
+def bring_newest(path: str, backend: Backend, stores: Sequence[Store]) -> None:
+    """If a tier holds a newer checkpoint than the pool at ``path``, make the pool anew from it. The caller holds the
+    lock of the pool. Raises ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is no plain file."""
+    try:
+        in_pool = _newest_in_pool(path, backend)
+    except PoolError:
+        return  # attach says what is wrong with the pool
+    rejected: list[str] = []
+    for store in stores:
+        _refuse_other_run(store, in_pool, path)
+    for found in newest_of_all(stores, rejected):
+        if in_pool is not None and found.order <= in_pool.order:
+            break
+        if backend.name != "file":
+            raise UnsupportedError(
+                f"The pool {path!r} is not a plain file, and {found} is newer than what it holds. lightck makes plain "
+                f'files from a tier. Pass backend="file"; or fetch it: lightck copy {found.store} NEW.pool.'
+            )
+        try:
+            found.refuse_stale()
+            fetch(found.store, found.manifest, path, is_locked=True)
+        except DamagedError as err:
+            rejected.append(f"{found}: {err}")
+            continue
+        _tell(path, in_pool, found, rejected)
+        return
+    if rejected and in_pool is None:
+        raise none_whole_error(stores[0], rejected)
+
+
+def _newest_in_pool(path: str, backend: Backend) -> _InPool | None:
+    """Return the newest checkpoint of the pool at this path; None if there is no pool, or if it never held one. Raises
+    ``PoolError``."""
+    try:
+        reader = open_pool(path, backend.name, gradients=True)
+    except FileNotFoundError:
+        return None
+    with closing(reader):
+        if reader.commit_log().is_empty:
+            lost = erased_log_error(reader)
+            if lost is not None:
+                raise lost
+            return None
+        return _newest_of(reader)
+
+
+def _newest_of(reader: PoolReader) -> _InPool:
+    for stored in checkpoints_of(reader):
+        if not isinstance(stored, RejectedCheckpoint):
+            by = saved_by(stored.state)
+            order = Order.of(by.claim, stored.header.incarnation, stored.step)
+            return _InPool(order, by.run_id or reader.superblock.uuid.hex())
+    raise PoolError("no checkpoint of the pool can be read")
+
+
+def _refuse_other_run(store: Store, in_pool: _InPool | None, path: str) -> None:
+    run = run_of(store, store.listing())
+    if in_pool is not None and run is not None and run != in_pool.run_id:
+        raise TierClaimedError(
+            f"The tier {str(store)!r} holds another run than the pool {path!r}. Nothing was changed. To go on with "
+            "the run of the pool, give it another folder; to go on with that of the tier, name a pool that does not "
+            "exist yet."
+        )
+
+
+def _tell(path: str, in_pool: _InPool | None, found: Candidate, rejected: Sequence[str]) -> None:
+    for reason in rejected:
+        log.warning("lightck: a newer checkpoint of a tier cannot be used, and an older one is fetched: %s", reason)
+    had = "was not there" if in_pool is None else f"held step {in_pool.order.step} of an older claim or incarnation"
+    log.warning(
+        "lightck: the pool %r %s, and was made anew from %s. Updates after that step are lost",
+        path,
+        had,
+        found,
+    )

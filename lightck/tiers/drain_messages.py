@@ -1,0 +1,146 @@
+"""What a training and its drain say to each other, over a pair of connected sockets. Each message is one JSON text.
+
+training -> drain    once a ``DrainSettings``; then
+                     ``{"offer": generation, "tiers": [...]}``: this checkpoint is held for the drain, and is due
+                     for the tiers with these numbers
+                     ``{"metrics": {...}, "step": n}``: what the user logged
+                     ``{"close": true}``: the training ends
+drain -> training    a ``DrainState``. It holds everything that the training must know, so that a message may be
+                     left out if a later one follows
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lightck.tiers.decisions import KeepBest, Retention
+
+MESSAGE_NBYTES_MAX = 1 << 17
+"""Smaller than what a socket takes in one piece by default."""
+
+
+@dataclass(frozen=True)
+class TierSettings:
+    """What a drain must know of one tier."""
+
+    root: str
+    every_seconds: float | None
+    """None: the training offers checkpoints when they are due."""
+    keep_last: int | None
+    keep_every: int | None
+    keep_best: tuple[str, int, str] | None
+    has_parent: bool
+    """Whether the tier holds the checkpoint from which the training went on."""
+
+    @property
+    def retention(self) -> Retention:
+        best = None if self.keep_best is None else KeepBest(*self.keep_best)
+        return Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=best)
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The checkpoint from which the training went on."""
+
+    claim: str
+    """Empty: it names none."""
+    step: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class DrainSettings:
+    """What a drain must know before it begins."""
+
+    pool: str
+    claim: str
+    written_by: str
+    """This release of lightck."""
+    parent: Parent | None
+    tiers: tuple[TierSettings, ...]
+    grace: float
+
+    def packed(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def unpacked(cls, message: dict[str, Any]) -> DrainSettings:
+        parent = None if message["parent"] is None else Parent(**message["parent"])
+        tiers = tuple(
+            TierSettings(**{**each, "keep_best": each["keep_best"] and tuple(each["keep_best"])})
+            for each in message["tiers"]
+        )
+        return cls(**{**message, "parent": parent, "tiers": tiers})
+
+
+@dataclass
+class TierState:
+    """What a drain has done for one tier."""
+
+    step: int | None = None
+    """Of the newest checkpoint that it has sent."""
+    checkpoints: int = 0
+    sent_nbytes: int = 0
+    seconds: float = 0.0
+    """How long the last checkpoint took."""
+    sent_at: float | None = None
+    """When the last one was sent: seconds of ``time.time``."""
+    error: str | None = None
+    """Why the last attempt failed; None after a success."""
+    failing_since: float | None = None
+    is_superseded: bool = False
+
+
+@dataclass
+class DrainState:
+    """The state of a drain."""
+
+    is_busy: bool = True
+    """Whether it holds, or is about to hold, a checkpoint."""
+    answered: int = 0
+    """The generation of the last offer that it holds now, or cannot take: the training need not hold it any more."""
+    n_missed: int = 0
+    """Offers that it could not take."""
+    n_overtaken: int = 0
+    """How often a checkpoint was overwritten while it was sent."""
+    cpu_seconds: float = 0.0
+    is_done: bool = False
+    """Whether it has done everything after ``close``."""
+    fatal: str | None = None
+    """Why the process ends although the training goes on."""
+    tiers: list[TierState] = field(default_factory=list)
+
+    def packed(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def unpacked(cls, message: dict[str, Any]) -> DrainState:
+        return cls(**{**message, "tiers": [TierState(**each) for each in message["tiers"]]})
+
+
+def send_message(connection: socket.socket, message: dict[str, Any], *, wait: bool = False) -> bool:
+    """Send a message. Returns False if it cannot be sent now (and ``wait`` is False), or if nobody is there."""
+    flags = 0 if wait else socket.MSG_DONTWAIT
+    try:
+        connection.send(json.dumps(message, separators=(",", ":")).encode(), flags | socket.MSG_NOSIGNAL)
+    except OSError:
+        return False
+    return True
+
+
+def receive_message(connection: socket.socket) -> dict[str, Any] | None:
+    """Return a message that has arrived; an empty one if there is none yet; None if the other side has ended."""
+    try:
+        data = connection.recv(MESSAGE_NBYTES_MAX, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return {}
+    except OSError:
+        return None
+    if not data:
+        return None
+    found = json.loads(data)
+    assert isinstance(found, dict), "the other side is lightck"
+    return found

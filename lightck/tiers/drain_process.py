@@ -1,0 +1,360 @@
+"""The drain: a process that sends checkpoints of a running training to its tiers. It runs without torch.
+
+    settings     come over the socket, never by the command line, which others can read
+    lock         POOL.drain: one drain per pool. That of a training that was killed finishes first
+    wait         for an offer, for the time of a tier, or for the end of the training
+    hold, send   the checkpoint to each tier for which it is due, one after the other (``sending.py``)
+    retain       remove from the tier what need not stay (``decisions.py``)
+    end          the training is closed, or is gone: send the newest checkpoint to each tier that lacks it, and end
+
+Invariants: only checkpoints are sent whose small state names the claim that this drain serves, or the one from which
+the training went on. The training waits for nothing here but at its close.
+
+Failure cases: a checkpoint is overwritten while it is sent (a newer one is sent); a tier takes nothing (again after a
+pause, which grows; the training is told); another process claims a tier (nothing more is written there); the training
+is killed (the newest checkpoint is sent first, for ten minutes at most); this process is killed (whole objects are
+found by their names, and what is not named is removed later).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from lightck.errors import LightckError, PoolError, TierClaimedError, TierError
+from lightck.pool.commit_log import candidates
+from lightck.pool.format.saved_by import saved_by
+from lightck.pool.format.structures import CommitRecord, DamagedError
+from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.tiers.decisions import manifests_of
+from lightck.tiers.drain_messages import (
+    DrainSettings,
+    DrainState,
+    TierSettings,
+    TierState,
+    receive_message,
+    send_message,
+)
+from lightck.tiers.folder import FolderStore
+from lightck.tiers.names import TierCheckpoint, Writer, claim_of
+from lightck.tiers.tier_writer import TierWriter
+
+NICENESS = 10
+_POLL_SECONDS = 1.0
+"""How often the process looks whether the training still lives, if the socket does not say so."""
+_PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 1.0, 60.0
+"""The pause after a failed attempt doubles from one to the other."""
+_ORPHAN_SECONDS_MAX = 600.0
+"""How long the process outlives its training."""
+_N_ATTEMPTS_AT_END, _N_OVERTAKEN_MAX = 3, 20
+_N_METRICS_MAX = 1000
+"""Of how many steps the metrics are remembered."""
+
+
+@dataclass
+class _Outlet:
+    """One tier."""
+
+    settings: TierSettings
+    writer: TierWriter | None = None
+    """None: nothing was written yet."""
+    state: TierState = field(default_factory=TierState)
+    next_at: float = 0.0
+    """When a checkpoint is due by time, or the next attempt may be made: seconds of ``time.monotonic``."""
+    n_failures: int = 0
+    """How many attempts have failed since the last success. Then the next one sends the newest checkpoint."""
+    sent: int | None = None
+    """Generation of the newest checkpoint that was sent."""
+
+    def is_due(self, now: float) -> bool:
+        is_timed = self.settings.every_seconds is not None or self.n_failures > 0
+        return is_timed and now >= self.next_at and not self.state.is_superseded
+
+
+class DrainProcess:
+    """The work of the process."""
+
+    def __init__(self, connection: socket.socket, settings: DrainSettings, parent_pid: int) -> None:
+        self._connection, self._settings, self._parent_pid = connection, settings, parent_pid
+        claim = claim_of(settings.claim)
+        assert claim is not None, "the training has made it"
+        self._claim = claim
+        self._outlets = [_Outlet(each) for each in settings.tiers]
+        self._state = DrainState(tiers=[each.state for each in self._outlets])
+        self._offer: tuple[int, list[int]] | None = None
+        """Generation of a checkpoint that the training holds for this process, and the numbers of the tiers for which
+        it is due."""
+        self._metrics: dict[int, Mapping[str, float]] = {}
+        self._is_closing = self._is_alone = self._is_unreported = False
+        began = time.monotonic()
+        for each in self._outlets:
+            each.next_at = began + (each.settings.every_seconds or 0.0)
+
+    def run(self) -> None:
+        """Serve the training until it ends."""
+        lock = DrainLock(self._settings.pool)
+        try:
+            ended_at: float | None = None
+            while True:
+                if self._is_closing or self._is_alone:
+                    ended_at = ended_at or time.monotonic()
+                is_locked = lock.take()
+                if is_locked and ended_at is not None:
+                    self._finish(ended_at + _ORPHAN_SECONDS_MAX)
+                    return
+                if is_locked:
+                    self._serve()
+                elif ended_at is not None and time.monotonic() - ended_at > _ORPHAN_SECONDS_MAX:
+                    return
+                self._wait()
+        finally:
+            lock.release()
+
+    # -- the training
+
+    def _wait(self) -> None:
+        """Wait until there is something to do, and read what the training says."""
+        now = time.monotonic()
+        timed = [each.next_at for each in self._outlets if each.is_due(float("inf"))]
+        seconds = min(_POLL_SECONDS, max(0.0, min(timed, default=float("inf")) - now))
+        select.select([self._connection], [], [], seconds)
+        while (message := receive_message(self._connection)) != {}:
+            if message is None:
+                self._is_alone = True
+                break
+            if "offer" in message:
+                self._offer = message["offer"], message["tiers"]
+            if "metrics" in message:
+                self._metrics[message["step"]] = message["metrics"]
+                for step in sorted(self._metrics)[:-_N_METRICS_MAX]:
+                    del self._metrics[step]
+            self._is_closing |= "close" in message
+        self._is_alone |= os.getppid() != self._parent_pid
+        if self._is_unreported:
+            self._report()
+
+    def _report(self) -> None:
+        times = os.times()
+        self._state.cpu_seconds = times.user + times.system
+        self._is_unreported = not send_message(self._connection, self._state.packed())
+
+    # -- what is sent
+
+    def _serve(self) -> None:
+        """Send what is due."""
+        now = time.monotonic()
+        offer, self._offer = self._offer, None
+        if offer is not None:
+            generation, numbers = offer
+            self._send([self._outlets[number] for number in numbers], generation)
+        due = [each for each in self._outlets if each.is_due(now)]
+        if due:
+            self._send(due)
+        for each in due:
+            if not each.n_failures:
+                each.next_at = now + (each.settings.every_seconds or 0.0)
+        if self._state.is_busy:
+            self._state.is_busy = False
+            self._report()
+
+    def _finish(self, until: float) -> None:
+        """Send the newest checkpoint to each tier that lacks it. ``until``: when to give up."""
+        left, n_attempts = self._outlets, 0
+        while True:
+            self._send(left, is_last=True)
+            n_attempts += 1
+            left = [each for each in left if each.n_failures and not each.state.is_superseded]
+            is_last = n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone
+            if not left or is_last or time.monotonic() > until:
+                break
+            time.sleep(min(_PAUSE_SECONDS * 2 ** (n_attempts - 1), _PAUSE_SECONDS_MAX))
+        self._state.is_busy, self._state.is_done = False, True
+        self._report()
+
+    def _send(self, outlets: Iterable[_Outlet], generation: int | None = None, *, is_last: bool = False) -> None:
+        """Send one checkpoint to these tiers, and remove what need not stay. ``generation``: of the checkpoint; None:
+        the newest. ``is_last``: the training has ended, so the checkpoint from which it went on counts too."""
+        left = [each for each in outlets if not each.state.is_superseded]
+        self._state.is_busy = True
+        self._report()
+        offered = generation
+        try:
+            for _ in range(_N_OVERTAKEN_MAX):
+                with contextlib.closing(open_pool(self._settings.pool)) as reader:
+                    left = self._send_from(reader, left, generation, is_last=is_last)
+                if not left:
+                    return
+                self._state.n_overtaken += 1
+                generation = None  # it was overwritten: now the newest one
+            raise DamagedError("each checkpoint was overwritten while it was sent")
+        except (PoolError, DamagedError) as err:
+            for each in left:
+                self._failed(each, f"The checkpoint cannot be read: {err}")
+        finally:
+            if offered is not None and self._state.answered != offered:
+                self._state.n_missed += 1
+                self._answer(offered)
+
+    def _answer(self, generation: int) -> None:
+        """Tell the training that it need not hold an offered checkpoint any more."""
+        self._state.answered = generation
+        self._report()
+
+    def _send_from(
+        self, reader: PoolReader, outlets: list[_Outlet], generation: int | None, *, is_last: bool
+    ) -> list[_Outlet]:
+        """Send one checkpoint of an open pool. Returns the tiers that lack it because it was overwritten meanwhile.
+        Raises ``DamagedError`` and ``PoolError``."""
+        record = _record(reader, generation)
+        if record is None:
+            return []
+        try:
+            stored = reader.checkpoint(record)
+        except DamagedError:
+            if reader.has_lost_slot(record):
+                return outlets
+            raise
+        with stored.hold():
+            if not stored.owns_slot():
+                return outlets
+            if generation is not None:
+                self._answer(generation)
+            for number, each in enumerate(outlets):
+                if self._belongs(stored, each, is_last=is_last) and not self._send_to(each, stored):
+                    return outlets[number:]
+        return []
+
+    def _belongs(self, stored: StoredCheckpoint, outlet: _Outlet, *, is_last: bool) -> bool:
+        """Whether a checkpoint is of this training, and is not in the tier yet. Raises ``DamagedError``."""
+        generation, parent = stored.record.payload_generation, self._settings.parent
+        if outlet.sent == generation:
+            return False
+        if saved_by(stored.state).claim == self._settings.claim:
+            return True
+        return is_last and parent is not None and not outlet.settings.has_parent and parent.generation == generation
+
+    def _send_to(self, outlet: _Outlet, stored: StoredCheckpoint) -> bool:
+        """Send a held checkpoint to a tier. Returns False if it was overwritten meanwhile."""
+        began = time.monotonic()
+        try:
+            writer = self._writer_of(outlet)
+            sent = writer.send(stored, self._metrics.get(stored.step))
+        except TierClaimedError as err:
+            outlet.state.is_superseded, outlet.state.error = True, str(err)
+            self._report()
+            return True
+        except (DamagedError, PoolError, TierError) as err:
+            if not stored.owns_slot():
+                return False
+            is_damage = isinstance(err, DamagedError)
+            self._failed(outlet, f"The checkpoint of step {stored.step} is damaged: {err}" if is_damage else str(err))
+            return True
+        outlet.sent, outlet.n_failures = stored.record.payload_generation, 0
+        state = outlet.state
+        state.step, state.sent_at, state.seconds = stored.step, time.time(), time.monotonic() - began
+        state.checkpoints += 1
+        state.sent_nbytes += sent.nbytes
+        state.error = state.failing_since = None
+        self._report()
+        self._retain(outlet, writer)
+        return True
+
+    def _writer_of(self, outlet: _Outlet) -> TierWriter:
+        """Return what writes to a tier; at its first use, read what lies in the tier already."""
+        if outlet.writer is None:
+            store = FolderStore(outlet.settings.root)
+            retention, grace = outlet.settings.retention, self._settings.grace
+            writer = TierWriter(store, Writer(self._claim, 0, 1), self._settings.written_by, retention, grace)
+            writer.use_own()
+            parent = self._settings.parent
+            parent_claim = None if parent is None else claim_of(parent.claim)
+            if parent is not None and parent_claim is not None and outlet.settings.has_parent:
+                for name in manifests_of(store.listing(), TierCheckpoint(parent_claim, parent.step)):
+                    writer.use_parent(name, parent.generation)
+            outlet.writer = writer
+        return outlet.writer
+
+    def _retain(self, outlet: _Outlet, writer: TierWriter) -> None:
+        """Remove what need not stay. What could not be removed is removed after the next checkpoint."""
+        try:
+            writer.retain()
+        except TierError as err:
+            outlet.state.error = str(err)
+            self._report()
+
+    def _failed(self, outlet: _Outlet, reason: str) -> None:
+        """Plan the next attempt."""
+        pause = min(_PAUSE_SECONDS * 2**outlet.n_failures, _PAUSE_SECONDS_MAX)
+        outlet.n_failures += 1
+        outlet.next_at = time.monotonic() + pause * random.uniform(0.5, 1.0)
+        outlet.state.error = reason
+        outlet.state.failing_since = outlet.state.failing_since or time.time()
+        self._report()
+
+
+def _record(reader: PoolReader, generation: int | None) -> CommitRecord | None:
+    """Return the commit record of the newest checkpoint, or of that with this generation; None if there is none."""
+    for record in candidates(reader.commit_log()):
+        if generation is None or record.payload_generation == generation:
+            return record
+    return None
+
+
+class DrainLock:
+    """The file ``POOL.drain``, which a drain locks while it works."""
+
+    def __init__(self, pool: str) -> None:
+        self._path, self._fd = f"{pool}.drain", -1
+
+    def take(self) -> bool:
+        """Lock the file. Returns False if another drain holds it. Where no file can be made, nothing is locked."""
+        if self._fd >= 0:
+            return True
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(self._path, follow_symlinks=False)):
+                self._fd = fd
+                return True
+        except OSError:
+            pass
+        os.close(fd)
+        return False
+
+    def release(self) -> None:
+        """Remove the file, and unlock it."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def main(fd: int) -> None:
+    """Run a drain. ``fd``: its end of the connection to the training."""
+    parent_pid = os.getppid()
+    connection = socket.socket(fileno=fd)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    try:
+        select.select([connection], [], [])
+        settings = receive_message(connection)
+        if settings:
+            DrainProcess(connection, DrainSettings.unpacked(settings), parent_pid).run()
+    except Exception as err:
+        kind = "" if isinstance(err, LightckError) else f"{type(err).__name__}: "
+        send_message(connection, DrainState(fatal=f"{kind}{err}").packed())
+        raise

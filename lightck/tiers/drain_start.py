@@ -1,0 +1,127 @@
+"""Start a drain, and talk to it.
+
+The process shares little with the training: no descriptor of the training but one end of a connection, no
+terminal, and a session of its own. So it does not end with Ctrl-C, and does not keep a pipe of the training open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+import weakref
+
+from lightck.errors import TierError
+from lightck.tiers.drain_messages import (
+    MESSAGE_NBYTES_MAX,
+    DrainSettings,
+    DrainState,
+    receive_message,
+    send_message,
+)
+
+_PROGRAM = "from lightck.tiers.drain_process import main; main(0)"
+_connections: weakref.WeakSet[DrainHandle] = weakref.WeakSet()
+
+
+class DrainHandle:
+    """A running drain, as the training sees it."""
+
+    def __init__(self, settings: DrainSettings) -> None:
+        """Start the process. Raises ``TierError`` if that is impossible."""
+        self.state = DrainState(tiers=[])
+        """The newest state that has arrived."""
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as err:
+            raise _cannot_start(err) from err
+        try:
+            for each in (self._connection, other):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_NBYTES_MAX)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM],
+                stdin=other.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env={**os.environ, "PYTHONPATH": _import_path()},
+                start_new_session=True,
+            )
+        except OSError as err:
+            self._connection.close()
+            raise _cannot_start(err) from err
+        finally:
+            other.close()
+        _connections.add(self)
+        send_message(self._connection, settings.packed(), wait=True)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "started"
+        return self._process.pid
+
+    def send(self, message: dict[str, object]) -> bool:
+        """Send a message, unless the process does not read."""
+        return send_message(self._connection, message)
+
+    def receive(self) -> bool:
+        """Read the messages that have arrived. Returns False if the process has ended."""
+        while (message := receive_message(self._connection)) != {}:
+            if message is None:
+                return False
+            self.state = DrainState.unpacked(message)
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a message, at most so long."""
+        with contextlib.suppress(OSError, ValueError):
+            select.select([self._connection], [], [], seconds)
+
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        """Whether the process has ended, after at most so many seconds."""
+        assert self._process is not None, "started"
+        until = time.monotonic() + seconds
+        while self._process.poll() is None:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def let_go(self) -> None:
+        """End the connection. The process sends the newest checkpoint, and ends by itself."""
+        _connections.discard(self)
+        self._connection.close()
+        if self._process is not None and self._process.poll() is None:
+            self._process.returncode = 0  # nobody waits for it any more: else Python warns of a process that runs on
+
+    def close_in_child(self) -> None:
+        """Close the connection in a forked child, so that the drain sees when the training ends."""
+        self._connection.close()
+
+
+def _import_path() -> str:
+    """Return where the training imports from, for a process that begins in another folder."""
+    return os.pathsep.join(os.path.abspath(each) for each in sys.path if each is not None)
+
+
+def _cannot_start(err: OSError) -> TierError:
+    return TierError(
+        f"The process that sends checkpoints to the tiers cannot be started: {err.strerror or err}. Nothing was "
+        "changed. Check the limits of this user (processes, open files, memory); or leave tiers= out, and run "
+        "`lightck copy POOL TIER --every 5min` beside the training.",
+        err.errno,
+    )
+
+
+def _close_in_child() -> None:
+    for each in list(_connections):
+        each.close_in_child()
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

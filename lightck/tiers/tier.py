@@ -1,0 +1,156 @@
+"""``lightck.Tier``: to which folder, how often, and what stays there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+from lightck.tiers.decisions import KeepBest, Retention
+from lightck.tiers.durations import seconds_of
+from lightck.tiers.keep import Keep
+
+_SAFETENSORS = "safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A folder on other storage to which ``attach(..., tiers=[...])`` sends whole checkpoints, in a process of its own.
+
+    ``recover(root)`` reads them, and ``attach(..., resume=True, tiers=[...])`` goes on from the newest one if the pool
+    is lost.
+    """
+
+    root: str | os.PathLike[str]
+    """The folder. It is made if the folder above it exists. It holds the checkpoints of one run only."""
+    _: KW_ONLY
+    every: int | str
+    """How often a checkpoint is sent: a time (``"30s"``, ``"5min"``, ``"1h"``: the newest checkpoint then), or a number
+    of updates (``every=1000``: the first checkpoint that is committed at step 1000 or later, and so on). In any case
+    the newest checkpoint is sent when the session is closed, and when the training was killed."""
+    keep_last: int | None = None
+    """How many of the newest checkpoints stay, 2 or more; None: all. The others are removed, each an hour after a newer
+    one has replaced it, so that whoever reads it has time."""
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of this number are sent, and stay too."""
+    keep_best: tuple[str, int, str] | None = None
+    """``("val_loss", 3, "min")``: the three checkpoints with the smallest ``session.log(val_loss=...)`` are sent, and
+    stay too; with ``"max"`` those with the largest."""
+    spare_slot: bool = True
+    """Whether the pool gets a slot more (one state of memory), so that the training never waits, and never overwrites
+    a checkpoint, while one is sent. All tiers share it."""
+    format: str | None = None
+    """None: whole checkpoints, from which a training goes on exactly. ``"safetensors"``: files for other programs, as
+    ``lightck.Keep`` writes them; ``every`` is then a number of updates, and only ``keep_last`` and ``what`` count."""
+    what: str = "model"
+    """With ``format="safetensors"``: ``"model"``, or ``"all"`` (model, optimizer, state and random states)."""
+
+    def __post_init__(self) -> None:
+        root = os.fspath(self.root)
+        if not isinstance(root, str) or not root or "\0" in root:
+            raise ValueError(f"Tier({self.root!r}): the first argument is the path of a folder.")
+        if "://" in root:
+            raise ValueError(
+                f"Tier({self.root!r}): a tier is a folder; object stores are not supported yet. Pass the path of a "
+                "folder, for instance one on a network file system."
+            )
+        if type(self.every) is int:
+            is_valid = self.every >= 1
+        else:
+            is_valid = isinstance(self.every, str) and seconds_of(self.every) is not None
+        if not is_valid:
+            raise ValueError(
+                f'Tier(every={self.every!r}): `every` is a time ("30s", "5min", "1h"), or a number of updates, an int '
+                "of at least 1."
+            )
+        if type(self.spare_slot) is not bool:
+            raise TypeError(f"Tier(spare_slot={self.spare_slot!r}): pass True or False.")
+        if self.format is None:
+            self._check_retention()
+        elif self.format == _SAFETENSORS:
+            self._check_safetensors()
+        else:
+            raise ValueError(f'Tier(format={self.format!r}): `format` is None or "safetensors".')
+
+    def _check_retention(self) -> None:
+        if self.what != "model":
+            raise ValueError('Tier(what=...) goes with format="safetensors". A tier holds whole checkpoints.')
+        for name, value, least in (("keep_last", self.keep_last, 2), ("keep_every", self.keep_every, 1)):
+            if value is not None and (type(value) is not int or value < least):
+                raise ValueError(f"Tier({name}={value!r}): `{name}` is an int of at least {least}, or None.")
+        if (self.keep_every is not None or self.keep_best is not None) and self.keep_last is None:
+            raise ValueError(
+                "Tier(keep_every=..., keep_best=...) say what stays besides the newest checkpoints, and without "
+                "keep_last= all checkpoints stay. Pass keep_last=2 too."
+            )
+        if self.keep_best is not None:
+            _check_best(self.keep_best)
+
+    def _check_safetensors(self) -> None:
+        if self.keep_every is not None or self.keep_best is not None or type(self.every) is not int:
+            raise ValueError(
+                'Tier(format="safetensors") takes every= as a number of updates, keep_last= and what=, and no other '
+                "option."
+            )
+        self.as_keep()
+
+    @property
+    def is_export(self) -> bool:
+        """Whether files for other programs are written, and no whole checkpoints."""
+        return self.format is not None
+
+    def as_keep(self) -> Keep:
+        """Return the same as a ``Keep``."""
+        assert isinstance(self.every, int), "checked"
+        return Keep(every=self.every, to=self.root, last=self.keep_last, what=self.what)
+
+    @property
+    def path(self) -> str:
+        """The absolute path of the folder."""
+        return os.path.abspath(os.fspath(self.root))
+
+    @property
+    def every_seconds(self) -> float | None:
+        """The time between two checkpoints; None if ``every`` is a number of updates."""
+        return seconds_of(self.every) if isinstance(self.every, str) else None
+
+    @property
+    def every_steps(self) -> int | None:
+        """The number of updates between two checkpoints; None if ``every`` is a time."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def retention(self) -> Retention:
+        best = None if self.keep_best is None else KeepBest(*self.keep_best)
+        return Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=best)
+
+    @property
+    def needs_certain_steps(self) -> bool:
+        """Whether certain checkpoints must be sent, and not only any one when it is due."""
+        return self.keep_every is not None or self.keep_best is not None
+
+
+def _check_best(best: object) -> None:
+    if isinstance(best, tuple) and len(best) == 3:
+        metric, n, mode = best
+        if isinstance(metric, str) and metric and type(n) is int and n >= 1 and mode in ("min", "max"):
+            return
+    raise ValueError(
+        f'Tier(keep_best={best!r}): `keep_best` is (name of a metric, how many, "min" or "max"), for example '
+        '("val_loss", 3, "min").'
+    )
+
+
+def checked_tiers(tiers: object) -> tuple[Tier, ...]:
+    """Return the ``tiers=`` of ``attach`` as a tuple. Raises ``TypeError`` or ``ValueError``."""
+    if tiers is None:
+        return ()
+    if isinstance(tiers, Tier) or not isinstance(tiers, Sequence) or not all(isinstance(each, Tier) for each in tiers):
+        raise TypeError(f'tiers={tiers!r} is no list of tiers. Pass tiers=[lightck.Tier("/ckpt/run7", every="5min")].')
+    found = tuple(tiers)
+    paths = [os.path.realpath(each.path) for each in found]
+    if len(set(paths)) < len(paths):
+        raise ValueError("Two tiers name the same folder. Give each a folder of its own.")
+    if sum(each.is_export for each in found) > 1:
+        raise ValueError('Only one tier can have format="safetensors".')
+    return found
