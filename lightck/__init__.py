@@ -67,7 +67,7 @@ _MODULES = {
     "attach": "session.attach",
     "export_checkpoint": "export",
     "layerwise": "hooks.layerwise",
-    "recover": "restore.recover",
+    "recover": "session.recover",
 }
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ if TYPE_CHECKING:
     from lightck.pool.storage.durability import Durability
     from lightck.restore.checkpoint import Checkpoint
     from lightck.restore.ranges import StoredPiece
-    from lightck.restore.recover import recover
     from lightck.restore.restore import Drift
     from lightck.session.attach import attach
     from lightck.session.interval import Auto
+    from lightck.session.recover import recover
     from lightck.session.replicas import Replicas
     from lightck.session.session import Session
     from lightck.stats import Stats

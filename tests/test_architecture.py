@@ -185,6 +185,7 @@ def test_public_surface_is_sealed():
         "Session",
         "Stats",
         "StoredPiece",
+        "Tier",
         "TopK",
         "attach",
         "export_checkpoint",

@@ -11,29 +11,25 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from numbers import Integral
+from contextlib import ExitStack, closing, contextmanager
 from typing import TypeVar
 
 import torch
 from torch import nn
 
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError, UnsupportedError
-from lightck.layout import Layout, refuse_other_than_layout
+from lightck.layout import Layout
 from lightck.pool.commit_log import CommitLog
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint, open_pool
-from lightck.pool.storage.backends import readable_path
 from lightck.pool.storage.lock import holder_of
 from lightck.restore import restore as _restore
-from lightck.restore.checkpoint import Checkpoint, as_list, plan_restore, poison, refuse_other_than_mapping
-from lightck.restore.contents import Contents, MemorySource, Saved, in_memory, refuse_unusable_device
-from lightck.restore.directory import recover_directory
+from lightck.restore.checkpoint import Checkpoint, as_list, plan_restore, poison
+from lightck.restore.contents import Contents, MemorySource, Saved, in_memory
 from lightck.restore.logical import LogicalCheckpoint
 from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.restore.ranges import RangeReader, pieces_of_pool
 from lightck.restore.replayed import ReplayedCheckpoint
-from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.restore.usable import STALE_REASON, StaleCheckpoints, checkpoints_of, parse, stored_checkpoint
 
 T = TypeVar("T")
@@ -58,99 +54,48 @@ def collector_paused() -> Iterator[None]:
         gc.enable()
 
 
-@collector_paused()
-@ordinary_tensors()
-def recover(
-    pool_path: str | os.PathLike[str],
-    model: nn.Module | None = None,
-    optimizer: object = None,
-    state: Mapping[str, object] | None = None,
+def recover_pool(
+    path: str,
+    model: nn.Module | None,
+    optimizer: object,
+    state: Mapping[str, object] | None,
+    step: int | None,
+    device: torch.device | str,
     *,
-    step: int | None = None,
-    device: torch.device | str = "cpu",
-    strict: bool = True,
-    lazy: bool = False,
-    layout: Layout | None = None,
+    strict: bool,
+    lazy: bool,
 ) -> Checkpoint:
-    """Load or restore the newest checkpoint of a pool that verifies.
-
-    Args:
-        pool_path: the pool, or the directory of a group of ranks; it may be in use (it is only read). From a directory,
-            the parts of all are put together; random states, loader positions and objects are those of rank 0.
-        model: restore into this module in place; without ``model`` the checkpoint is loaded into new tensors.
-        optimizer: an optimizer, or a list of them, restored by parameter name.
-        state: name -> object with ``load_state_dict``, restored from what was saved under the same name.
-        step: recover this step instead of the newest.
-        device: device of the new tensors; ignored if ``model`` is given.
-        strict: if True, raise if checkpoint and model differ; if False, restore the parts that fit, and list in
-            ``.drift`` what does not fit.
-        lazy: read no tensor now, but each tensor, or a part of it, when it is used (``.tensor``, ``.read``). The pools
-            stay open until ``.close()``; the checkpoint is a context manager. Blocks are verified as they are read, so
-            no older checkpoint is taken if one is damaged. Not with ``model`` or ``device``.
-        layout: with a directory: which parts of tensors ``model`` holds, if they are no DTensors.
-
-    Raises:
-        PoolError: there is no pool, or it cannot be read (see :mod:`lightck.errors`).
-        NoCheckpointError: the pool holds no checkpoint yet, or no checkpoint of ``step``.
-        CorruptPoolError: checkpoints exist and none of them verifies.
-        DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``. If one of the latter two rejected
-            or ignored its saved state, the model's parameters are NaN, and the message says so; else nothing changed.
-        SessionError: the model's session is open.
-        UnsupportedError: this is the pool of one rank (pass the directory). LayoutError: ``layout`` does not fit.
-        RankError: the directory lacks the pool of a rank, or holds pools of several trainings.
-        TypeError, ValueError: an invalid argument, or a ``device`` that this machine or torch does not support.
-    """
-    _check_arguments(model, optimizer, state, step)
-    _check_lazy(lazy, model, device)
-    if model is None:
-        refuse_unusable_device(device)
-    path = readable_path(pool_path)
-    refuse_other_than_layout(layout, is_used=model is not None and os.path.isdir(path))
-    if os.path.isdir(path):
-        return recover_directory(path, model, optimizer, state, step, device, layout, strict=strict, lazy=lazy)
+    """``lightck.recover`` for the pool of a single process. ``path``: an absolute path."""
     if lazy:
-        return _open_lazily(path, step)
-    reader = open_pool(path, gradients=True)
-    try:
-        if model is None:
-            return take_newest(
-                reader, step, lambda stored, contents, rejected: _load(reader, stored, contents, rejected, device)
-            )
-        in_use = holder_of(path) is not None
-        return restore_newest(reader, step, model, optimizer, state, strict=strict, in_use=in_use)
-    finally:
-        reader.close()
+        return recover_lazily(lambda: open_pool(path), step)
+    with closing(open_pool(path, gradients=True)) as reader:
+        in_use = model is not None and holder_of(path) is not None
+        return recover_from(reader, model, optimizer, state, step, device, strict=strict, in_use=in_use)
 
 
-def _check_arguments(model: object, optimizer: object, state: object, step: object) -> None:
-    refuse_other_than_mapping(state)
-    if step is not None and (isinstance(step, bool) or not isinstance(step, Integral)):
-        raise TypeError(f"step={step!r} is a {type(step).__name__}. Pass the number of a step, an int: step=1000.")
-    if model is None and (optimizer is not None or state):
-        arguments = (("optimizer=", optimizer), ("state=", state))
-        given = " and ".join(name for name, value in arguments if value is not None)
-        raise TypeError(
-            f"{given} cannot be passed without model=: optimizer and state are restored together with the model, "
-            "because state is saved by parameter name. Pass model= too; or leave them out, and read .optimizer "
-            "and .state of the checkpoint."
+def recover_from(
+    reader: PoolReader,
+    model: nn.Module | None,
+    optimizer: object,
+    state: Mapping[str, object] | None,
+    step: int | None,
+    device: torch.device | str,
+    *,
+    strict: bool,
+    in_use: bool = False,
+) -> Checkpoint:
+    """Load or restore the newest checkpoint of an open pool. ``in_use``: as in ``restore_newest``."""
+    if model is None:
+        return take_newest(
+            reader, step, lambda stored, contents, rejected: _load(reader, stored, contents, rejected, device)
         )
+    return restore_newest(reader, step, model, optimizer, state, strict=strict, in_use=in_use)
 
 
-def _check_lazy(lazy: object, model: object, device: object) -> None:
-    if not isinstance(lazy, bool):
-        raise TypeError(f"lazy={lazy!r} is a {type(lazy).__name__}. Pass True or False.")
-    if lazy and (model is not None or str(device) != "cpu"):
-        given = "model=" if model is not None else "device="
-        raise TypeError(
-            f"lazy=True cannot be combined with {given}: it reads nothing before a tensor is asked for. Leave out one "
-            "of them. .read(name, out=tensor) reads into a tensor on any device."
-        )
-
-
-def _open_lazily(path: str, step: int | None) -> Checkpoint:
-    """``recover`` with ``lazy=True`` for one pool."""
+def recover_lazily(opening: Callable[[], PoolReader], step: int | None) -> Checkpoint:
+    """``lightck.recover`` with ``lazy=True`` for one pool. ``opening``: opens it."""
     with ExitStack() as stack:
-        reader = open_pool(path)
+        reader = opening()
         stack.callback(reader.close)
 
         def take(stored: Saved, contents: Contents, rejected: list[RejectedCheckpoint]) -> Checkpoint:
@@ -294,6 +239,12 @@ def _load(
 def _read_again(path: str, uuid: bytes, record: CommitRecord, optimizers: OptimizersAtHand | None) -> MemorySource:
     """Read the tensors of a checkpoint that was restored in place, from the pool into memory. ``optimizers``: given if
     updates must be made again. Raises ``NoCheckpointError`` if the pool no longer holds the checkpoint."""
+    if os.path.isdir(path):
+        raise NoCheckpointError(
+            f"The tensors of step {record.step} cannot be read: they were restored into the live model, without a "
+            f"copy in memory, and a tier is not read again ({path!r}). To keep a checkpoint in memory, call "
+            "lightck.recover(path) without a model."
+        )
     reader = open_pool(path, gradients=optimizers is not None)
     try:
         if reader.superblock.uuid != uuid:

@@ -22,7 +22,7 @@ from lightck.pool.reader import PoolReader, RejectedCheckpoint, open_pool
 from lightck.pool.storage.backend import Backend
 from lightck.restore.recover import erased_log_error
 from lightck.restore.usable import checkpoints_of
-from lightck.tiers.candidates import Candidate, Order, newest_of_all, none_whole_error, run_of
+from lightck.tiers.candidates import Candidate, Order, Rejected, newest_of_all, none_whole_error, run_of
 from lightck.tiers.fetching import fetch
 from lightck.tiers.store import Store
 
@@ -43,7 +43,7 @@ def bring_newest(path: str, backend: Backend, stores: Sequence[Store]) -> None:
         in_pool = _newest_in_pool(path, backend)
     except PoolError:
         return  # attach says what is wrong with the pool
-    rejected: list[str] = []
+    rejected: list[Rejected] = []
     for store in stores:
         _refuse_other_run(store, in_pool, path)
     for found in newest_of_all(stores, rejected):
@@ -58,7 +58,7 @@ def bring_newest(path: str, backend: Backend, stores: Sequence[Store]) -> None:
             found.refuse_stale()
             fetch(found.store, found.manifest, path, is_locked=True)
         except DamagedError as err:
-            rejected.append(f"{found}: {err}")
+            rejected.append(Rejected(found.checkpoint, str(err)))
             continue
         _tell(path, in_pool, found, rejected)
         return
@@ -101,7 +101,7 @@ def _refuse_other_run(store: Store, in_pool: _InPool | None, path: str) -> None:
         )
 
 
-def _tell(path: str, in_pool: _InPool | None, found: Candidate, rejected: Sequence[str]) -> None:
+def _tell(path: str, in_pool: _InPool | None, found: Candidate, rejected: Sequence[Rejected]) -> None:
     for reason in rejected:
         log.warning("lightck: a newer checkpoint of a tier cannot be used, and an older one is fetched: %s", reason)
     had = "was not there" if in_pool is None else f"held step {in_pool.order.step} of an older claim or incarnation"

@@ -34,6 +34,20 @@ class Order(NamedTuple):
         return cls(claim_of(claim) or Claim(0, ""), incarnation, step)
 
 
+class Rejected(NamedTuple):
+    """A checkpoint of a tier that cannot be used."""
+
+    checkpoint: TierCheckpoint
+    reason: str
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+    def __str__(self) -> str:
+        return f"step {self.step} (claim {self.checkpoint.claim}): {self.reason}"
+
+
 class Candidate(NamedTuple):
     """A complete checkpoint of a tier whose manifest could be read."""
 
@@ -64,7 +78,7 @@ class Candidate(NamedTuple):
                 raise DamagedError(STALE_REASON)
 
 
-def candidates_of(store: Store, listing: Listing, step: int | None, rejected: list[str]) -> Iterator[Candidate]:
+def candidates_of(store: Store, listing: Listing, step: int | None, rejected: list[Rejected]) -> Iterator[Candidate]:
     """Yield the complete checkpoints of a tier, newest first, or those of ``step``. What cannot be read is added to
     ``rejected``. Raises ``TierError``, and ``UnsupportedError`` for the checkpoints of a group of ranks."""
     for checkpoint in sorted(complete(listing), reverse=True):
@@ -74,10 +88,10 @@ def candidates_of(store: Store, listing: Listing, step: int | None, rejected: li
             name = _only_rank(manifests_of(listing, checkpoint), store)
             yield Candidate(store, checkpoint, read_manifest(store, name), listing)
         except DamagedError as err:
-            rejected.append(f"step {checkpoint.step} (claim {checkpoint.claim}): {err}")
+            rejected.append(Rejected(checkpoint, str(err)))
 
 
-def newest_of_all(stores: Sequence[Store], rejected: list[str]) -> Iterator[Candidate]:
+def newest_of_all(stores: Sequence[Store], rejected: list[Rejected]) -> Iterator[Candidate]:
     """Yield the complete checkpoints of several tiers of a run, newest first. Raises as ``candidates_of`` does, and
     ``TierClaimedError`` if two runs lie in one tier."""
     heads: list[tuple[Candidate, Iterator[Candidate]]] = []
@@ -118,13 +132,13 @@ def no_checkpoint_error(store: Store, listing: Listing, step: int | None) -> NoC
     )
 
 
-def none_whole_error(store: Store, rejected: Sequence[str]) -> CorruptPoolError:
+def none_whole_error(store: Store, rejected: Sequence[Rejected]) -> CorruptPoolError:
     """Return the error for a tier in which no checkpoint is whole."""
     return CorruptPoolError(
         f"No checkpoint of the tier {str(store)!r} is whole. "
-        + "; ".join(rejected)
+        + "; ".join(map(str, rejected))
         + ". Nothing was written. Look for the checkpoint in another tier, or in the pool.",
-        tuple(rejected),
+        tuple(map(str, rejected)),
     )
 
 

@@ -8,7 +8,7 @@ from lightck.errors import TierError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.storage.backends import pool_path
 from lightck.restore.compact import Progress
-from lightck.tiers.candidates import candidates_of, no_checkpoint_error, none_whole_error
+from lightck.tiers.candidates import Rejected, candidates_of, no_checkpoint_error, none_whole_error
 from lightck.tiers.claiming import refuse_other_runs
 from lightck.tiers.decisions import Listing, Retention, complete
 from lightck.tiers.drain import Copied, Drain
@@ -66,7 +66,7 @@ def copy_from_tier(
     refuse_existing_pool(path)
     listing = store.listing()
     refuse_other_runs(store, listing)
-    rejected: list[str] = []
+    rejected: list[Rejected] = []
     for found in candidates_of(store, listing, step, rejected):
         checkpoint, manifest = found.checkpoint, found.manifest
         try:
@@ -74,9 +74,9 @@ def copy_from_tier(
             with progress(f"step {checkpoint.step}", manifest.nbytes) as advance:
                 fetch(store, manifest, path, advance)
         except DamagedError as err:
-            rejected.append(f"step {checkpoint.step} (claim {checkpoint.claim}): {err}")
+            rejected.append(Rejected(checkpoint, str(err)))
             continue
-        remarks = (*rejected, *_also_there(listing, checkpoint))
+        remarks = (*map(str, rejected), *_also_there(listing, checkpoint))
         return Copied(checkpoint.step, path, manifest.nbytes, manifest.nbytes, remarks)
     raise none_whole_error(store, rejected) if rejected else no_checkpoint_error(store, listing, step)
 

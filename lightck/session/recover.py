@@ -1,0 +1,149 @@
+"""``recover``: from a pool, from the directory of a group of ranks, or from a tier."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from numbers import Integral
+
+import torch
+from torch import nn
+
+from lightck.layout import Layout, refuse_other_than_layout
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.reader import PoolReader, RejectedCheckpoint
+from lightck.pool.storage.backends import readable_path
+from lightck.restore.checkpoint import Checkpoint, refuse_other_than_mapping
+from lightck.restore.contents import refuse_unusable_device
+from lightck.restore.directory import recover_directory
+from lightck.restore.recover import collector_paused, recover_from, recover_lazily, recover_pool
+from lightck.restore.tensor_writes import ordinary_tensors
+from lightck.tiers.candidates import Rejected, candidates_of, no_checkpoint_error, none_whole_error
+from lightck.tiers.claiming import refuse_other_runs
+from lightck.tiers.copying import is_tier
+from lightck.tiers.fetching import fetched_to_memory
+from lightck.tiers.folder import FolderStore
+
+
+@collector_paused()
+@ordinary_tensors()
+def recover(
+    pool_path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: object = None,
+    state: Mapping[str, object] | None = None,
+    *,
+    step: int | None = None,
+    device: torch.device | str = "cpu",
+    strict: bool = True,
+    lazy: bool = False,
+    layout: Layout | None = None,
+) -> Checkpoint:
+    """Load or restore the newest checkpoint of a pool, or of a tier, that verifies.
+
+    Args:
+        pool_path: the pool, the directory of a group of ranks, or the folder of a tier; it may be in use (it is only
+            read). From a directory, the parts of all ranks are put together; random states, loader positions and
+            objects are those of rank 0. What is recovered from a tier is fetched to memory first.
+        model: restore into this module in place; without ``model`` the checkpoint is loaded into new tensors.
+        optimizer: an optimizer, or a list of them, restored by parameter name.
+        state: name -> object with ``load_state_dict``, restored from what was saved under the same name.
+        step: recover this step instead of the newest.
+        device: device of the new tensors; ignored if ``model`` is given.
+        strict: if True, raise if checkpoint and model differ; if False, restore the parts that fit, and list in
+            ``.drift`` what does not fit.
+        lazy: read no tensor now, but each tensor, or a part of it, when it is used (``.tensor``, ``.read``). The pools
+            stay open until ``.close()``; the checkpoint is a context manager. Blocks are verified as they are read, so
+            no older checkpoint is taken if one is damaged. Not with ``model`` or ``device``.
+        layout: with a directory: which parts of tensors ``model`` holds, if they are no DTensors.
+
+    Raises:
+        PoolError: there is no pool, or it cannot be read (see :mod:`lightck.errors`).
+        NoCheckpointError: the pool holds no checkpoint yet, or no checkpoint of ``step``.
+        CorruptPoolError: checkpoints exist and none of them verifies.
+        DriftError: the checkpoint does not fit ``model``, ``optimizer`` or ``state``. If one of the latter two rejected
+            or ignored its saved state, the model's parameters are NaN, and the message says so; else nothing changed.
+        SessionError: the model's session is open.
+        UnsupportedError: this is the pool of one rank (pass the directory). LayoutError: ``layout`` does not fit.
+        TierError: the tier cannot be read, or holds two runs.
+        RankError: the directory lacks the pool of a rank, or holds pools of several trainings.
+        TypeError, ValueError: an invalid argument, or a ``device`` that this machine or torch does not support.
+    """
+    _check_arguments(model, optimizer, state, step)
+    _check_lazy(lazy, model, device)
+    if model is None:
+        refuse_unusable_device(device)
+    path = readable_path(pool_path)
+    is_folder = os.path.isdir(path)
+    is_of_ranks = is_folder and not is_tier(path)
+    refuse_other_than_layout(layout, is_used=model is not None and is_of_ranks)
+    if is_of_ranks:
+        return recover_directory(path, model, optimizer, state, step, device, layout, strict=strict, lazy=lazy)
+    if is_folder:
+        return _recover_tier(path, model, optimizer, state, step, device, strict=strict, lazy=lazy)
+    return recover_pool(path, model, optimizer, state, step, device, strict=strict, lazy=lazy)
+
+
+def _recover_tier(
+    folder: str,
+    model: nn.Module | None,
+    optimizer: object,
+    state: Mapping[str, object] | None,
+    step: int | None,
+    device: torch.device | str,
+    *,
+    strict: bool,
+    lazy: bool,
+) -> Checkpoint:
+    """``recover`` for a tier: fetch the newest whole checkpoint to memory, and recover it as from a pool."""
+    reader, rejected = _fetched(folder, step)
+    if lazy:
+        checkpoint = recover_lazily(lambda: reader, None)
+    else:
+        try:
+            checkpoint = recover_from(reader, model, optimizer, state, None, device, strict=strict)
+        finally:
+            reader.close()
+    newer = (RejectedCheckpoint(each.step, each.checkpoint.claim.number, each.reason) for each in rejected)
+    checkpoint.rejected = (*newer, *checkpoint.rejected)
+    return checkpoint
+
+
+def _fetched(folder: str, step: int | None) -> tuple[PoolReader, list[Rejected]]:
+    """Fetch the newest checkpoint of a tier that is whole, or that of ``step``."""
+    store = FolderStore(folder)
+    listing = store.listing()
+    refuse_other_runs(store, listing)
+    rejected: list[Rejected] = []
+    for found in candidates_of(store, listing, step, rejected):
+        try:
+            found.refuse_stale()
+            return fetched_to_memory(store, found.manifest), rejected
+        except DamagedError as err:
+            rejected.append(Rejected(found.checkpoint, str(err)))
+    raise none_whole_error(store, rejected) if rejected else no_checkpoint_error(store, listing, step)
+
+
+def _check_arguments(model: object, optimizer: object, state: object, step: object) -> None:
+    refuse_other_than_mapping(state)
+    if step is not None and (isinstance(step, bool) or not isinstance(step, Integral)):
+        raise TypeError(f"step={step!r} is a {type(step).__name__}. Pass the number of a step, an int: step=1000.")
+    if model is None and (optimizer is not None or state):
+        arguments = (("optimizer=", optimizer), ("state=", state))
+        given = " and ".join(name for name, value in arguments if value is not None)
+        raise TypeError(
+            f"{given} cannot be passed without model=: optimizer and state are restored together with the model, "
+            "because state is saved by parameter name. Pass model= too; or leave them out, and read .optimizer "
+            "and .state of the checkpoint."
+        )
+
+
+def _check_lazy(lazy: object, model: object, device: object) -> None:
+    if not isinstance(lazy, bool):
+        raise TypeError(f"lazy={lazy!r} is a {type(lazy).__name__}. Pass True or False.")
+    if lazy and (model is not None or str(device) != "cpu"):
+        given = "model=" if model is not None else "device="
+        raise TypeError(
+            f"lazy=True cannot be combined with {given}: it reads nothing before a tensor is asked for. Leave out one "
+            "of them. .read(name, out=tensor) reads into a tensor on any device."
+        )

@@ -1,0 +1,664 @@
+"""``attach(..., tiers=[...])``: a training with a process beside it that sends checkpoints to folders."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from noisy_training import Noisy
+from toys import adam, everything, in_child, net, on_small_tmpfs, same, train
+
+import lightck
+from lightck.errors import CheckpointExistsError, KeepError, TierClaimedError, TierError, UnsupportedError
+from lightck.pool.format.saved_by import saved_by
+from lightck.pool.reader import open_pool
+from lightck.tiers import drain_link
+from lightck.tiers.claiming import read_claim
+from lightck.tiers.decisions import complete
+from lightck.tiers.folder import FolderStore
+from lightck.tiers.tier_manifest import read_manifest
+
+
+def steps_in(tier: Path) -> list[int]:
+    return sorted(each.step for each in complete(FolderStore(str(tier)).listing()))
+
+
+def claims_in(tier: Path) -> int:
+    return len(FolderStore(str(tier)).listing().claims)
+
+
+def until(is_true: Callable[[], object], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def drains() -> list[int]:
+    """The processes of drains on this machine that this test process, or a child of it, has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if b"drain_process" in (entry / "cmdline").read_bytes() and "Z" not in _state(int(entry.name)):
+                found.append(int(entry.name))
+    return found
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.fixture(autouse=True)
+def _no_drain_is_left() -> Iterator[None]:
+    yield
+    until(lambda: not drains())
+
+
+def attached(path: Path, tiers: Sequence[lightck.Tier], **options: Any) -> tuple[Any, Any, lightck.Session]:
+    model = net(64)
+    optimizer = adam(model)
+    return model, optimizer, lightck.attach(model, path, optimizer=optimizer, tiers=tiers, **options)
+
+
+def is_ready(session: lightck.Session) -> Callable[[], bool]:
+    """Whether the drain has nothing to do."""
+    link = session._steps.commits.participants.tiers
+
+    def asked() -> bool:
+        session.stats()
+        return link._handle is not None and not link._handle.state.is_busy and link._offer is None
+
+    return asked
+
+
+def trained(session: lightck.Session, model: Any, optimizer: Any, steps: int) -> None:
+    """Make steps, each committed, and let the drain do what is due after each."""
+    for _ in range(steps):
+        train(model, optimizer, 1, start=session.step)
+        session.flush()
+        until(is_ready(session))
+
+
+def only_store(tier: Path) -> FolderStore:
+    return FolderStore(str(tier))
+
+
+# -- what is sent
+
+
+def test_the_first_checkpoint_and_those_that_are_due_by_their_step_are_sent(tmp_path):
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=3)])
+    with session:
+        until(is_ready(session))
+        trained(session, model, optimizer, 8)
+        (tier,) = session.stats().tiers
+        assert (tier.step, tier.checkpoints, tier.error) == (6, 3, None)
+        assert tier.bytes_sent > 0
+        assert tier.seconds > 0
+        assert abs(time.time() - tier.sent_at) < 60
+    assert steps_in(tmp_path / "tier") == [1, 3, 6, 8], "the newest one is sent at close"
+
+
+def test_what_is_sent_is_what_the_pool_holds(tmp_path):
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every="1h")])
+    with session:
+        train(model, optimizer, 5)
+    one, other = lightck.recover(tmp_path / "run.pool"), lightck.recover(tmp_path / "tier")
+    assert other.step == one.step == 5
+    assert same(one.model, other.model)
+    assert same(one.optimizer, other.optimizer)
+
+
+def test_a_checkpoint_is_sent_when_its_time_has_come_and_the_loop_makes_no_step(tmp_path):
+    tier = tmp_path / "tier"
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every="0.2s")])
+    with session:
+        train(model, optimizer, 1)
+        session.flush()
+        train(model, optimizer, 2, start=1)
+        until(lambda: steps_in(tier) and steps_in(tier)[-1] == 2)  # of step 3 only the update was made
+
+
+def test_each_tier_has_its_own_rate(tmp_path):
+    tiers = [lightck.Tier(tmp_path / "often", every=1), lightck.Tier(tmp_path / "rarely", every=4)]
+    model, optimizer, session = attached(tmp_path / "run.pool", tiers)
+    with session:
+        until(is_ready(session))
+        trained(session, model, optimizer, 5)
+    assert steps_in(tmp_path / "often") == [1, 2, 3, 4, 5]
+    assert steps_in(tmp_path / "rarely") == [1, 4, 5]
+    assert len({*os.listdir(tmp_path / "often"), *os.listdir(tmp_path / "rarely")}) == 1, "one claim for both"
+
+
+def test_the_steps_of_keep_every_and_keep_best_are_sent(tmp_path):
+    options = {"keep_last": 2, "keep_every": 3, "keep_best": ("loss", 1, "min")}
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=100, **options)])
+    with session:
+        until(is_ready(session))
+        for step in range(1, 9):
+            train(model, optimizer, 1, start=step - 1)
+            if step in (4, 5):
+                session.log(loss=1.0 / step, accuracy=step)
+            session.flush()
+            until(is_ready(session))
+    assert steps_in(tmp_path / "tier") == [1, 3, 4, 5, 6, 8]
+    store = only_store(tmp_path / "tier")
+    metrics = {each.step: read_manifest(store, each).metrics for each in store.listing().manifests}
+    assert metrics[5] == {"loss": 0.2, "accuracy": 5.0}
+    assert not metrics[6]
+
+
+def test_only_what_retention_names_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(drain_link, "GRACE_SECONDS", 0.0)
+    options = {"keep_last": 2, "keep_every": 4, "keep_best": ("loss", 1, "max")}
+    tier = tmp_path / "tier"
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1, **options)])
+    with session:
+        until(is_ready(session))
+        for step in range(1, 11):
+            train(model, optimizer, 1, start=step - 1)
+            session.log(loss=9 - abs(step - 6))
+            until(is_ready(session))
+    assert steps_in(tier) == [4, 6, 8, 9, 10]
+    named = {each for name in only_store(tier).listing().manifests for each in _objects(tier, name)}
+    assert named == set(only_store(tier).listing().objects), "no object is left that nobody names, and none is missing"
+
+
+def _objects(tier: Path, name: Any) -> set[Any]:
+    return {each.name for each in read_manifest(only_store(tier), name).objects}
+
+
+def test_a_frozen_tensor_is_sent_once_also_after_a_restart(tmp_path):
+    def begun(resume: bool) -> tuple[Any, Any, lightck.Session]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(1000, 500), torch.nn.Linear(500, 2))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model[1].parameters())
+        tiers = [lightck.Tier(tmp_path / "tier", every=1)]
+        return (
+            model,
+            optimizer,
+            lightck.attach(model, tmp_path / "run.pool", optimizer=optimizer, tiers=tiers, resume=resume),
+        )
+
+    def step(model: Any, optimizer: Any, session: lightck.Session) -> int:
+        model(torch.ones(1, 1000)).sum().backward()
+        optimizer.step()
+        session.flush()
+        until(is_ready(session))
+        return session.stats().tiers[0].bytes_sent
+
+    model, optimizer, session = begun(resume=False)
+    with session:
+        until(is_ready(session))
+        first = step(model, optimizer, session)
+        second = step(model, optimizer, session) - first
+    model, optimizer, session = begun(resume=True)
+    with session:
+        until(is_ready(session))
+        after_restart = step(model, optimizer, session)
+    assert first > 2_000_000
+    assert second < 0.05 * first
+    assert after_restart < 0.05 * first
+    assert lightck.recover(tmp_path / "tier").step == 3
+
+
+def test_tiers_can_be_exports_for_other_programs(tmp_path):
+    tier = lightck.Tier(tmp_path / "files", every=2, keep_last=1, format="safetensors")
+    model, optimizer, session = attached(tmp_path / "run.pool", [tier])
+    with session:
+        for _ in range(5):
+            train(model, optimizer, 1, start=session.step)
+            session.flush()
+    assert [each.name for each in (tmp_path / "files").iterdir()] == ["step-00000004.safetensors"]
+
+
+# -- what is killed
+
+
+TRAINING = """
+import sys, time
+import torch, lightck
+from noisy_training import Noisy
+model = Noisy()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+torch.manual_seed(1)
+with lightck.attach(model, sys.argv[1], optimizer=optimizer, resume=True,
+                    tiers=[lightck.Tier(sys.argv[2], every=sys.argv[4])]) as session:
+    print(session.step, flush=True)
+    while session.step < int(sys.argv[3]):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.end_step()
+        time.sleep(0.003)
+"""
+
+
+@contextmanager
+def training(pool: Path, tier: Path, n_steps: int, every: str = "0.05s") -> Iterator[subprocess.Popen[str]]:
+    tests = Path(__file__).resolve().parents[1]
+    path = os.pathsep.join([str(tests), str(tests / "cli"), str(tests.parent)])
+    words = [sys.executable, "-c", TRAINING, str(pool), str(tier), str(n_steps), every]
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_drain_of_a_killed_training_sends_the_newest_checkpoint(tmp_path):
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    with training(pool, tier, 10**6, "1h") as process:
+        assert process.stdout.readline() == "0\n"
+        until(lambda: lightck_step(pool) > 20)
+        process.kill()
+        process.wait()
+        until(lambda: not drains())
+    assert lightck.recover(tier).step == lightck.recover(pool).step
+
+
+def lightck_step(pool: Path) -> int:
+    with suppress(lightck.LightckError):
+        return lightck.recover(pool).step
+    return 0
+
+
+def test_a_training_goes_on_from_its_tier_exactly_when_its_pool_is_lost(tmp_path):
+    """Pool and process are lost three times; the end is that of a run without interruption."""
+    whole, pool, tier = tmp_path / "whole.pool", tmp_path / "run.pool", tmp_path / "tier"
+    with training(whole, tmp_path / "other", 300) as process:
+        assert process.wait(timeout=120) == 0, process.stderr.read()
+    begun = []
+    for _ in range(3):
+        with training(pool, tier, 300) as process:
+            begun.append(int(process.stdout.readline()))
+            until(lambda: lightck_step(pool) > begun[-1] + 30)
+            process.kill()
+            process.wait()
+            until(lambda: not drains())
+        pool.unlink()
+    with training(pool, tier, 300) as process:
+        begun.append(int(process.stdout.readline()))
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    assert begun == sorted(set(begun))
+    assert "was made anew from step" in err
+    one, other = lightck.recover(pool), lightck.recover(whole)
+    assert one.step == other.step == 300
+    assert same(one.model, other.model)
+    assert same(one.optimizer, other.optimizer)
+    assert same(lightck.recover(tier).model, one.model)
+
+
+def test_a_killed_drain_is_started_again(tmp_path, caplog):
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=1)])
+    with session:
+        until(is_ready(session))
+        trained(session, model, optimizer, 2)
+        (pid,) = drains()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: pid not in drains())
+        trained(session, model, optimizer, 2)
+        assert "has ended (it was killed), and is started again" in caplog.text
+    assert steps_in(tmp_path / "tier")[-1] == 4
+    assert claims_in(tmp_path / "tier") == 1
+
+
+def test_a_drain_that_stands_still_stops_nothing(tmp_path):
+    """It holds a slot: the training takes the others, and commits each step."""
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=1)])
+    with session:
+        until(is_ready(session))
+        trained(session, model, optimizer, 1)
+        (pid,) = drains()
+        os.kill(pid, signal.SIGSTOP)
+        for _ in range(20):
+            train(model, optimizer, 1, start=session.step)
+            assert session.flush() == session.step
+        os.kill(pid, signal.SIGCONT)
+    assert steps_in(tmp_path / "tier")[-1] == 21
+
+
+def test_a_new_drain_waits_for_that_of_a_killed_training(tmp_path):
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    with training(pool, tier, 10**6) as process:
+        process.stdout.readline()
+        until(lambda: lightck_step(pool) > 5)
+        (orphan,) = drains()
+        os.kill(orphan, signal.SIGSTOP)
+        process.kill()
+    model = Noisy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True, tiers=[lightck.Tier(tier, every=1)]) as session:
+        begun, sent = session.step, len(steps_in(tier))
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        session.flush()
+        time.sleep(1.0)
+        session.stats()
+        assert len(steps_in(tier)) == sent, "it sends nothing while the orphan holds POOL.drain"
+        os.kill(orphan, signal.SIGCONT)
+    assert steps_in(tier)[-1] == begun + 1
+
+
+def test_a_forked_child_does_not_keep_the_drain(tmp_path):
+    """A worker of a loader may outlive its training for some seconds."""
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+
+    def work() -> int:
+        model, optimizer, session = attached(pool, [lightck.Tier(tier, every="1h")])
+        train(model, optimizer, 2)
+        session.flush()
+        child = os.fork()
+        if not child:
+            time.sleep(30)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return child
+
+    with suppress(Exception):
+        in_child(work)
+    until(lambda: not drains(), 10.0)
+    assert steps_in(tier) == [2]
+
+
+# -- the newest of pool and tiers
+
+
+def copied_pool(pool: Path, name: str) -> Path:
+    """A machine that does not know what happens elsewhere."""
+    new = pool.with_name(name)
+    new.write_bytes(pool.read_bytes())
+    new.chmod(0o600)
+    return new
+
+
+def test_a_pool_of_a_machine_that_was_replaced_is_made_anew(tmp_path, caplog):
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
+    with session:
+        train(model, optimizer, 3)
+    old = copied_pool(pool, "old.pool")
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)], resume=True)
+    with session:  # the machine that takes over
+        train(model, optimizer, 1, start=3)
+    model, optimizer, session = attached(old, (), resume=True)
+    with session:  # the old machine goes on without the tier, farther
+        train(model, optimizer, 5, start=3)
+    model, optimizer, session = attached(old, [lightck.Tier(tier, every=1)], resume=True)
+    with session:
+        assert session.step == 4
+    assert "held step 8 of an older claim" in caplog.text
+    assert "Updates after that step are lost" in caplog.text
+
+
+def test_a_pool_that_is_newer_than_its_tier_is_taken(tmp_path, caplog):
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
+    with session:
+        train(model, optimizer, 3)
+    model, optimizer, session = attached(pool, (), resume=True)
+    with session:  # without the tier it keeps the claim
+        train(model, optimizer, 2, start=3)
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)], resume=True)
+    with session:
+        assert session.step == 5
+        assert "made anew" not in caplog.text
+    assert steps_in(tier) == [3, 5]
+
+
+def test_a_copy_by_hand_does_not_count_as_newer(tmp_path):
+    """``lightck copy`` claims the tier, which the training does not know."""
+    from lightck.tiers.copying import copy_to_tier
+
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    model, optimizer, session = attached(pool, ())
+    with session:
+        train(model, optimizer, 3)
+        session.flush()
+        copy_to_tier(pool, tier, written_by="test", progress=_progress)
+        train(model, optimizer, 2, start=3)
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)], resume=True)
+    with session:
+        assert session.step == 5
+    store = only_store(tier)
+    highest = max(store.listing().claims)
+    assert [each.step for each in read_claim(store, highest).path] == [3]
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    yield lambda _: None
+
+
+def test_a_damaged_checkpoint_of_a_tier_is_passed_over(tmp_path, caplog):
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
+    with session:
+        until(is_ready(session))
+        trained(session, model, optimizer, 3)
+        seen = everything(model, optimizer)
+        trained(session, model, optimizer, 1)
+    newest = max(only_store(tier).listing().manifests)
+    for each in _objects(tier, newest) - _objects(tier, sorted(only_store(tier).listing().manifests)[-2]):
+        path = tier / str(each)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    checkpoint = lightck.recover(tier)
+    assert checkpoint.step == 3
+    assert checkpoint.rejected[0].step == 4
+    pool.unlink()
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)], resume=True)
+    with session:
+        assert session.step == 3
+        assert same(everything(model, optimizer), seen)
+    assert "a newer checkpoint of a tier cannot be used" in caplog.text
+
+
+def test_recover_restores_from_a_tier_also_lazily(tmp_path):
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
+    with session:
+        until(is_ready(session))
+        trained(session, model, optimizer, 3)
+        seen = everything(model, optimizer)
+    other = net(64, seed=1)
+    other_optimizer = adam(other)
+    assert lightck.recover(tier, other, other_optimizer).step == 3
+    assert same(everything(other, other_optimizer), seen)
+    with lightck.recover(tier, lazy=True) as lazy:
+        assert torch.equal(lazy.tensor("model/0.weight"), model[0].weight)
+    assert lightck.recover(tier, step=2).step == 2
+
+
+# -- what is refused
+
+
+def test_a_tier_of_another_run_is_refused_and_nothing_changes(tmp_path):
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
+    with session:
+        train(model, optimizer, 3)
+    with pytest.raises(TierClaimedError, match="another run"):
+        attached(tmp_path / "new.pool", [lightck.Tier(tier, every=1)])
+    assert not (tmp_path / "new.pool").exists()
+    other = tmp_path / "other.pool"
+    model, optimizer, session = attached(other, ())
+    with session:
+        train(model, optimizer, 1)
+    data = other.read_bytes()
+    with pytest.raises(TierClaimedError, match="another run"):
+        attached(other, [lightck.Tier(tier, every=1)], resume=True)
+    assert other.read_bytes() == data
+    assert claims_in(tier) == 1
+    with pytest.raises(CheckpointExistsError):
+        attached(pool, [lightck.Tier(tier, every=1)])
+    assert claims_in(tier) == 1
+
+
+def test_a_folder_that_cannot_be_a_tier_is_an_error_at_attach(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("")
+    for name, reason in (("file", "no folder"), ("full", "not empty"), ("missing/tier", "does not exist")):
+        with pytest.raises(TierError, match=reason):
+            attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / name, every=1)])
+    assert not (tmp_path / "run.pool").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 0},
+        {"every": "5"},
+        {"every": "0s"},
+        {"every": 1.5},
+        {"every": True},
+        {"every": 1, "keep_last": 1},
+        {"every": 1, "keep_every": 2},
+        {"every": 1, "keep_last": 2, "keep_best": ("loss", 3)},
+        {"every": 1, "keep_last": 2, "keep_best": ("loss", 0, "min")},
+        {"every": 1, "format": "zip"},
+        {"every": 1, "what": "all"},
+        {"every": "5min", "format": "safetensors"},
+    ],
+)
+def test_wrong_options_of_a_tier_are_named(options):
+    with pytest.raises(ValueError, match="Tier"):
+        lightck.Tier("/tmp/tier", **options)
+
+
+def test_wrong_tiers_are_named(tmp_path):
+    tier = lightck.Tier(tmp_path / "tier", every=1)
+    with pytest.raises(ValueError, match="object stores"):
+        lightck.Tier("s3://bucket/run", every=1)
+    for wrong in (tier, "folder", [str(tmp_path)]):
+        with pytest.raises(TypeError, match="no list of tiers"):
+            attached(tmp_path / "run.pool", wrong)
+    with pytest.raises(ValueError, match="same folder"):
+        attached(tmp_path / "run.pool", [tier, tier])
+    with pytest.raises(ValueError, match="slots=8"):
+        attached(tmp_path / "run.pool", [tier], slots=8)
+    with pytest.raises(UnsupportedError, match="tiers="):
+        attached(tmp_path / "run.pool", [tier], strategy=lightck.Gradients())
+    _model, _optimizer, session = attached(tmp_path / "run.pool", [tier])
+    with session, pytest.raises(TypeError, match="a metric is a number"):
+        session.log(loss="low")
+
+
+# -- a tier that fails
+
+
+def test_a_full_tier_is_reported_once_and_filled_when_there_is_space(tmp_path, caplog):
+    def work(mount: Path) -> tuple[Any, ...]:
+        blocker = mount / "blocker"
+        model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(mount / "tier", every=1)])
+        messages: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())
+        logging.getLogger("lightck").addHandler(handler)
+        with session:
+            until(is_ready(session))
+            trained(session, model, optimizer, 1)
+            with suppress(OSError), blocker.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            for _ in range(3):
+                train(model, optimizer, 1, start=session.step)
+                session.flush()
+                time.sleep(0.2)
+            until(lambda: session.stats().tiers[0].error)
+            error, step = session.stats().tiers[0].error, session.stats().tiers[0].step
+            blocker.unlink()
+            until(lambda: session.stats().tiers[0].error is None)
+        return error, step, steps_in(mount / "tier")[-1], sum("Training goes on" in each for each in messages)
+
+    error, step, last, n_warnings = on_small_tmpfs(1 << 20, work)
+    assert "No space left" in error
+    assert step == 1
+    assert last == 4
+    assert n_warnings == 1
+
+
+def test_close_raises_if_the_newest_checkpoint_could_not_be_sent(tmp_path):
+    tier = tmp_path / "tier"
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1)])
+    until(is_ready(session))
+    trained(session, model, optimizer, 1)
+    tier.rename(tmp_path / "moved")
+    tier.write_text("")
+    train(model, optimizer, 1, start=1)
+    with pytest.raises(TierError, match=r"step 2 could not be sent.*lightck copy"):
+        session.close()
+    assert lightck.recover(tmp_path / "run.pool").step == 2
+    tier.unlink()
+
+
+def test_a_tier_that_fails_for_long_is_an_error_in_the_loop(tmp_path, monkeypatch):
+    monkeypatch.setattr(drain_link, "PATIENCE_SECONDS", 0.5)
+    tier = tmp_path / "tier"
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1)])
+    until(is_ready(session))
+    trained(session, model, optimizer, 1)
+    tier.rename(tmp_path / "moved")
+    tier.write_text("")
+    with pytest.raises(TierError, match="could not be sent"):
+        for _ in range(100):
+            train(model, optimizer, 1, start=session.step)
+            session.flush()
+            time.sleep(0.1)
+    tier.unlink()
+    (tmp_path / "moved").rename(tier)
+    with session:
+        train(model, optimizer, 1, start=session.step)
+    assert steps_in(tier)[-1] == session.step
+
+
+# -- the process
+
+
+def test_the_drain_has_no_torch_and_its_command_line_names_nothing(tmp_path):
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=1)])
+    with session:
+        until(is_ready(session))
+        trained(session, model, optimizer, 2)
+        (pid,) = drains()
+        maps, words = Path(f"/proc/{pid}/maps").read_text(), Path(f"/proc/{pid}/cmdline").read_bytes()
+        held = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    assert "libtorch" not in maps
+    assert str(tmp_path).encode() not in words
+    assert not [each for each in held if "run.pool" in each and not each.endswith((".drain", "run.pool"))]
+    assert not (tmp_path / "run.pool.drain").exists(), "it is removed at the end"
+
+
+def test_a_checkpoint_names_its_claim(tmp_path):
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
+    with session:
+        train(model, optimizer, 1)
+    reader = open_pool(str(pool))
+    stored = reader.checkpoint(max(reader.commit_log().records.values()))
+    (claim,) = only_store(tier).listing().claims
+    assert saved_by(stored.state).claim == str(claim)
+    assert saved_by(stored.state).run_id == read_claim(only_store(tier), claim).run
+    reader.close()
+
+
+def test_an_export_that_fails_is_not_a_tier_that_fails(tmp_path):
+    (tmp_path / "files").write_text("")
+    with pytest.raises(KeepError):
+        attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "files", every=2, format="safetensors")])
