@@ -42,10 +42,11 @@ GROUPS = {
     ),
     "options": Group(
         "Say how",
-        "What `attach` takes for `interval=`, `keep=`, `layout=`, `replicas=`, `staging=`, `strategy=`; layerwise.",
+        "What `attach` takes for `interval=`, `keep=`, `layout=`, `replicas=`, `staging=`, `strategy=`, `tiers=`.",
         (
             "Auto",
             "Keep",
+            "Tier",
             "Replicas",
             "Host",
             "Direct",

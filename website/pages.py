@@ -67,6 +67,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Keep": {
         "medium*": "Choose a medium",
         "history*": "Keep a history",
+        "tiers*": "Tiers",
         "backups*": "",
         "tools*": "",
         "json*": "",

@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -111,10 +112,8 @@ def attach(
     Args:
         model: the root module. Attach after its optimizer and LR scheduler were built.
         pool_path: the pool's file, made if it does not exist, or a device-dax device. In a group of ranks: a directory.
-        optimizer: an optimizer or a list of them; by default those of this model are found among live objects. With an
-            empty list none is followed: the loop updates by hand, and each ``end_step()`` counts as an update.
-        state: name -> object with ``state_dict`` and ``load_state_dict``. Schedulers and a GradScaler need not be
-            passed: they are found. ``{"scheduler": None}`` saves no scheduler.
+        optimizer: one or a list; by default those of the model are found. ``[]``: none; ``end_step()`` is an update.
+        state: name -> object with ``state_dict``. Schedulers and a GradScaler are found; ``{"scheduler": None}``: none.
         interval: updates between saved checkpoints; ``"auto"`` or ``lightck.Auto(...)`` chooses it by their cost.
         resume: restore the newest checkpoint, if the pool holds one, and continue from it.
         overwrite: discard what the pool holds.
@@ -123,8 +122,7 @@ def attach(
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
         slots: room for so many checkpoints, 2 to 8; default: as before, else 2 (group: 3 or 4). ``keep=`` adds 1.
         keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``.
-        tiers: folders on other storage to which whole checkpoints are sent: ``[lightck.Tier(folder, every="5min")]``. A
-            resume goes on from the newest checkpoint of pool and tiers.
+        tiers: send whole checkpoints to folders, for a resume elsewhere: ``[lightck.Tier(folder, every="5min")]``.
         pause_on_nonfinite: commit no checkpoint if the GradScaler's scale, or a value that is checked, is not finite.
         staging: how tensors on a device are sent: ``lightck.Host()``, ``Direct()``, ``Device()``; by default the best.
         strict_data: raise ``DataMismatchError``, and do not only warn, if a resume goes on with other data.
@@ -139,12 +137,10 @@ def attach(
         PoolError: the pool cannot be created, opened, locked or read.
         DriftError, CorruptPoolError: ``resume=True``, and the checkpoint does not fit, or none is intact.
         RankError, LayoutError: ranks or layouts do not fit; another rank failed or did not come within ``timeout``.
-        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError,
-            TierError: see errors.
+        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError, TierError.
     """
-    options = SaveOptions(
-        interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split, replicas, tiers
-    )
+    options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split, replicas)
+    options = replace(options, tiers_given=tiers)
     arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, options, layout)
     with GroupStart.of(group_of(group) or world_of_one(pool_path, group), checked_timeout(timeout)) as group_start:
         return _attach(arguments, group_start, is_rank_known=group_start is not None or group is False)

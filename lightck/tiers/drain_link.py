@@ -2,7 +2,7 @@
 
     claim      after the verdict on the pool, and before its checkpoint is adopted: one claim in all tiers
     start      the drain (``drain_process.py``), when the session is ready
-    offer      a checkpoint that is due by its step: it is held until the drain holds it, and the drain is told
+    offer      a checkpoint that is due by its step: it is held and reported to the drain, until the drain holds it
     read       what the drain has done, at each commit; start it again if it was killed
     finish     at close: wait until the newest checkpoint lies in every tier
 
@@ -35,7 +35,7 @@ from lightck.tiers.pin import Hold, Holds
 from lightck.tiers.tier import Tier
 
 log = logging.getLogger("lightck")
-PATIENCE_SECONDS = 600.0
+FAILING_SECONDS_MAX = 600.0
 """How long a tier may fail before an error is raised, and how long ``finish`` waits without any progress."""
 _RESTART_PAUSE_SECONDS, _N_RESTARTS_MAX = 5.0, 5
 
@@ -57,13 +57,13 @@ class DrainLink(CommitListener):
         self._offer: tuple[Hold, list[int]] | None = None
         """The checkpoint that is held for the drain, and the numbers of the tiers for which it is due."""
         self._is_offered = False
-        """Whether the drain was told of it."""
+        """Whether it was reported to the drain."""
         self._metrics: dict[int, dict[str, float]] = {}
         """Step -> what the user logged, of steps that are not committed yet."""
         self._newest = 0
         self._n_missed = 0
         self._warned: set[int] = set()
-        """The tiers of which the user was told that they fail."""
+        """The tiers whose failure was reported."""
         self._raised: set[int] = set()
         self._states: list[TierStats] = [TierStats(each.path) for each in tiers]
         self._show()
@@ -272,7 +272,7 @@ class DrainLink(CommitListener):
         now = time.time()
         for number, each in enumerate(self._states):
             since = each.failing_since
-            if since is not None and now - since > PATIENCE_SECONDS and number not in self._raised:
+            if since is not None and now - since > FAILING_SECONDS_MAX and number not in self._raised:
                 self._raised.add(number)
                 raise self._error(each)
 
@@ -316,7 +316,7 @@ class DrainLink(CommitListener):
                 break
             if (now := repr(handle.state.tiers)) != seen:
                 seen, seen_at = now, time.monotonic()
-            elif time.monotonic() - seen_at > PATIENCE_SECONDS:
+            elif time.monotonic() - seen_at > FAILING_SECONDS_MAX:
                 break
         self._use(handle.state)
 

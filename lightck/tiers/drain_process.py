@@ -11,7 +11,7 @@ Invariants: only checkpoints are sent whose small state names the claim that thi
 the training went on. The training waits for nothing here but at its close.
 
 Failure cases: a checkpoint is overwritten while it is sent (a newer one is sent); a tier takes nothing (again after a
-pause, which grows; the training is told); another process claims a tier (nothing more is written there); the training
+pause, which grows; this is reported); another process claims a tier (nothing more is written there); the training
 is killed (the newest checkpoint is sent first, for ten minutes at most); this process is killed (whole objects are
 found by their names, and what is not named is removed later).
 """

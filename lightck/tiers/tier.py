@@ -121,6 +121,7 @@ class Tier:
 
     @property
     def retention(self) -> Retention:
+        """Which checkpoints stay."""
         best = None if self.keep_best is None else KeepBest(*self.keep_best)
         return Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=best)
 

@@ -189,6 +189,7 @@ def test_a_session_shows_what_a_user_calls(training):
         "is_open",
         "iteration",
         "loader",
+        "log",
         "path",
         "paused",
         "paused_reason",

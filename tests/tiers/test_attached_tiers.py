@@ -609,7 +609,7 @@ def test_close_raises_if_the_newest_checkpoint_could_not_be_sent(tmp_path):
 
 
 def test_a_tier_that_fails_for_long_is_an_error_in_the_loop(tmp_path, monkeypatch):
-    monkeypatch.setattr(drain_link, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(drain_link, "FAILING_SECONDS_MAX", 0.5)
     tier = tmp_path / "tier"
     model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1)])
     until(is_ready(session))
