@@ -13,7 +13,6 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -38,7 +37,8 @@ from lightck.restore.optimizers_at_hand import OptimizersAtHand
 from lightck.restore.resume import Resumed
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.restore.together import TIMEOUT
-from lightck.session.arguments import AUTO_STRATEGY, Arguments, SaveOptions
+from lightck.session.arguments import AUTO_STRATEGY, Arguments
+from lightck.session.arguments import SaveOptions as Options
 from lightck.session.capture import Capture
 from lightck.session.commits import CommitParticipants
 from lightck.session.compression import Compression, compression_of
@@ -139,9 +139,8 @@ def attach(
         RankError, LayoutError: ranks or layouts do not fit; another rank failed or did not come within ``timeout``.
         AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError, TierError.
     """
-    options = SaveOptions(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split, replicas)
-    options = replace(options, tiers_given=tiers)
-    arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, options, layout)
+    save = Options(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split, replicas, tiers)
+    arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save, layout)
     with GroupStart.of(group_of(group) or world_of_one(pool_path, group), checked_timeout(timeout)) as group_start:
         return _attach(arguments, group_start, is_rank_known=group_start is not None or group is False)
 
