@@ -172,8 +172,6 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
         )
         undo.callback(pipeline.close)
         participants = _commit_participants(file, meter)
-        if participants.tiers is not None:
-            _follow_tiers(file, participants.tiers)
         participants.register_with(pipeline)
         backend.remove_stale(path)
         first = _first_step(found, arguments, is_rank_known)
@@ -198,9 +196,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
         session = Session(steps, lock, found.classes, None if group_start is None else group_start.membership())
         undo.pop_all()
         undo.callback(session.abandon)
-        if participants.tiers is not None:
-            participants.tiers.start()
-        _start(session, path, resumed, arguments)
+        _start(session, path, resumed, arguments, participants.tiers)
         if group_start is not None:
             steps.add_early_gate()
             steps.commits.cross_check = cross_check_of(group_start.membership(), capture, pipeline)
@@ -310,6 +306,8 @@ def _commit_participants(file: PoolFile, meter: Meter) -> CommitParticipants:
     holds = Holds(options.replicas.slots_min if file.is_rank_pool else 2, at_hand)
     keeper = Retention(options.exports, file.path, meter, holds) if options.exports is not None else None
     tiers = DrainLink(options.tiers, file.path, meter, holds) if options.tiers else None
+    if tiers is not None:
+        _follow_tiers(file, tiers)
     return CommitParticipants(
         holds, keeper, tiers, NonfiniteCheck(file.found.state, meter) if options.pause_on_nonfinite else None
     )
@@ -360,8 +358,10 @@ def _first_step(found: Found, arguments: Arguments, is_rank_known: bool) -> Firs
     return FirstStep(found.optimizers, found.state, "scheduler" in arguments.declined, scheduled, is_rank_known)
 
 
-def _start(session: Session, path: str, resumed: Resumed | None, arguments: Arguments) -> None:
-    """Set the restored random states, and log what is saved and at which step the training starts."""
+def _start(session: Session, path: str, resumed: Resumed | None, arguments: Arguments, tiers: DrainLink | None) -> None:
+    """Start the drain, set the restored random states, and log what is saved and at which step the training starts."""
+    if tiers is not None:
+        tiers.start()
     if resumed is not None:
         resumed.set_rng()
     found = ", ".join(f"{name}: {kind}" for name, kind in session.found.items())
