@@ -322,6 +322,7 @@ def _follow_tiers(file: PoolFile, tiers: DrainLink) -> None:
         capture = file.capture
         assert capture.run_id is not None, "not in a group"
         if contents is None or record is None:
+            capture.run_id = tiers.run_of_new_training(capture.run_id)
             capture.claim = str(tiers.claim(capture.run_id, None))
             return
         goes_on_from = GoesOnFrom(contents.step, claim_of(contents.claim))

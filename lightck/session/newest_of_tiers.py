@@ -41,8 +41,9 @@ def bring_newest(path: str, backend: Backend, stores: Sequence[Store]) -> None:
     lock of the pool. Raises ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is no plain file."""
     try:
         in_pool = _newest_in_pool(path, backend)
-    except PoolError:
-        return  # attach says what is wrong with the pool
+    except PoolError:  # attach says what is wrong with the pool
+        _name_a_cure(path, stores)
+        return
     rejected: list[Rejected] = []
     for store in stores:
         _refuse_other_run(store, in_pool, path)
@@ -64,6 +65,16 @@ def bring_newest(path: str, backend: Backend, stores: Sequence[Store]) -> None:
         return
     if rejected and in_pool is None:
         raise none_whole_error(stores[0], rejected)
+
+
+def _name_a_cure(path: str, stores: Sequence[Store]) -> None:
+    newest = next(newest_of_all(stores, []), None)
+    if newest is not None:
+        log.warning(
+            "lightck: the pool %r cannot be used, and %s is there. To go on from it, move the pool away",
+            path,
+            newest,
+        )
 
 
 def _newest_in_pool(path: str, backend: Backend) -> _InPool | None:

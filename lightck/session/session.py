@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from numbers import Real
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lightck.dataloader.identity import name_of
@@ -32,6 +31,7 @@ from lightck.session.loaders import LoaderEvents
 from lightck.session.steps import Steps
 from lightck.sessions import followed_trainings
 from lightck.stats import Stats
+from lightck.tiers.metrics import checked_metrics
 from lightck.tiers.pin import Hold, Pin
 
 log = logging.getLogger("lightck")
@@ -249,9 +249,7 @@ class Session:
         finite are left out. In ``paused()`` the step is not committed here, but at its boundary.
         """
         self._check_usable()
-        for name, value in metrics.items():
-            if isinstance(value, bool) or not isinstance(value, Real):
-                raise TypeError(f"log({name}={value!r}): a metric is a number. Pass float(...) of it.")
+        numbers = checked_metrics(metrics)
         tiers = self._steps.commits.participants.tiers
         if tiers is None:
             return
@@ -259,7 +257,7 @@ class Session:
         if tiers.keeps_best and not self._steps.commits.paused:
             self.flush()
         is_committed = self._pipeline.committed == step
-        tiers.log(step, metrics, self._pipeline.pool.writer if is_committed else None)
+        tiers.log(step, numbers, self._pipeline.pool.writer if is_committed else None)
 
     @_exclusive
     def pin(self) -> Pin:

@@ -115,7 +115,7 @@ def _refuse_run_beside(store: Store, claim: Claim, run: str, others: Iterable[Cl
 
 def _other_run(store: Store) -> TierClaimedError:
     return TierClaimedError(
-        f"The tier {str(store)!r} holds checkpoints of another run, and recovery would take the newest of all. "
+        f"The tier {str(store)!r} belongs to another run, and recovery would take the newest checkpoint of all. "
         "Nothing was written. Choose another folder for this run."
     )
 

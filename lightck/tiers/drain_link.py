@@ -20,14 +20,15 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from lightck.errors import TierError
+from lightck.errors import TierClaimedError, TierError
 from lightck.pool.listener import CommitListener
 from lightck.pool.writer import PoolWriter
 from lightck.stats import Meter, TierStats
-from lightck.tiers.claiming import GoesOnFrom, claim_tiers, release
+from lightck.tiers.claiming import GoesOnFrom, claim_tiers, read_claim, release
 from lightck.tiers.decisions import GRACE_SECONDS, complete
-from lightck.tiers.drain_messages import DrainSettings, DrainState, Parent, TierSettings
+from lightck.tiers.drain_messages import DrainSettings, DrainState, Parent, TierSettings, TierState
 from lightck.tiers.drain_start import DrainHandle
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import Claim, TierCheckpoint
@@ -37,6 +38,10 @@ from lightck.tiers.tier import Tier
 log = logging.getLogger("lightck")
 FAILING_SECONDS_MAX = 600.0
 """How long a tier may fail before an error is raised, and how long ``finish`` waits without any progress."""
+_SILENT_SECONDS = 10.0
+"""When ``finish`` has waited so long, it says why."""
+_ENDING_SECONDS = 0.05
+"""How long the training waits for the end of a drain whose connection has ended."""
 _RESTART_PAUSE_SECONDS, _N_RESTARTS_MAX = 5.0, 5
 
 
@@ -54,18 +59,22 @@ class DrainLink(CommitListener):
         """For each tier the step of the last checkpoint that was due by its step, or lies in the tier."""
         self._is_empty = [True] * len(tiers)
         """Whether the tier holds no checkpoint: then the first one is sent at once."""
-        self._offer: tuple[Hold, list[int]] | None = None
-        """The checkpoint that is held for the drain, and the numbers of the tiers for which it is due."""
+        self._offer: _Offer | None = None
+        """The checkpoint that the drain is to send next."""
         self._is_offered = False
         """Whether it was reported to the drain."""
         self._metrics: dict[int, dict[str, float]] = {}
         """Step -> what the user logged, of steps that are not committed yet."""
         self._newest = 0
-        self._n_missed = 0
         self._warned: set[int] = set()
         """The tiers whose failure was reported."""
         self._raised: set[int] = set()
+        self._is_superseded = [False] * len(tiers)
         self._states: list[TierStats] = [TierStats(each.path) for each in tiers]
+        self._before = list(self._states)
+        """What drains have done that were killed."""
+        self._must_finish = self._is_finished = False
+        """``_is_finished``: whether a drain has said after ``close`` that it is done."""
         self._show()
 
     @property
@@ -78,6 +87,23 @@ class DrainLink(CommitListener):
         return any(each.keep_best is not None for each in self._tiers)
 
     # -- at attach
+
+    def run_of_new_training(self, run: str) -> str:
+        """Return the id of a training that begins now: ``run``, or that of a claim in the tiers below which nothing was
+        sent, because the training that made it was killed before its first checkpoint. Raises ``TierClaimedError`` if
+        a tier holds checkpoints."""
+        found = {run}
+        for store in self.stores:
+            listing = store.listing()
+            if listing.manifests:
+                raise TierClaimedError(
+                    f"The tier {str(store)!r} holds checkpoints, and this training begins anew. Nothing was changed. "
+                    "Pass attach(..., resume=True) to go on from the newest of them; or choose another folder, because "
+                    "a tier holds one run."
+                )
+            if listing.claims:
+                found.add(read_claim(store, max(listing.claims)).run)
+        return max(found - {run}, default=run)
 
     def claim(self, run: str, goes_on_from: GoesOnFrom | None, generation: int = 0) -> Claim:
         """Claim all tiers for the run. ``goes_on_from``: None for a new run; else the checkpoint, with its
@@ -103,7 +129,10 @@ class DrainLink(CommitListener):
     def start(self) -> None:
         """Start the drain. Raises ``TierError``."""
         assert self._settings is not None, "the tiers are claimed"
+        self._before = list(self._states)
         self._handle, self._started_at = DrainHandle(self._settings), time.monotonic()
+        for step, metrics in self._metrics.items():
+            self._handle.send({"metrics": metrics, "step": step})
 
     # -- at each commit
 
@@ -142,7 +171,10 @@ class DrainLink(CommitListener):
             due = certain
         slot = writer.slots.protected
         assert slot is not None, "a checkpoint was committed"
-        self._offer, self._is_offered = (self._holds.take_slot(writer, slot), due), False
+        generation = writer.slots.slots[slot].generation
+        assert generation is not None, "its content is known"
+        hold = self._holds.take_slot(writer, slot) if self.n_spare_slots else None
+        self._offer, self._is_offered = _Offer(step, generation, due, hold), False
         for number in due:
             self._last_due[number], self._is_empty[number] = step, False
         self._tell()
@@ -154,11 +186,11 @@ class DrainLink(CommitListener):
         return tier.keep_best is not None and tier.keep_best[0] in self._metrics.get(step, {})
 
     def _count_missed(self, step: int, numbers: list[int]) -> None:
-        self._n_missed += 1
         roots = " and ".join(repr(self._tiers[number].path) for number in numbers)
         log.warning(
-            "lightck: the checkpoint of step %d is not sent to the tier %s, because two before it are not sent yet. "
-            "keep_every or keep_best asked for it. Ask for fewer checkpoints, or for a faster folder",
+            "lightck: the checkpoint of step %d, for which keep_every or keep_best asked, is not sent to the tier %s, "
+            "because the process that sends is not ready, and one more waits for it. Ask for fewer checkpoints, or for "
+            "a faster folder",
             step,
             roots,
         )
@@ -167,16 +199,16 @@ class DrainLink(CommitListener):
         """Tell the drain of the checkpoint that is held for it, if it is ready."""
         if self._offer is None or self._is_offered or self._handle is None or self._handle.state.is_busy:
             return
-        hold, due = self._offer
-        metrics = self._metrics.pop(hold.step, None)
-        if metrics:
-            self._handle.send({"metrics": metrics, "step": hold.step})
-        self._is_offered = self._handle.send({"offer": hold.record.payload_generation, "tiers": due})
+        offer = self._offer
+        message: dict[str, object] = {"offer": offer.generation, "tiers": offer.tiers}
+        if offer.step in self._metrics:
+            message |= {"metrics": self._metrics[offer.step], "step": offer.step}
+        self._is_offered = self._handle.send(message)
 
     def log(self, step: int, metrics: Mapping[str, float], writer: PoolWriter | None) -> None:
         """Remember what the user logged at a step. ``writer``: if its checkpoint is the newest committed one; else it
         is not committed yet, and None."""
-        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._metrics.setdefault(step, {}).update(finite)
         for old in sorted(self._metrics)[:-100]:
             del self._metrics[old]
@@ -199,43 +231,31 @@ class DrainLink(CommitListener):
         self._tell()
 
     def _use(self, state: DrainState) -> None:
-        if self._offer is not None and self._is_offered:
-            hold, _ = self._offer
-            if state.answered == hold.record.payload_generation:
-                self._holds.release(hold)
-                self._offer = None
+        if self._offer is not None and self._is_offered and state.answered == self._offer.generation:
+            self._release_offer()
         for number, each in enumerate(state.tiers):
             if each.error is not None and number not in self._warned:
                 self._warned.add(number)
-                log.warning("lightck: %s Training goes on, and the next attempt follows", each.error)
+                follows = "" if each.is_superseded else " Training goes on, and the next attempt follows"
+                log.warning("lightck: %s%s", each.error, follows)
             elif each.error is None and number in self._warned:
                 self._warned.discard(number)
                 self._raised.discard(number)
                 log.warning("lightck: checkpoints are sent to the tier %r again", self._tiers[number].path)
-        self._states = [
-            TierStats(
-                tier.path,
-                each.step,
-                each.checkpoints,
-                each.sent_nbytes,
-                each.seconds,
-                each.sent_at,
-                each.error,
-                each.failing_since,
-            )
-            for tier, each in zip(self._tiers, state.tiers, strict=False)
-        ] or self._states
+        if state.tiers:
+            self._states = [_added(before, each) for before, each in zip(self._before, state.tiers, strict=True)]
+            self._is_superseded = [each.is_superseded for each in state.tiers]
         self._show()
 
     def _show(self) -> None:
         self._meter.tiers = tuple(self._states)
 
-    def _drain_has_ended(self, handle: DrainHandle) -> None:
-        """Start a drain again that was killed."""
-        if not handle.has_ended(1.0):
-            return
+    def _drain_has_ended(self, handle: DrainHandle, *, at_once: bool = False) -> None:
+        """Start a drain again that was killed. ``at_once``: do not wait if it has not lived long."""
+        if not handle.has_ended(_ENDING_SECONDS):
+            return  # asked again at the next commit
         self._use(handle.state)
-        if time.monotonic() - self._started_at < _RESTART_PAUSE_SECONDS * self._n_restarts:
+        if time.monotonic() - self._started_at < _RESTART_PAUSE_SECONDS * self._n_restarts and not at_once:
             return
         handle.let_go()
         self._handle = None
@@ -261,9 +281,9 @@ class DrainLink(CommitListener):
             self._release_offer()
 
     def _release_offer(self) -> None:
-        if self._offer is not None:
-            self._holds.release(self._offer[0])
-            self._offer = None
+        if self._offer is not None and self._offer.hold is not None:
+            self._holds.release(self._offer.hold)
+        self._offer = None
 
     # -- errors
 
@@ -278,13 +298,16 @@ class DrainLink(CommitListener):
 
     def failure_at_close(self) -> TierError | None:
         """Return an error if a tier lacks the newest checkpoint after ``finish``; else None."""
-        for each in self._states:
+        for number, each in enumerate(self._states):
+            if self._is_superseded[number]:
+                return TierClaimedError(f"{each.error} The pool {self._pool!r} holds what this session has saved.")
             if each.error is not None:
                 return self._error(each)
-        if self._handle is None and self._settings is not None and self._n_restarts >= _N_RESTARTS_MAX:
+        if self._must_finish and not self._is_finished:
             return TierError(
-                "No process sends checkpoints to the tiers, because it has ended again and again. The pool and its "
-                f"checkpoints are intact. Send the newest one by hand: lightck copy {self._pool} {self._tiers[0].path}."
+                "The process that sends checkpoints to the tiers has ended, or has not answered, before the newest one "
+                "was sent. The pool and its checkpoints are intact. Send it by hand: lightck copy "
+                f"{self._pool} {self._tiers[0].path}."
             )
         return None
 
@@ -301,30 +324,62 @@ class DrainLink(CommitListener):
 
     def finish(self) -> None:
         """Wait until the newest checkpoint lies in every tier, or cannot be sent. The session has committed it."""
-        if self._handle is None or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
-        self.read()
-        handle = self._handle
-        if handle is None:
-            return
-        self._release_offer()
-        handle.send({"close": True})
+        self._must_finish = True
         seen, seen_at = "", time.monotonic()
-        while not handle.state.is_done:
-            handle.wait(0.5)
+        to_be_said, is_closing = [seen_at + _SILENT_SECONDS], False
+        while self._handle is not None and time.monotonic() - seen_at < FAILING_SECONDS_MAX:
+            handle = self._handle
             if not handle.receive():
+                self._drain_has_ended(handle, at_once=True)
+                is_closing = False
+                continue
+            self._use(handle.state)
+            self._is_finished = handle.state.is_done
+            if self._is_finished:
                 break
-            if (now := repr(handle.state.tiers)) != seen:
+            self._tell()
+            if self._offer is None and not is_closing:
+                is_closing = handle.send({"close": True})
+            handle.wait(0.2)
+            if to_be_said and time.monotonic() > to_be_said[0]:
+                to_be_said.clear()
+                log.warning("lightck: close() waits until the newest checkpoint is in the tiers. Ctrl-C ends the wait")
+            if (now := repr(handle.state)) != seen:
                 seen, seen_at = now, time.monotonic()
-            elif time.monotonic() - seen_at > FAILING_SECONDS_MAX:
-                break
-        self._use(handle.state)
+        self._release_offer()
 
     def closed(self) -> None:
         """End the connection: a drain that is not done goes on alone."""
         if self._handle is not None and os.getpid() == self._pid:
             self._handle.let_go()
         self._handle = None
+
+
+class _Offer(NamedTuple):
+    """A checkpoint that the drain is to send."""
+
+    step: int
+    generation: int
+    tiers: list[int]
+    """The numbers of the tiers for which it is due."""
+    hold: Hold | None
+    """None: the pool has no slot for it to be held in, so the training may overwrite it before the drain holds it."""
+
+
+def _added(before: TierStats, state: TierState) -> TierStats:
+    """Return what drains have done for a tier, the present one included."""
+    return TierStats(
+        before.root,
+        before.step if state.step is None else state.step,
+        before.checkpoints + state.checkpoints,
+        before.bytes_sent + state.sent_nbytes,
+        state.seconds or before.seconds,
+        state.sent_at or before.sent_at,
+        state.error,
+        state.failing_since,
+    )
 
 
 def n_spare_slots(tiers: Sequence[Tier]) -> int:

@@ -102,11 +102,6 @@ class DrainState:
     """Whether it holds, or is about to hold, a checkpoint."""
     answered: int = 0
     """The generation of the last offer that it holds now, or cannot take: the training need not hold it any more."""
-    n_missed: int = 0
-    """Offers that it could not take."""
-    n_overtaken: int = 0
-    """How often a checkpoint was overwritten while it was sent."""
-    cpu_seconds: float = 0.0
     is_done: bool = False
     """Whether it has done everything after ``close``."""
     fatal: str | None = None

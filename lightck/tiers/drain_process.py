@@ -1,7 +1,7 @@
 """The drain: a process that sends checkpoints of a running training to its tiers. It runs without torch.
 
     settings     come over the socket, never by the command line, which others can read
-    lock         POOL.drain: one drain per pool. That of a training that was killed finishes first
+    lock         POOL.drain: one drain per pool. That of a training that was killed finishes first, if it does so soon
     wait         for an offer, for the time of a tier, or for the end of the training
     hold, send   the checkpoint to each tier for which it is due, one after the other (``sending.py``)
     retain       remove from the tier what need not stay (``decisions.py``)
@@ -25,12 +25,12 @@ import random
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from lightck.errors import LightckError, PoolError, TierClaimedError, TierError
+from lightck.errors import LightckError, PoolError, PoolNotFoundError, TierClaimedError, TierError
 from lightck.pool.commit_log import candidates
 from lightck.pool.format.saved_by import saved_by
 from lightck.pool.format.structures import CommitRecord, DamagedError
@@ -53,8 +53,11 @@ _POLL_SECONDS = 1.0
 """How often the process looks whether the training still lives, if the socket does not say so."""
 _PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 1.0, 60.0
 """The pause after a failed attempt doubles from one to the other."""
+_PAUSE_SECONDS_MAX_AT_END, _PAUSE_SECONDS_ALONE = 5.0, 0.2
 _ORPHAN_SECONDS_MAX = 600.0
 """How long the process outlives its training."""
+_OTHER_SECONDS_MAX, _OTHER_SECONDS_MAX_AT_END = 30.0, 5.0
+"""How long the process waits for the drain of an earlier training: usually, and when its own training has ended."""
 _N_ATTEMPTS_AT_END, _N_OVERTAKEN_MAX = 3, 20
 _N_METRICS_MAX = 1000
 """Of how many steps the metrics are remembered."""
@@ -95,6 +98,8 @@ class DrainProcess:
         it is due."""
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._is_closing = self._is_alone = self._is_unreported = False
+        self._is_urgent = False
+        """Whether the newest checkpoint is to be sent now, because this machine or job may be about to end."""
         began = time.monotonic()
         for each in self._outlets:
             each.next_at = began + (each.settings.every_seconds or 0.0)
@@ -103,26 +108,33 @@ class DrainProcess:
         """Serve the training until it ends."""
         lock = DrainLock(self._settings.pool)
         try:
-            ended_at: float | None = None
-            while True:
-                if self._is_closing or self._is_alone:
-                    ended_at = ended_at or time.monotonic()
-                is_locked = lock.take()
-                if is_locked and ended_at is not None:
-                    self._finish(ended_at + _ORPHAN_SECONDS_MAX)
-                    return
-                if is_locked:
-                    self._serve()
-                elif ended_at is not None and time.monotonic() - ended_at > _ORPHAN_SECONDS_MAX:
-                    return
+            began = time.monotonic()
+            while not lock.take():
+                has_ended = self._is_closing or self._is_alone
+                if time.monotonic() - began > (_OTHER_SECONDS_MAX_AT_END if has_ended else _OTHER_SECONDS_MAX):
+                    break  # two drains disturb each other's holds, and nothing else
                 self._wait()
+            while not self._is_closing and not self._is_alone:
+                self._serve()
+                self._wait()
+            self._serve()  # what was offered before the end
+            self._finish(time.monotonic() + _ORPHAN_SECONDS_MAX)
         finally:
             lock.release()
+
+    def terminated(self, *_: object) -> None:
+        """Handle SIGTERM, which a container or a batch system sends to all processes, and after some seconds SIGKILL:
+        send the newest checkpoint now, and go on. The second one ends the process."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._is_urgent = True
 
     # -- the training
 
     def _wait(self) -> None:
         """Wait until there is something to do, and read what the training says."""
+        if self._is_alone:
+            time.sleep(_PAUSE_SECONDS_ALONE)
+            return
         now = time.monotonic()
         timed = [each.next_at for each in self._outlets if each.is_due(float("inf"))]
         seconds = min(_POLL_SECONDS, max(0.0, min(timed, default=float("inf")) - now))
@@ -143,8 +155,6 @@ class DrainProcess:
             self._report()
 
     def _report(self) -> None:
-        times = os.times()
-        self._state.cpu_seconds = times.user + times.system
         self._is_unreported = not send_message(self._connection, self._state.packed())
 
     # -- what is sent
@@ -156,7 +166,8 @@ class DrainProcess:
         if offer is not None:
             generation, numbers = offer
             self._send([self._outlets[number] for number in numbers], generation)
-        due = [each for each in self._outlets if each.is_due(now)]
+        is_urgent, self._is_urgent = self._is_urgent, False
+        due = [each for each in self._outlets if is_urgent or each.is_due(now)]
         if due:
             self._send(due)
         for each in due:
@@ -176,7 +187,7 @@ class DrainProcess:
             is_last = n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone
             if not left or is_last or time.monotonic() > until:
                 break
-            time.sleep(min(_PAUSE_SECONDS * 2 ** (n_attempts - 1), _PAUSE_SECONDS_MAX))
+            time.sleep(min(_PAUSE_SECONDS * 2 ** (n_attempts - 1), _PAUSE_SECONDS_MAX_AT_END))
         self._state.is_busy, self._state.is_done = False, True
         self._report()
 
@@ -193,15 +204,16 @@ class DrainProcess:
                     left = self._send_from(reader, left, generation, is_last=is_last)
                 if not left:
                     return
-                self._state.n_overtaken += 1
                 generation = None  # it was overwritten: now the newest one
             raise DamagedError("each checkpoint was overwritten while it was sent")
+        except PoolNotFoundError:  # not made yet, or removed: there is nothing to send
+            for each in left:
+                each.n_failures = 0
         except (PoolError, DamagedError) as err:
             for each in left:
                 self._failed(each, f"The checkpoint cannot be read: {err}")
         finally:
             if offered is not None and self._state.answered != offered:
-                self._state.n_missed += 1
                 self._answer(offered)
 
     def _answer(self, generation: int) -> None:
@@ -216,6 +228,8 @@ class DrainProcess:
         Raises ``DamagedError`` and ``PoolError``."""
         record = _record(reader, generation)
         if record is None:
+            for each in outlets:
+                each.n_failures = 0
             return []
         try:
             stored = reader.checkpoint(record)
@@ -229,7 +243,9 @@ class DrainProcess:
             if generation is not None:
                 self._answer(generation)
             for number, each in enumerate(outlets):
-                if self._belongs(stored, each, is_last=is_last) and not self._send_to(each, stored):
+                if not self._belongs(stored, each, is_last=is_last):
+                    each.n_failures = 0  # there is nothing left to try again
+                elif not self._send_to(each, stored):
                     return outlets[number:]
         return []
 
@@ -346,14 +362,16 @@ def main(fd: int) -> None:
     """Run a drain. ``fd``: its end of the connection to the training."""
     parent_pid = os.getppid()
     connection = socket.socket(fileno=fd)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
+        Path("/proc/self/comm").write_text("lightck-drain")  # for top and ps
     try:
         select.select([connection], [], [])
         settings = receive_message(connection)
         if settings:
-            DrainProcess(connection, DrainSettings.unpacked(settings), parent_pid).run()
+            process = DrainProcess(connection, DrainSettings.unpacked(settings), parent_pid)
+            signal.signal(signal.SIGTERM, process.terminated)
+            process.run()
     except Exception as err:
         kind = "" if isinstance(err, LightckError) else f"{type(err).__name__}: "
         send_message(connection, DrainState(fatal=f"{kind}{err}").packed())

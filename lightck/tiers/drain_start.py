@@ -6,7 +6,7 @@ terminal, and a session of its own. So it does not end with Ctrl-C, and does not
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import os
 import select
 import socket
@@ -25,7 +25,11 @@ from lightck.tiers.drain_messages import (
 )
 
 _PROGRAM = "from lightck.tiers.drain_process import main; main(0)"
+_END_SECONDS = 2.0
+"""How long a process that is done may take to end."""
 _connections: weakref.WeakSet[DrainHandle] = weakref.WeakSet()
+_running: list[subprocess.Popen[bytes]] = []
+"""Processes that were let go, and that may run on."""
 
 
 class DrainHandle:
@@ -36,10 +40,13 @@ class DrainHandle:
         self.state = DrainState(tiers=[])
         """The newest state that has arrived."""
         self._process: subprocess.Popen[bytes] | None = None
+        _running[:] = [each for each in _running if each.poll() is None]
+        if not sys.executable:
+            raise _cannot_start("Python does not say where its program is (sys.executable)", None)
         try:
             self._connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as err:
-            raise _cannot_start(err) from err
+            raise _cannot_start(err.strerror, err.errno) from err
         try:
             for each in (self._connection, other):
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_NBYTES_MAX)
@@ -54,7 +61,7 @@ class DrainHandle:
             )
         except OSError as err:
             self._connection.close()
-            raise _cannot_start(err) from err
+            raise _cannot_start(err.strerror, err.errno) from err
         finally:
             other.close()
         _connections.add(self)
@@ -79,8 +86,7 @@ class DrainHandle:
 
     def wait(self, seconds: float) -> None:
         """Wait for a message, at most so long."""
-        with contextlib.suppress(OSError, ValueError):
-            select.select([self._connection], [], [], seconds)
+        select.select([self._connection], [], [], seconds)
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Whether the process has ended, after at most so many seconds."""
@@ -96,8 +102,8 @@ class DrainHandle:
         """End the connection. The process sends the newest checkpoint, and ends by itself."""
         _connections.discard(self)
         self._connection.close()
-        if self._process is not None and self._process.poll() is None:
-            self._process.returncode = 0  # nobody waits for it any more: else Python warns of a process that runs on
+        if self._process is not None and not self.has_ended(_END_SECONDS if self.state.is_done else 0.0):
+            _running.append(self._process)
 
     def close_in_child(self) -> None:
         """Close the connection in a forked child, so that the drain sees when the training ends."""
@@ -109,12 +115,12 @@ def _import_path() -> str:
     return os.pathsep.join(os.path.abspath(each) for each in sys.path if each is not None)
 
 
-def _cannot_start(err: OSError) -> TierError:
+def _cannot_start(reason: str | None, code: int | None) -> TierError:
     return TierError(
-        f"The process that sends checkpoints to the tiers cannot be started: {err.strerror or err}. Nothing was "
+        f"The process that sends checkpoints to the tiers cannot be started: {reason}. Nothing was "
         "changed. Check the limits of this user (processes, open files, memory); or leave tiers= out, and run "
         "`lightck copy POOL TIER --every 5min` beside the training.",
-        err.errno,
+        code,
     )
 
 
@@ -122,6 +128,15 @@ def _close_in_child() -> None:
     for each in list(_connections):
         each.close_in_child()
     _connections.clear()
+    _forget_running()
+
+
+def _forget_running() -> None:
+    """Do not let Python warn of processes that run on: they are meant to."""
+    for each in _running:
+        each.returncode = each.returncode or 0
+    _running.clear()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+atexit.register(_forget_running)

@@ -83,6 +83,11 @@ class Tier:
                 "Tier(keep_every=..., keep_best=...) say what stays besides the newest checkpoints, and without "
                 "keep_last= all checkpoints stay. Pass keep_last=2 too."
             )
+        if self.needs_certain_steps and not self.spare_slot:
+            raise ValueError(
+                "Tier(spare_slot=False) with keep_every= or keep_best=: a certain checkpoint can be sent only if it is "
+                "held in a slot until then. Leave out spare_slot=False."
+            )
         if self.keep_best is not None:
             _check_best(self.keep_best)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,11 +24,15 @@ import lightck
 from lightck.errors import CheckpointExistsError, KeepError, TierClaimedError, TierError, UnsupportedError
 from lightck.pool.format.saved_by import saved_by
 from lightck.pool.reader import open_pool
-from lightck.tiers import drain_link
+from lightck.tiers import drain_link, drain_start
 from lightck.tiers.claiming import read_claim
 from lightck.tiers.decisions import complete
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.tier_manifest import read_manifest
+
+os.environ["LIGHTCK_TEST_OF"] = str(os.getpid())
+MARK = f"LIGHTCK_TEST_OF={os.getpid()}".encode()
+"""What the environment of a drain says that one of these tests has started, wherever it is in the tree of processes."""
 
 
 def steps_in(tier: Path) -> list[int]:
@@ -45,11 +51,12 @@ def until(is_true: Callable[[], object], seconds: float = 30.0) -> None:
 
 
 def drains() -> list[int]:
-    """The processes of drains on this machine that this test process, or a child of it, has started."""
+    """The processes of drains that this test process, or a child of it, has started."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
-            if b"drain_process" in (entry / "cmdline").read_bytes() and "Z" not in _state(int(entry.name)):
+            is_ours = MARK in (entry / "environ").read_bytes().split(b"\0")
+            if is_ours and b"drain_process" in (entry / "cmdline").read_bytes() and _state(int(entry.name)) != "Z":
                 found.append(int(entry.name))
     return found
 
@@ -375,6 +382,175 @@ def test_a_forked_child_does_not_keep_the_drain(tmp_path):
     assert steps_in(tier) == [2]
 
 
+@contextmanager
+def stopped(pid: int, seconds: float) -> Iterator[None]:
+    """The process stands still, and goes on by itself some time after the block."""
+    os.kill(pid, signal.SIGSTOP)
+    yield
+    timer = threading.Timer(seconds, lambda: os.kill(pid, signal.SIGCONT))
+    timer.daemon = True
+    timer.start()
+
+
+def test_close_sends_the_newest_checkpoint_although_the_drain_is_killed_again_and_again(tmp_path):
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=1)])
+    until(is_ready(session))
+    trained(session, model, optimizer, 2)
+    for _ in range(2):
+        os.kill(drains()[0], signal.SIGKILL)
+        until(lambda: not drains())
+        train(model, optimizer, 1, start=session.step)
+        session.flush()
+    os.kill(os.getpid(), 0)
+    for pid in drains():
+        os.kill(pid, signal.SIGKILL)
+    session.close()
+    assert steps_in(tmp_path / "tier")[-1] == 4
+    assert session.stats().tiers[0].step == 4
+    assert session.stats().tiers[0].checkpoints >= 3
+
+
+def test_close_raises_if_no_drain_can_be_started(tmp_path, monkeypatch):
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=1)])
+    until(is_ready(session))
+    trained(session, model, optimizer, 1)
+
+    def no_process(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(drain_start.subprocess, "Popen", no_process)
+    os.kill(drains()[0], signal.SIGKILL)
+    until(lambda: not drains())
+    train(model, optimizer, 1, start=1)
+    with pytest.raises(TierError, match="before the newest one was sent"):
+        session.close()
+
+
+def test_sigterm_to_the_training_and_its_drain_sends_the_newest_checkpoint(tmp_path):
+    """A container or a batch system sends it to all processes."""
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    with training(pool, tier, 10**6, "1h") as process:
+        process.stdout.readline()
+        until(lambda: lightck_step(pool) > 20)
+        for pid in (process.pid, *drains()):
+            os.kill(pid, signal.SIGTERM)
+        process.wait()
+        until(lambda: not drains())
+    assert lightck.recover(tier).step == lightck.recover(pool).step
+
+
+def test_a_best_checkpoint_that_waits_for_the_drain_is_sent_at_close(tmp_path):
+    tiers = [lightck.Tier(tmp_path / "tier", every=100, keep_last=2, keep_best=("v", 1, "min"))]
+    model, optimizer, session = attached(tmp_path / "run.pool", tiers)
+    until(is_ready(session))
+    trained(session, model, optimizer, 2)
+    with stopped(drains()[0], 0.5):
+        train(model, optimizer, 1, start=2)
+        session.log(v=0.1)
+        for _ in range(6):
+            train(model, optimizer, 1, start=session.step)
+            session.flush()
+    session.close()
+    assert steps_in(tmp_path / "tier") == [1, 3, 9]
+
+
+def test_what_was_logged_survives_a_kill_of_the_drain(tmp_path):
+    tiers = [lightck.Tier(tmp_path / "tier", every=100, keep_last=2, keep_best=("v", 1, "min"))]
+    model, optimizer, session = attached(tmp_path / "run.pool", tiers)
+    with session:
+        until(is_ready(session))
+        trained(session, model, optimizer, 1)
+        (pid,) = drains()
+        os.kill(pid, signal.SIGSTOP)
+        train(model, optimizer, 1, start=1)
+        session.log(v=torch.tensor(0.25))
+        os.kill(pid, signal.SIGKILL)
+    store = only_store(tmp_path / "tier")
+    assert {each.step: read_manifest(store, each).metrics for each in store.listing().manifests}[2] == {"v": 0.25}
+
+
+def test_a_training_without_a_spare_slot_goes_on(tmp_path):
+    """Its steps are faster than the sending of its state, and there are two slots."""
+    model = torch.nn.Linear(1500, 1500)
+    optimizer = torch.optim.Adam(model.parameters())
+    tiers = [lightck.Tier(tmp_path / "tier", every=2, spare_slot=False)]
+    with lightck.attach(model, tmp_path / "run.pool", optimizer=optimizer, tiers=tiers) as session:
+        until(is_ready(session))
+        for _ in range(30):
+            model(torch.ones(1, 1500)).sum().backward()
+            optimizer.step()
+            session.end_step()
+        session.flush()
+    assert steps_in(tmp_path / "tier")[-1] == 30
+    with open_pool_closing(tmp_path / "run.pool") as reader:
+        assert len(reader.superblock.slots) == 2
+
+
+@contextmanager
+def open_pool_closing(pool: Path) -> Iterator[Any]:
+    reader = open_pool(str(pool))
+    yield reader
+    reader.close()
+
+
+def test_a_flood_of_metrics_neither_hangs_nor_loses_the_end(tmp_path):
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every="1h")])
+    until(is_ready(session))
+    trained(session, model, optimizer, 1)
+    with stopped(drains()[0], 0.5):
+        for step in range(2000):
+            session.log(**{f"metric-{number}": step for number in range(40)})
+    train(model, optimizer, 1, start=1)
+    session.close()
+    assert steps_in(tmp_path / "tier")[-1] == 2
+
+
+def test_an_orphan_that_cannot_send_does_not_stop_the_next_training(tmp_path):
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    with training(pool, tier, 10**6) as process:
+        process.stdout.readline()
+        until(lambda: lightck_step(pool) > 5)
+        tier.rename(tmp_path / "moved")
+        tier.write_text("")
+        process.kill()
+        process.wait()
+    model = Noisy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    tiers = [lightck.Tier(tmp_path / "healthy", every="1h")]
+    with lightck.attach(model, pool, optimizer=optimizer, resume=True, tiers=tiers) as session:
+        begun = session.step
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    assert steps_in(tmp_path / "healthy")[-1] == begun + 1
+    until(lambda: not drains(), 20.0)  # the orphan sees that nothing is left for it
+
+
+def test_no_process_is_left_when_sessions_follow_each_other(tmp_path):
+    for number in range(3):
+        tiers = [lightck.Tier(tmp_path / f"tier-{number}", every=1)]
+        model, optimizer, session = attached(tmp_path / f"{number}.pool", tiers)
+        with session:
+            train(model, optimizer, 1)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert not [each for each in children if "lightck" in Path(f"/proc/{each}/comm").read_text()]
+
+
+def test_a_session_whose_tier_another_one_claims_says_so_and_goes_on(tmp_path, caplog):
+    from lightck.tiers.copying import copy_to_tier
+
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
+    until(is_ready(session))
+    trained(session, model, optimizer, 1)
+    copy_to_tier(pool, tier, written_by="test", progress=_progress)
+    trained(session, model, optimizer, 2)
+    assert "Another process has claimed the tier" in caplog.text
+    assert "next attempt" not in caplog.text
+    with pytest.raises(TierClaimedError, match="holds what this session has saved"):
+        session.close()
+    assert lightck.recover(pool).step == 3
+
+
 # -- the newest of pool and tiers
 
 
@@ -485,6 +661,23 @@ def test_recover_restores_from_a_tier_also_lazily(tmp_path):
     assert lightck.recover(tier, step=2).step == 2
 
 
+def test_a_training_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path):
+    """Its claim is in the tier already, and its pool does not say which run it was."""
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+
+    def work() -> None:
+        attached(pool, [lightck.Tier(tier, every=1)])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with suppress(Exception):
+        in_child(work)
+    assert claims_in(tier) == 1
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)], resume=True)
+    with session:
+        train(model, optimizer, 2)
+    assert lightck.recover(tier).step == 2
+
+
 # -- what is refused
 
 
@@ -493,7 +686,7 @@ def test_a_tier_of_another_run_is_refused_and_nothing_changes(tmp_path):
     model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
     with session:
         train(model, optimizer, 3)
-    with pytest.raises(TierClaimedError, match="another run"):
+    with pytest.raises(TierClaimedError, match=r"holds checkpoints.*resume=True"):
         attached(tmp_path / "new.pool", [lightck.Tier(tier, every=1)])
     assert not (tmp_path / "new.pool").exists()
     other = tmp_path / "other.pool"
@@ -534,6 +727,7 @@ def test_a_folder_that_cannot_be_a_tier_is_an_error_at_attach(tmp_path):
         {"every": 1, "keep_last": 2, "keep_best": ("loss", 0, "min")},
         {"every": 1, "format": "zip"},
         {"every": 1, "what": "all"},
+        {"every": 1, "keep_last": 2, "keep_every": 3, "spare_slot": False},
         {"every": "5min", "format": "safetensors"},
     ],
 )
@@ -556,8 +750,13 @@ def test_wrong_tiers_are_named(tmp_path):
     with pytest.raises(UnsupportedError, match="tiers="):
         attached(tmp_path / "run.pool", [tier], strategy=lightck.Gradients())
     _model, _optimizer, session = attached(tmp_path / "run.pool", [tier])
-    with session, pytest.raises(TypeError, match="a metric is a number"):
-        session.log(loss="low")
+    with session:
+        for wrong in ("low", True, None, torch.ones(2)):
+            with pytest.raises(TypeError, match="a metric is a number"):
+                session.log(loss=wrong)
+        with pytest.raises(ValueError, match="Log fewer"):
+            session.log(**{f"metric-{number}": 1.0 for number in range(5000)})
+        session.log(huge=10**400, nan=float("nan"))
 
 
 # -- a tier that fails
@@ -642,7 +841,7 @@ def test_the_drain_has_no_torch_and_its_command_line_names_nothing(tmp_path):
     assert "libtorch" not in maps
     assert str(tmp_path).encode() not in words
     assert not [each for each in held if "run.pool" in each and not each.endswith((".drain", "run.pool"))]
-    assert not (tmp_path / "run.pool.drain").exists(), "it is removed at the end"
+    until(lambda: not (tmp_path / "run.pool.drain").exists())  # it is removed at the end
 
 
 def test_a_checkpoint_names_its_claim(tmp_path):

@@ -1,0 +1,214 @@
+"""Kill trainings and their drains, lose pools, and compare with a training that was never interrupted.
+
+    cd tests; python -m tiers.kills --kills 1000 --seed 1
+
+Each life is a forked child that attaches with ``resume=True`` and a tier, says which state it has restored, and trains.
+After a random time the trainer, its drain, or both are killed; then the pool is lost in some cases.
+
+Checked after each life: the restored state is, bit by bit, that of the uninterrupted training at its step; a life
+without a pool begins at the newest complete checkpoint of the tier; a life with one never begins below it; each object
+that a manifest of the tier names is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import lightck
+from lightck.tiers import drain_link
+from lightck.tiers.decisions import complete, newest_complete
+from lightck.tiers.folder import FolderStore
+from lightck.tiers.tier_manifest import read_manifest
+
+N_STEPS = 100_000
+
+
+class Counts(NamedTuple):
+    """What a campaign has seen."""
+
+    kills: int
+    lost_pools: int
+    checkpoints: int
+    last_step: int
+
+
+def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(4, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(), torch.nn.Linear(16, 1)
+    model = torch.nn.Sequential(*layers)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    whole = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
+    return hashlib.sha256(whole).hexdigest()[:16]
+
+
+class Reference:
+    """The fingerprints of the uninterrupted training, made as far as they are asked for."""
+
+    def __init__(self) -> None:
+        self._model, self._optimizer = build()
+        torch.manual_seed(1)
+        self._random = torch.get_rng_state()
+        self._found = [fingerprint(self._model)]
+
+    def at(self, step: int) -> str:
+        torch.set_rng_state(self._random)
+        while len(self._found) <= step:
+            update(self._model, self._optimizer)
+            self._found.append(fingerprint(self._model))
+        self._random = torch.get_rng_state()
+        return self._found[step]
+
+
+def life(pool: Path, tier: Path, report: int, every: int | str, pause: float) -> None:
+    """Train until something kills this process."""
+    drain_link.GRACE_SECONDS = 0.5
+    model, optimizer = build()
+    torch.manual_seed(1)
+    tiers = [lightck.Tier(tier, every=every, keep_last=2)]
+    session = lightck.attach(model, pool, optimizer=optimizer, resume=True, tiers=tiers)
+    (drain,) = children_of(os.getpid())
+    os.write(report, f"{session.step} {fingerprint(model)} {drain}\n".encode())
+    while True:
+        update(model, optimizer)
+        session.end_step()
+        time.sleep(pause)
+
+
+def children_of(pid: int) -> list[int]:
+    return [
+        int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()
+    ]
+
+
+def is_running(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def check_tier(store: FolderStore) -> int:
+    """Return the number of complete checkpoints, of which no object may be missing."""
+    for _ in range(100):  # a drain may delete something between the listing and a read
+        listing = store.listing()
+        with suppress(Exception):
+            named = {each.name for name in listing.manifests for each in read_manifest(store, name).objects}
+            missing = named - set(store.listing().objects)
+            still = [name for name in store.listing().manifests if missing & _objects(store, name)] if missing else []
+            assert not still, f"objects of {still} are missing"
+            break
+    return len(complete(listing))
+
+
+def _objects(store: FolderStore, name: object) -> set[object]:
+    return {each.name for each in read_manifest(store, name).objects}  # type: ignore[arg-type]
+
+
+def run(kills: int, seed: int, folder: Path) -> Counts:
+    """Run a campaign. Raises ``AssertionError`` with the seed."""
+    chance, reference = random.Random(seed), Reference()
+    pool, tier = folder / "run.pool", folder / "tier"
+    store = FolderStore(str(tier))
+    n_killed = n_lost = n_checkpoints = begun = 0
+    least, is_lost = 0, False
+    while n_killed < kills:
+        every = chance.choice([1, 5, "0.05s", "0.2s"])
+        reads, report = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(reads)
+            try:
+                life(pool, tier, report, every, chance.choice([0.0, 0.002]))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        os.close(report)
+        with os.fdopen(reads) as said:
+            line = said.readline().split()
+            assert len(line) == 3, f"seed {seed}, kill {n_killed}: the life ended before it began"
+            begun, restored, drain = int(line[0]), line[1], int(line[2])
+            where = f"seed {seed}, kill {n_killed}: begun at step {begun}"
+            assert restored == reference.at(begun), f"{where}: other bits than the uninterrupted training"
+            assert begun == least if is_lost else begun >= least, f"{where}: the tier held step {least}"
+            time.sleep(chance.uniform(0.0, 0.5))
+            for victim in chance.choice([[pid], [drain], [pid, drain], [drain, pid]]):
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+                n_killed += 1
+                time.sleep(chance.choice([0.0, 0.0, 0.02]))
+            if is_running(pid):
+                time.sleep(chance.uniform(0.0, 0.3))
+                os.kill(pid, signal.SIGKILL)
+                n_killed += 1
+            os.waitpid(pid, 0)
+        is_lost = chance.random() < 0.3
+        if is_lost:
+            n_lost += 1
+            wait_for_drains(pool)
+            pool.unlink()
+        n_checkpoints = check_tier(store)
+        newest = newest_complete(store.listing())
+        least = 0 if newest is None else newest.step
+    wait_for_drains(pool)
+    return Counts(n_killed, n_lost, n_checkpoints, begun)
+
+
+def wait_for_drains(pool: Path) -> None:
+    """Wait until the drain of a killed training has ended."""
+    deadline = time.monotonic() + 60
+    while Path(f"{pool}.drain").exists() and any(_drains(pool)):
+        assert time.monotonic() < deadline, "a drain does not end"
+        time.sleep(0.01)
+
+
+def _drains(pool: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            held = [os.readlink(each) for each in (entry / "fd").iterdir()] if entry.name.isdigit() else []
+            if f"{pool}.drain" in held:
+                found.append(int(entry.name))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        counts = run(args.kills, args.seed, Path(name))
+    seconds = time.monotonic() - began
+    print(
+        f"seed {args.seed}: {counts.kills} kills, {counts.lost_pools} pools lost, step {counts.last_step}: every state "
+        f"exact, nothing missing ({seconds:.0f} s)"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
