@@ -35,6 +35,7 @@ from bench.workloads import Workload, gpt2_of, workload
 
 LOOPS = ("plain", "without", "tier", "again")
 EVERY = 10
+SHM = "/dev/shm"
 
 
 def loop(of: Workload, steps: int, pool: Path | None, tier: Path | None) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def loop(of: Workload, steps: int, pool: Path | None, tier: Path | None) -> dict
     for _ in range(steps):
         began = time.perf_counter()
         x, y = of.input(of.batch, generator)
-        of.loss(model, x, y).backward()
+        torch.autograd.backward(of.loss(model, x, y))
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter() - began)
@@ -74,11 +75,10 @@ def drain_facts(stats: lightck.Stats, ended: Sequence[float], tier: Path) -> dic
     peak = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
     sent = {name.step: when for name, when in FolderStore(str(tier)).listing().manifests.items()}
     due = range(EVERY, len(ended) - 2 * EVERY + 1, EVERY)
-    late = [
-        step
-        for step in due
-        if not any(step <= at < step + EVERY and sent[at] < ended[step - 1 + 2 * EVERY] for at in sent)
-    ]
+    late = []
+    for step in due:
+        in_time = (when < ended[step - 1 + 2 * EVERY] for at, when in sent.items() if step <= at < step + EVERY)
+        late += [] if any(in_time) else [step]
     (state,) = stats.tiers
     return {
         "due": len(due),
@@ -135,10 +135,11 @@ def show(name: str, found: dict[str, Any]) -> None:
     percent = {key: [round(100 * value, 1) for value in values] for key, values in found["added"].items()}
     stall = {key: [round(100 * value, 2) for value in values] for key, values in found["stall"].items()}
     print(f"{name}: step {found['step_seconds']:.2f} s; added %: {percent}; stall %: {stall}")
+    seconds = [round(value, 2) for value in found["seconds"]]
+    writes = [round(value, 2) for value in found["large_write_seconds"]]
     print(
-        f"  {sum(found['late'])} of {sum(found['due'])} due checkpoints late; a checkpoint of "
-        f"{found['checkpoint_mb'][0]:.0f} MB took {[round(x, 2) for x in found['seconds']]} s, one large write "
-        f"{[round(x, 2) for x in found['large_write_seconds']]} s; drain: {found['cpu_per_gb'][0]:.2f} s of CPU per GB, "
+        f"  {sum(found['late'])} of {sum(found['due'])} due checkpoints late; {found['checkpoint_mb'][0]:.0f} MB took "
+        f"{seconds} s, one large write {writes} s; drain: {found['cpu_per_gb'][0]:.2f} s of CPU per GB, "
         f"{max(found['peak_mb']):.0f} MB at its peak"
     )
 
@@ -156,11 +157,8 @@ def main() -> None:
     results = {}
     for name, each in of.items():
         if args.only in (None, name):
-            with (
-                tempfile.TemporaryDirectory(dir=args.folder) as folder,
-                tempfile.TemporaryDirectory(dir="/dev/shm") as shm,
-            ):
-                steps, turns = (40, 1) if args.small else (60, 3)
+            steps, turns = (40, 1) if args.small else (60, 3)
+            with tempfile.TemporaryDirectory(dir=args.folder) as folder, tempfile.TemporaryDirectory(dir=SHM) as shm:
                 results[name] = compared(each, steps, turns, Path(folder), Path(shm))
             show(name, results[name])
     if args.out is not None:

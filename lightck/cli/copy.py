@@ -35,7 +35,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     name = "duration"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from lightck.tiers.durations import seconds_of
+        from lightck.tiers.tier import seconds_of
 
         seconds = seconds_of(str(value))
         if seconds is None:

@@ -19,6 +19,8 @@ from lightck.pool.storage.failures import io_error
 from lightck.ranks.copy_file import is_peer_copy, readable_copies
 
 _POOL_NAME = re.compile(r"rank-(\d{5,})-of-(\d{5,})(?:-[0-9a-f]{8})?\.pool")
+_CLAIM = re.compile(r"\d{6,18}-[0-9a-f]{8}")
+"""Names of the folders in a tier (``tiers/names.py``)."""
 
 
 def pool_name(rank: int, world_size: int, suffix: str = "") -> str:
@@ -57,6 +59,11 @@ def existing_pools(directory: str) -> list[Path]:
     """Return what ``pools_in`` returns. Raises ``PoolPathError`` if there is no pool."""
     paths = pools_in(directory)
     if not paths:
+        if any(_CLAIM.fullmatch(each.name) for each in Path(directory).iterdir()):
+            raise PoolPathError(
+                f"{directory!r} is a tier, and this needs a pool. Make one from its newest checkpoint: lightck copy "
+                f"{directory} NEW.pool."
+            )
         raise PoolPathError(
             f"{directory!r} is a directory. It holds no pool of a rank (rank-00000-of-00002.pool and so on). Pass the "
             "directory that the ranks passed to attach, or the file of a single process."

@@ -31,8 +31,8 @@ from lightck.session.loaders import LoaderEvents
 from lightck.session.steps import Steps
 from lightck.sessions import followed_trainings
 from lightck.stats import Stats
-from lightck.tiers.metrics import checked_metrics
 from lightck.tiers.pin import Hold, Pin
+from lightck.tiers.tier import checked_metrics
 
 log = logging.getLogger("lightck")
 P = ParamSpec("P")

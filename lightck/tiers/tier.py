@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import SupportsFloat
 
 from lightck.tiers.decisions import KeepBest, Retention
-from lightck.tiers.durations import seconds_of
 from lightck.tiers.keep import Keep
 
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|min|h)")
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 _SAFETENSORS = "safetensors"
+_NAMES_NBYTES_MAX = 1 << 15
+"""How long the names of all metrics of a step may be together."""
+
+
+def seconds_of(text: str) -> float | None:
+    """Convert a duration (``"30s"``, ``"5min"``, ``"1h"``) to seconds; None if the text is no duration, or zero."""
+    match = _DURATION.fullmatch(text)
+    return (float(match[1]) * _UNITS[match[2]] or None) if match else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,4 +171,22 @@ def checked_tiers(tiers: object) -> tuple[Tier, ...]:
         raise ValueError("Two tiers name the same folder. Give each a folder of its own.")
     if sum(each.is_export for each in found) > 1:
         raise ValueError('Only one tier can have format="safetensors".')
+    return found
+
+
+def checked_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+    """Return the metrics as floats; a number that no float can hold is infinite. Raises ``TypeError`` for what is no
+    number, and ``ValueError`` for too many."""
+    found = {}
+    for name, value in metrics.items():
+        try:
+            if isinstance(value, (str, bytes, bool)):
+                raise TypeError
+            found[name] = float(value)
+        except OverflowError:
+            found[name] = math.inf
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"log({name}={value!r}): a metric is a number. Pass float(...) of it.") from None
+    if sum(len(name.encode()) + 32 for name in found) > _NAMES_NBYTES_MAX:
+        raise ValueError(f"log() got {len(found)} metrics, whose names are too long together. Log fewer of them.")
     return found

@@ -21,9 +21,17 @@ from noisy_training import Noisy
 from toys import adam, everything, in_child, net, on_small_tmpfs, same, train
 
 import lightck
-from lightck.errors import CheckpointExistsError, KeepError, TierClaimedError, TierError, UnsupportedError
+from lightck.errors import (
+    CheckpointExistsError,
+    KeepError,
+    PoolPathError,
+    TierClaimedError,
+    TierError,
+    UnsupportedError,
+)
 from lightck.pool.format.saved_by import saved_by
 from lightck.pool.reader import open_pool
+from lightck.ranks.directory import existing_pools
 from lightck.tiers import drain_link, drain_start
 from lightck.tiers.claiming import read_claim
 from lightck.tiers.decisions import complete
@@ -734,6 +742,14 @@ def test_a_folder_that_cannot_be_a_tier_is_an_error_at_attach(tmp_path):
 def test_wrong_options_of_a_tier_are_named(options):
     with pytest.raises(ValueError, match="Tier"):
         lightck.Tier("/tmp/tier", **options)
+
+
+def test_a_command_that_needs_a_pool_names_the_tier(tmp_path):
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=1)])
+    with session:
+        train(model, optimizer, 1)
+    with pytest.raises(PoolPathError, match=r"is a tier.*lightck copy"):
+        existing_pools(str(tmp_path / "tier"))
 
 
 def test_wrong_tiers_are_named(tmp_path):
