@@ -60,7 +60,7 @@ ROOMS = {
     "__main__": {"cli"},
     "crash": LOW | {"", "cli", "pipeline", "restore", "session.pool_file", "session.slowdown", "strategy"},
     "bench": LOW
-    | {"", "cli", "integrations", "pipeline", "ranks", "restore", "session.cross_check", "session.group"}
+    | {"", "cli", "integrations", "pipeline", "ranks", "restore", "session.cross_check", "session.group", "tiers"}
     | {"session.steps"},
 }
 
