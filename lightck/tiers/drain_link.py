@@ -265,14 +265,14 @@ class DrainLink(CommitListener):
                 "lightck: the process that sends checkpoints to the tiers has ended %d times (%s). No more checkpoints "
                 "are sent. The pool is not affected. Run `lightck copy POOL TIER --every 5min` beside the training",
                 self._n_restarts + 1,
-                handle.state.fatal or "it was killed",
+                handle.end,
             )
             self._release_offer()
             return
         self._n_restarts += 1
         log.warning(
             "lightck: the process that sends checkpoints to the tiers has ended (%s), and is started again",
-            handle.state.fatal or "it was killed",
+            handle.end,
         )
         try:
             self.start()
@@ -331,14 +331,15 @@ class DrainLink(CommitListener):
         to_be_said, is_closing = [seen_at + _SILENT_SECONDS], False
         while self._handle is not None and time.monotonic() - seen_at < FAILING_SECONDS_MAX:
             handle = self._handle
-            if not handle.receive():
-                self._drain_has_ended(handle, at_once=True)
-                is_closing = False
-                continue
+            is_alive = handle.receive()
             self._use(handle.state)
             self._is_finished = handle.state.is_done
             if self._is_finished:
                 break
+            if not is_alive:
+                self._drain_has_ended(handle, at_once=True)
+                is_closing = False
+                continue
             self._tell()
             if self._offer is None and not is_closing:
                 is_closing = handle.send({"close": True})

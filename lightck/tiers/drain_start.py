@@ -98,6 +98,16 @@ class DrainHandle:
             time.sleep(0.01)
         return True
 
+    @property
+    def end(self) -> str:
+        """Why the process has ended."""
+        code = None if self._process is None else self._process.returncode
+        if self.state.fatal is not None:
+            return self.state.fatal
+        if code is not None and code < 0:
+            return f"it was killed by signal {-code}"
+        return f"exit status {code}"
+
     def let_go(self) -> None:
         """End the connection. The process sends the newest checkpoint, and ends by itself."""
         _connections.discard(self)

@@ -327,7 +327,7 @@ def test_a_killed_drain_is_started_again(tmp_path, caplog):
         os.kill(pid, signal.SIGKILL)
         until(lambda: pid not in drains())
         trained(session, model, optimizer, 2)
-        assert "has ended (it was killed), and is started again" in caplog.text
+        assert "has ended (it was killed by signal 9), and is started again" in caplog.text
     assert steps_in(tmp_path / "tier")[-1] == 4
     assert claims_in(tmp_path / "tier") == 1
 
