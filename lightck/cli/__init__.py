@@ -29,6 +29,7 @@ NAMES = (
     "inject",
     "inspect",
     "reshard",
+    "run",
     "trace",
     "verify",
 )

@@ -261,10 +261,12 @@ with lightck.attach(model, sys.argv[1], optimizer=optimizer, resume=True,
 
 
 @contextmanager
-def training(pool: Path, tier: Path, n_steps: int, every: str = "0.05s") -> Iterator[subprocess.Popen[str]]:
+def training(
+    pool: Path, tier: Path, n_steps: int, every: str = "0.05s", before: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
     tests = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(tests), str(tests / "cli"), str(tests.parent)])
-    words = [sys.executable, "-c", TRAINING, str(pool), str(tier), str(n_steps), every]
+    words = [*before, sys.executable, "-c", TRAINING, str(pool), str(tier), str(n_steps), every]
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -557,6 +559,46 @@ def test_a_session_whose_tier_another_one_claims_says_so_and_goes_on(tmp_path, c
     with pytest.raises(TierClaimedError, match="holds what this session has saved"):
         session.close()
     assert lightck.recover(pool).step == 3
+
+
+def run_words(*words: object) -> list[str]:
+    return [sys.executable, "-m", "lightck", "run", "--", *map(str, words)]
+
+
+def test_lightck_run_ends_after_the_drain_and_with_the_status_of_its_command(tmp_path):
+    """The training is killed; what started it goes on when the newest checkpoint is in the tier."""
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    with training(pool, tier, 10**6, "1h", before=run_words()) as process:
+        process.stdout.readline()
+        until(lambda: lightck_step(pool) > 20)
+        (drain,) = drains()
+        (trainer,) = children_of(process.pid)
+        os.kill(drain, signal.SIGSTOP)
+        os.kill(trainer, signal.SIGKILL)
+        time.sleep(0.5)
+        assert process.poll() is None, "it waits for the drain"
+        os.kill(drain, signal.SIGCONT)
+        assert process.wait(timeout=30) == 128 + signal.SIGKILL
+        assert not drains()
+        assert "waiting until the newest checkpoint" in process.stderr.read()
+    assert lightck.recover(tier).step == lightck.recover(pool).step
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(each) for task in tasks for each in (task / "children").read_text().split()]
+
+
+def test_lightck_run_passes_signals_and_arguments_on(tmp_path):
+    code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print(sys.argv[1:]); "
+    words = run_words(sys.executable, "-u", "-c", code + "signal.pause()", "--help", "-x")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "['--help', '-x']\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 7
+    result = subprocess.run(run_words("no-such-program"), capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "cannot be run: No such file" in result.stderr
 
 
 # -- the newest of pool and tiers

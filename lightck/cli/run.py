@@ -1,0 +1,84 @@
+"""``lightck run``: runs a command, and then waits for the drains of its trainings.
+
+A drain outlives its training. Where the end of the command ends everything (the first process of a container, a step of
+a batch job), it could not. This process adopts the drains (they are its grandchildren), and ends after them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import click
+
+from lightck.cli.base import FAILED, Command, print_error, print_progress, signals_handled
+
+_PR_SET_CHILD_SUBREAPER = 36
+_DRAIN = "lightck-drain"
+_PAUSE_SECONDS = 0.05
+
+
+@click.command(
+    "run",
+    cls=Command,
+    short_help="Run a training, and wait until its checkpoints are in their tiers.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("words", metavar="-- COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
+def command(words: tuple[str, ...]) -> int:
+    """Run COMMAND, pass signals on to it, and return its exit status, when the processes that send its checkpoints to
+    tiers have ended too: lightck run -- python train.py
+
+    They take ten minutes at most. A second SIGTERM or Ctrl-C after the end of COMMAND ends the wait.
+    """
+    _adopt_orphans()
+    try:
+        process = subprocess.Popen(words)
+    except OSError as err:
+        print_error(f"{words[0]!r} cannot be run: {err.strerror}. Name a program: lightck run -- python train.py")
+        return FAILED
+    with signals_handled(lambda number, _: process.send_signal(number), signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        status = process.wait()
+    _wait_for_drains()
+    return status if status >= 0 else 128 - status
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of processes whose parent ends, if the system allows it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _wait_for_drains() -> None:
+    said = False
+    n_signals = 0
+
+    def count(*_: object) -> None:
+        nonlocal n_signals
+        n_signals += 1
+
+    with signals_handled(count, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        while _drains() and n_signals < 2:
+            if not said:
+                print_progress("waiting until the newest checkpoint is in its tiers")
+                said = True
+            time.sleep(_PAUSE_SECONDS)
+
+
+def _drains() -> list[int]:
+    """Return the drains among the children of this process, after those that have ended were collected."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == _DRAIN:
+                    found.append(int(pid))
+    return found
