@@ -33,7 +33,9 @@ from lightck.tiers.decisions import complete, newest_complete
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.tier_manifest import read_manifest
 
-N_STEPS = 100_000
+os.environ["LIGHTCK_KILLS"] = str(os.getpid())
+MARK = f"LIGHTCK_KILLS={os.getpid()}".encode()
+"""What the environment of a drain of this campaign says."""
 
 
 class Counts(NamedTuple):
@@ -166,29 +168,29 @@ def run(kills: int, seed: int, folder: Path) -> Counts:
         is_lost = chance.random() < 0.3
         if is_lost:
             n_lost += 1
-            wait_for_drains(pool)
+            wait_for_drains()
             pool.unlink()
         n_checkpoints = check_tier(store)
         newest = newest_complete(store.listing())
         least = 0 if newest is None else newest.step
-    wait_for_drains(pool)
+    wait_for_drains()
     return Counts(n_killed, n_lost, n_checkpoints, begun)
 
 
-def wait_for_drains(pool: Path) -> None:
-    """Wait until the drain of a killed training has ended."""
+def wait_for_drains() -> None:
+    """Wait until the drains of killed trainings have ended, also those that have just begun."""
     deadline = time.monotonic() + 60
-    while Path(f"{pool}.drain").exists() and any(_drains(pool)):
+    while any(_drains()):
         assert time.monotonic() < deadline, "a drain does not end"
         time.sleep(0.01)
 
 
-def _drains(pool: Path) -> list[int]:
+def _drains() -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):
-            held = [os.readlink(each) for each in (entry / "fd").iterdir()] if entry.name.isdigit() else []
-            if f"{pool}.drain" in held:
+        with suppress(OSError):
+            is_ours = entry.name.isdigit() and MARK in (entry / "environ").read_bytes().split(b"\0")
+            if is_ours and b"drain_process" in (entry / "cmdline").read_bytes() and is_running(int(entry.name)):
                 found.append(int(entry.name))
     return found
 
@@ -200,7 +202,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as name:
         counts = run(args.kills, args.seed, Path(name))
     seconds = time.monotonic() - began
     print(
