@@ -28,6 +28,7 @@ NAMES = (
     "export",
     "inject",
     "inspect",
+    "list",
     "reshard",
     "run",
     "trace",
