@@ -30,9 +30,10 @@ class TierStats:
     sent_at: float | None = None
     """When the newest one was sent, as ``time.time()``."""
     error: str | None = None
-    """Why the last attempt failed; None if it did not. Training goes on, and so do the attempts."""
+    """Why the last attempt to send a checkpoint, or to remove old ones, failed; None if it did not. Training goes on,
+    and so do the attempts."""
     failing_since: float | None = None
-    """Since when every attempt has failed, as ``time.time()``; None if the last one succeeded."""
+    """Since when no checkpoint could be sent, as ``time.time()``; None if the last one was sent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,7 +301,7 @@ class DrainLink(CommitListener):
         for number, each in enumerate(self._states):
             if self._is_superseded[number]:
                 return TierClaimedError(f"{each.error} The pool {self._pool!r} holds what this session has saved.")
-            if each.error is not None:
+            if each.failing_since is not None:
                 return self._error(each)
         if self._must_finish and not self._is_finished:
             return TierError(

@@ -279,7 +279,8 @@ class DrainProcess:
         state.step, state.sent_at, state.seconds = stored.step, time.time(), time.monotonic() - began
         state.checkpoints += 1
         state.sent_nbytes += sent.nbytes
-        state.error = state.failing_since = None
+        if state.failing_since is not None:
+            state.error = state.failing_since = None
         self._report()
         self._retain(outlet, writer)
         return True
@@ -301,10 +302,13 @@ class DrainProcess:
 
     def _retain(self, outlet: _Outlet, writer: TierWriter) -> None:
         """Remove what need not stay. What could not be removed is removed after the next checkpoint."""
+        before = outlet.state.error
         try:
             writer.retain()
+            outlet.state.error = None
         except TierError as err:
-            outlet.state.error = str(err)
+            outlet.state.error = f"Checkpoints that need not stay in a tier were not removed. {err}"
+        if outlet.state.error != before:
             self._report()
 
     def _failed(self, outlet: _Outlet, reason: str) -> None:

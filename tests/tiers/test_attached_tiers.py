@@ -851,6 +851,20 @@ def test_a_full_tier_is_reported_once_and_filled_when_there_is_space(tmp_path, c
     assert n_warnings == 1
 
 
+def test_what_cannot_be_removed_is_reported_and_is_no_failure_to_send(tmp_path, caplog):
+    tier = tmp_path / "tier"
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1, keep_last=2)])
+    until(is_ready(session))
+    trained(session, model, optimizer, 1)
+    (claim,) = tier.glob("*/claim.json")
+    claim.write_text("{}")
+    trained(session, model, optimizer, 2)
+    assert "were not removed" in session.stats().tiers[0].error
+    session.close()
+    assert steps_in(tier) == [1, 2, 3]
+    assert sum("were not removed" in each for each in caplog.messages) == 1
+
+
 def test_close_raises_if_the_newest_checkpoint_could_not_be_sent(tmp_path):
     tier = tmp_path / "tier"
     model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1)])
