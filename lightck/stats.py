@@ -15,14 +15,15 @@ from lightck.interrupts import begin_deferral, end_deferral
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """What was sent to one tier of a session. Times are in seconds, sizes in bytes."""
+    """What this session has sent to one tier. Times are in seconds, sizes in bytes."""
 
     root: str
     """The folder."""
     step: int | None = None
-    """Step of the newest checkpoint that this session has sent; None: it has sent none."""
+    """Step of the newest checkpoint that was sent; until this session has sent one, that of the newest one in the tier
+    from which it went on. None: there is none."""
     checkpoints: int = 0
-    """The number of checkpoints that were sent."""
+    """The number of checkpoints that this session has sent."""
     bytes_sent: int = 0
     """What was written for them; tensors that did not change are written once."""
     seconds: float = 0.0

@@ -33,20 +33,23 @@ def facts_of(path: str) -> Facts:
     from lightck.tiers.copying import is_tier
     from lightck.tiers.decisions import manifests_of
     from lightck.tiers.folder import FolderStore
+    from lightck.tiers.names import TierCheckpoint
 
     if not is_tier(path):
         usage_error(f"{path!r} is no tier: no claim lies in it. For a pool: lightck inspect {path}.")
     store = FolderStore(path)
     listing = store.listing()
     rejected: list[Rejected] = []
-    candidates: list[Candidate] = list(candidates_of(store, listing, None, rejected))
+    newest_of_step: dict[TierCheckpoint, Candidate] = {}
+    for each in candidates_of(store, listing, None, rejected):
+        newest_of_step.setdefault(each.checkpoint, each)
     rows: list[Facts] = []
-    for found in candidates:
+    for found in newest_of_step.values():
         sent_at = max(listing.manifests[name] for name in manifests_of(listing, found.checkpoint))
         row: Facts = {"step": found.checkpoint.step, "claim": str(found.checkpoint.claim), "sent_at": sent_at}
         row |= {"nbytes": found.manifest.nbytes, "metrics": dict(found.manifest.metrics)}
         rows.append(row)
-    unreadable = [{"step": each.step, "claim": str(each.checkpoint.claim), "reason": each.reason} for each in rejected]
+    unreadable = [{"step": one.step, "claim": str(one.checkpoint.claim), "reason": one.reason} for one in rejected]
     return {"path": path, "run": run_of(store, listing), "checkpoints": rows, "unreadable": unreadable}
 
 

@@ -65,8 +65,8 @@ def existing_pools(directory: str) -> list[Path]:
                 f"{directory} NEW.pool."
             )
         raise PoolPathError(
-            f"{directory!r} is a directory. It holds no pool of a rank (rank-00000-of-00002.pool and so on). Pass the "
-            "directory that the ranks passed to attach, or the file of a single process."
+            f"{directory!r} is a directory. It holds no pool of a rank (rank-00000-of-00002.pool and so on), and is no "
+            "tier. Pass the directory that the ranks passed to attach, or the file of a single process."
         )
     return paths
 

@@ -372,4 +372,5 @@ def _start(session: Session, path: str, resumed: Resumed | None, arguments: Argu
     start = f"resumed at step {resumed.step}" if resumed is not None else "fresh start"
     if resumed is not None and resumed.done:
         start += ", at which the training was declared finished (session.done is True)"
-    log.info("lightck: %s, %s (%s); %s", path, start, session.durability, also_saved)
+    sent = "" if tiers is None else f"; sent to {tiers}"
+    log.info("lightck: %s, %s (%s); %s%s", path, start, session.durability, also_saved, sent)

@@ -117,7 +117,7 @@ def _tell(path: str, in_pool: _InPool | None, found: Candidate, rejected: Sequen
         log.warning("lightck: a newer checkpoint of a tier cannot be used, and an older one is fetched: %s", reason)
     had = "was not there" if in_pool is None else f"held step {in_pool.order.step} of an older claim or incarnation"
     log.warning(
-        "lightck: the pool %r %s, and was made anew from %s. Updates after that step are lost",
+        "lightck: the pool %r %s, and was made anew from %s. Updates after that step, if there were any, are lost",
         path,
         had,
         found,

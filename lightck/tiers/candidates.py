@@ -82,13 +82,23 @@ def candidates_of(store: Store, listing: Listing, step: int | None, rejected: li
     """Yield the complete checkpoints of a tier, newest first, or those of ``step``. What cannot be read is added to
     ``rejected``. Raises ``TierError``, and ``UnsupportedError`` for the checkpoints of a group of ranks."""
     for checkpoint in sorted(complete(listing), reverse=True):
-        if step is not None and checkpoint.step != step:
-            continue
+        if step is None or checkpoint.step == step:
+            yield from _of_one_step(store, listing, checkpoint, rejected)
+
+
+def _of_one_step(
+    store: Store, listing: Listing, checkpoint: TierCheckpoint, rejected: list[Rejected]
+) -> Iterator[Candidate]:
+    """Yield what was sent of one step, newest first: a step can be committed more than once
+    (``session.close(done=True)``), and what a drain has sent before it was killed is sent again."""
+    _refuse_ranks(manifests_of(listing, checkpoint), store)
+    found: list[Candidate] = []
+    for name in sorted(each for each in listing.manifests if each.checkpoint == checkpoint):
         try:
-            name = _only_rank(manifests_of(listing, checkpoint), store)
-            yield Candidate(store, checkpoint, read_manifest(store, name), listing)
+            found.append(Candidate(store, checkpoint, read_manifest(store, name), listing))
         except DamagedError as err:
             rejected.append(Rejected(checkpoint, str(err)))
+    yield from sorted(found, key=lambda each: each.manifest.record.payload_generation, reverse=True)
 
 
 def newest_of_all(stores: Sequence[Store], rejected: list[Rejected]) -> Iterator[Candidate]:
@@ -142,10 +152,9 @@ def none_whole_error(store: Store, rejected: Sequence[Rejected]) -> CorruptPoolE
     )
 
 
-def _only_rank(manifests: list[ManifestName], store: Store) -> ManifestName:
+def _refuse_ranks(manifests: list[ManifestName], store: Store) -> None:
     if len(manifests) != 1:
         raise UnsupportedError(
             f"The tier {str(store)!r} holds the checkpoints of a group of {len(manifests)} ranks, and this lightck "
             "reads those of a single process only. Install a newer lightck."
         )
-    return manifests[0]

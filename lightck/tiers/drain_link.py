@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lightck.errors import TierClaimedError, TierError
@@ -40,6 +40,7 @@ FAILING_SECONDS_MAX = 600.0
 """How long a tier may fail before an error is raised, and how long ``finish`` waits without any progress."""
 _SILENT_SECONDS = 10.0
 """When ``finish`` has waited so long, it says why."""
+_BEGIN_SECONDS_MAX = 2.0
 _ENDING_SECONDS = 0.05
 """How long the training waits for the end of a drain whose connection has ended."""
 _RESTART_PAUSE_SECONDS, _N_RESTARTS_MAX = 5.0, 5
@@ -70,12 +71,17 @@ class DrainLink(CommitListener):
         """The tiers whose failure was reported."""
         self._raised: set[int] = set()
         self._is_superseded = [False] * len(tiers)
+        self._is_logged = self._is_other_logged = False
+        """Whether the metric of a ``keep_best`` was logged, and whether only others were."""
         self._states: list[TierStats] = [TierStats(each.path) for each in tiers]
         self._before = list(self._states)
         """What drains have done that were killed."""
         self._must_finish = self._is_finished = False
         """``_is_finished``: whether a drain has said after ``close`` that it is done."""
         self._show()
+
+    def __str__(self) -> str:
+        return " and ".join(f"{each.path} (every {each.every})" for each in self._tiers)
 
     @property
     def n_spare_slots(self) -> int:
@@ -121,8 +127,11 @@ class DrainLink(CommitListener):
             whole = complete(store.listing())
             self._is_empty[number] = not whole
             step = 0 if goes_on_from is None else goes_on_from.step
-            self._last_due[number] = max((each.step for each in whole if each.step <= step), default=0)
+            newest = max((each.step for each in whole if each.step <= step), default=None)
+            self._last_due[number] = newest or 0
+            self._states[number] = TierStats(tier.path, newest)
             settings.append(_settings_of(tier, has_parent=there in whole))
+        self._show()
         self._settings = DrainSettings(self._pool, str(claim), release(), parent, tuple(settings), grace=GRACE_SECONDS)
         return claim
 
@@ -133,6 +142,15 @@ class DrainLink(CommitListener):
         self._handle, self._started_at = DrainHandle(self._settings), time.monotonic()
         for step, metrics in self._metrics.items():
             self._handle.send({"metrics": metrics, "step": step})
+        if any(each.needs_certain_steps for each in self._tiers):
+            self._wait_until_ready(self._handle)
+
+    @staticmethod
+    def _wait_until_ready(handle: DrainHandle) -> None:
+        """Wait a moment until the process has begun, so that no checkpoint is missed because it has not."""
+        until = time.monotonic() + _BEGIN_SECONDS_MAX
+        while handle.receive() and handle.state.is_busy and time.monotonic() < until:
+            handle.wait(0.1)
 
     # -- at each commit
 
@@ -188,9 +206,8 @@ class DrainLink(CommitListener):
     def _count_missed(self, step: int, numbers: list[int]) -> None:
         roots = " and ".join(repr(self._tiers[number].path) for number in numbers)
         log.warning(
-            "lightck: the checkpoint of step %d, for which keep_every or keep_best asked, is not sent to the tier %s, "
-            "because the process that sends is not ready, and one more waits for it. Ask for fewer checkpoints, or for "
-            "a faster folder",
+            "lightck: the checkpoint of step %d, for which keep_every or keep_best asked, is not sent to the tier %s: "
+            "one is being sent, and one waits. If this comes again, ask for fewer checkpoints, or use a faster folder",
             step,
             roots,
         )
@@ -208,6 +225,7 @@ class DrainLink(CommitListener):
     def log(self, step: int, metrics: Mapping[str, float], writer: PoolWriter | None) -> None:
         """Remember what the user logged at a step. ``writer``: if its checkpoint is the newest committed one; else it
         is not committed yet, and None."""
+        self._warn_of_other_metrics(metrics)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._metrics.setdefault(step, {}).update(finite)
         for old in sorted(self._metrics)[:-100]:
@@ -216,6 +234,23 @@ class DrainLink(CommitListener):
             self._handle.send({"metrics": self._metrics[step], "step": step})
         if writer is not None:
             self.committed(writer, step)
+
+    def _warn_of_other_metrics(self, names: Iterable[str]) -> None:
+        """Warn once if ``log`` did not get the metric that a tier asks for."""
+        wanted = {tier.keep_best[0] for tier in self._tiers if tier.keep_best is not None}
+        self._is_logged |= not wanted.isdisjoint(names)
+        if wanted and not self._is_logged and not self._is_other_logged:
+            self._is_other_logged = True
+            log.warning(
+                "lightck: session.log() got %s, and keep_best= asks for %s", ", ".join(names), ", ".join(sorted(wanted))
+            )
+
+    def _warn_of_missing_metrics(self) -> None:
+        if self.keeps_best and not self._is_logged:
+            log.warning(
+                "lightck: a tier has keep_best=, and its metric was never logged, so no checkpoint was kept for it: "
+                "call session.log(name=value)"
+            )
 
     # -- what the drain says
 
@@ -238,7 +273,7 @@ class DrainLink(CommitListener):
                 self._warned.add(number)
                 follows = "" if each.is_superseded else " Training goes on, and the next attempt follows"
                 log.warning("lightck: %s%s", each.error, follows)
-            elif each.error is None and number in self._warned:
+            elif each.error is None and each.checkpoints and number in self._warned:
                 self._warned.discard(number)
                 self._raised.discard(number)
                 log.warning("lightck: checkpoints are sent to the tier %r again", self._tiers[number].path)
@@ -252,6 +287,8 @@ class DrainLink(CommitListener):
 
     def _drain_has_ended(self, handle: DrainHandle, *, at_once: bool = False) -> None:
         """Start a drain again that was killed. ``at_once``: do not wait if it has not lived long."""
+        if all(self._is_superseded):
+            return  # there is nothing left for it to do
         if not handle.has_ended(_ENDING_SECONDS):
             return  # asked again at the next commit
         self._use(handle.state)
@@ -312,12 +349,13 @@ class DrainLink(CommitListener):
         return None
 
     def _error(self, stats: TierStats) -> TierError:
-        newest = "no checkpoint of this session" if stats.step is None else f"step {stats.step}"
-        text = str(stats.error).rstrip(".")
+        newest = "no checkpoint yet" if stats.step is None else f"step {stats.step}"
+        reason = str(stats.error).partition(". ")[0].rstrip(".")
         return TierError(
-            f"The tier {stats.root!r} holds {newest}, and step {self._newest} could not be sent: {text}. The pool and "
-            "its checkpoints are intact. Look at the folder; then go on, and the newest checkpoint is sent again; or "
-            f"send it by hand when the training has ended: lightck copy {self._pool} {stats.root}."
+            f"Step {self._newest} could not be sent. {reason}. The tier holds {newest}; the pool and its checkpoints "
+            "are intact. Look at the folder (that it is there, its owner, the space); then go on, and the newest "
+            "checkpoint is sent again; or send it by hand when the training has ended: lightck copy "
+            f"{self._pool} {stats.root}."
         )
 
     # -- at the end
@@ -327,6 +365,7 @@ class DrainLink(CommitListener):
         if os.getpid() != self._pid:
             return
         self._must_finish = True
+        self._warn_of_missing_metrics()
         seen, seen_at = "", time.monotonic()
         to_be_said, is_closing = [seen_at + _SILENT_SECONDS], False
         while self._handle is not None and time.monotonic() - seen_at < FAILING_SECONDS_MAX:

@@ -105,7 +105,7 @@ class FolderStore:
     def put(self, name: str, data: bytes | memoryview) -> None:
         """Store an object durably. ``name`` is one that ``names.py`` makes. Raises ``TierError``."""
         path = self._path_of(name)
-        with self._errors(f"cannot take {name}"):
+        with self._errors("cannot be written"):
             folder = os.path.dirname(path)
             self._make_folder(folder)
             temporary = os.path.join(folder, _TEMPORARY + secrets.token_hex(8))
@@ -148,7 +148,7 @@ class FolderStore:
         """Give an object a second name, durably. Returns False if there is no such object, or if the file system has no
         hard links. Raises ``TierError``."""
         path, new_path = self._path_of(name), self._path_of(new_name)
-        with self._errors(f"cannot take {new_name}"):
+        with self._errors("cannot be written"):
             self._make_folder(os.path.dirname(new_path))
             try:
                 os.link(path, new_path, follow_symlinks=False)

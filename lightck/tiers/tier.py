@@ -27,7 +27,8 @@ def seconds_of(text: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A folder on other storage to which ``attach(..., tiers=[...])`` sends whole checkpoints, in a process of its own.
+    """A folder on other storage to which ``attach(..., tiers=[...])`` sends whole checkpoints, in a process of its own:
+    ``lightck.Tier("/ckpt/run7", every="5min", keep_last=3)``.
 
     ``recover(root)`` reads them, and ``attach(..., resume=True, tiers=[...])`` goes on from the newest one if the pool
     is lost.
@@ -41,13 +42,15 @@ class Tier:
     of updates (``every=1000``: the first checkpoint that is committed at step 1000 or later, and so on). In any case
     the newest checkpoint is sent when the session is closed, and when the training was killed."""
     keep_last: int | None = None
-    """How many of the newest checkpoints stay, 2 or more; None: all. The others are removed, each an hour after a newer
-    one has replaced it, so that whoever reads it has time."""
+    """How many of the newest checkpoints stay, 2 or more; None: all stay. The others are removed, each an hour after a
+    newer one has replaced it, so that whoever reads it has time."""
     keep_every: int | None = None
-    """Checkpoints whose step is a multiple of this number are sent, and stay too."""
+    """Checkpoints whose step is a multiple of this number are sent, and stay besides the newest ones. Goes with
+    ``keep_last``."""
     keep_best: tuple[str, int, str] | None = None
-    """``("val_loss", 3, "min")``: the three checkpoints with the smallest ``session.log(val_loss=...)`` are sent, and
-    stay too; with ``"max"`` those with the largest."""
+    """``("val_loss", 3, "min")``: the checkpoint of each step with ``session.log(val_loss=...)`` is sent, and the three
+    with the smallest values stay besides the newest ones; with ``"max"`` those with the largest. Checkpoints of earlier
+    sessions of the run count too. Goes with ``keep_last``."""
     spare_slot: bool = True
     """Whether the pool gets a slot more (one state of memory), so that the training never waits, and never overwrites
     a checkpoint, while one is sent. All tiers share it."""
@@ -90,11 +93,6 @@ class Tier:
         for name, value, least in (("keep_last", self.keep_last, 2), ("keep_every", self.keep_every, 1)):
             if value is not None and (type(value) is not int or value < least):
                 raise ValueError(f"Tier({name}={value!r}): `{name}` is an int of at least {least}, or None.")
-        if (self.keep_every is not None or self.keep_best is not None) and self.keep_last is None:
-            raise ValueError(
-                "Tier(keep_every=..., keep_best=...) say what stays besides the newest checkpoints, and without "
-                "keep_last= all checkpoints stay. Pass keep_last=2 too."
-            )
         if self.needs_certain_steps and not self.spare_slot:
             raise ValueError(
                 "Tier(spare_slot=False) with keep_every= or keep_best=: a certain checkpoint can be sent only if it is "
@@ -102,6 +100,12 @@ class Tier:
             )
         if self.keep_best is not None:
             _check_best(self.keep_best)
+        if self.needs_certain_steps and self.keep_last is None:
+            given = "keep_every=" if self.keep_every is not None else "keep_best="
+            raise ValueError(
+                f"Tier({given}) without keep_last=: all checkpoints stay then, and {given} would change nothing. Pass "
+                "keep_last=2 too, or a larger number."
+            )
 
     def _check_safetensors(self) -> None:
         if self.keep_every is not None or self.keep_best is not None or type(self.every) is not int:

@@ -22,13 +22,13 @@ def test_it_lists_checkpoints_newest_first_with_age_size_and_metrics(tmp_path):
     status, found = call_json("list", tmp_path / "tier")
     assert status == OK
     (tier,) = found["tiers"]
-    assert [each["step"] for each in tier["checkpoints"]] == [3, 2]
+    assert [each["step"] for each in tier["checkpoints"]] == [3, 2, 1], "the first one is sent at once"
     assert tier["checkpoints"][1]["metrics"] == {"loss": 0.5}
     assert all(each["nbytes"] > 0 and abs(each["sent_at"] - time.time()) < 60 for each in tier["checkpoints"])
     assert len(tier["run"]) == 32
     text = call("list", tmp_path / "tier")
     assert text.exit_code == OK
-    assert "2 checkpoints of the run" in text.stdout
+    assert "3 checkpoints of the run" in text.stdout
     assert "loss 0.5" in text.stdout
     assert "s ago" in text.stdout
 

@@ -228,6 +228,42 @@ def test_a_frozen_tensor_is_sent_once_also_after_a_restart(tmp_path):
     assert lightck.recover(tmp_path / "tier").step == 3
 
 
+def test_of_several_checkpoints_of_one_step_the_last_one_counts(tmp_path):
+    """The end of a training is saved once more, with the same step."""
+    for number in range(6):  # the names have random digits
+        pool, tier = tmp_path / f"{number}.pool", tmp_path / f"tier-{number}"
+        model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
+        until(is_ready(session))
+        trained(session, model, optimizer, 2)
+        session.close(done=True)
+        assert len(only_store(tier).listing().manifests) == 3
+        pool.unlink()
+        model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)], resume=True)
+        with session:
+            assert session.done
+
+
+def test_a_metric_that_is_never_logged_is_named(tmp_path, caplog):
+    tiers = [lightck.Tier(tmp_path / "tier", every=1, keep_last=2, keep_best=("val_loss", 1, "min"))]
+    model, optimizer, session = attached(tmp_path / "run.pool", tiers)
+    with session:
+        train(model, optimizer, 1)
+        session.log(loss=1.0)
+        session.log(loss=2.0)
+        assert sum("got loss, and keep_best= asks for val_loss" in each for each in caplog.messages) == 1
+    assert "was never logged" in caplog.text
+
+
+def test_no_best_checkpoint_is_missed_while_the_drain_begins(tmp_path):
+    tiers = [lightck.Tier(tmp_path / "tier", every=100, keep_last=2, keep_best=("loss", 1, "min"))]
+    model, optimizer, session = attached(tmp_path / "run.pool", tiers)
+    with session:
+        train(model, optimizer, 1)
+        session.log(loss=0.0)
+        train(model, optimizer, 3, start=1)
+    assert steps_in(tmp_path / "tier") == [1, 4]
+
+
 def test_tiers_can_be_exports_for_other_programs(tmp_path):
     tier = lightck.Tier(tmp_path / "files", every=2, keep_last=1, format="safetensors")
     model, optimizer, session = attached(tmp_path / "run.pool", [tier])
@@ -628,7 +664,7 @@ def test_a_pool_of_a_machine_that_was_replaced_is_made_anew(tmp_path, caplog):
     with session:
         assert session.step == 4
     assert "held step 8 of an older claim" in caplog.text
-    assert "Updates after that step are lost" in caplog.text
+    assert "Updates after that step, if there were any, are lost" in caplog.text
 
 
 def test_a_pool_that_is_newer_than_its_tier_is_taken(tmp_path, caplog):
@@ -774,6 +810,7 @@ def test_a_folder_that_cannot_be_a_tier_is_an_error_at_attach(tmp_path):
         {"every": 1, "keep_last": 1},
         {"every": 1, "keep_every": 2},
         {"every": 1, "keep_last": 2, "keep_best": ("loss", 3)},
+        {"every": 1, "keep_best": ("loss", 3, "min")},
         {"every": 1, "keep_last": 2, "keep_best": ("loss", 0, "min")},
         {"every": 1, "format": "zip"},
         {"every": 1, "what": "all"},
@@ -873,7 +910,9 @@ def test_close_raises_if_the_newest_checkpoint_could_not_be_sent(tmp_path):
     tier.rename(tmp_path / "moved")
     tier.write_text("")
     train(model, optimizer, 1, start=1)
-    with pytest.raises(TierError, match=r"step 2 could not be sent.*lightck copy"):
+    with pytest.raises(
+        TierError, match=r"Step 2 could not be sent. The tier .* cannot be written.*holds step 1.*lightck copy"
+    ):
         session.close()
     assert lightck.recover(tmp_path / "run.pool").step == 2
     tier.unlink()
