@@ -254,10 +254,11 @@ class Session:
         if tiers is None:
             return
         step = self.step
+        tiers.log(step, numbers)
         if tiers.keeps_best and not self._steps.commits.paused:
             self.flush()
-        is_committed = self._pipeline.committed == step
-        tiers.log(step, numbers, self._pipeline.pool.writer if is_committed else None)
+        if self._pipeline.committed == step and self._pipeline.pool.writer is not None:
+            tiers.committed(self._pipeline.pool.writer, step)
 
     @_exclusive
     def pin(self) -> Pin:

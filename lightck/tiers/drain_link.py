@@ -64,6 +64,10 @@ class DrainLink(CommitListener):
         """The checkpoint that the drain is to send next."""
         self._is_offered = False
         """Whether it was reported to the drain."""
+        self._waiting: _Offer | None = None
+        """The one after it."""
+        self._last_offered: tuple[int, Mapping[str, float] | None] | None = None
+        """Generation and metrics of the last checkpoint that was to be sent."""
         self._metrics: dict[int, dict[str, float]] = {}
         """Step -> what the user logged, of steps that are not committed yet."""
         self._newest = 0
@@ -178,21 +182,26 @@ class DrainLink(CommitListener):
         """Hold the newest checkpoint, and tell the drain; if it is busy, only if certain tiers need this checkpoint.
         (Otherwise one that is committed when the drain is ready will do.)"""
         assert self._handle is not None, "started"
-        is_ready = not self._handle.state.is_busy and self._offer is None
-        certain = [number for number in due if self._is_certain(number, step)]
-        if not is_ready:
-            if not certain:
-                return
-            if self._offer is not None:
-                self._count_missed(step, certain)
-                return
-            due = certain
         slot = writer.slots.protected
         assert slot is not None, "a checkpoint was committed"
-        generation = writer.slots.slots[slot].generation
+        generation, metrics = writer.slots.slots[slot].generation, self._metrics.get(step)
         assert generation is not None, "its content is known"
-        hold = self._holds.take_slot(writer, slot) if self.n_spare_slots else None
-        self._offer, self._is_offered = _Offer(step, generation, due, hold), False
+        if (generation, metrics) == self._last_offered:
+            return
+        if self._handle.state.is_busy or self._offer is not None:
+            due = [number for number in due if self._is_certain(number, step)]
+            # The drain holds one, or is about to take the one that was offered; and one can wait.
+            if due and (self._waiting is not None or (self._offer is not None and not self._is_offered)):
+                self._count_missed(step, due)
+                return
+            if not due:
+                return
+        offer = _Offer(step, generation, due, self._holds.take_slot(writer, slot) if self.n_spare_slots else None)
+        self._last_offered = generation, metrics
+        if self._offer is None:
+            self._offer, self._is_offered = offer, False
+        else:
+            self._waiting = offer
         for number in due:
             self._last_due[number], self._is_empty[number] = step, False
         self._tell()
@@ -222,18 +231,16 @@ class DrainLink(CommitListener):
             message |= {"metrics": self._metrics[offer.step], "step": offer.step}
         self._is_offered = self._handle.send(message)
 
-    def log(self, step: int, metrics: Mapping[str, float], writer: PoolWriter | None) -> None:
-        """Remember what the user logged at a step. ``writer``: if its checkpoint is the newest committed one; else it
-        is not committed yet, and None."""
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Remember what the user logged at a step. Then its checkpoint is committed, or ``committed`` is called once
+        more, if it was committed before."""
         self._warn_of_other_metrics(metrics)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._metrics.setdefault(step, {}).update(finite)
+        self._metrics[step] = {**self._metrics.get(step, {}), **finite}
         for old in sorted(self._metrics)[:-100]:
             del self._metrics[old]
         if self._handle is not None:
             self._handle.send({"metrics": self._metrics[step], "step": step})
-        if writer is not None:
-            self.committed(writer, step)
 
     def _warn_of_other_metrics(self, names: Iterable[str]) -> None:
         """Warn once if ``log`` did not get the metric that a tier asks for."""
@@ -304,7 +311,7 @@ class DrainLink(CommitListener):
                 self._n_restarts + 1,
                 handle.end,
             )
-            self._release_offer()
+            self._release_offers()
             return
         self._n_restarts += 1
         log.warning(
@@ -315,12 +322,17 @@ class DrainLink(CommitListener):
             self.start()
         except TierError as err:
             log.warning("lightck: %s", err)
-            self._release_offer()
+            self._release_offers()
 
     def _release_offer(self) -> None:
+        """Let go of the first checkpoint that is held for the drain."""
         if self._offer is not None and self._offer.hold is not None:
             self._holds.release(self._offer.hold)
-        self._offer = None
+        self._offer, self._waiting, self._is_offered = self._waiting, None, False
+
+    def _release_offers(self) -> None:
+        self._release_offer()
+        self._release_offer()
 
     # -- errors
 
@@ -388,7 +400,7 @@ class DrainLink(CommitListener):
                 log.warning("lightck: close() waits until the newest checkpoint is in the tiers. Ctrl-C ends the wait")
             if (now := repr(handle.state)) != seen:
                 seen, seen_at = now, time.monotonic()
-        self._release_offer()
+        self._release_offers()
 
     def closed(self) -> None:
         """End the connection: a drain that is not done goes on alone."""

@@ -75,8 +75,8 @@ class _Outlet:
     """When a checkpoint is due by time, or the next attempt may be made: seconds of ``time.monotonic``."""
     n_failures: int = 0
     """How many attempts have failed since the last success. Then the next one sends the newest checkpoint."""
-    sent: int | None = None
-    """Generation of the newest checkpoint that was sent."""
+    sent: tuple[int, Mapping[str, float] | None] | None = None
+    """Generation of the newest checkpoint that was sent, and the metrics with which it was."""
 
     def is_due(self, now: float) -> bool:
         is_timed = self.settings.every_seconds is not None or self.n_failures > 0
@@ -252,7 +252,7 @@ class DrainProcess:
     def _belongs(self, stored: StoredCheckpoint, outlet: _Outlet, *, is_last: bool) -> bool:
         """Whether a checkpoint is of this training, and is not in the tier yet. Raises ``DamagedError``."""
         generation, parent = stored.record.payload_generation, self._settings.parent
-        if outlet.sent == generation:
+        if outlet.sent == (generation, self._metrics.get(stored.step)):
             return False
         if saved_by(stored.state).claim == self._settings.claim:
             return True
@@ -260,10 +260,10 @@ class DrainProcess:
 
     def _send_to(self, outlet: _Outlet, stored: StoredCheckpoint) -> bool:
         """Send a held checkpoint to a tier. Returns False if it was overwritten meanwhile."""
-        began = time.monotonic()
+        began, metrics = time.monotonic(), self._metrics.get(stored.step)
         try:
             writer = self._writer_of(outlet)
-            sent = writer.send(stored, self._metrics.get(stored.step))
+            sent = writer.send(stored, metrics)
         except TierClaimedError as err:
             outlet.state.is_superseded, outlet.state.error = True, str(err)
             self._report()
@@ -274,7 +274,7 @@ class DrainProcess:
             is_damage = isinstance(err, DamagedError)
             self._failed(outlet, f"The checkpoint of step {stored.step} is damaged: {err}" if is_damage else str(err))
             return True
-        outlet.sent, outlet.n_failures = stored.record.payload_generation, 0
+        outlet.sent, outlet.n_failures = (stored.record.payload_generation, metrics), 0
         state = outlet.state
         state.step, state.sent_at, state.seconds = stored.step, time.time(), time.monotonic() - began
         state.checkpoints += 1

@@ -254,6 +254,18 @@ def test_a_metric_that_is_never_logged_is_named(tmp_path, caplog):
     assert "was never logged" in caplog.text
 
 
+def test_what_is_logged_of_a_step_that_was_sent_already_gets_there_too(tmp_path):
+    options = {"keep_last": 2, "keep_every": 2, "keep_best": ("loss", 1, "min")}
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=100, **options)])
+    with session:
+        trained(session, model, optimizer, 2)
+        assert steps_in(tmp_path / "tier") == [1, 2]
+        session.log(loss=0.5)
+        until(is_ready(session))
+    store = only_store(tmp_path / "tier")
+    assert {"loss": 0.5} in [read_manifest(store, each).metrics for each in store.listing().manifests]
+
+
 def test_no_best_checkpoint_is_missed_while_the_drain_begins(tmp_path):
     tiers = [lightck.Tier(tmp_path / "tier", every=100, keep_last=2, keep_best=("loss", 1, "min"))]
     model, optimizer, session = attached(tmp_path / "run.pool", tiers)
