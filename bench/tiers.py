@@ -157,7 +157,7 @@ def main() -> None:
     results = {}
     for name, each in of.items():
         if args.only in (None, name):
-            steps, turns = (40, 1) if args.small else (60, 3)
+            steps, turns = (40, 1) if args.small else (50, 3)
             with tempfile.TemporaryDirectory(dir=args.folder) as folder, tempfile.TemporaryDirectory(dir=SHM) as shm:
                 results[name] = compared(each, steps, turns, Path(folder), Path(shm))
             show(name, results[name])
