@@ -9,8 +9,9 @@
 A tier whose time has come needs nothing of this: the drain takes the newest checkpoint by itself. So it does after the
 training was killed.
 
-Invariant: the training waits for the drain only at ``finish``. At most one checkpoint is held for the drain (its own
-hold, beyond that, is one that the training may break: ``pool/slot_locks.py``).
+Invariant: the training waits for the drain only at ``finish``. The drain and what waits for it need no more slots than
+``n_spare_slots``: a checkpoint is held here until the drain holds it, by a hold that the training may break
+(``pool/slot_locks.py``).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class DrainLink(CommitListener):
         self.stores = [FolderStore(each.path) for each in tiers]
         self._settings: DrainSettings | None = None
         self._handle: DrainHandle | None = None
-        self._started_at, self._n_restarts = 0.0, 0
+        self._started_at, self._n_restarts, self._has_given_up = 0.0, 0, False
         self._last_due = [0] * len(tiers)
         """For each tier the step of the last checkpoint that was due by its step, or lies in the tier."""
         self._is_empty = [True] * len(tiers)
@@ -69,7 +70,7 @@ class DrainLink(CommitListener):
         self._last_offered: tuple[int, Mapping[str, float] | None] | None = None
         """Generation and metrics of the last checkpoint that was to be sent."""
         self._metrics: dict[int, dict[str, float]] = {}
-        """Step -> what the user logged, of steps that are not committed yet."""
+        """Step -> what the user logged, of the last steps."""
         self._newest = 0
         self._warned: set[int] = set()
         """The tiers whose failure was reported."""
@@ -263,14 +264,17 @@ class DrainLink(CommitListener):
 
     def read(self) -> None:
         """Read what the drain has done."""
+        if os.getpid() != self._pid:
+            return
         handle = self._handle
-        if handle is None or os.getpid() != self._pid:
-            return
-        if not handle.receive():
+        if handle is None:
+            if self._n_restarts and time.monotonic() - self._started_at >= _RESTART_PAUSE_SECONDS * self._n_restarts:
+                self._start_again("it could not be started")
+        elif not handle.receive():
             self._drain_has_ended(handle)
-            return
-        self._use(handle.state)
-        self._tell()
+        else:
+            self._use(handle.state)
+            self._tell()
 
     def _use(self, state: DrainState) -> None:
         if self._offer is not None and self._is_offered and state.answered == self._offer.generation:
@@ -304,19 +308,26 @@ class DrainLink(CommitListener):
         handle.let_go()
         self._handle = None
         self._is_offered = False
+        self._start_again(handle.end)
+
+    def _start_again(self, reason: str) -> None:
+        """Start a drain in place of one that has ended."""
         if self._n_restarts >= _N_RESTARTS_MAX:
-            log.warning(
-                "lightck: the process that sends checkpoints to the tiers has ended %d times (%s). No more checkpoints "
-                "are sent. The pool is not affected. Run `lightck copy POOL TIER --every 5min` beside the training",
-                self._n_restarts + 1,
-                handle.end,
-            )
-            self._release_offers()
+            if not self._has_given_up:
+                self._has_given_up = True
+                log.warning(
+                    "lightck: the process that sends checkpoints to the tiers has ended %d times (%s). No more "
+                    "checkpoints are sent. The pool is not affected. Run `lightck copy POOL TIER --every 5min` beside "
+                    "the training",
+                    self._n_restarts + 1,
+                    reason,
+                )
+                self._release_offers()
             return
         self._n_restarts += 1
+        self._started_at = time.monotonic()
         log.warning(
-            "lightck: the process that sends checkpoints to the tiers has ended (%s), and is started again",
-            handle.end,
+            "lightck: the process that sends checkpoints to the tiers has ended (%s), and is started again", reason
         )
         try:
             self.start()
@@ -386,6 +397,8 @@ class DrainLink(CommitListener):
             self._use(handle.state)
             self._is_finished = handle.state.is_done
             if self._is_finished:
+                break
+            if not is_alive and all(self._is_superseded):
                 break
             if not is_alive:
                 self._drain_has_ended(handle, at_once=True)

@@ -604,9 +604,32 @@ def test_a_session_whose_tier_another_one_claims_says_so_and_goes_on(tmp_path, c
     trained(session, model, optimizer, 2)
     assert "Another process has claimed the tier" in caplog.text
     assert "next attempt" not in caplog.text
+    os.kill(drains()[0], signal.SIGKILL)
     with pytest.raises(TierClaimedError, match="holds what this session has saved"):
         session.close()
     assert lightck.recover(pool).step == 3
+
+
+def test_a_drain_that_could_not_be_started_is_started_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(drain_link, "_RESTART_PAUSE_SECONDS", 0.1)
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every=1)])
+    until(is_ready(session))
+    trained(session, model, optimizer, 1)
+
+    def no_process(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drain_start.subprocess, "Popen", no_process)
+        os.kill(drains()[0], signal.SIGKILL)
+        until(lambda: not drains())
+        for _ in range(2):
+            train(model, optimizer, 1, start=session.step)
+            session.flush()
+    time.sleep(0.5)
+    trained(session, model, optimizer, 1)
+    session.close()
+    assert steps_in(tmp_path / "tier")[-1] == 4
 
 
 def run_words(*words: object) -> list[str]:
