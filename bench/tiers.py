@@ -69,7 +69,7 @@ def loop(of: Workload, steps: int, pool: Path | None, tier: Path | None) -> dict
 
 def drain_facts(stats: lightck.Stats, ended: Sequence[float], tier: Path) -> dict[str, Any]:
     """Return what the drain of this process has done until now."""
-    (pid,) = (int(each) for each in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+    (pid,) = (path.parent.name for path in Path("/proc").glob("[0-9]*/comm") if path.read_text() == "lightck-drain\n")
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     peak = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))

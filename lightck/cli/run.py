@@ -76,9 +76,9 @@ def _drains() -> list[int]:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     found = []
-    for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/comm").read_text().strip() == _DRAIN:
-                    found.append(int(pid))
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "comm").read_text().strip() == _DRAIN:
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                found += [int(process.name)] if parent == os.getpid() else []
     return found
