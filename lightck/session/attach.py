@@ -134,10 +134,10 @@ def attach(
 
     Raises:
         CheckpointExistsError: the pool holds a checkpoint, and neither ``resume`` nor ``overwrite`` is True.
-        PoolError: the pool cannot be created, opened, locked or read.
+        PoolError, MediumError: the pool cannot be made, opened, locked or read; its medium is less than ``require``.
         DriftError, CorruptPoolError: ``resume=True``, and the checkpoint does not fit, or none is intact.
         RankError, LayoutError: ranks or layouts do not fit; another rank failed or did not come within ``timeout``.
-        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, MediumError, KeepError, TierError.
+        AmbiguousError, StateValueError, LateError, SessionError, UnsupportedError, KeepError, TierError: see errors.
     """
     save = Options(interval, strategy, slots, keep, pause_on_nonfinite, staging, strict_data, split, replicas, tiers)
     arguments = Arguments(model, pool_path, optimizer, state, resume, overwrite, backend, require, save, layout)

@@ -228,7 +228,7 @@ def test_what_cannot_be_copied_is_refused_by_name(tmp_path):
     with lightck.attach(model, tmp_path / "g.pool", optimizer=(optimizer := adam(model)), strategy=Gradients()):
         train(model, optimizer, 3)
     for arguments, words in [
-        ((tmp_path / "other.pool", tmp_path / "tier"), "of another run"),
+        ((tmp_path / "other.pool", tmp_path / "tier"), "another run"),
         ((tmp_path / "run.pool", tmp_path / "full"), "is not empty, and is no tier"),
         ((tmp_path / "run.pool", tmp_path / "other.pool"), "is no folder"),
         ((tmp_path / "run.pool", tmp_path / "no" / "where"), "the one above it, does not exist"),
@@ -367,7 +367,7 @@ def test_a_run_keeps_its_identity_over_restarts_and_relayouts(tmp_path):
         train(model, optimizer, 2)
     status, _, err = copy(tmp_path / "run.pool", tmp_path / "tier")
     assert status == FAILED
-    assert "of another run" in err
+    assert "another run" in err
 
 
 def test_a_later_step_that_was_sent_before_is_named(tmp_path):
@@ -451,7 +451,7 @@ def test_two_runs_that_claim_at_once_do_not_share_a_tier(tmp_path, monkeypatch):
     monkeypatch.setattr(FolderStore, "put", put)
     status, _, err = copy(tmp_path / "run.pool", tmp_path / "tier")
     assert status == FAILED
-    assert "of another run" in err
+    assert "another run" in err
     assert FolderStore(str(tmp_path / "tier")).listing().claims == {Claim(1, "0" * 8)}
 
 
