@@ -113,8 +113,8 @@ class SaveOptions:
         spare = (self.exports is not None) + n_spare_slots(self.tiers)
         if slots is not None and slots + spare > SLOTS_MAX:
             raise ValueError(
-                f"slots={slots} with keep= or tiers=: a pool has at most {SLOTS_MAX} slots, and {spare} more than "
-                f"slots= are needed here. Pass slots={SLOTS_MAX - spare} or fewer."
+                f"slots={slots} and keep= or tiers=: a pool has at most {SLOTS_MAX} slots, and {spare} more than slots="
+                f" says for these. Pass slots={SLOTS_MAX - spare} or fewer."
             )
         check_kind(self.staging)
         return cadence_of(self.interval)

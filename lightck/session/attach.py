@@ -70,10 +70,9 @@ from lightck.state.device_transfers import transfer_of
 from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
-from lightck.tiers.claiming import GoesOnFrom
+from lightck.tiers.claiming import GoesOnFrom, claim_of
 from lightck.tiers.drain_link import DrainLink
 from lightck.tiers.keep import Keep, Retention
-from lightck.tiers.names import claim_of
 from lightck.tiers.pin import Holds
 from lightck.tiers.tier import Tier
 

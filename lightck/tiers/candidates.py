@@ -13,10 +13,10 @@ from typing import NamedTuple
 from lightck.errors import CorruptPoolError, NoCheckpointError, UnsupportedError
 from lightck.pool.format.structures import DamagedError, Superblock
 from lightck.restore.usable import STALE_REASON
-from lightck.tiers.claiming import read_claim, refuse_other_runs
+from lightck.tiers.claiming import claim_of, read_claim, refuse_other_runs
 from lightck.tiers.decisions import Listing, complete, manifests_of
 from lightck.tiers.fetching import stale_after
-from lightck.tiers.names import Claim, ManifestName, TierCheckpoint, claim_of
+from lightck.tiers.names import Claim, ManifestName, TierCheckpoint
 from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import TierManifest, read_manifest
 

@@ -50,6 +50,12 @@ def release() -> str:
     return str(sys.modules[__name__.partition(".")[0]].__version__)
 
 
+def claim_of(text: str) -> Claim | None:
+    """Return the claim with this name; None if the text is no name of a claim."""
+    found = parse(f"{text}/claim.json")
+    return found if isinstance(found, Claim) else None
+
+
 class GoesOnFrom(NamedTuple):
     """The checkpoint from which a training goes on."""
 
@@ -197,7 +203,7 @@ def _checkpoints(path: list[Any]) -> Iterable[TierCheckpoint]:
     for each in path:
         if not isinstance(each, list) or len(each) != 2 or type(each[0]) is not str or type(each[1]) is not int:
             raise DamagedError("its path is not one of checkpoints")
-        claim = parse(f"{each[0]}/claim.json")
-        if not isinstance(claim, Claim):
+        claim = claim_of(each[0])
+        if claim is None:
             raise DamagedError("its path is not one of checkpoints")
         yield TierCheckpoint(claim, each[1])

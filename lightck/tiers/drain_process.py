@@ -35,6 +35,7 @@ from lightck.pool.commit_log import candidates
 from lightck.pool.format.saved_by import saved_by
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.tiers.claiming import claim_of
 from lightck.tiers.decisions import manifests_of
 from lightck.tiers.drain_messages import (
     DrainSettings,
@@ -45,7 +46,7 @@ from lightck.tiers.drain_messages import (
     send_message,
 )
 from lightck.tiers.folder import FolderStore
-from lightck.tiers.names import TierCheckpoint, Writer, claim_of
+from lightck.tiers.names import TierCheckpoint, Writer
 from lightck.tiers.tier_writer import TierWriter
 
 NICENESS = 10

@@ -81,12 +81,6 @@ def claim_name(claim: Claim) -> str:
     return f"{claim}/claim.json"
 
 
-def claim_of(text: str) -> Claim | None:
-    """Return the claim with this name; None if the text is no name of a claim."""
-    found = parse(f"{text}/claim.json")
-    return found if isinstance(found, Claim) else None
-
-
 def parse(name: str) -> Claim | ManifestName | ObjectName | None:
     """Return what a name below the root of a tier says; None for a name that lightck does not write."""
     if match := _MANIFEST.fullmatch(name):

@@ -311,7 +311,7 @@ def test_wrong_arguments_are_refused(pool, to):
     model = net()
     with pytest.raises(TypeError, match=r"lightck\.Keep"):
         lightck.attach(model, pool, keep=1000)
-    with pytest.raises(ValueError, match="needs one more"):
+    with pytest.raises(ValueError, match="1 more than slots= says for these"):
         lightck.attach(model, pool, slots=8, keep=lightck.Keep(every=1, to=to))
 
 
