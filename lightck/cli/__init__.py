@@ -38,7 +38,7 @@ NAMES = (
 
 class _Commands(Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(NAMES)
+        return [*NAMES]  # not list(): the module of that command takes the name here
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in NAMES:
