@@ -17,9 +17,9 @@ from pathlib import Path
 import click
 
 from lightck.cli.base import FAILED, Command, print_error, print_progress, signals_handled
+from lightck.tiers.drain_messages import PROCESS_NAME
 
 _PR_SET_CHILD_SUBREAPER = 36
-_DRAIN = "lightck-drain"
 _PAUSE_SECONDS = 0.05
 
 
@@ -78,7 +78,7 @@ def _drains() -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (process / "comm").read_text().strip() == _DRAIN:
+            if (process / "comm").read_text().strip() == PROCESS_NAME:
                 parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
                 found += [int(process.name)] if parent == os.getpid() else []
     return found

@@ -95,10 +95,14 @@ def _newest_in_pool(path: str, backend: Backend) -> _InPool | None:
 
 def _newest_of(reader: PoolReader) -> _InPool:
     for stored in checkpoints_of(reader):
-        if not isinstance(stored, RejectedCheckpoint):
+        if isinstance(stored, RejectedCheckpoint):
+            continue
+        try:
             by = saved_by(stored.state)
-            order = Order.of(by.claim, stored.header.incarnation, stored.step)
-            return _InPool(order, by.run_id or reader.superblock.uuid.hex())
+        except DamagedError:
+            continue  # the restore passes it over too
+        order = Order.of(by.claim, stored.header.incarnation, stored.step)
+        return _InPool(order, by.run_id or reader.superblock.uuid.hex())
     raise PoolError("no checkpoint of the pool can be read")
 
 

@@ -267,13 +267,15 @@ class DrainLink(CommitListener):
         if os.getpid() != self._pid:
             return
         handle = self._handle
+        known = None if handle is None else handle.state
         if handle is None:
             if self._n_restarts and time.monotonic() - self._started_at >= _RESTART_PAUSE_SECONDS * self._n_restarts:
                 self._start_again("it could not be started")
         elif not handle.receive():
             self._drain_has_ended(handle)
         else:
-            self._use(handle.state)
+            if handle.state is not known:  # mostly nothing has arrived
+                self._use(handle.state)
             self._tell()
 
     def _use(self, state: DrainState) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 from lightck.tiers.decisions import KeepBest, Retention
 
+PROCESS_NAME = "lightck-drain"
+"""The name of a drain, as the kernel shows it."""
 MESSAGE_NBYTES_MAX = 1 << 17
 """Smaller than what a socket takes in one piece by default."""
 

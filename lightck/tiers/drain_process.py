@@ -36,8 +36,8 @@ from lightck.pool.format.saved_by import saved_by
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.tiers.claiming import claim_of
-from lightck.tiers.decisions import manifests_of
 from lightck.tiers.drain_messages import (
+    PROCESS_NAME,
     DrainSettings,
     DrainState,
     TierSettings,
@@ -296,8 +296,10 @@ class DrainProcess:
             parent = self._settings.parent
             parent_claim = None if parent is None else claim_of(parent.claim)
             if parent is not None and parent_claim is not None and outlet.settings.has_parent:
-                for name in manifests_of(store.listing(), TierCheckpoint(parent_claim, parent.step)):
-                    writer.use_parent(name, parent.generation)
+                checkpoint = TierCheckpoint(parent_claim, parent.step)
+                for name in store.listing().manifests:
+                    if name.checkpoint == checkpoint:  # a step may have been sent more than once
+                        writer.use_parent(name, parent.generation)
             outlet.writer = writer
         return outlet.writer
 
@@ -369,7 +371,7 @@ def main(fd: int) -> None:
     connection = socket.socket(fileno=fd)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-        Path("/proc/self/comm").write_text("lightck-drain")  # for top and ps
+        Path("/proc/self/comm").write_text(PROCESS_NAME)  # for top and ps
     try:
         select.select([connection], [], [])
         settings = receive_message(connection)

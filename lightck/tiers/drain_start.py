@@ -67,11 +67,6 @@ class DrainHandle:
         _connections.add(self)
         send_message(self._connection, settings.packed(), wait=True)
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None, "started"
-        return self._process.pid
-
     def send(self, message: dict[str, object]) -> bool:
         """Send a message, unless the process does not read."""
         return send_message(self._connection, message)

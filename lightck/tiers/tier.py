@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import SupportsFloat
 
-from lightck.tiers.decisions import KeepBest, Retention
 from lightck.tiers.keep import Keep
 
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|min|h)")
@@ -139,12 +138,6 @@ class Tier:
     def every_steps(self) -> int | None:
         """The number of updates between two checkpoints; None if ``every`` is a time."""
         return self.every if isinstance(self.every, int) else None
-
-    @property
-    def retention(self) -> Retention:
-        """Which checkpoints stay."""
-        best = None if self.keep_best is None else KeepBest(*self.keep_best)
-        return Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=best)
 
     @property
     def needs_certain_steps(self) -> bool:

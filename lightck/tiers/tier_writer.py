@@ -32,7 +32,7 @@ from lightck.tiers.decisions import (
 from lightck.tiers.names import Claim, ManifestName, ObjectName, TierCheckpoint, Writer
 from lightck.tiers.sending import Sent, SentCheckpoint, send
 from lightck.tiers.store import Store
-from lightck.tiers.tier_manifest import read_manifest
+from lightck.tiers.tier_manifest import TierManifest, read_manifest
 
 
 class TierWriter:
@@ -60,28 +60,26 @@ class TierWriter:
     def use_own(self) -> None:
         """Read what an earlier process has written below the same prefix, so that it is not sent again. Raises
         ``TierError``."""
-        for manifest in self._store.listing().manifests:
-            if manifest.writer == self.writer:
-                self._use(manifest)
+        for name in self._store.listing().manifests:
+            manifest = self._read(name) if name.writer == self.writer else None
+            if manifest is not None:
+                self._earlier.add(manifest)
+                self._remember(name, manifest)
 
     def use_parent(self, parent: ManifestName, generation: int) -> None:
         """Read the manifest of the checkpoint from which the training went on, so that its objects are copied inside
         the store. ``generation``: of that checkpoint in the pool; a manifest of another one is not used. Raises
         ``TierError``."""
-        try:
-            manifest = read_manifest(self._store, parent)
-        except DamagedError:
-            return
-        if manifest.record.payload_generation == generation:
+        manifest = self._read(parent)
+        if manifest is not None and manifest.record.payload_generation == generation:
             self._earlier.add(manifest)
 
-    def _use(self, name: ManifestName) -> None:
+    def _read(self, name: ManifestName) -> TierManifest | None:
+        """Return a manifest; None if it is damaged, and nothing of it can be used."""
         try:
-            manifest = read_manifest(self._store, name)
+            return read_manifest(self._store, name)
         except DamagedError:
-            return
-        self._earlier.add(manifest)
-        self._remember(name, frozenset(each.name for each in manifest.objects), manifest.metrics)
+            return None
 
     def send(
         self,
@@ -97,7 +95,7 @@ class TierWriter:
             stored, self._store, self.writer, nonce, self._earlier, written_by=by, metrics=metrics, advance=advance
         )
         self._earlier.add(sent.manifest)
-        self._remember(sent.name, frozenset(each.name for each in sent.manifest.objects), sent.manifest.metrics)
+        self._remember(sent.name, sent.manifest)
         return sent
 
     def refuse_superseded(self) -> None:
@@ -154,13 +152,12 @@ class TierWriter:
 
     def _objects_of(self, name: ManifestName) -> frozenset[ObjectName]:
         if name not in self._contents:
-            manifest = read_manifest(self._store, name)
-            self._remember(name, frozenset(each.name for each in manifest.objects), manifest.metrics)
+            self._remember(name, read_manifest(self._store, name))
         return self._contents[name]
 
-    def _remember(self, name: ManifestName, objects: frozenset[ObjectName], metrics: Mapping[str, float]) -> None:
-        self._contents[name] = objects
-        self._metrics[name.checkpoint] = metrics
+    def _remember(self, name: ManifestName, manifest: TierManifest) -> None:
+        self._contents[name] = frozenset(each.name for each in manifest.objects)
+        self._metrics[name.checkpoint] = manifest.metrics
 
 
 def _superseded(store: Store, claim: Claim) -> TierClaimedError:

@@ -37,6 +37,7 @@ from lightck.tiers.claiming import read_claim
 from lightck.tiers.decisions import complete
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.tier_manifest import read_manifest
+from tiers.kills import children_of, is_running
 
 os.environ["LIGHTCK_TEST_OF"] = str(os.getpid())
 MARK = f"LIGHTCK_TEST_OF={os.getpid()}".encode()
@@ -64,13 +65,9 @@ def drains() -> list[int]:
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             is_ours = MARK in (entry / "environ").read_bytes().split(b"\0")
-            if is_ours and b"drain_process" in (entry / "cmdline").read_bytes() and _state(int(entry.name)) != "Z":
+            if is_ours and b"drain_process" in (entry / "cmdline").read_bytes() and is_running(int(entry.name)):
                 found.append(int(entry.name))
     return found
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +99,11 @@ def trained(session: lightck.Session, model: Any, optimizer: Any, steps: int) ->
         train(model, optimizer, 1, start=session.step)
         session.flush()
         until(is_ready(session))
+
+
+def no_process(*_: object, **__: object) -> None:
+    """In place of ``Popen``: the system has no room for a process."""
+    raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
 def only_store(tier: Path) -> FolderStore:
@@ -473,9 +475,6 @@ def test_close_raises_if_no_drain_can_be_started(tmp_path, monkeypatch):
     until(is_ready(session))
     trained(session, model, optimizer, 1)
 
-    def no_process(*_: object, **__: object) -> None:
-        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-
     monkeypatch.setattr(drain_start.subprocess, "Popen", no_process)
     os.kill(drains()[0], signal.SIGKILL)
     until(lambda: not drains())
@@ -616,9 +615,6 @@ def test_a_drain_that_could_not_be_started_is_started_later(tmp_path, monkeypatc
     until(is_ready(session))
     trained(session, model, optimizer, 1)
 
-    def no_process(*_: object, **__: object) -> None:
-        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
-
     with monkeypatch.context() as patch:
         patch.setattr(drain_start.subprocess, "Popen", no_process)
         os.kill(drains()[0], signal.SIGKILL)
@@ -653,15 +649,6 @@ def test_lightck_run_ends_after_the_drain_and_with_the_status_of_its_command(tmp
         assert not drains()
         assert "waiting until the newest checkpoint" in process.stderr.read()
     assert lightck.recover(tier).step == lightck.recover(pool).step
-
-
-def children_of(pid: int) -> list[int]:
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (process / "stat").read_text().rpartition(")")[2].split()[1] == str(pid):
-                found.append(int(process.name))
-    return found
 
 
 def test_lightck_run_passes_signals_and_arguments_on(tmp_path):
