@@ -47,7 +47,7 @@ def facts_of(path: str) -> Facts:
     for found in newest_of_step.values():
         sent_at = max(listing.manifests[name] for name in manifests_of(listing, found.checkpoint))
         row: Facts = {"step": found.checkpoint.step, "claim": str(found.checkpoint.claim), "sent_at": sent_at}
-        row |= {"nbytes": found.manifest.nbytes, "metrics": dict(found.manifest.metrics)}
+        row |= {"nbytes": found.nbytes, "metrics": dict(found.manifests[0].metrics), "ranks": found.world_size}
         rows.append(row)
     unreadable = [{"step": one.step, "claim": str(one.checkpoint.claim), "reason": one.reason} for one in rejected]
     return {"path": path, "run": run_of(store, listing), "checkpoints": rows, "unreadable": unreadable}

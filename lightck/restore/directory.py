@@ -27,8 +27,8 @@ from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError,
 from lightck.layout import Layout
 from lightck.pool.format.layout import Entry
 from lightck.pool.format.structures import DamagedError
-from lightck.pool.reader import RejectedCheckpoint
-from lightck.ranks.directory import World, missing_error, open_worlds
+from lightck.pool.reader import PoolReader, RejectedCheckpoint
+from lightck.ranks.directory import World, missing_error, open_worlds, worlds_of
 from lightck.ranks.meet import Meeting
 from lightck.ranks.rule import CheckpointId
 from lightck.restore import restore as _restore
@@ -91,6 +91,44 @@ def recover_directory(
         if tensors.is_stage:
             loaded.refuse_held_by_nobody(tensors, meeting)
     return loaded.into(model, optimizer, state, strict=strict, layout=layout)
+
+
+def recover_readers(
+    name: str,
+    readers: Sequence[PoolReader],
+    model: nn.Module | None,
+    optimizer: object,
+    state: Mapping[str, object] | None,
+    device: torch.device | str,
+    *,
+    strict: bool,
+    lazy: bool,
+) -> Checkpoint:
+    """``recover`` for the pools of all ranks of a group, which are open, and lie in no directory; they are closed here
+    (with ``lazy``, when the checkpoint is). ``name``: of what they are from. Raises as ``recover`` does."""
+    with ExitStack() as stack:
+        for reader in readers:
+            stack.callback(reader.close)
+        worlds = worlds_of(name, readers)
+        if lazy:
+            opened = ExitStack()
+            checkpoint = _newest(name, worlds, None, partial(_lazily, opened=opened), None, opened)
+            opened.push(stack.pop_all())
+            return checkpoint
+        if model is not None:
+            tensors = _tensors_of(model, None)
+            if tensors.parts or tensors.is_stage:
+                raise UnsupportedError(
+                    f"The model holds parts of tensors, and {name!r} is a tier. Nothing was restored. Go on from it "
+                    "with attach(model, directory, resume=True, tiers=[...]) on all ranks; or fetch its newest "
+                    f"checkpoint: lightck copy {name} DIRECTORY, and recover from the directory."
+                )
+        at_hand = OptimizersAtHand() if model is None else OptimizersAtHand(model, as_list(optimizer))
+        whole = partial(_whole, device=device if model is None else "cpu")
+        checkpoint = _newest(name, worlds, None, whole, at_hand, stack)
+    if model is not None:
+        checkpoint.restore(model, optimizer, state, strict=strict)
+    return checkpoint
 
 
 def _tensors_of(model: nn.Module, layout: Layout | None) -> ModelTensors:

@@ -66,6 +66,7 @@ from lightck.session.strategy_choice import (
     not_eligible,
     with_present_strategy,
 )
+from lightck.session.tiers_of_group import TiersOfGroup
 from lightck.state.device_transfers import transfer_of
 from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
@@ -170,7 +171,7 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
             arguments, path, backend, medium_durability, meter, lock, capture, compression, is_rank_pool=is_rank_pool
         )
         undo.callback(pipeline.close)
-        participants = _commit_participants(file, meter)
+        participants = _commit_participants(file, meter, group_start)
         participants.register_with(pipeline)
         backend.remove_stale(path)
         first = _first_step(found, arguments, is_rank_known)
@@ -294,7 +295,7 @@ def _choose_strategy(steps: Steps, file: PoolFile) -> None:
     steps.events.add(choice)
 
 
-def _commit_participants(file: PoolFile, meter: Meter) -> CommitParticipants:
+def _commit_participants(file: PoolFile, meter: Meter, group_start: GroupStart | None) -> CommitParticipants:
     options, capture = file.arguments.save_options, weakref.ref(file.capture)
 
     def at_hand() -> OptimizersAtHand:
@@ -305,8 +306,10 @@ def _commit_participants(file: PoolFile, meter: Meter) -> CommitParticipants:
     holds = Holds(options.replicas.slots_min if file.is_rank_pool else 2, at_hand)
     keeper = Retention(options.exports, file.path, meter, holds) if options.exports is not None else None
     tiers = DrainLink(options.tiers, file.path, meter, holds) if options.tiers else None
-    if tiers is not None:
+    if tiers is not None and group_start is None:
         _follow_tiers(file, tiers)
+    elif tiers is not None and group_start is not None:
+        group_start.tiers = TiersOfGroup(tiers, options.tiers, group_start.group, group_start.meeting)
     return CommitParticipants(
         holds, keeper, tiers, NonfiniteCheck(file.found.state, meter) if options.pause_on_nonfinite else None
     )
@@ -320,12 +323,12 @@ def _follow_tiers(file: PoolFile, tiers: DrainLink) -> None:
     def claim(contents: Contents | None, record: CommitRecord | None) -> None:
         capture = file.capture
         assert capture.run_id is not None, "not in a group"
-        if contents is None or record is None:
+        if contents is None:
             capture.run_id = tiers.run_of_new_training(capture.run_id)
-            capture.claim = str(tiers.claim(capture.run_id, None))
-            return
-        goes_on_from = GoesOnFrom(contents.step, claim_of(contents.claim))
-        capture.claim = str(tiers.claim(capture.run_id, goes_on_from, record.payload_generation))
+        goes_on_from = None if contents is None else GoesOnFrom(contents.step, claim_of(contents.claim))
+        claimed = tiers.claim(capture.run_id, goes_on_from)
+        tiers.use_claim(claimed, goes_on_from, 0 if record is None else record.payload_generation)
+        capture.claim = claimed.claim
 
     file.before_adoption = claim
 

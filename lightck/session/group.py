@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -52,6 +54,12 @@ class Group:
     """The key-value store of the process group, over a connection that no other thread uses."""
     members: tuple[int, ...] = (0,)
     """For each rank, its rank in the default process group."""
+    new_connection: Callable[[], Store] | None = None
+    """Returns another connection to the store; None: there is no other rank."""
+
+    def connect(self) -> Store:
+        """Return another connection to the store, for a thread of its own."""
+        return self.store if self.new_connection is None else self.new_connection()
 
 
 def group_of(group: object) -> Group | None:
@@ -79,7 +87,8 @@ def group_of(group: object) -> Group | None:
         raise _no_member()
     if world_size < 2:
         return None
-    return Group(rank, world_size, store_of(group), tuple(dist.get_process_group_ranks(group)))
+    members = tuple(dist.get_process_group_ranks(group))
+    return Group(rank, world_size, store_of(group), members, partial(store_of, group))
 
 
 def _no_member() -> UnsupportedError:

@@ -14,7 +14,11 @@ def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
     refused = (
         (is_adaptive, f"interval={options.interval!r}", "each rank would choose an interval of its own"),
         (options.exports is not None, "keep=", "use `lightck export` on the directory, also while training runs"),
-        (bool(options.tiers), "tiers=", "copy the directory of its pools while no rank runs"),
+        (
+            any(tier.keep_best is not None for tier in options.tiers),
+            "Tier(keep_best=...)",
+            "the ranks would have to agree on a step that has passed; keep_every= keeps steps that are known before",
+        ),
         (options.pause_on_nonfinite, "pause_on_nonfinite=True", "one rank could pause and another go on"),
         (arguments.backend == "devdax", 'backend="devdax"', "a device holds one pool"),
         (options.replica is not None, "strategy=Replica()", "it makes no copies of tensors that ranks divide"),
@@ -51,6 +55,7 @@ def arguments_to_compare(arguments: Arguments) -> dict[str, str]:
         "overwrite=": repr(arguments.overwrite),
         "strategy=": repr(options.strategy) if options.gradients is not None else type(options.strategy).__name__,
         "strict_data=": repr(options.strict_data),
+        "tiers=": repr(options.tiers),
         "split=": repr(options.split),
     }
 

@@ -32,6 +32,7 @@ import msgpack
 from lightck.errors import RankError, UnsupportedError, capitalized, listed
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.format.group import ID_NBYTES, GroupIdentity
+from lightck.pool.format.structures import CommitRecord
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.durability import TIER_CACHE
 from lightck.pool.storage.temporary import remove_all_stale
@@ -52,6 +53,7 @@ from lightck.ranks.neighbours import GroupRule, Neighbour
 from lightck.ranks.publication import Publication
 from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
 from lightck.restore.averages import describe_averaged
+from lightck.restore.contents import Contents
 from lightck.restore.moved_state import key_of_rank
 from lightck.restore.recover import LiveRestore
 from lightck.restore.resume import Resumed
@@ -85,6 +87,7 @@ from lightck.session.lost_pool import (
     replicated_lines,
     state_of_lost_rank,
 )
+from lightck.session.newest_of_group import bring_newest_of_group
 from lightck.session.other_world import OtherWorlds, find_other_worlds
 from lightck.session.partial_copies import remove_partial_copies
 from lightck.session.peer_copies import PeerCopies, hosts_of_copies
@@ -92,6 +95,7 @@ from lightck.session.pool_file import PoolFile
 from lightck.session.pools_of_hosts import Hosts
 from lightck.session.shares_of_others import restore_one_of
 from lightck.session.split import shares_of
+from lightck.session.tiers_of_group import TiersOfGroup
 from lightck.state.parts import mesh_of
 from lightck.tiers.pin import Holds
 
@@ -141,6 +145,7 @@ class GroupStart:
     """The hosts that keep peer copies; None if there are none."""
     _pool_path: str = ""
     """Of this rank."""
+    tiers: TiersOfGroup | None = None
 
     @classmethod
     @contextmanager
@@ -169,6 +174,7 @@ class GroupStart:
         remove_all_stale(directory)  # no rank makes its pool before all ranks are beyond the exchange that follows
         if arguments.resume:
             refuse_other_pools(directory)
+            bring_newest_of_group(directory, self.group, self.meeting, arguments.save_options.tiers)
         replicas = arguments.save_options.replicas
         self._hosts_of_copies = hosts_of_copies(directory, self.group, self.meeting, replicas)
         self._other = find_other_worlds(directory, self.group, self.meeting, arguments)
@@ -194,6 +200,8 @@ class GroupStart:
             if reader is not None and (start.adopted is None or source is not None):
                 reader.close()  # it holds no checkpoint that is needed
             if start.adopted is None:
+                if self.tiers is not None:
+                    start = replace(start, run_id=self.tiers.run_of_new_training(start.run_id))
                 self._divide(file)
                 self._create(file, pipeline, start)
                 return None
@@ -299,6 +307,7 @@ class GroupStart:
 
     def _create(self, file: PoolFile, pipeline: Pipeline, start: Start) -> None:
         pipeline.pool.group = self._identity(file, start.run_id, start.world_id)
+        self._claim_tiers(file, start, None, None)
         file.create_at_once(pipeline)
 
     def _identity(self, file: PoolFile, run_id: bytes, world_id: bytes) -> GroupIdentity:
@@ -327,6 +336,8 @@ class GroupStart:
         contents, recorded = parse(restored.chosen), reader.next_batches(restored.chosen.record)
         self._adoption = Adoption(restored.name, restored.incarnation)
         self._ids = {one.record.payload_generation: name for name, many in stored.items() for one in many}
+        file.capture.claim = contents.claim
+        self._claim_tiers(file, restored.start, contents, restored.chosen.record)
         without_reason = replace(contents, not_exact="")  # the warning below gives it, once for all ranks
         file.adopt(pipeline, reader, without_reason, restored.chosen.record, incarnation=restored.incarnation)
         resumed = Resumed.from_contents(contents, recorded)
@@ -340,6 +351,14 @@ class GroupStart:
                 restored.remark,
             )
         return resumed
+
+    def _claim_tiers(
+        self, file: PoolFile, start: Start, contents: Contents | None, record: CommitRecord | None
+    ) -> None:
+        """Claim the tiers, before anything in a pool is changed. The arguments are those of ``TiersOfGroup.claim``."""
+        if self.tiers is not None:
+            pool = file.path if len(set(self._directory_ids)) == 1 else ""
+            self.tiers.claim(file.capture, start.run_id, pool, contents, record)
 
     def _restore_and_vote(self, restore: LiveRestore, stored: Stored, reports: list[Report], start: Start) -> Restored:
         """Restore the chosen checkpoint. If a rank cannot restore it, restore the next older common one, and so on."""
@@ -524,3 +543,5 @@ class GroupStart:
             self._other.remove()
             self.meeting.exchange("removal of other pools", b"")
         copies.remove_old(Hosts.of(self._directory_ids))
+        if self.tiers is not None:
+            self.tiers.begin(self._save_options.fixed_interval)

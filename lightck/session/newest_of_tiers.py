@@ -57,7 +57,7 @@ def bring_newest(path: str, backend: Backend, stores: Sequence[Store]) -> None:
             )
         try:
             found.refuse_stale()
-            fetch(found.store, found.manifest, path, is_locked=True)
+            fetch(found.store, found.of_single_process(), path, is_locked=True)
         except DamagedError as err:
             rejected.append(Rejected(found.checkpoint, str(err)))
             continue

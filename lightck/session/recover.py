@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from numbers import Integral
 
 import torch
@@ -15,7 +16,7 @@ from lightck.pool.reader import PoolReader, RejectedCheckpoint
 from lightck.pool.storage.backends import readable_path
 from lightck.restore.checkpoint import Checkpoint, refuse_other_than_mapping
 from lightck.restore.contents import refuse_unusable_device
-from lightck.restore.directory import recover_directory
+from lightck.restore.directory import recover_directory, recover_readers
 from lightck.restore.recover import collector_paused, recover_from, recover_lazily, recover_pool
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.tiers.candidates import Rejected, candidates_of, no_checkpoint_error, none_whole_error
@@ -96,31 +97,39 @@ def _recover_tier(
     lazy: bool,
 ) -> Checkpoint:
     """``recover`` for a tier: fetch the newest whole checkpoint to memory, and recover it as from a pool."""
-    reader, rejected = _fetched(folder, step)
-    if lazy:
-        checkpoint = recover_lazily(lambda: reader, None)
+    readers, rejected = _fetched(folder, step)
+    if readers[0].group is not None:
+        checkpoint = recover_readers(folder, readers, model, optimizer, state, device, strict=strict, lazy=lazy)
+    elif lazy:
+        checkpoint = recover_lazily(lambda: readers[0], None)
     else:
         try:
-            checkpoint = recover_from(reader, model, optimizer, state, None, device, strict=strict)
+            checkpoint = recover_from(readers[0], model, optimizer, state, None, device, strict=strict)
         finally:
-            reader.close()
+            readers[0].close()
     newer = (RejectedCheckpoint(each.step, each.checkpoint.claim.number, each.reason) for each in rejected)
     checkpoint.rejected = (*newer, *checkpoint.rejected)
     return checkpoint
 
 
-def _fetched(folder: str, step: int | None) -> tuple[PoolReader, list[Rejected]]:
-    """Fetch the newest checkpoint of a tier that is whole, or that of ``step``."""
+def _fetched(folder: str, step: int | None) -> tuple[list[PoolReader], list[Rejected]]:
+    """Fetch the newest checkpoint of a tier that is whole, or that of ``step``: a pool for each rank."""
     store = FolderStore(folder)
     listing = store.listing()
     refuse_other_runs(store, listing)
     rejected: list[Rejected] = []
     for found in candidates_of(store, listing, step, rejected):
-        try:
-            found.refuse_stale()
-            return fetched_to_memory(store, found.manifest), rejected
-        except DamagedError as err:
-            rejected.append(Rejected(found.checkpoint, str(err)))
+        with ExitStack() as stack:
+            try:
+                found.refuse_stale()
+                readers = []
+                for manifest in found.manifests:
+                    readers.append(fetched_to_memory(store, manifest))
+                    stack.callback(readers[-1].close)
+                stack.pop_all()
+                return readers, rejected
+            except DamagedError as err:
+                rejected.append(Rejected(found.checkpoint, str(err)))
     raise none_whole_error(store, rejected) if rejected else no_checkpoint_error(store, listing, step)
 
 

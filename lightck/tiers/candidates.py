@@ -3,6 +3,9 @@
 Checkpoints of one run are ordered by (claim, incarnation, step), all three as the checkpoint itself says. So a pool
 that went on from an old checkpoint, on a machine that was replaced, is older than what its successor has sent, even if
 its step is larger. On a tie the pool is taken, because nothing must be fetched then.
+
+A checkpoint of a group has one manifest for each rank. All ranks of one checkpoint have one incarnation, because they
+have agreed on it; parts that differ in it belong to different histories, and are never put together.
 """
 
 from __future__ import annotations
@@ -49,38 +52,67 @@ class Rejected(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A complete checkpoint of a tier whose manifest could be read."""
+    """A complete checkpoint of a tier whose manifests could be read."""
 
     store: Store
     checkpoint: TierCheckpoint
-    manifest: TierManifest
+    names: tuple[ManifestName, ...]
+    """The manifest of each rank; one for a single process."""
+    manifests: tuple[TierManifest, ...]
     listing: Listing
 
     @property
     def order(self) -> Order:
-        return Order.of(self.manifest.claim, self.manifest.incarnation, self.checkpoint.step)
+        first = self.manifests[0]
+        return Order.of(first.claim, first.incarnation, self.checkpoint.step)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.names)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(each.nbytes for each in self.manifests)
 
     def __str__(self) -> str:
         return f"step {self.checkpoint.step} of the tier {str(self.store)!r} (claim {self.checkpoint.claim})"
 
+    def of_single_process(self) -> TierManifest:
+        """Return the manifest of a single process. Raises ``UnsupportedError`` if several ranks have sent the
+        checkpoint."""
+        if self.world_size > 1:
+            raise UnsupportedError(
+                f"The tier {str(self.store)!r} holds the checkpoints of a group of {self.world_size} ranks, and this "
+                f"is a single process. Nothing was changed. Fetch one into a directory (lightck copy {self.store} "
+                "DIRECTORY), and attach to that directory with resume=True."
+            )
+        return self.manifests[0]
+
     def refuse_stale(self) -> None:
-        """Raise ``DamagedError`` if a newer checkpoint of the same pool in the tier says that this one is stale."""
+        """Raise ``DamagedError`` if a newer checkpoint of one of these pools in the tier says that this one is
+        stale."""
         for newer in sorted(each for each in complete(self.listing) if each > self.checkpoint):
-            try:
-                other = read_manifest(self.store, manifests_of(self.listing, newer)[0])
-                if Superblock.unpack(other.superblock).uuid != Superblock.unpack(self.manifest.superblock).uuid:
-                    continue
-                after = stale_after(self.store, other)
-            except (DamagedError, CorruptPoolError):
-                continue  # it cannot be read, so it says nothing
-            generation = self.manifest.record.payload_generation
-            if after is not None and after < generation < other.record.payload_generation:
-                raise DamagedError(STALE_REASON)
+            for name in manifests_of(self.listing, newer):
+                own = self.manifests[name.writer.rank] if name.writer.rank < self.world_size else None
+                if own is not None and _makes_stale(self.store, name, own):
+                    raise DamagedError(STALE_REASON)
+
+
+def _makes_stale(store: Store, newer: ManifestName, own: TierManifest) -> bool:
+    try:
+        other = read_manifest(store, newer)
+        if Superblock.unpack(other.superblock).uuid != Superblock.unpack(own.superblock).uuid:
+            return False
+        after = stale_after(store, other)
+    except (DamagedError, CorruptPoolError):
+        return False  # it cannot be read, so it says nothing
+    return after is not None and after < own.record.payload_generation < other.record.payload_generation
 
 
 def candidates_of(store: Store, listing: Listing, step: int | None, rejected: list[Rejected]) -> Iterator[Candidate]:
     """Yield the complete checkpoints of a tier, newest first, or those of ``step``. What cannot be read is added to
-    ``rejected``. Raises ``TierError``, and ``UnsupportedError`` for the checkpoints of a group of ranks."""
+    ``rejected``. Raises ``TierError``."""
     for checkpoint in sorted(complete(listing), reverse=True):
         if step is None or checkpoint.step == step:
             yield from _of_one_step(store, listing, checkpoint, rejected)
@@ -90,15 +122,39 @@ def _of_one_step(
     store: Store, listing: Listing, checkpoint: TierCheckpoint, rejected: list[Rejected]
 ) -> Iterator[Candidate]:
     """Yield what was sent of one step, newest first: a step can be committed more than once
-    (``session.close(done=True)``), and what a drain has sent before it was killed is sent again."""
-    _refuse_ranks(manifests_of(listing, checkpoint), store)
-    found: list[Candidate] = []
-    for name in sorted(each for each in listing.manifests if each.checkpoint == checkpoint):
-        try:
-            found.append(Candidate(store, checkpoint, read_manifest(store, name), listing))
-        except DamagedError as err:
-            rejected.append(Rejected(checkpoint, str(err)))
-    yield from sorted(found, key=lambda each: each.manifest.record.payload_generation, reverse=True)
+    (``session.close(done=True)``), and what a drain has sent before it was killed is sent again. Of a group, the newest
+    part of each rank is taken."""
+    of_ranks = []
+    for first in manifests_of(listing, checkpoint):
+        found, reasons = _of_one_rank(store, listing, first)
+        rejected += [Rejected(checkpoint, reason) for reason in reasons]
+        of_ranks.append(found)
+    if len(of_ranks) == 1:
+        for name, manifest in of_ranks[0]:
+            yield Candidate(store, checkpoint, (name,), (manifest,), listing)
+        return
+    if any(not found for found in of_ranks):
+        return  # the reason was added
+    names, manifests = zip(*(found[0] for found in of_ranks), strict=True)
+    if len({(each.incarnation, each.claim) for each in manifests}) > 1:
+        rejected.append(Rejected(checkpoint, "its ranks have sent parts of different histories"))
+        return
+    yield Candidate(store, checkpoint, names, manifests, listing)
+
+
+def _of_one_rank(
+    store: Store, listing: Listing, first: ManifestName
+) -> tuple[list[tuple[ManifestName, TierManifest]], list[str]]:
+    """Return what a rank has sent of one step, newest first, and why others of its manifests cannot be read."""
+    found, reasons = [], []
+    for name in sorted(listing.manifests):
+        if name.writer == first.writer and name.step == first.step:
+            try:
+                found.append((name, read_manifest(store, name)))
+            except DamagedError as err:
+                of_rank = "" if first.writer.world_size == 1 else f"of rank {first.writer.rank}: "
+                reasons.append(f"{of_rank}{err}")
+    return sorted(found, key=lambda one: one[1].record.payload_generation, reverse=True), reasons
 
 
 def newest_of_all(stores: Sequence[Store], rejected: list[Rejected]) -> Iterator[Candidate]:
@@ -150,11 +206,3 @@ def none_whole_error(store: Store, rejected: Sequence[Rejected]) -> CorruptPoolE
         + ". Nothing was written. Look for the checkpoint in another tier, or in the pool.",
         tuple(map(str, rejected)),
     )
-
-
-def _refuse_ranks(manifests: list[ManifestName], store: Store) -> None:
-    if len(manifests) != 1:
-        raise UnsupportedError(
-            f"The tier {str(store)!r} holds the checkpoints of a group of {len(manifests)} ranks, and this lightck "
-            "reads those of a single process only. Install a newer lightck."
-        )

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 
 from lightck.errors import TierError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.storage.backends import pool_path
+from lightck.pool.storage.lock import PoolLock
+from lightck.ranks.directory import make_directory, pool_name
 from lightck.restore.compact import Progress
-from lightck.tiers.candidates import Rejected, candidates_of, no_checkpoint_error, none_whole_error
+from lightck.tiers.candidates import Candidate, Rejected, candidates_of, no_checkpoint_error, none_whole_error
 from lightck.tiers.claiming import refuse_other_runs
 from lightck.tiers.decisions import Listing, Retention, complete
 from lightck.tiers.drain import Copied, Drain
-from lightck.tiers.fetching import fetch, refuse_existing_pool
+from lightck.tiers.fetching import fetch, filled_file, refuse_existing_pool
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import TierCheckpoint
 
@@ -68,17 +72,39 @@ def copy_from_tier(
     refuse_other_runs(store, listing)
     rejected: list[Rejected] = []
     for found in candidates_of(store, listing, step, rejected):
-        checkpoint, manifest = found.checkpoint, found.manifest
+        checkpoint = found.checkpoint
         try:
             found.refuse_stale()
-            with progress(f"step {checkpoint.step}", manifest.nbytes) as advance:
-                fetch(store, manifest, path, advance)
+            with progress(f"step {checkpoint.step}", found.nbytes) as advance:
+                if found.world_size == 1:
+                    fetch(store, found.manifests[0], path, advance)
+                else:
+                    _fetch_group(found, path, advance)
         except DamagedError as err:
             rejected.append(Rejected(checkpoint, str(err)))
             continue
         remarks = (*map(str, rejected), *_also_there(listing, checkpoint))
-        return Copied(checkpoint.step, path, manifest.nbytes, manifest.nbytes, remarks)
+        return Copied(checkpoint.step, path, found.nbytes, found.nbytes, remarks)
     raise none_whole_error(store, rejected) if rejected else no_checkpoint_error(store, listing, step)
+
+
+def _fetch_group(found: Candidate, directory: str, advance: Callable[[int], None]) -> None:
+    """Make a directory with the pools of all ranks. They get their names when all of them are whole."""
+    make_directory(directory)
+    with ExitStack() as stack:
+        stack.callback(_remove_if_empty, directory)
+        new = []
+        for rank, manifest in enumerate(found.manifests):
+            path = os.path.join(directory, pool_name(rank, found.world_size))
+            stack.callback(PoolLock(path).release)
+            new.append(stack.enter_context(filled_file(found.store, manifest, path, advance)))
+        for container in new:
+            container.publish()
+
+
+def _remove_if_empty(directory: str) -> None:
+    with suppress(OSError):
+        os.rmdir(directory)
 
 
 def _also_there(listing: Listing, taken: TierCheckpoint) -> list[str]:

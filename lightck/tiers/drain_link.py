@@ -7,7 +7,8 @@
     finish     at close: wait until the newest checkpoint lies in every tier
 
 A tier whose time has come needs nothing of this: the drain takes the newest checkpoint by itself. So it does after the
-training was killed.
+training was killed. In a group of ranks only the checkpoints on which all have agreed are offered
+(``group_schedule.py``), and rank 0 makes the claim for all.
 
 Invariant: the training waits for the drain only at ``finish``. The drain and what waits for it need no more slots than
 ``n_spare_slots``: a checkpoint is held here until the drain holds it, by a hold that the training may break
@@ -20,7 +21,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lightck.errors import TierClaimedError, TierError
@@ -32,7 +33,8 @@ from lightck.tiers.decisions import GRACE_SECONDS, complete
 from lightck.tiers.drain_messages import DrainSettings, DrainState, Parent, TierSettings, TierState
 from lightck.tiers.drain_start import DrainHandle
 from lightck.tiers.folder import FolderStore
-from lightck.tiers.names import Claim, TierCheckpoint
+from lightck.tiers.group_schedule import GroupSchedule
+from lightck.tiers.names import TierCheckpoint
 from lightck.tiers.pin import Hold, Holds
 from lightck.tiers.tier import Tier
 
@@ -61,6 +63,11 @@ class DrainLink(CommitListener):
         """For each tier the step of the last checkpoint that was due by its step, or lies in the tier."""
         self._is_empty = [True] * len(tiers)
         """Whether the tier holds no checkpoint: then the first one is sent at once."""
+        self._schedule: GroupSchedule | None = None
+        """What the ranks of a group send; None in a single process, and until the group has begun."""
+        self._stop_agreeing: Callable[[], None] = lambda: None
+        self._planned: _Offer | None = None
+        """In a group: the checkpoint that is held until it is known whether all ranks send it."""
         self._offer: _Offer | None = None
         """The checkpoint that the drain is to send next."""
         self._is_offered = False
@@ -76,6 +83,7 @@ class DrainLink(CommitListener):
         """The tiers whose failure was reported."""
         self._raised: set[int] = set()
         self._is_superseded = [False] * len(tiers)
+        self._is_miss_reported = False
         self._is_logged = self._is_other_logged = False
         """Whether the metric of a ``keep_best`` was logged, and whether only others were."""
         self._states: list[TierStats] = [TierStats(each.path) for each in tiers]
@@ -106,7 +114,7 @@ class DrainLink(CommitListener):
         found = {run}
         for store in self.stores:
             listing = store.listing()
-            if listing.manifests:
+            if complete(listing):
                 raise TierClaimedError(
                     f"The tier {str(store)!r} holds checkpoints, and this training begins anew. Nothing was changed. "
                     "Pass attach(..., resume=True) to go on from the newest of them; or choose another folder, because "
@@ -116,29 +124,67 @@ class DrainLink(CommitListener):
                 found.add(read_claim(store, max(listing.claims)).run)
         return max(found - {run}, default=run)
 
-    def claim(self, run: str, goes_on_from: GoesOnFrom | None, generation: int = 0) -> Claim:
-        """Claim all tiers for the run. ``goes_on_from``: None for a new run; else the checkpoint, with its
-        ``generation`` in the pool. Raises ``TierError``."""
+    def claim(self, run: str, goes_on_from: GoesOnFrom | None) -> Claimed:
+        """Claim all tiers for the run. ``goes_on_from``: None for a new run. Raises ``TierError``."""
         for store in self.stores:
             store.refuse_other_folder()
         claim = claim_tiers(self.stores, run, release(), goes_on_from)
-        parent, there = None, None
+        there, step = None, 0
+        if goes_on_from is not None:
+            there = None if goes_on_from.claim is None else TierCheckpoint(goes_on_from.claim, goes_on_from.step)
+            step = goes_on_from.step
+        whole = [complete(store.listing()) for store in self.stores]
+        return Claimed(
+            str(claim),
+            [max((each.step for each in found if each.step <= step), default=None) for found in whole],
+            [not found for found in whole],
+            [there in found for found in whole],
+        )
+
+    def use_claim(
+        self,
+        claimed: Claimed,
+        goes_on_from: GoesOnFrom | None,
+        generation: int = 0,
+        rank: int = 0,
+        pools_of_ranks: Sequence[str] = ("",),
+    ) -> None:
+        """Send checkpoints below this claim, which this process has made, or rank 0 of its group. ``generation``: of
+        the checkpoint from which the training goes on, in the pool. ``pools_of_ranks``: the path of each rank's pool;
+        empty texts if they do not lie in one directory."""
+        parent = None
         if goes_on_from is not None:
             named = "" if goes_on_from.claim is None else str(goes_on_from.claim)
             parent = Parent(named, goes_on_from.step, generation)
-            there = None if goes_on_from.claim is None else TierCheckpoint(goes_on_from.claim, goes_on_from.step)
-        settings = []
-        for number, (tier, store) in enumerate(zip(self._tiers, self.stores, strict=True)):
-            whole = complete(store.listing())
-            self._is_empty[number] = not whole
-            step = 0 if goes_on_from is None else goes_on_from.step
-            newest = max((each.step for each in whole if each.step <= step), default=None)
-            self._last_due[number] = newest or 0
-            self._states[number] = TierStats(tier.path, newest)
-            settings.append(_settings_of(tier, has_parent=there in whole))
+        self._is_empty = list(claimed.is_empty)
+        self._last_due = [step or 0 for step in claimed.newest]
+        self._states = [TierStats(tier.path, step) for tier, step in zip(self._tiers, claimed.newest, strict=True)]
         self._show()
-        self._settings = DrainSettings(self._pool, str(claim), release(), parent, tuple(settings), grace=GRACE_SECONDS)
-        return claim
+        self._settings = DrainSettings(
+            self._pool,
+            claimed.claim,
+            release(),
+            parent,
+            tuple(_settings_of(*each) for each in zip(self._tiers, claimed.has_parent, strict=True)),
+            GRACE_SECONDS,
+            rank,
+            len(pools_of_ranks),
+            tuple(each for each in pools_of_ranks if each),
+        )
+
+    def agree(self, schedule: GroupSchedule, stop: Callable[[], None]) -> None:
+        """Send the checkpoints on which the ranks of the group agree. ``stop``: ends the agreements."""
+        self._schedule, self._stop_agreeing = schedule, stop
+
+    @property
+    def newest_steps(self) -> list[int | None]:
+        """For each tier the step of its newest checkpoint; None if it holds none."""
+        return [each.step for each in self._states]
+
+    def is_ready(self) -> bool:
+        """Whether the drain could take a checkpoint now. Called on any thread."""
+        handle = self._handle
+        return handle is not None and not handle.state.is_busy and self._offer is None and self._planned is None
 
     def start(self) -> None:
         """Start the drain. Raises ``TierError``."""
@@ -162,9 +208,52 @@ class DrainLink(CommitListener):
     def committed(self, writer: PoolWriter, step: int) -> None:
         self._newest = step
         self.read()
-        due = self._due_at(step)
-        if due and self._handle is not None:
+        if self._handle is None or self._settings is None:
+            return
+        if self._settings.world_size > 1:
+            self._follow_schedule(writer, step)
+        elif due := self._due_at(step):
             self._offer_checkpoint(writer, step, due)
+
+    def _follow_schedule(self, writer: PoolWriter, step: int) -> None:
+        """Hold the checkpoint if the ranks have planned to send this step; offer it when all do."""
+        schedule = self._schedule
+        if schedule is None:
+            return
+        if missed := [number for number in range(len(self._tiers)) if schedule.is_missed(number, step)]:
+            self._count_missed_of_group(step, missed)
+        plan = schedule.reached(step)
+        if plan is not None:
+            slot = writer.slots.protected
+            assert slot is not None, "a checkpoint was committed"
+            generation = writer.slots.slots[slot].generation
+            assert generation is not None, "its content is known"
+            hold = self._holds.take_slot(writer, slot) if self.n_spare_slots else None
+            self._planned = _Offer(step, generation, list(plan.items), hold)
+        if self._planned is not None and (is_agreed := schedule.verdict()) is not None:
+            if is_agreed:
+                self._offer, self._is_offered, self._planned = self._planned, False, None
+                self._tell()
+            else:
+                self._drop_planned()
+        schedule.propose_if_due(step)
+
+    def _drop_planned(self) -> None:
+        if self._planned is not None and self._planned.hold is not None:
+            self._holds.release(self._planned.hold)
+        self._planned = None
+
+    def _count_missed_of_group(self, step: int, numbers: list[int]) -> None:
+        if not self._is_miss_reported:
+            self._is_miss_reported = True
+            roots = " and ".join(repr(self._tiers[number].path) for number in numbers)
+            log.warning(
+                "lightck: the checkpoint of step %d, for which keep_every asked, is not sent to the tier %s: the ranks "
+                "had not agreed on it before they reached it, because one of them was still sending another, or "
+                "because the steps follow each other too fast. This is reported once. Ask for fewer checkpoints",
+                step,
+                roots,
+            )
 
     def _due_at(self, step: int) -> list[int]:
         """Return the numbers of the tiers for which the checkpoint of a step is due."""
@@ -390,6 +479,7 @@ class DrainLink(CommitListener):
         if os.getpid() != self._pid:
             return
         self._must_finish = True
+        self._end_agreements()
         self._warn_of_missing_metrics()
         seen, seen_at = "", time.monotonic()
         to_be_said, is_closing = [seen_at + _SILENT_SECONDS], False
@@ -419,9 +509,30 @@ class DrainLink(CommitListener):
 
     def closed(self) -> None:
         """End the connection: a drain that is not done goes on alone."""
-        if self._handle is not None and os.getpid() == self._pid:
-            self._handle.let_go()
+        if os.getpid() == self._pid:
+            self._end_agreements()
+            if self._handle is not None:
+                self._handle.let_go()
         self._handle = None
+
+    def _end_agreements(self) -> None:
+        if self._schedule is not None:
+            self._schedule.close()
+            self._stop_agreeing()
+        self._schedule = None
+        self._drop_planned()
+
+
+class Claimed(NamedTuple):
+    """A claim that was made in all tiers, and what they held then. Of the lists, each item is of one tier."""
+
+    claim: str
+    newest: Sequence[int | None]
+    """The step of the newest checkpoint from which the training may have come; None: there is none."""
+    is_empty: Sequence[bool]
+    """Whether there is no checkpoint at all."""
+    has_parent: Sequence[bool]
+    """Whether the checkpoint from which the training goes on is there."""
 
 
 class _Offer(NamedTuple):
@@ -457,7 +568,7 @@ def n_spare_slots(tiers: Sequence[Tier]) -> int:
     return 2 if any(each.needs_certain_steps for each in tiers) else 1
 
 
-def _settings_of(tier: Tier, *, has_parent: bool) -> TierSettings:
+def _settings_of(tier: Tier, has_parent: bool) -> TierSettings:
     return TierSettings(
         tier.path, tier.every_seconds, tier.keep_last, tier.keep_every, tier.keep_best, has_parent=has_parent
     )

@@ -64,6 +64,10 @@ class DrainSettings:
     parent: Parent | None
     tiers: tuple[TierSettings, ...]
     grace: float
+    rank: int = 0
+    world_size: int = 1
+    pools_of_ranks: tuple[str, ...] = ()
+    """The pools of all ranks of the group, if they lie in one directory; else empty."""
 
     def packed(self) -> dict[str, Any]:
         return asdict(self)
@@ -75,7 +79,8 @@ class DrainSettings:
             TierSettings(**{**each, "keep_best": each["keep_best"] and tuple(each["keep_best"])})
             for each in message["tiers"]
         )
-        return cls(**{**message, "parent": parent, "tiers": tiers})
+        pools = tuple(message["pools_of_ranks"])
+        return cls(**{**message, "parent": parent, "tiers": tiers, "pools_of_ranks": pools})
 
 
 @dataclass

@@ -46,6 +46,7 @@ from lightck.tiers.drain_messages import (
     send_message,
 )
 from lightck.tiers.folder import FolderStore
+from lightck.tiers.last_of_group import generations_at_end
 from lightck.tiers.names import TierCheckpoint, Writer
 from lightck.tiers.tier_writer import TierWriter
 
@@ -76,6 +77,8 @@ class _Outlet:
     """When a checkpoint is due by time, or the next attempt may be made: seconds of ``time.monotonic``."""
     n_failures: int = 0
     """How many attempts have failed since the last success. Then the next one sends the newest checkpoint."""
+    is_damage: bool = False
+    """Whether the last attempt failed because the checkpoint is damaged, so that another attempt does not help."""
     sent: tuple[int, Mapping[str, float] | None] | None = None
     """Generation of the newest checkpoint that was sent, and the metrics with which it was."""
 
@@ -168,7 +171,10 @@ class DrainProcess:
             generation, numbers = offer
             self._send([self._outlets[number] for number in numbers], generation)
         is_urgent, self._is_urgent = self._is_urgent, False
-        due = [each for each in self._outlets if is_urgent or each.is_due(now)]
+        due = [each for each in self._outlets if not self._is_of_group and (is_urgent or each.is_due(now))]
+        if is_urgent and self._is_of_group:
+            for last in self._generations_at_end():
+                self._send(self._outlets, last)
         if due:
             self._send(due)
         for each in due:
@@ -178,19 +184,38 @@ class DrainProcess:
             self._state.is_busy = False
             self._report()
 
+    @property
+    def _is_of_group(self) -> bool:
+        """Whether this is the drain of one of several ranks. Such a drain sends only what all ranks send."""
+        return self._settings.world_size > 1
+
+    def _generations_at_end(self) -> list[int | None]:
+        """Return the generations of the checkpoints that are sent at the end; None stands for the newest one. Ranks
+        that close their sessions end with the same step."""
+        if not self._is_of_group or self._is_closing:
+            return [None]
+        try:
+            return generations_at_end(self._settings.pool, self._settings.pools_of_ranks)
+        except PoolError:
+            return [None]  # the error is found again, and reported
+
     def _finish(self, until: float) -> None:
         """Send the newest checkpoint to each tier that lacks it. ``until``: when to give up."""
+        for generation in self._generations_at_end():
+            self._finish_with(generation, until)
+        self._state.is_busy, self._state.is_done = False, True
+        self._report()
+
+    def _finish_with(self, generation: int | None, until: float) -> None:
         left, n_attempts = self._outlets, 0
         while True:
-            self._send(left, is_last=True)
+            self._send(left, generation, is_last=True)
             n_attempts += 1
             left = [each for each in left if each.n_failures and not each.state.is_superseded]
             is_last = n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone
             if not left or is_last or time.monotonic() > until:
                 break
             time.sleep(min(_PAUSE_SECONDS * 2 ** (n_attempts - 1), _PAUSE_SECONDS_MAX_AT_END))
-        self._state.is_busy, self._state.is_done = False, True
-        self._report()
 
     def _send(self, outlets: Iterable[_Outlet], generation: int | None = None, *, is_last: bool = False) -> None:
         """Send one checkpoint to these tiers, and remove what need not stay. ``generation``: of the checkpoint; None:
@@ -205,6 +230,8 @@ class DrainProcess:
                     left = self._send_from(reader, left, generation, is_last=is_last)
                 if not left:
                     return
+                if self._is_of_group:
+                    raise DamagedError("it was overwritten while it was sent")
                 generation = None  # it was overwritten: now the newest one
             raise DamagedError("each checkpoint was overwritten while it was sent")
         except PoolNotFoundError:  # not made yet, or removed: there is nothing to send
@@ -246,9 +273,22 @@ class DrainProcess:
             for number, each in enumerate(outlets):
                 if not self._belongs(stored, each, is_last=is_last):
                     each.n_failures = 0  # there is nothing left to try again
-                elif not self._send_to(each, stored):
+                elif not self._send_until_it_is_there(each, stored):
                     return outlets[number:]
         return []
+
+    def _send_until_it_is_there(self, outlet: _Outlet, stored: StoredCheckpoint) -> bool:
+        """Send a held checkpoint to a tier. A rank of a group tries again and again, because the other ranks send this
+        checkpoint too, and no other one helps. Returns False if it was overwritten meanwhile."""
+        until = time.monotonic() + _ORPHAN_SECONDS_MAX
+        while self._send_to(outlet, stored):
+            is_over = not self._is_of_group or not outlet.n_failures or outlet.is_damage or time.monotonic() > until
+            while not is_over and time.monotonic() < outlet.next_at:
+                self._wait()
+                is_over = self._is_closing or self._is_alone
+            if is_over:
+                return True
+        return False
 
     def _belongs(self, stored: StoredCheckpoint, outlet: _Outlet, *, is_last: bool) -> bool:
         """Whether a checkpoint is of this training, and is not in the tier yet. Raises ``DamagedError``."""
@@ -274,6 +314,7 @@ class DrainProcess:
                 return False
             is_damage = isinstance(err, DamagedError)
             self._failed(outlet, f"The checkpoint of step {stored.step} is damaged: {err}" if is_damage else str(err))
+            outlet.is_damage = is_damage
             return True
         outlet.sent, outlet.n_failures = (stored.record.payload_generation, metrics), 0
         state = outlet.state
@@ -291,14 +332,16 @@ class DrainProcess:
         if outlet.writer is None:
             store = FolderStore(outlet.settings.root)
             retention, grace = outlet.settings.retention, self._settings.grace
-            writer = TierWriter(store, Writer(self._claim, 0, 1), self._settings.written_by, retention, grace)
+            own = Writer(self._claim, self._settings.rank, self._settings.world_size)
+            writer = TierWriter(store, own, self._settings.written_by, retention, grace)
             writer.use_own()
             parent = self._settings.parent
             parent_claim = None if parent is None else claim_of(parent.claim)
             if parent is not None and parent_claim is not None and outlet.settings.has_parent:
                 checkpoint = TierCheckpoint(parent_claim, parent.step)
                 for name in store.listing().manifests:
-                    if name.checkpoint == checkpoint:  # a step may have been sent more than once
+                    # A step may have been sent more than once.
+                    if name.checkpoint == checkpoint and name.writer == own._replace(claim=parent_claim):
                         writer.use_parent(name, parent.generation)
             outlet.writer = writer
         return outlet.writer

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 
 from lightck.errors import ExportExistsError
 from lightck.pool.format.structures import (
@@ -71,16 +71,27 @@ def fetch(
     (``is_locked``): then the new pool replaces the old one when it is whole. ``advance`` is called with the number of
     bytes of each object. Raises ``DamagedError`` if the checkpoint is not whole, ``PoolError`` if the pool cannot be
     made there, and ``TierError``."""
-    superblock, table = _frame(store, manifest)
     with ExitStack() as stack:
         if not is_locked:
             stack.callback(PoolLock(path).release)
-        container = FileBackend().create_file(path, superblock.nbytes)
-        stack.callback(container.close)
-        _fill_pool(store, manifest, superblock, table, container, advance)
+        container = stack.enter_context(filled_file(store, manifest, path, advance))
         if not is_locked:
             refuse_existing_pool(path)
         container.publish()
+
+
+@contextmanager
+def filled_file(
+    store: Store, manifest: TierManifest, path: str, advance: Callable[[int], None] = lambda _: None
+) -> Iterator[FileContainer]:
+    """Make a pool from a checkpoint in a temporary file beside ``path``, whose lock the caller holds. ``publish`` of
+    the container that is yielded gives the file its name; without it, nothing is left at the end of the block. Raises
+    as ``fetch`` does."""
+    superblock, table = _frame(store, manifest)
+    container = FileBackend().create_file(path, superblock.nbytes)
+    with closing(container):
+        _fill_pool(store, manifest, superblock, table, container, advance)
+        yield container
 
 
 def fetched_to_memory(store: Store, manifest: TierManifest) -> PoolReader:

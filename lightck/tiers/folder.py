@@ -170,9 +170,12 @@ class FolderStore:
             return
         if folder != self.root:
             self._make_folder(os.path.dirname(folder))
-        with contextlib.suppress(FileExistsError):
+        try:
             os.mkdir(folder, 0o700)
             sync_folder(os.path.dirname(folder))
+        except FileExistsError:
+            if not os.path.isdir(folder):
+                raise
         self._made.add(folder)
 
     @contextlib.contextmanager

@@ -1,0 +1,321 @@
+"""At attach of a group: go on from the newest checkpoint of the ranks' pools and their tiers.
+
+    report     for each directory, one rank says which checkpoints its pools and peer copies hold; rank 0 says what the
+               tiers hold. So all ranks come to the same decision
+    compare    by (claim, incarnation, step): the newest checkpoint that all pools of one world hold, and those of the
+               tiers. If a pool of each world is lost, the tiers count
+    fetch      each rank fetches the parts of the ranks with its number, beside the pools
+    vote       only if all parts are whole, the new files take the place of the pools; else the next checkpoint counts
+    go on      as from any pools; if another number of ranks has sent the checkpoint, it is loaded into this one
+
+Invariant: no pool is replaced before all parts of the chosen checkpoint were fetched and verified.
+
+Failure cases: a rank is killed between two replacements: the next start finds pools of two worlds, none of which is
+whole, and fetches the checkpoint again. A pool cannot be opened: nothing is fetched, and attach says what is wrong with
+the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgpack
+
+from lightck.errors import CorruptPoolError, PoolError, TierClaimedError, UnsupportedError, listed
+from lightck.pool.format.saved_by import saved_by
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.reader import PoolReader, open_pool
+from lightck.pool.storage.backends import backend_for
+from lightck.pool.storage.file import FileContainer
+from lightck.pool.storage.lock import PoolLock
+from lightck.ranks.copy_file import readable_copies
+from lightck.ranks.directory import pool_name, pools_in
+from lightck.ranks.meet import Meeting
+from lightck.restore.usable import usable_by_id
+from lightck.session.group import Group, directory_id
+from lightck.session.pools_of_hosts import Hosts
+from lightck.tiers.candidates import Candidate, Order, Rejected, candidates_of, run_of
+from lightck.tiers.claiming import claim_of, refuse_other_runs
+from lightck.tiers.fetching import filled_file
+from lightck.tiers.folder import FolderStore
+from lightck.tiers.store import Store
+from lightck.tiers.tier import Tier
+
+log = logging.getLogger("lightck")
+_N_OFFERED_MAX = 8
+"""How many checkpoints of the tiers are tried."""
+
+
+class _Offered(NamedTuple):
+    """A complete checkpoint of a tier, as rank 0 says."""
+
+    tier: int
+    """Number of the tier."""
+    claim: str
+    """The claim below which it lies."""
+    step: int
+    world_size: int
+    order: tuple[str, int, int]
+    """What the checkpoint says: claim, incarnation, step."""
+
+    @property
+    def place(self) -> Order:
+        return Order.of(*self.order)
+
+
+@dataclass
+class _World:
+    """The pools and peer copies of one world, in all directories."""
+
+    world_size: int
+    held: dict[int, set[tuple[str, int, int]]] = field(default_factory=dict)
+    """Rank -> (claim, incarnation, step) of each checkpoint."""
+
+    @property
+    def newest(self) -> Order | None:
+        """The newest checkpoint that all ranks have; None if a rank has no pool, or if there is none."""
+        if len(self.held) < self.world_size:
+            return None
+        common = set.intersection(*self.held.values())
+        return max((Order.of(*each) for each in common), default=None)
+
+
+@dataclass
+class _InPools:
+    """What lies in the directories of all ranks."""
+
+    worlds: dict[tuple[bytes, bytes, int], _World] = field(default_factory=dict)
+    unreadable: list[str] = field(default_factory=list)
+    """Pools that cannot be opened."""
+
+    @property
+    def newest(self) -> Order | None:
+        return max((each.newest for each in self.worlds.values() if each.newest is not None), default=None)
+
+    @property
+    def runs(self) -> set[str]:
+        """The runs of the pools of ranks. (The pool of a single process does not say its run.)"""
+        return {run.hex() for run, world, _ in self.worlds if run != world}
+
+    def __str__(self) -> str:
+        if not self.worlds:
+            return "there was no pool"
+        if self.newest is not None:
+            return f"the pools held step {self.newest.step} of an older claim or incarnation"
+        world = max(self.worlds.values(), key=lambda each: len(each.held))
+        missing = [str(rank) for rank in range(world.world_size) if rank not in world.held]
+        if missing:
+            return f"no pool of rank {listed(missing, 8)} is left, and no peer copy of it"
+        return "the pools had no checkpoint in common"
+
+
+def bring_newest_of_group(directory: str, group: Group, meeting: Meeting, tiers: Sequence[Tier]) -> None:
+    """If a tier holds a newer checkpoint than the pools of the ranks have in common, make the pools anew from it. All
+    ranks call this. Raises ``PoolError`` and ``TierError``."""
+    if not tiers:
+        return
+    stores = [FolderStore(each.path) for each in tiers]
+    hosts = Hosts.of([one.decode() for one in meeting.exchange("directories", directory_id(directory).encode())])
+    is_first = hosts.place_in_directory(group.rank)[0] == 0
+    rejected: list[Rejected] = []
+    own = [
+        list(_facts_of(directory)) if is_first else [],
+        _offered(stores, rejected) if group.rank == 0 else [],
+        [run_of(store, store.listing()) for store in stores] if group.rank == 0 else [],
+    ]
+    found = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints of pools and tiers", msgpack.packb(own))]
+    in_pools = _put_together([facts for facts, _, _ in found])
+    _refuse_other_runs(stores, found[0][2], in_pools, directory)
+    offered = [_Offered(*one) for one in found[0][1]]
+    if in_pools.unreadable:
+        _name_a_cure(group, in_pools, stores, offered)
+        return
+    reasons = [str(each) for each in rejected]
+    for one in offered:
+        newest = in_pools.newest
+        if newest is not None and one.place <= newest:
+            return
+        reason = _bring(directory, group, meeting, hosts, stores[one.tier], one)
+        if not reason:
+            _report(group, stores[one.tier], one, in_pools, reasons)
+            return
+        reasons.append(f"step {one.step} (claim {one.claim}): {reason}")
+    if reasons and not in_pools.worlds:
+        raise CorruptPoolError(
+            f"No checkpoint of the tier {str(stores[0])!r} is whole. {'; '.join(reasons)}. Nothing was written. Look "
+            "for the checkpoint in another tier, or in the pools of the hosts.",
+            tuple(reasons),
+        )
+
+
+# -- what there is -----------------------------------------------------------------------------------------------------
+
+
+def _facts_of(directory: str) -> Iterator[list[Any]]:
+    """Yield, for each pool and each peer copy in a directory: run id, world id, world size, rank, (claim, incarnation,
+    step) of each checkpoint, and the path if it cannot be opened."""
+    for path in pools_in(directory):
+        try:
+            reader = open_pool(str(path), gradients=True)
+        except PoolError:
+            yield [b"", b"", 0, 0, [], str(path)]
+            continue
+        with closing(reader):
+            yield [*_identity(reader), _held(reader), ""]
+    for _, reader in readable_copies(directory):
+        with closing(reader):
+            if reader.group is not None:
+                yield [*_identity(reader), _held(reader), ""]
+
+
+def _identity(reader: PoolReader) -> list[Any]:
+    identity = reader.group
+    if identity is None:
+        return [reader.superblock.uuid, reader.superblock.uuid, 1, 0]
+    return [identity.run_id, identity.world_id, identity.world_size, identity.rank]
+
+
+def _held(reader: PoolReader) -> list[tuple[str, int, int]]:
+    found = []
+    for name, (newest, *_) in usable_by_id(reader).items():
+        with suppress(DamagedError):
+            found.append((saved_by(newest.state).claim, name.incarnation, name.step))
+    return found
+
+
+def _offered(stores: Sequence[Store], rejected: list[Rejected]) -> list[_Offered]:
+    """Return the newest complete checkpoints of the tiers, newest first. Raises ``TierError``."""
+    found: list[_Offered] = []
+    for number, store in enumerate(stores):
+        listing = store.listing()
+        refuse_other_runs(store, listing)
+        for n_found, one in enumerate(candidates_of(store, listing, None, rejected), 1):
+            first = one.manifests[0]
+            order = first.claim, first.incarnation, one.checkpoint.step
+            found.append(_Offered(number, str(one.checkpoint.claim), one.checkpoint.step, one.world_size, order))
+            if n_found == _N_OFFERED_MAX:
+                break
+    return sorted(found, key=lambda one: (one.place, -one.tier), reverse=True)[:_N_OFFERED_MAX]
+
+
+def _put_together(reports: Sequence[Sequence[Any]]) -> _InPools:
+    found = _InPools()
+    for report in reports:
+        for run_id, world_id, world_size, rank, held, unreadable in report:
+            if unreadable:
+                found.unreadable.append(unreadable)
+                continue
+            world = found.worlds.setdefault((run_id, world_id, world_size), _World(world_size))
+            if held or not world.held.get(rank):
+                world.held.setdefault(rank, set()).update(tuple(one) for one in held)
+    return found
+
+
+def _refuse_other_runs(stores: Sequence[Store], runs: Sequence[str | None], in_pools: _InPools, directory: str) -> None:
+    for store, run in zip(stores, runs, strict=True):
+        if run is not None and in_pools.runs and run not in in_pools.runs:
+            raise TierClaimedError(
+                f"The tier {str(store)!r} holds another run than the pools in {directory!r}. Nothing was changed. To "
+                "go on with the run of the pools, give it another folder; to go on with that of the tier, name a "
+                "directory that does not exist yet."
+            )
+
+
+# -- what is done ------------------------------------------------------------------------------------------------------
+
+
+def _bring(directory: str, group: Group, meeting: Meeting, hosts: Hosts, store: Store, one: _Offered) -> str:
+    """Make the pools anew from a checkpoint. Returns why that is impossible; empty if it was done. All ranks call
+    this."""
+    mine = range(group.rank, one.world_size, group.world_size)
+    with ExitStack() as stack:
+        new: list[FileContainer] = []
+        reason = ""
+        for rank in mine:
+            path = os.path.join(directory, pool_name(rank, one.world_size))
+            stack.callback(PoolLock(path).release)
+        try:
+            candidate = _candidate(store, one)
+            candidate.refuse_stale()
+            for rank in mine:
+                path = os.path.join(directory, pool_name(rank, one.world_size))
+                new.append(stack.enter_context(filled_file(store, candidate.manifests[rank], path)))
+                _refuse_single(store, new[-1], path)
+        except DamagedError as err:
+            reason = f"rank {group.rank} finds that {err}"
+        reasons = [text.decode() for text in meeting.exchange("parts that were fetched", reason.encode())]
+        if any(reasons):
+            return next(filter(None, reasons))
+        for container in new:
+            container.publish()
+        meeting.exchange("pools that were made anew", b"")
+        _remove_others(directory, group, hosts, one)
+        meeting.exchange("pools that were removed", b"")
+    return ""
+
+
+def _candidate(store: Store, one: _Offered) -> Candidate:
+    claim, rejected = claim_of(one.claim), list[Rejected]()
+    for found in candidates_of(store, store.listing(), one.step, rejected):
+        if found.checkpoint.claim == claim and found.world_size == one.world_size and found.order == one.place:
+            return found
+    raise DamagedError(f"it cannot read its manifests ({rejected[0].reason if rejected else 'some are not there'})")
+
+
+def _refuse_single(store: Store, container: FileContainer, path: str) -> None:
+    if PoolReader(container, path).group is None:
+        raise UnsupportedError(
+            f"The tier {str(store)!r} holds the checkpoints of a single process, and this is a group of ranks. Nothing "
+            f"was changed. Fetch one into the directory, under the name of a rank ({pool_name(0, 1)}): lightck copy "
+            f"{store} {os.path.join(os.path.dirname(path), pool_name(0, 1))}. Then attach the group to the directory, "
+            "with another folder as its tier."
+        )
+
+
+def _remove_others(directory: str, group: Group, hosts: Hosts, one: _Offered) -> None:
+    """Remove the pools of this directory that are older than the checkpoint, or of no use without a lost one: else the
+    ranks would have to choose between two histories."""
+    number = hosts.of_rank[group.rank]
+    if hosts.place_in_directory(group.rank)[0] != 0:
+        return
+    new = {
+        pool_name(rank, one.world_size)
+        for rank in range(one.world_size)
+        if hosts.of_rank[rank % group.world_size] == number
+    }
+    for path in map(str, pools_in(directory)):
+        if os.path.basename(path) not in new:
+            with ExitStack() as locked:
+                locked.callback(PoolLock(path).release)
+                backend_for(path).discard(path)
+            log.warning("lightck: the pool %r was removed: the pools were made anew from a tier", path)
+
+
+def _name_a_cure(group: Group, in_pools: _InPools, stores: Sequence[Store], offered: Sequence[_Offered]) -> None:
+    if offered and group.rank == 0:
+        log.warning(
+            "lightck: the pool %r cannot be used, and step %d is in the tier %r. To go on from it, move the pool away",
+            in_pools.unreadable[0],
+            offered[0].step,
+            str(stores[offered[0].tier]),
+        )
+
+
+def _report(group: Group, store: Store, one: _Offered, in_pools: _InPools, reasons: Sequence[str]) -> None:
+    if group.rank != 0:
+        return
+    for reason in reasons:
+        log.warning("lightck: a newer checkpoint of a tier cannot be used, and an older one is fetched: %s", reason)
+    log.warning(
+        "lightck: the pools of all ranks were made anew from step %d of the tier %r (claim %s), because %s. Updates "
+        "after that step, if there were any, are lost",
+        one.step,
+        str(store),
+        one.claim,
+        in_pools,
+    )
