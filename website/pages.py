@@ -67,7 +67,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Keep": {
         "medium*": "Choose a medium",
         "history*": "Keep a history",
-        "tiers*": "Tiers",
+        "tiers": "Tiers",
+        "tiers-ranks*": "Tiers of a group of ranks",
         "backups*": "",
         "tools*": "",
         "json*": "",

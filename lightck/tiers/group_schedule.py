@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -76,7 +77,9 @@ class GroupSchedule:
         self._is_asking = False
         self._asked_at, self._not_before, self._n_refused = now, now, 0
         self._latency, self._lead_factor = _LATENCY_SECONDS, 1
-        self._committed_at, self._seconds_per_checkpoint = now, 1.0
+        self._committed_at = now
+        self._seconds: deque[float] = deque(maxlen=16)
+        """Of the last checkpoints: the time since the one before."""
         self._last = [step or 0 for step in newest]
         self._next_at = [
             now if step is None else now + (tier.every_seconds or 0.0) for tier, step in zip(tiers, newest, strict=True)
@@ -156,8 +159,7 @@ class GroupSchedule:
     def _measure(self, step: int) -> None:
         now = time.monotonic()
         if step > self._newest:
-            took = (now - self._committed_at) * self._interval / (step - self._newest)
-            self._seconds_per_checkpoint += 0.2 * (took - self._seconds_per_checkpoint)
+            self._seconds.append((now - self._committed_at) * self._interval / (step - self._newest))
             self._committed_at = now
 
     # -- what is due, on rank 0
@@ -167,7 +169,7 @@ class GroupSchedule:
         now = time.monotonic()
         if self._propose is None or self._is_asking or self._plan is not None or now < self._not_before:
             return
-        if self._is_closed or not self._is_ready():
+        if self._is_closed or not self._seconds or not self._is_ready():
             return
         lead = self._lead() * self._interval
         wanted = {number: self._wanted(number, step + lead, now) for number in range(len(self._tiers))}
@@ -180,8 +182,8 @@ class GroupSchedule:
         self._propose(chosen, items)
 
     def _lead(self) -> int:
-        checkpoints = 2 * self._latency / max(self._seconds_per_checkpoint, 1e-4)
-        return self._lead_factor * (_LEAD_MIN + math.ceil(checkpoints))
+        seconds = sorted(self._seconds)[len(self._seconds) // 4]  # an evaluation between two steps says nothing
+        return self._lead_factor * (_LEAD_MIN + math.ceil(2 * self._latency / max(seconds, 1e-4)))
 
     def _wanted(self, number: int, first: int, now: float) -> int | None:
         """Return the first step from ``first`` on whose checkpoint a tier wants; None if it wants none yet."""

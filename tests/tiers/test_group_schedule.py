@@ -1,0 +1,166 @@
+"""Which checkpoints the ranks of a group plan to send: the rules, one rank at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+
+import lightck
+from lightck.tiers import group_schedule
+from lightck.tiers.group_schedule import GroupSchedule
+
+
+class Plan(NamedTuple):
+    step: int
+    items: Sequence[int]
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(group_schedule.time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def schedule_of(
+    *tiers: lightck.Tier, interval: int = 1, newest: Sequence[int | None] = (), is_ready: bool = True
+) -> tuple[GroupSchedule, list[Plan]]:
+    """A schedule of rank 0, and what it has proposed."""
+    proposed: list[Plan] = []
+    steps = list(newest) or [None] * len(tiers)
+    found = GroupSchedule(
+        tiers, interval, steps, lambda: is_ready, lambda step, items: proposed.append(Plan(step, items))
+    )
+    return found, proposed
+
+
+def run(schedule: GroupSchedule, clock: Clock, first: int, last: int, seconds: float = 1.0) -> None:
+    """Commit these steps."""
+    for step in range(first, last + 1):
+        clock.now += seconds
+        schedule.reached(step)
+        schedule.propose_if_due(step)
+
+
+def agree(schedule: GroupSchedule, plan: Plan, *, is_agreed: bool = True) -> None:
+    assert schedule.accepts(plan)
+    schedule.decided(plan, is_agreed=is_agreed)
+
+
+def test_an_empty_tier_gets_a_checkpoint_some_steps_ahead_at_once(clock):
+    schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"))
+    run(schedule, clock, 1, 1)
+    (plan,) = proposed
+    assert 1 + group_schedule._LEAD_MIN <= plan.step <= 10
+    assert plan.items == [0]
+
+
+def test_the_faster_the_steps_the_further_ahead_it_plans(clock):
+    slow, of_slow = schedule_of(lightck.Tier("/t", every="1h"))
+    fast, of_fast = schedule_of(lightck.Tier("/t", every="1h"), newest=[1])
+    run(slow, clock, 1, 1)
+    run(fast, clock, 1, 100, seconds=0.001)
+    clock.now += 3600
+    run(fast, clock, 101, 101, seconds=0.001)
+    (plan,) = of_fast
+    assert plan.step - 101 > 10 * (of_slow[0].step - 1)
+
+
+def test_one_checkpoint_is_planned_at_a_time_and_the_next_one_when_it_is_due(clock):
+    schedule, proposed = schedule_of(lightck.Tier("/t", every="60s"))
+    run(schedule, clock, 1, 3)
+    assert len(proposed) == 1
+    agree(schedule, proposed[0])
+    assert not schedule.accepts(Plan(100, [0])), "one is planned"
+    run(schedule, clock, 4, proposed[0].step - 1)
+    assert schedule.verdict() is None
+    assert schedule.reached(proposed[0].step) == proposed[0]
+    assert schedule.verdict() is True
+    assert schedule.verdict() is None, "it is over"
+    run(schedule, clock, proposed[0].step + 1, proposed[0].step + 40)
+    assert len(proposed) == 1
+    run(schedule, clock, proposed[0].step + 41, proposed[0].step + 80)
+    assert len(proposed) == 2
+
+
+def test_a_step_that_was_committed_is_not_accepted(clock):
+    schedule, _ = schedule_of(lightck.Tier("/t", every="1h"))
+    schedule.reached(7)
+    assert not schedule.accepts(Plan(7, [0]))
+    assert schedule.accepts(Plan(8, [0]))
+
+
+def test_a_rank_whose_drain_is_busy_accepts_nothing(clock):
+    schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"), is_ready=False)
+    assert not schedule.accepts(Plan(8, [0]))
+    run(schedule, clock, 1, 3)
+    assert not proposed
+
+
+def test_what_was_refused_is_proposed_again_further_ahead(clock):
+    schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"))
+    run(schedule, clock, 1, 1)
+    agree(schedule, proposed[0], is_agreed=False)
+    assert schedule.accepts(Plan(100, [0])), "the refused plan is forgotten"
+    schedule.decided(Plan(100, [0]), is_agreed=False)
+    run(schedule, clock, 2, 5)
+    assert len(proposed) == 2
+    assert proposed[1].step - proposed[0].step > group_schedule._LEAD_MIN
+
+
+def test_a_plan_that_was_refused_after_it_was_reached_is_not_sent(clock):
+    schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"))
+    run(schedule, clock, 1, 1)
+    (plan,) = proposed
+    assert schedule.accepts(plan)
+    assert schedule.reached(plan.step) == plan
+    assert schedule.reached(plan.step) is None, "it is held once"
+    assert schedule.verdict() is None
+    schedule.decided(plan, is_agreed=False)
+    assert schedule.verdict() is False
+
+
+def test_a_plan_whose_checkpoint_was_left_out_is_dropped_and_planned_again(clock):
+    schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"))
+    run(schedule, clock, 1, 1)
+    agree(schedule, proposed[0])
+    assert schedule.reached(proposed[0].step + 1) is None
+    schedule.propose_if_due(proposed[0].step + 1)
+    assert len(proposed) == 2
+
+
+def test_steps_are_multiples_of_the_interval_and_of_keep_every(clock):
+    schedule, proposed = schedule_of(
+        lightck.Tier("/t", every="1h", keep_last=2, keep_every=25), interval=10, newest=[1]
+    )
+    for step in range(10, 1000, 10):
+        clock.now += 1
+        plan = schedule.reached(step)
+        if plan is not None:
+            assert schedule.verdict() is True
+        schedule.propose_if_due(step)
+        if proposed and proposed[-1].step > step and schedule._plan is None:
+            agree(schedule, proposed[-1])
+    steps = [plan.step for plan in proposed]
+    assert steps[:3] == [100, 150, 200], "50, too, is so near that it may pass on another rank"
+    assert all(step % 50 == 0 for step in steps)
+
+
+def test_two_tiers_share_a_checkpoint(clock):
+    schedule, proposed = schedule_of(lightck.Tier("/a", every=10), lightck.Tier("/b", every=10), newest=[1, 1])
+    run(schedule, clock, 2, 9)
+    assert proposed == [Plan(10, [0, 1])]
+
+
+def test_nothing_is_accepted_after_the_end(clock):
+    schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"))
+    schedule.close()
+    assert not schedule.accepts(Plan(8, [0]))
+    run(schedule, clock, 1, 5)
+    assert not proposed
