@@ -68,8 +68,9 @@ def command(source: str, dest: str, step: int | None, every: float | None, keep_
     the checksums that the training computed, and attach(..., resume=True) goes on in it.
     """
     import lightck
-    from lightck.tiers.copying import copy_from_tier, copy_to_tier, drain_to, is_tier
+    from lightck.tiers.copying import copy_from_tier, copy_to_tier, drain_to
     from lightck.tiers.decisions import Retention
+    from lightck.tiers.open_store import is_tier
 
     if every is not None and step is not None:
         raise click.UsageError("--every sends the newest checkpoint, and --step N one that it names. Pass one of them.")

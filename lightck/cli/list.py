@@ -30,14 +30,13 @@ def command(tiers: tuple[str, ...], as_json: bool) -> int:
 def facts_of(path: str) -> Facts:
     """Return what lies in a tier. Raises ``TierError``, and a usage error if there is no tier."""
     from lightck.tiers.candidates import Candidate, Rejected, candidates_of, run_of
-    from lightck.tiers.copying import is_tier
     from lightck.tiers.decisions import manifests_of
-    from lightck.tiers.folder import FolderStore
     from lightck.tiers.names import TierCheckpoint
+    from lightck.tiers.open_store import is_tier, open_store
 
     if not is_tier(path):
         usage_error(f"{path!r} is no tier: no claim lies in it. For a pool: lightck inspect {path}.")
-    store = FolderStore(path)
+    store = open_store(path)
     listing = store.listing()
     rejected: list[Rejected] = []
     newest_of_step: dict[TierCheckpoint, Candidate] = {}

@@ -42,7 +42,7 @@ from lightck.session.pools_of_hosts import Hosts
 from lightck.tiers.candidates import Candidate, Order, Rejected, candidates_of, run_of
 from lightck.tiers.claiming import claim_of, refuse_other_runs
 from lightck.tiers.fetching import filled_file
-from lightck.tiers.folder import FolderStore
+from lightck.tiers.open_store import open_store
 from lightck.tiers.store import Store
 from lightck.tiers.tier import Tier
 
@@ -119,7 +119,7 @@ def bring_newest_of_group(directory: str, group: Group, meeting: Meeting, tiers:
     ranks call this. Raises ``PoolError`` and ``TierError``."""
     if not tiers:
         return
-    stores = [FolderStore(each.path) for each in tiers]
+    stores = [open_store(each.root, each.options) for each in tiers]
     hosts = Hosts.of([one.decode() for one in meeting.exchange("directories", directory_id(directory).encode())])
     is_first = hosts.place_in_directory(group.rank)[0] == 0
     rejected: list[Rejected] = []

@@ -21,9 +21,8 @@ from lightck.restore.recover import collector_paused, recover_from, recover_lazi
 from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.tiers.candidates import Rejected, candidates_of, no_checkpoint_error, none_whole_error
 from lightck.tiers.claiming import refuse_other_runs
-from lightck.tiers.copying import is_tier
 from lightck.tiers.fetching import fetched_to_memory
-from lightck.tiers.folder import FolderStore
+from lightck.tiers.open_store import is_tier, open_store
 
 
 @collector_paused()
@@ -114,7 +113,7 @@ def _recover_tier(
 
 def _fetched(folder: str, step: int | None) -> tuple[list[PoolReader], list[Rejected]]:
     """Fetch the newest checkpoint of a tier that is whole, or that of ``step``: a pool for each rank."""
-    store = FolderStore(folder)
+    store = open_store(folder)
     listing = store.listing()
     refuse_other_runs(store, listing)
     rejected: list[Rejected] = []

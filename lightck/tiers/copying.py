@@ -17,56 +17,59 @@ from lightck.tiers.claiming import refuse_other_runs
 from lightck.tiers.decisions import Listing, Retention, complete
 from lightck.tiers.drain import Copied, Drain
 from lightck.tiers.fetching import fetch, filled_file, refuse_existing_pool
-from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import TierCheckpoint
-
-
-def is_tier(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder in which a claim of a tier lies."""
-    folder = os.path.abspath(os.fspath(path))
-    return os.path.isdir(folder) and FolderStore(folder).has_claim()
+from lightck.tiers.open_store import Options, open_store
 
 
 def copy_to_tier(
     pool: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
+    tier: str | os.PathLike[str],
     *,
     step: int | None = None,
     written_by: str,
     progress: Progress,
+    options: Options | None = None,
 ) -> Copied:
-    """Send the newest checkpoint of a pool, or that of ``step``, to a tier. ``written_by``: this release of lightck.
-    Raises ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is that of a rank, or has gradient
-    records."""
-    copied = drain_to(pool, folder, written_by).send(step, progress)
+    """Send the newest checkpoint of a pool, or that of ``step``, to a tier: a folder, or a URL (``options``: of an
+    object store). ``written_by``: this release of lightck. Raises ``PoolError``, ``TierError``, and
+    ``UnsupportedError`` if the pool is that of a rank, or has gradient records."""
+    copied = drain_to(pool, tier, written_by, options=options).send(step, progress)
     assert copied is not None, "nothing was sent before"
     return copied
 
 
 def drain_to(
     pool: str | os.PathLike[str],
-    folder: str | os.PathLike[str],
+    tier: str | os.PathLike[str],
     written_by: str,
     retention: Retention | None = None,
+    *,
+    options: Options | None = None,
 ) -> Drain:
-    """Return what sends the checkpoints of a pool to a tier. Raises ``TierError`` if the folder cannot be one."""
+    """Return what sends the checkpoints of a pool to a tier. Raises as ``open_store`` does, and ``TierError`` if the
+    folder cannot be one."""
     if os.path.isdir(pool):
         raise TierError(
             f"{os.fspath(pool)!r} is a folder that holds no claim of a tier (NUMBER-TAG/claim.json), so there is "
             "nothing to fetch in it; and lightck copy does not send the pools of a group of ranks yet. Name a tier, or "
             "a pool."
         )
-    store = FolderStore(os.path.abspath(os.fspath(folder)))
+    store = open_store(tier, options)
     store.refuse_other_folder()
     return Drain(pool, store, written_by, retention)
 
 
 def copy_from_tier(
-    folder: str | os.PathLike[str], pool: str | os.PathLike[str], *, step: int | None = None, progress: Progress
+    tier: str | os.PathLike[str],
+    pool: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    progress: Progress,
+    options: Options | None = None,
 ) -> Copied:
     """Make a pool from the newest complete checkpoint of a tier that verifies, or from that of ``step``. Raises
     ``PoolError`` and ``TierError``."""
-    store, path = FolderStore(os.path.abspath(os.fspath(folder))), pool_path(pool)
+    store, path = open_store(tier, options), pool_path(pool)
     refuse_existing_pool(path)
     listing = store.listing()
     refuse_other_runs(store, listing)

@@ -32,9 +32,9 @@ from lightck.tiers.claiming import GoesOnFrom, claim_tiers, read_claim, release
 from lightck.tiers.decisions import GRACE_SECONDS, complete
 from lightck.tiers.drain_messages import DrainSettings, DrainState, Parent, TierSettings, TierState
 from lightck.tiers.drain_start import DrainHandle
-from lightck.tiers.folder import FolderStore
 from lightck.tiers.group_schedule import GroupSchedule
 from lightck.tiers.names import TierCheckpoint
+from lightck.tiers.open_store import open_store
 from lightck.tiers.pin import Hold, Holds
 from lightck.tiers.tier import Tier
 
@@ -55,7 +55,7 @@ class DrainLink(CommitListener):
     def __init__(self, tiers: Sequence[Tier], pool: str, meter: Meter, holds: Holds) -> None:
         self._tiers, self._pool, self._meter, self._holds = tiers, pool, meter, holds
         self._pid = os.getpid()
-        self.stores = [FolderStore(each.path) for each in tiers]
+        self.stores = [open_store(each.path, each.options) for each in tiers]
         self._settings: DrainSettings | None = None
         self._handle: DrainHandle | None = None
         self._started_at, self._n_restarts, self._has_given_up = 0.0, 0, False
@@ -570,5 +570,11 @@ def n_spare_slots(tiers: Sequence[Tier]) -> int:
 
 def _settings_of(tier: Tier, has_parent: bool) -> TierSettings:
     return TierSettings(
-        tier.path, tier.every_seconds, tier.keep_last, tier.keep_every, tier.keep_best, has_parent=has_parent
+        tier.path,
+        tier.every_seconds,
+        tier.keep_last,
+        tier.keep_every,
+        tier.keep_best,
+        has_parent=has_parent,
+        options=dict(tier.options or {}),
     )

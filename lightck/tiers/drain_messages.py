@@ -36,6 +36,8 @@ class TierSettings:
     keep_best: tuple[str, int, str] | None
     has_parent: bool
     """Whether the tier holds the checkpoint from which the training went on."""
+    options: dict[str, str | int | bool] = field(default_factory=dict)
+    """Of an object store. They may hold secrets: they go over the socket, and nowhere else."""
 
     @property
     def retention(self) -> Retention:

@@ -45,9 +45,9 @@ from lightck.tiers.drain_messages import (
     receive_message,
     send_message,
 )
-from lightck.tiers.folder import FolderStore
 from lightck.tiers.last_of_group import generations_at_end
 from lightck.tiers.names import TierCheckpoint, Writer
+from lightck.tiers.open_store import open_store
 from lightck.tiers.tier_writer import TierWriter
 
 NICENESS = 10
@@ -330,7 +330,7 @@ class DrainProcess:
     def _writer_of(self, outlet: _Outlet) -> TierWriter:
         """Return what writes to a tier; at its first use, read what lies in the tier already."""
         if outlet.writer is None:
-            store = FolderStore(outlet.settings.root)
+            store = open_store(outlet.settings.root, outlet.settings.options)
             retention, grace = outlet.settings.retention, self._settings.grace
             own = Writer(self._claim, self._settings.rank, self._settings.world_size)
             writer = TierWriter(store, own, self._settings.written_by, retention, grace)

@@ -31,6 +31,9 @@ _DEPTH = 4
 class FolderStore:
     """The objects below one folder. Errors of the system are raised as ``TierError``."""
 
+    n_parallel = 1
+    """A disk gains nothing by more: one writer keeps it busy, and several cost memory."""
+
     def __init__(self, root: str) -> None:
         """``root``: an absolute path."""
         self.root = root

@@ -8,7 +8,22 @@ from lightck.tiers.decisions import Listing
 
 
 class Store(Protocol):
-    """Where a tier lies. What is put is durable when ``put`` returns."""
+    """Where a tier lies. What is put is durable, and can be read under its name, when ``put`` returns. ``str(store)``
+    is the root, as the user names it.
+
+    Every method raises ``TierError`` if the place cannot be reached, or refuses."""
+
+    n_parallel: int
+    """How many calls at once are worth while. Where it is more than 1, ``put`` and ``get`` may be called by several
+    threads."""
+
+    def has_claim(self) -> bool:
+        """Whether a claim lies here: whether this is a tier."""
+        ...
+
+    def refuse_other_folder(self) -> None:
+        """Raise ``TierError`` for a place that is no tier, and in which something lies."""
+        ...
 
     def listing(self) -> Listing: ...
 
@@ -18,9 +33,14 @@ class Store(Protocol):
 
     def put(self, name: str, data: bytes | memoryview) -> None: ...
 
-    def get(self, name: str, nbytes_max: int) -> bytes: ...
+    def get(self, name: str, nbytes_max: int) -> bytes:
+        """Return an object of at most ``nbytes_max`` bytes. Raises ``FileNotFoundError`` if there is none, and
+        ``DamagedError`` if it is larger."""
+        ...
 
-    def delete(self, name: str) -> None: ...
+    def delete(self, name: str) -> None:
+        """Remove an object. It is no error if there is none."""
+        ...
 
     def link(self, name: str, new_name: str) -> bool:
         """Store a copy of an object under a new name, without moving its bytes. Returns False if the store cannot, or

@@ -6,10 +6,11 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import SupportsFloat
 
 from lightck.tiers.keep import Keep
+from lightck.tiers.open_store import Options, refuse_options_of_folder, root_of
 
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|min|h)")
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -58,6 +59,8 @@ class Tier:
     ``lightck.Keep`` writes them; ``every`` is then a number of updates, and only ``keep_last`` and ``what`` count."""
     what: str = "model"
     """With ``format="safetensors"``: ``"model"``, or ``"all"`` (model, optimizer, state and random states)."""
+    options: Options | None = field(default=None, repr=False, hash=False)
+    """Of an object store: what it needs beside its URL."""
 
     def __post_init__(self) -> None:
         root = os.fspath(self.root)
@@ -68,6 +71,7 @@ class Tier:
                 f"Tier({self.root!r}): a tier is a folder; object stores are not supported yet. Pass the path of a "
                 "folder, for instance one on a network file system."
             )
+        refuse_options_of_folder(root, self.options)
         if type(self.every) is int:
             is_valid = self.every >= 1
         else:
@@ -126,8 +130,8 @@ class Tier:
 
     @property
     def path(self) -> str:
-        """The absolute path of the folder."""
-        return os.path.abspath(os.fspath(self.root))
+        """The absolute path of the folder, or the URL."""
+        return root_of(self.root)
 
     @property
     def every_seconds(self) -> float | None:
