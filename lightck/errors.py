@@ -249,8 +249,8 @@ class TraceError(ExportError):
 
 
 class TierError(_SystemError):
-    """A tier (a folder to which checkpoints are sent) cannot be read or written. The pool and its checkpoints are
-    intact. ``errno`` is the system's error number, or None."""
+    """A tier (a folder or object store to which checkpoints are sent) cannot be read or written. The pool and its
+    checkpoints are intact. ``errno`` is the system's error number, or None."""
 
     @classmethod
     def of(cls, fact: str, code: int | None, reason: str | None) -> TierError:

@@ -18,7 +18,7 @@ class TierStats:
     """What this session has sent to one tier. Times are in seconds, sizes in bytes."""
 
     root: str
-    """The folder."""
+    """The folder, or the URL."""
     step: int | None = None
     """Step of the newest checkpoint that was sent; until this session has sent one, that of the newest one in the tier
     from which it went on. None: there is none."""

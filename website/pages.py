@@ -69,6 +69,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "history*": "Keep a history",
         "tiers": "Tiers",
         "tiers-ranks*": "Tiers of a group of ranks",
+        "object-stores*": "Object stores",
         "backups*": "",
         "tools*": "",
         "json*": "",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import sys
 import traceback
@@ -255,7 +256,35 @@ def _pools(paths: list[str]) -> list[str]:
     return found
 
 
+_SECRET_OPTION = re.compile("secret|token|password|sas_key|access_key|account_key|customer_key|service_account_key")
+_NO_SECRET_OPTIONS = frozenset(["aws_web_identity_token_file", "web_identity_token_file", "federated_token_file"])
+
+
+def _store_options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    options = {}
+    for each in given:
+        key, equals, value = each.partition("=")
+        if _SECRET_OPTION.search(key.lower()) and key.lower() not in _NO_SECRET_OPTIONS:
+            raise click.UsageError(
+                f"--store-option {key} holds a secret, and other users of this machine can read the command line. Put "
+                "it into the environment, under the name that obstore reads there."
+            )
+        if not key or not equals:
+            raise click.UsageError("--store-option takes KEY=VALUE, such as region=eu-central-1.")
+        options[key] = value
+    return options
+
+
 POOL = PoolPath()
+store_option = click.option(
+    "--store-option",
+    "store_options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=_store_options,
+    help="What the object store of a URL needs beside it: endpoint=https://..., region=..., by the names of obstore. "
+    "Credentials belong in the environment. May be repeated.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 step_option = click.option(
     "--step", type=click.IntRange(0), metavar="N", help="Use the checkpoint of step N instead of the newest."

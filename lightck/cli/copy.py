@@ -20,6 +20,7 @@ from lightck.cli.base import (
     print_progress,
     signals_handled,
     step_option,
+    store_option,
 )
 from lightck.cli.output import progress_bar
 from lightck.cli.text import Facts, print_json, print_line, size
@@ -43,7 +44,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         return seconds
 
 
-@click.command("copy", cls=Command, short_help="Send checkpoints to a tier (a folder), or fetch one from it.")
+@click.command("copy", cls=Command, short_help="Send checkpoints to a tier, or fetch one from it.")
 @click.argument("source", type=POOL)
 @click.argument("dest", type=click.Path())
 @step_option
@@ -59,10 +60,20 @@ class _Duration(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     help="With --every: remove all but the newest N checkpoints of this run from the tier, each an hour after a newer "
     "one has replaced it. [default: all stay]",
 )
+@store_option
 @json_option
-def command(source: str, dest: str, step: int | None, every: float | None, keep_last: int | None, as_json: bool) -> int:
+def command(
+    source: str,
+    dest: str,
+    step: int | None,
+    every: float | None,
+    keep_last: int | None,
+    store_options: dict[str, str],
+    as_json: bool,
+) -> int:
     """Send the newest checkpoint of the pool SOURCE (or the checkpoint of --step N) to the tier DEST: a folder that is
-    a tier, is empty or does not exist. SOURCE is only read, and may be in use.
+    a tier, is empty or does not exist, or a URL of an object store (s3://BUCKET/PREFIX). SOURCE is only read, and may
+    be in use.
 
     If SOURCE is a tier, make the pool DEST, which must not exist, from its newest complete checkpoint. It verifies by
     the checksums that the training computed, and attach(..., resume=True) goes on in it.
@@ -76,19 +87,27 @@ def command(source: str, dest: str, step: int | None, every: float | None, keep_
         raise click.UsageError("--every sends the newest checkpoint, and --step N one that it names. Pass one of them.")
     if every is None and keep_last is not None:
         raise click.UsageError("--keep-last N goes with --every: a single copy removes nothing.")
-    from_tier = is_tier(source)
+    from_options, to_options = _options_of(source, store_options), _options_of(dest, store_options)
+    from_tier = is_tier(source, from_options)
     if every is not None:
         if from_tier:
             raise click.UsageError("--every sends from a pool, and SOURCE is a tier.")
-        drain = drain_to(source, dest, lightck.__version__, Retention(keep_last=keep_last))
+        drain = drain_to(source, dest, lightck.__version__, Retention(keep_last=keep_last), options=to_options)
         return _repeat(drain, source, every, as_json)
     with ended_by_signals():
         if from_tier:
-            done = copy_from_tier(source, dest, step=step, progress=progress_bar)
+            done = copy_from_tier(source, dest, step=step, progress=progress_bar, options=from_options)
         else:
-            done = copy_to_tier(source, dest, step=step, written_by=lightck.__version__, progress=progress_bar)
+            by = lightck.__version__
+            done = copy_to_tier(source, dest, step=step, written_by=by, progress=progress_bar, options=to_options)
     _print(done, as_json)
     return OK
+
+
+def _options_of(place: str, options: dict[str, str]) -> dict[str, str]:
+    from lightck.tiers.open_store import is_url
+
+    return options if is_url(place) else {}
 
 
 def _print(done: Copied, as_json: bool, *, in_one_line: bool = False) -> None:

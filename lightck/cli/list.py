@@ -6,19 +6,23 @@ import time
 
 import click
 
-from lightck.cli.base import OK, POOL, Command, json_option, usage_error
+from lightck.cli.base import OK, POOL, Command, json_option, store_option, usage_error
 from lightck.cli.text import Facts, clean, columns, count, print_json, print_line, size
 
 
 @click.command("list", cls=Command, short_help="List the checkpoints in tiers.")
 @click.argument("tiers", metavar="TIER...", type=POOL, nargs=-1, required=True)
+@store_option
 @json_option
-def command(tiers: tuple[str, ...], as_json: bool) -> int:
-    """List the complete checkpoints of each TIER, newest first: when they were sent, their size and their metrics.
+def command(tiers: tuple[str, ...], store_options: dict[str, str], as_json: bool) -> int:
+    """List the complete checkpoints of each TIER (a folder or a URL), newest first: when they were sent, their size
+    and their metrics.
 
     Only the manifests are read. `lightck inspect` lists those of a pool.
     """
-    found = [facts_of(path) for path in tiers]
+    from lightck.tiers.open_store import is_url
+
+    found = [facts_of(path, store_options if is_url(path) else {}) for path in tiers]
     if as_json:
         print_json({"tiers": found})
     else:
@@ -27,16 +31,16 @@ def command(tiers: tuple[str, ...], as_json: bool) -> int:
     return OK
 
 
-def facts_of(path: str) -> Facts:
+def facts_of(path: str, options: dict[str, str]) -> Facts:
     """Return what lies in a tier. Raises ``TierError``, and a usage error if there is no tier."""
     from lightck.tiers.candidates import Candidate, Rejected, candidates_of, run_of
     from lightck.tiers.decisions import manifests_of
     from lightck.tiers.names import TierCheckpoint
     from lightck.tiers.open_store import is_tier, open_store
 
-    if not is_tier(path):
+    if not is_tier(path, options):
         usage_error(f"{path!r} is no tier: no claim lies in it. For a pool: lightck inspect {path}.")
-    store = open_store(path)
+    store = open_store(path, options)
     listing = store.listing()
     rejected: list[Rejected] = []
     newest_of_step: dict[TierCheckpoint, Candidate] = {}

@@ -23,6 +23,7 @@ from lightck.strategy.gradients import Gradients
 from lightck.strategy.replica import Replica
 from lightck.tiers.drain_link import n_spare_slots
 from lightck.tiers.keep import Keep
+from lightck.tiers.open_store import open_store
 from lightck.tiers.tier import Tier, checked_tiers
 
 AUTO_STRATEGY = "auto"
@@ -108,6 +109,8 @@ class SaveOptions:
         if keep is not None and not isinstance(keep, Keep):
             raise TypeError(f"keep is a {type(keep).__name__}. Pass lightck.Keep(every=1000, last=3, to=folder).")
         tiers = checked_tiers(self.tiers_given)
+        for each in self.tiers:
+            open_store(each.root, each.options)  # what is missing for it is said before anything is made
         if keep is not None and any(each.is_export for each in tiers):
             raise ValueError('keep= is a tier with format="safetensors". Pass one of them.')
         spare = (self.exports is not None) + n_spare_slots(self.tiers)

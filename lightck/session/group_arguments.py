@@ -55,7 +55,7 @@ def arguments_to_compare(arguments: Arguments) -> dict[str, str]:
         "overwrite=": repr(arguments.overwrite),
         "strategy=": repr(options.strategy) if options.gradients is not None else type(options.strategy).__name__,
         "strict_data=": repr(options.strict_data),
-        "tiers=": repr(options.tiers),
+        "tiers=": "; ".join(map(str, options.tiers)) or "None",
         "split=": repr(options.split),
     }
 

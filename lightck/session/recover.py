@@ -22,7 +22,8 @@ from lightck.restore.tensor_writes import ordinary_tensors
 from lightck.tiers.candidates import Rejected, candidates_of, no_checkpoint_error, none_whole_error
 from lightck.tiers.claiming import refuse_other_runs
 from lightck.tiers.fetching import fetched_to_memory
-from lightck.tiers.open_store import is_tier, open_store
+from lightck.tiers.open_store import Options, is_tier, is_url, open_store, refuse_unusable_root
+from lightck.tiers.store import Store
 
 
 @collector_paused()
@@ -38,12 +39,13 @@ def recover(
     strict: bool = True,
     lazy: bool = False,
     layout: Layout | None = None,
+    options: Mapping[str, str | int | bool] | None = None,
 ) -> Checkpoint:
     """Load or restore the newest checkpoint of a pool, or of a tier, that verifies.
 
     Args:
-        pool_path: the pool, the directory of a group of ranks, or the folder of a tier; it may be in use (it is only
-            read). From a directory, the parts of all ranks are put together; random states, loader positions and
+        pool_path: the pool, the directory of a group of ranks, or the folder or URL of a tier; it may be in use (it is
+            only read). From a directory, the parts of all ranks are put together; random states, loader positions and
             objects are those of rank 0. What is recovered from a tier is fetched to memory first.
         model: restore into this module in place; without ``model`` the checkpoint is loaded into new tensors.
         optimizer: an optimizer, or a list of them, restored by parameter name.
@@ -56,6 +58,7 @@ def recover(
             stay open until ``.close()``; the checkpoint is a context manager. Blocks are verified as they are read, so
             no older checkpoint is taken if one is damaged. Not with ``model`` or ``device``.
         layout: with a directory: which parts of tensors ``model`` holds, if they are no DTensors.
+        options: with a URL: what the object store needs beside it, as for ``lightck.Tier``.
 
     Raises:
         PoolError: there is no pool, or it cannot be read (see :mod:`lightck.errors`).
@@ -73,19 +76,28 @@ def recover(
     _check_lazy(lazy, model, device)
     if model is None:
         refuse_unusable_device(device)
-    path = readable_path(pool_path)
-    is_folder = os.path.isdir(path)
-    is_of_ranks = is_folder and not is_tier(path)
+    store = _tier_at(pool_path, options)
+    path = "" if store is not None else readable_path(pool_path)
+    is_of_ranks = os.path.isdir(path)
     refuse_other_than_layout(layout, is_used=model is not None and is_of_ranks)
+    if store is not None:
+        return _recover_tier(store, model, optimizer, state, step, device, strict=strict, lazy=lazy)
     if is_of_ranks:
         return recover_directory(path, model, optimizer, state, step, device, layout, strict=strict, lazy=lazy)
-    if is_folder:
-        return _recover_tier(path, model, optimizer, state, step, device, strict=strict, lazy=lazy)
     return recover_pool(path, model, optimizer, state, step, device, strict=strict, lazy=lazy)
 
 
+def _tier_at(path: str | os.PathLike[str], options: Options | None) -> Store | None:
+    """Return the store of a tier; None if the path is that of a pool, or of the directory of a group."""
+    if is_url(path):
+        return open_store(path, options)
+    path = readable_path(path)
+    refuse_unusable_root(path, options)
+    return open_store(path) if is_tier(path) else None
+
+
 def _recover_tier(
-    folder: str,
+    store: Store,
     model: nn.Module | None,
     optimizer: object,
     state: Mapping[str, object] | None,
@@ -96,9 +108,9 @@ def _recover_tier(
     lazy: bool,
 ) -> Checkpoint:
     """``recover`` for a tier: fetch the newest whole checkpoint to memory, and recover it as from a pool."""
-    readers, rejected = _fetched(folder, step)
+    readers, rejected = _fetched(store, step)
     if readers[0].group is not None:
-        checkpoint = recover_readers(folder, readers, model, optimizer, state, device, strict=strict, lazy=lazy)
+        checkpoint = recover_readers(str(store), readers, model, optimizer, state, device, strict=strict, lazy=lazy)
     elif lazy:
         checkpoint = recover_lazily(lambda: readers[0], None)
     else:
@@ -111,9 +123,8 @@ def _recover_tier(
     return checkpoint
 
 
-def _fetched(folder: str, step: int | None) -> tuple[list[PoolReader], list[Rejected]]:
+def _fetched(store: Store, step: int | None) -> tuple[list[PoolReader], list[Rejected]]:
     """Fetch the newest checkpoint of a tier that is whole, or that of ``step``: a pool for each rank."""
-    store = open_store(folder)
     listing = store.listing()
     refuse_other_runs(store, listing)
     rejected: list[Rejected] = []

@@ -467,8 +467,8 @@ class DrainLink(CommitListener):
         reason = str(stats.error).partition(". ")[0].rstrip(".")
         return TierError(
             f"Step {self._newest} could not be sent. {reason}. The tier holds {newest}; the pool and its checkpoints "
-            "are intact. Look at the folder (that it is there, its owner, the space); then go on, and the newest "
-            "checkpoint is sent again; or send it by hand when the training has ended: lightck copy "
+            "are intact. Look at the folder or store (that it is there, its owner, the space); then go on, and the "
+            "newest checkpoint is sent again; or send it by hand when the training has ended: lightck copy "
             f"{self._pool} {stats.root}."
         )
 

@@ -1,7 +1,8 @@
 """Make a pool from a checkpoint of a tier.
 
     create    a file of the pool's size under a temporary name, allocated in full
-    fill      superblock and layout table; then each object is fetched, and its bytes are written to their places
+    fill      superblock and layout table; then each object is fetched (several at once where the store gains by it),
+              and its bytes are written to their places
     verify    each block against the checksums of the pool that the checkpoint is from; only then the commit record
     publish   the file gets its name, in which nothing lies
 
@@ -29,6 +30,7 @@ from lightck.pool.storage.failures import as_io_error, undo_on_error
 from lightck.pool.storage.file import FileBackend, FileContainer
 from lightck.pool.storage.lock import PoolLock
 from lightck.restore.contents import unpack_dict
+from lightck.tiers.in_flight import in_order
 from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import TierManifest
 
@@ -140,12 +142,15 @@ def _fill(store: Store, manifest: TierManifest, container: FileContainer, advanc
     runs: dict[int, list[tuple[int, int, int]]] = {}
     for run in manifest.runs:
         runs.setdefault(run.object, []).append((run.offset, run.nbytes, run.begin))
-    for number, places in sorted(runs.items()):
-        data = memoryview(_get(store, manifest, number))
-        with as_io_error(f"The pool {container.path!r} cannot be written"):
-            for offset, nbytes, begin in places:
-                _write(container.fd, data[begin : begin + nbytes], offset)
-        advance(len(data))
+    numbers = sorted(runs)
+    objects = in_order(lambda number: _get(store, manifest, number), numbers, store.n_parallel)
+    with closing(objects):
+        for number, found in zip(numbers, objects, strict=True):
+            data = memoryview(found)
+            with as_io_error(f"The pool {container.path!r} cannot be written"):
+                for offset, nbytes, begin in runs[number]:
+                    _write(container.fd, data[begin : begin + nbytes], offset)
+            advance(len(data))
 
 
 def _get(store: Store, manifest: TierManifest, number: int) -> bytes:

@@ -20,8 +20,8 @@ from lightck.pool.format.structures import DamagedError
 from lightck.pool.storage.file import sync_folder
 from lightck.tiers.decisions import Listing
 from lightck.tiers.names import parse
+from lightck.tiers.store import TEMPORARY_PREFIX, is_own
 
-_TEMPORARY = ".tmp-"
 _NO_LINK = (errno.ENOENT, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV, errno.ENOTSUP, errno.ENOSYS)
 """Why a file cannot get a second name: it is gone, or the file system cannot do that."""
 _DEPTH = 4
@@ -49,13 +49,13 @@ class FolderStore:
     def has_claim(self) -> bool:
         """Whether the file of a claim lies in the folder. Raises ``TierError``."""
         with self._errors("cannot be listed"), os.scandir(self.root) as found:
-            folders = [each.path for each in found if each.is_dir(follow_symlinks=False) and _is_own(each.name)]
+            folders = [each.path for each in found if each.is_dir(follow_symlinks=False) and is_own(each.name)]
             return any(os.path.isfile(os.path.join(folder, "claim.json")) for folder in folders)
 
     def foreign(self) -> str | None:
         """Return the name of something directly in the folder that lightck did not write; None if there is nothing."""
         names = os.listdir(self.root) if self.exists() else []
-        return next((name for name in sorted(names) if not _is_own(name)), None)
+        return next((name for name in sorted(names) if not is_own(name)), None)
 
     def refuse_other_folder(self) -> None:
         """Raise ``TierError`` for a folder that is no tier, and in which something lies."""
@@ -81,7 +81,7 @@ class FolderStore:
         """Return the time at which a file would be written now, by the clock of the file system: that of a server may
         differ from ours. Raises ``TierError``."""
         with self._errors("cannot be written"):
-            path = os.path.join(self.root, _TEMPORARY + secrets.token_hex(8))
+            path = os.path.join(self.root, TEMPORARY_PREFIX + secrets.token_hex(8))
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 os.write(fd, b"t")
@@ -111,7 +111,7 @@ class FolderStore:
         with self._errors("cannot be written"):
             folder = os.path.dirname(path)
             self._make_folder(folder)
-            temporary = os.path.join(folder, _TEMPORARY + secrets.token_hex(8))
+            temporary = os.path.join(folder, TEMPORARY_PREFIX + secrets.token_hex(8))
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 _write(fd, data)
@@ -204,11 +204,6 @@ def _read(fd: int, name: str, nbytes_max: int) -> bytes:
         data += part
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     return bytes(data)
-
-
-def _is_own(name: str) -> bool:
-    """Whether lightck gives such a name to something directly in the folder of a tier."""
-    return name.startswith(_TEMPORARY) or parse(f"{name}/claim.json") is not None
 
 
 def _write(fd: int, data: bytes | memoryview) -> None:

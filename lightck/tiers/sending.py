@@ -4,7 +4,8 @@
     read      pieces of at most 32 MiB, each block verified: tensors that are likely to change together
     name      by SHA-256; a piece that an earlier manifest of this writer names is not sent again, and not even read if
               its tensors and generations are the same
-    put       the objects; last the manifest, if the slot still belongs to the checkpoint
+    put       the objects, several at once where the store gains by it; last the manifest, if all of them are stored and
+              the slot still belongs to the checkpoint
 
 Invariant: a manifest is written only if every object that it names is stored, and the bytes verified.
 """
@@ -17,13 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from lightck.errors import TierError
 from lightck.pool.format.layout import blocks_of
 from lightck.pool.format.saved_by import saved_by
 from lightck.pool.format.structures import PAGE, SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError
 from lightck.pool.reader import StoredCheckpoint
+from lightck.tiers.in_flight import Puts, puts_to
 from lightck.tiers.names import ManifestName, ObjectName, Writer
 from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import NBYTES_MAX, OBJECT_NBYTES_MAX, Run, SentObject, TierManifest, joined
@@ -77,6 +77,8 @@ class _Outgoing:
     nbytes: int = 0
     """Bytes that were put."""
     put_names: list[ObjectName] = field(default_factory=list)
+    new: dict[str, SentObject] = field(default_factory=dict)
+    """Content -> an object that was put for this checkpoint. A second one with these bytes is not put."""
     is_manifest_begun: bool = False
     """Whether the manifest may be stored: then its objects stay."""
 
@@ -86,16 +88,20 @@ class _Outgoing:
             with suppress(TierError):
                 self.store.delete(str(name))
 
-    def add(self, data: bytes | memoryview, key: str = "") -> int:
-        """Store an object, unless one with these bytes is known. Returns its number in the manifest."""
+    def add(self, data: bytes | memoryview, key: str = "", puts: Puts | None = None) -> int:
+        """Store an object, unless one with these bytes is known. Returns its number in the manifest. ``puts``: what
+        stores it, if it need not be stored when this returns."""
         content = hashlib.sha256(data).hexdigest()
-        known = self._own(self.earlier.by_content.get(content))
+        known = self.new.get(content) or self._own(self.earlier.by_content.get(content))
         if known is None or known.nbytes != len(data):
             name = ObjectName(self.writer, content, self.nonce)
             self.put_names.append(name)
-            self.store.put(str(name), data)
+            if puts is None:
+                self.store.put(str(name), data)
+            else:
+                puts.put(str(name), memoryview(data))
             self.nbytes += len(data)
-            known = SentObject(name, len(data), key)
+            known = self.new[content] = SentObject(name, len(data), key)
         return self.append(known._replace(key=key))
 
     def known(self, key: str) -> SentObject | None:
@@ -205,17 +211,23 @@ def _send_frame(stored: StoredCheckpoint, out: _Outgoing) -> None:
 
 
 def _send_tensors(stored: StoredCheckpoint, out: _Outgoing, advance: Callable[[int], None]) -> None:
-    buffer = np.empty(min(OBJECT_NBYTES_MAX, _nbytes_of(stored)), np.uint8)
+    with puts_to(out.store, min(OBJECT_NBYTES_MAX, _nbytes_of(stored))) as puts:
+        _send_pieces(stored, out, puts, advance)
+
+
+def _send_pieces(stored: StoredCheckpoint, out: _Outgoing, puts: Puts, advance: Callable[[int], None]) -> None:
     for parts in _pieces(stored):
         key = _key(stored, parts)
         known = out.known(key)
         if known is None:
+            buffer = puts.buffer()
+            assert sum(part.nbytes for part in parts) <= buffer.nbytes, "a block is smaller than an object"
             address, places = buffer.ctypes.data, []
             for part in parts:
                 places.append((part.name, part.first, part.nbytes, address))
                 address += part.nbytes
             stored.read_blocks(places)
-            number = out.add(buffer.data[: address - buffer.ctypes.data], key)
+            number = out.add(buffer.data[: address - buffer.ctypes.data], key, puts)
         else:
             number = out.append(known)
         begin = 0

@@ -5,6 +5,15 @@ from __future__ import annotations
 from typing import Protocol
 
 from lightck.tiers.decisions import Listing
+from lightck.tiers.names import parse
+
+TEMPORARY_PREFIX = ".tmp-"
+"""How the names of files begin that a store makes for itself. A process that is killed may leave one."""
+
+
+def is_own(name: str) -> bool:
+    """Whether lightck gives such a name to something directly below the root of a tier."""
+    return name.startswith(TEMPORARY_PREFIX) or parse(f"{name}/claim.json") is not None
 
 
 class Store(Protocol):

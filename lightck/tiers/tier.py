@@ -1,4 +1,4 @@
-"""``lightck.Tier``: to which folder, how often, and what stays there."""
+"""``lightck.Tier``: to which folder or object store, how often, and what stays there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import SupportsFloat
 
 from lightck.tiers.keep import Keep
-from lightck.tiers.open_store import Options, refuse_options_of_folder, root_of
+from lightck.tiers.open_store import Options, is_url, refuse_unusable_root, root_of
 
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|min|h)")
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
@@ -27,15 +27,17 @@ def seconds_of(text: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A folder on other storage to which ``attach(..., tiers=[...])`` sends whole checkpoints, in a process of its own:
-    ``lightck.Tier("/ckpt/run7", every="5min", keep_last=3)``.
+    """A folder on other storage, or a place in an object store, to which ``attach(..., tiers=[...])`` sends whole
+    checkpoints, in a process of its own: ``lightck.Tier("/ckpt/run7", every="5min", keep_last=3)``, or
+    ``lightck.Tier("s3://bucket/run7", every="1h", keep_last=3)`` (with ``pip install 'lightck[stores]'``).
 
     ``recover(root)`` reads them, and ``attach(..., resume=True, tiers=[...])`` goes on from the newest one if the pool
     is lost.
     """
 
     root: str | os.PathLike[str]
-    """The folder. It is made if the folder above it exists. It holds the checkpoints of one run only."""
+    """The folder, which is made if the folder above it exists; or a URL: ``s3://``, ``gs://`` or ``az://``. It holds
+    the checkpoints of one run only."""
     _: KW_ONLY
     every: int | str
     """How often a checkpoint is sent: a time (``"30s"``, ``"5min"``, ``"1h"``: the newest checkpoint then), or a number
@@ -60,18 +62,16 @@ class Tier:
     what: str = "model"
     """With ``format="safetensors"``: ``"model"``, or ``"all"`` (model, optimizer, state and random states)."""
     options: Options | None = field(default=None, repr=False, hash=False)
-    """Of an object store: what it needs beside its URL."""
+    """With a URL: what the store needs beside it, by the names of ``obstore``: ``{"endpoint": "https://...", "region":
+    "eu-central-1", "server_side_encryption": "AES256"}``. Credentials come from the environment or the machine."""
 
     def __post_init__(self) -> None:
         root = os.fspath(self.root)
         if not isinstance(root, str) or not root or "\0" in root:
-            raise ValueError(f"Tier({self.root!r}): the first argument is the path of a folder.")
-        if "://" in root:
-            raise ValueError(
-                f"Tier({self.root!r}): a tier is a folder; object stores are not supported yet. Pass the path of a "
-                "folder, for instance one on a network file system."
-            )
-        refuse_options_of_folder(root, self.options)
+            raise ValueError(f"Tier({self.root!r}): the first argument is the path of a folder, or a URL.")
+        refuse_unusable_root(self.root, self.options)
+        if self.options is not None:
+            object.__setattr__(self, "options", dict(self.options))  # what the user does to it later changes nothing
         if type(self.every) is int:
             is_valid = self.every >= 1
         else:
@@ -111,6 +111,8 @@ class Tier:
             )
 
     def _check_safetensors(self) -> None:
+        if is_url(self.root):
+            raise ValueError('Tier(format="safetensors") writes files into a folder. Pass the path of one.')
         if self.keep_every is not None or self.keep_best is not None or type(self.every) is not int:
             raise ValueError(
                 'Tier(format="safetensors") takes every= as a number of updates, keep_last= and what=, and no other '
@@ -167,9 +169,9 @@ def checked_tiers(tiers: object) -> tuple[Tier, ...]:
     if isinstance(tiers, Tier) or not isinstance(tiers, Sequence) or not all(isinstance(each, Tier) for each in tiers):
         raise TypeError(f'tiers={tiers!r} is no list of tiers. Pass tiers=[lightck.Tier("/ckpt/run7", every="5min")].')
     found = tuple(tiers)
-    paths = [os.path.realpath(each.path) for each in found]
+    paths = [each.path if is_url(each.path) else os.path.realpath(each.path) for each in found]
     if len(set(paths)) < len(paths):
-        raise ValueError("Two tiers name the same folder. Give each a folder of its own.")
+        raise ValueError("Two tiers name the same folder or URL. Give each one of its own.")
     if sum(each.is_export for each in found) > 1:
         raise ValueError('Only one tier can have format="safetensors".')
     return found

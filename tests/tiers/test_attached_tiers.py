@@ -859,8 +859,8 @@ def test_a_command_that_needs_a_pool_names_the_tier(tmp_path):
 
 def test_wrong_tiers_are_named(tmp_path):
     tier = lightck.Tier(tmp_path / "tier", every=1)
-    with pytest.raises(ValueError, match="object stores"):
-        lightck.Tier("s3://bucket/run", every=1)
+    with pytest.raises(ValueError, match="no URL of a tier"):
+        lightck.Tier("ftp://host/run", every=1)
     for wrong in (tier, "folder", [str(tmp_path)]):
         with pytest.raises(TypeError, match="no list of tiers"):
             attached(tmp_path / "run.pool", wrong)

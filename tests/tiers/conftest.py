@@ -1,0 +1,71 @@
+"""An object store on this machine, behind a proxy that makes faults."""
+
+from __future__ import annotations
+
+import logging
+import os
+import urllib.request
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from lightck.tiers.object_store import ObjectStore
+from tiers.fault_proxy import FaultProxy
+
+KEY_ID, SECRET = "AKIAMARKEDKEYID00001", "marked/secret/of/the/environment/0000000"
+
+
+class Bucket(NamedTuple):
+    """A bucket of its own, and the proxy before it."""
+
+    proxy: FaultProxy
+    name: str
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}/run7"
+
+    @property
+    def options(self) -> dict[str, str | int | bool]:
+        return {"endpoint": self.proxy.endpoint, "region": "eu-central-1", "allow_http": True}
+
+    @property
+    def store(self) -> ObjectStore:
+        return ObjectStore(self.url, self.options)
+
+    def objects(self) -> dict[str, bytes]:
+        """Return everything in the bucket, as the library lists and gives it."""
+        library = self.store._library
+        return {each["path"]: bytes(library.get(each["path"]).bytes()) for page in library.list() for each in page}
+
+
+@pytest.fixture(scope="session")
+def moto_port() -> Iterator[int]:
+    """The port of a server that speaks the protocol of S3. It checks no credentials."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    yield server.get_host_and_port()[1]
+    server.stop()
+
+
+_buckets = iter(range(10**6))
+
+
+@pytest.fixture
+def bucket(moto_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """An empty bucket. The credentials are in the environment, where the library looks for them."""
+    for name in [each for each in os.environ if each.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    proxy = FaultProxy(moto_port)
+    found = Bucket(proxy, f"bucket-{next(_buckets)}")
+    request = urllib.request.Request(f"http://127.0.0.1:{moto_port}/{found.name}", method="PUT", data=b"")
+    urllib.request.urlopen(request).close()
+    yield found
+    proxy.heal()
+    proxy.stop()
