@@ -70,6 +70,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "tiers": "Tiers",
         "tiers-ranks*": "Tiers of a group of ranks",
         "object-stores*": "Object stores",
+        "tier-commands*": "Tiers from the shell",
         "backups*": "",
         "tools*": "",
         "json*": "",

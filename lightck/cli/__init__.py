@@ -1,9 +1,9 @@
 """The ``lightck`` command. Each subcommand parses its arguments, calls the library, and prints text or JSON.
 
 Exit statuses are in ``cli/base.py``. No command writes to an existing pool or locks it, so every command works on a
-pool in use; ``inject`` writes to a copy that it made, and ``compact``, ``copy`` and ``reshard`` make new pools. The
-module of a command, and torch, are imported when the command runs. So ``doctor`` also works where the native library
-does not load.
+pool in use; ``inject`` writes to a copy that it made, ``compact``, ``copy`` and ``reshard`` make new pools, and ``gc``
+removes files from a tier. The module of a command, and torch, are imported when the command runs. So ``doctor`` also
+works where the native library does not load.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ NAMES = (
     "docs",
     "doctor",
     "export",
+    "gc",
     "inject",
     "inspect",
     "list",

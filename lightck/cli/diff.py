@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
@@ -11,6 +10,7 @@ import click
 
 from lightck.cli import diff_directories, stored_checkpoints
 from lightck.cli.base import BAD, OK, POOL, ComparingCommand, json_option, usage_error
+from lightck.cli.open_tier import is_of_ranks
 from lightck.cli.output import progress_bar
 from lightck.cli.text import Facts, columns, count, print_json, print_line, print_verdict
 from lightck.errors import CorruptPoolError, NoCheckpointError, PoolLockedError
@@ -45,8 +45,8 @@ class _OverwrittenError(Exception):
 def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bool, as_json: bool) -> int:
     """Compare the newest checkpoints of the pools A and B or, with --steps M N, two checkpoints of one pool.
 
-    A and B can be directories of groups of ranks. Of such a directory the newest checkpoint that all ranks have is
-    compared.
+    A and B can be tiers, whose checkpoints are fetched to memory, or directories of groups of ranks. Of such a
+    directory the newest checkpoint that all ranks have is compared.
 
     Equal means equal in bits. Exit status: 0 equal, 1 different, 2 the checkpoints could not be compared.
     """
@@ -54,7 +54,7 @@ def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bo
         usage_error("One pool alone cannot be compared: name a second pool, or two steps of this pool (--steps M N).")
     b = a if b is None else b
     sides = a, b, steps or (None, None)
-    if os.path.isdir(a) or os.path.isdir(b):
+    if is_of_ranks(a) or is_of_ranks(b):
         facts = diff_directories.differences(*sides, compare_pools=differences)
     else:
         facts = differences(*sides)
@@ -72,7 +72,8 @@ def differences(a: str, b: str, steps: tuple[int | None, int | None]) -> Facts:
     """Return the object that ``--json`` prints; docs/json.md lists its keys. ``steps``: for each pool the step of the
     checkpoint to compare; None stands for the newest checkpoint."""
     with ExitStack() as stack:
-        readers = [stack.enter_context(stored_checkpoints.open_reader(path)) for path in (a, b)]
+        wanted = zip((a, b), steps, strict=True)
+        readers = [stack.enter_context(stored_checkpoints.open_reader(path, step)) for path, step in wanted]
         for _ in range(stored_checkpoints.ATTEMPTS):
             sides = [_side(reader, step) for reader, step in zip(readers, steps, strict=True)]
             try:

@@ -8,10 +8,10 @@ is compared.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from lightck.cli.open_tier import is_of_ranks
 from lightck.cli.stored_checkpoints import ATTEMPTS
 from lightck.cli.text import Facts
 from lightck.errors import NoCheckpointError, PoolLockedError
@@ -43,7 +43,7 @@ def differences(a: str, b: str, steps: Steps, compare_pools: ComparePools) -> Fa
 
 
 def _is_in_use(path: str) -> bool:
-    return os.path.isdir(path) and any(holder_of(str(pool)) for pool in existing_pools(path))
+    return is_of_ranks(path) and any(holder_of(str(pool)) for pool in existing_pools(path))
 
 
 def _compared(a: str, b: str, steps: Steps, compare_pools: ComparePools) -> Facts:
@@ -60,11 +60,11 @@ Group = tuple[GroupShape, list[str], int]
 
 
 def _group(path: str, step: int | None) -> Group | None:
-    """Return the group of a directory; None for a file."""
+    """Return the group of a directory; None for a file, and for a tier."""
     from lightck.restore.logical import has_shares_in_table
     from lightck.restore.usable import usable_by_id
 
-    if not os.path.isdir(path):
+    if not is_of_ranks(path):
         return None
     with open_all(path) as readers:
         identity = readers[0].group

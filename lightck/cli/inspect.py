@@ -17,8 +17,9 @@ from dataclasses import asdict
 
 import click
 
-from lightck.cli import directories, gradients, groups, pieces, stored_checkpoints
+from lightck.cli import directories, gradients, groups, inspect_tier, pieces, stored_checkpoints
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option, usage_error
+from lightck.cli.open_tier import is_tier
 from lightck.cli.text import Facts, columns, count, listed, print_json, print_line, print_verdict, size, survives
 from lightck.errors import FormatError, NotAPoolError
 from lightck.events import ClosingEvent
@@ -44,12 +45,16 @@ ROWS_MAX = 40
 def command(pool: str, step: int | None, tensors: bool, shows_pieces: bool, as_json: bool) -> int:
     """Show the geometry of POOL, its medium and its checkpoints. Nothing is written, and the pool may be in use. For
     the directory of a group of ranks, show what each rank has and what all of them have. With --pieces, show of one
-    checkpoint which ranks hold which parts of each tensor.
+    checkpoint which ranks hold which parts of each tensor. For a tier, show its claims and its checkpoints.
 
     Exit status 1 if checkpoints were committed and none of them can be used.
     """
     if shows_pieces and tensors:
         usage_error("--tensors and --pieces are two lists. Pass one of them.")
+    if is_tier(pool):
+        if shows_pieces:
+            usage_error("--pieces is for pools, and POOL is a tier. Leave it out: --tensors lists the tensors.")
+        return inspect_tier.inspect(pool, step, as_json, lambda each: _contents(each, tensors), _show_contents)
     if shows_pieces:
         refuse_pieces(pool)
         return pieces.inspect(pool, step, as_json)

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lightck.cli.open_tier import is_tier, open_tier
+from lightck.cli.output import progress_bar
 from lightck.errors import NoCheckpointError, PoolLockedError
 from lightck.pool.commit_log import CommitLog, candidates
 from lightck.pool.format.structures import CommitRecord, DamagedError
@@ -67,13 +69,24 @@ class FoundCheckpoint:
 
 
 @contextmanager
-def open_reader(path: str) -> Iterator[PoolReader]:
-    """Open the pool at ``path`` for reading only, until the end of the block."""
-    reader = open_pool(readable_path(path), gradients=True)
+def open_reader(path: str, step: int | None = None) -> Iterator[PoolReader]:
+    """Open the pool at ``path`` for reading only, until the end of the block. Of a tier, fetch the newest checkpoint
+    that is whole, or that of ``step``, to memory."""
+    reader = _fetched(path, step) if is_tier(path) else open_pool(readable_path(path), gradients=True)
     try:
         yield reader
     finally:
         reader.close()
+
+
+def _fetched(path: str, step: int | None) -> PoolReader:
+    from lightck.tiers.claiming import refuse_other_runs
+    from lightck.tiers.reading import newest_in_memory
+
+    store = open_tier(path)
+    listing = store.listing()
+    refuse_other_runs(store, listing)
+    return newest_in_memory(store, listing, step, [], progress_bar)
 
 
 def find_checkpoints(reader: PoolReader, step: int | None = None) -> tuple[FoundCheckpoint, ...]:

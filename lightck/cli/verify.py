@@ -18,8 +18,9 @@ from typing import NoReturn
 
 import click
 
-from lightck.cli import directories, gradients, groups, stored_checkpoints
+from lightck.cli import directories, gradients, groups, stored_checkpoints, verify_tier
 from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option, usage_error
+from lightck.cli.open_tier import is_tier
 from lightck.cli.output import progress_bar
 from lightck.cli.text import Facts, columns, count, print_json, print_line, print_verdict, size
 from lightck.errors import FormatError, NotAPoolError
@@ -59,10 +60,15 @@ writing the structure, its check succeeds at the next read.)"""
 def command(pool: str, deep: bool, replay: bool, step: int | None, as_json: bool) -> int:
     """Check the structures of POOL, its manifests, and every block of the newest checkpoint. For the directory of
     a group of ranks, check also whether the parts of all ranks make whole tensors. For a pool with gradient records,
-    check the bases and records from which the checkpoint is made, and with --replay make it from them.
+    check the bases and records from which the checkpoint is made, and with --replay make it from them. For a tier,
+    check its claims, the manifests and objects of all checkpoints, and every block of the newest one.
 
     Nothing is written, and the pool may be in use. Exit status 1 if anything is damaged.
     """
+    if is_tier(pool):
+        if replay:
+            refuse_replay(pool)
+        return verify_tier.verify(pool, step, as_json, deep=deep)
     if os.path.isdir(pool):
         directories.refuse_options_of_one_pool(step)
         return directories.verify(pool, as_json, lambda path: pool_facts(path, None, deep, replays=replay))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from numbers import Integral
 
 import torch
 from torch import nn
 
 from lightck.layout import Layout, refuse_other_than_layout
-from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, RejectedCheckpoint
 from lightck.pool.storage.backends import readable_path
 from lightck.restore.checkpoint import Checkpoint, refuse_other_than_mapping
@@ -19,10 +17,10 @@ from lightck.restore.contents import refuse_unusable_device
 from lightck.restore.directory import recover_directory, recover_readers
 from lightck.restore.recover import collector_paused, recover_from, recover_lazily, recover_pool
 from lightck.restore.tensor_writes import ordinary_tensors
-from lightck.tiers.candidates import Rejected, candidates_of, no_checkpoint_error, none_whole_error
+from lightck.tiers.candidates import Rejected
 from lightck.tiers.claiming import refuse_other_runs
-from lightck.tiers.fetching import fetched_to_memory
 from lightck.tiers.open_store import Options, is_tier, is_url, open_store, refuse_unusable_root
+from lightck.tiers.reading import newest_in_memory
 from lightck.tiers.store import Store
 
 
@@ -128,19 +126,7 @@ def _fetched(store: Store, step: int | None) -> tuple[list[PoolReader], list[Rej
     listing = store.listing()
     refuse_other_runs(store, listing)
     rejected: list[Rejected] = []
-    for found in candidates_of(store, listing, step, rejected):
-        with ExitStack() as stack:
-            try:
-                found.refuse_stale()
-                readers = []
-                for manifest in found.manifests:
-                    readers.append(fetched_to_memory(store, manifest))
-                    stack.callback(readers[-1].close)
-                stack.pop_all()
-                return readers, rejected
-            except DamagedError as err:
-                rejected.append(Rejected(found.checkpoint, str(err)))
-    raise none_whole_error(store, rejected) if rejected else no_checkpoint_error(store, listing, step)
+    return newest_in_memory(store, listing, step, rejected), rejected
 
 
 def _check_arguments(model: object, optimizer: object, state: object, step: object) -> None:

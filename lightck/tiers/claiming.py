@@ -128,7 +128,8 @@ def _other_run(store: Store) -> TierClaimedError:
 
 def refuse_other_runs(store: Store, listing: Listing) -> None:
     """Raise ``TierClaimedError`` if claims of two runs lie in a tier."""
-    runs = {read_claim(store, each).run for each in listing.claims}
+    found = (claim_if_there(store, each) for each in listing.claims)  # ``lightck gc`` may have removed one since
+    runs = {each.run for each in found if each is not None}
     if len(runs) > 1:
         raise TierClaimedError(
             f"The tier {str(store)!r} holds the claims of {len(runs)} runs, and lightck does not guess which one you "
@@ -173,13 +174,24 @@ def _refuse_other_run(store: Store, listing: Listing, run: str) -> None:
 
 def read_claim(store: Store, claim: Claim) -> ClaimFile:
     """Read and check the file of a claim. Raises ``TierError``."""
+    found = claim_if_there(store, claim)
+    if found is None:
+        raise _unreadable(store, claim, "it is gone")
+    return found
+
+
+def claim_if_there(store: Store, claim: Claim) -> ClaimFile | None:
+    """As ``read_claim``, but a claim that is gone gives None."""
     try:
         return _parse(store.get(claim_name(claim), _NBYTES_MAX))
     except FileNotFoundError:
-        reason = "it is gone"
+        return None
     except DamagedError as err:
-        reason = str(err)
-    raise TierError(
+        raise _unreadable(store, claim, str(err)) from err
+
+
+def _unreadable(store: Store, claim: Claim, reason: str) -> TierError:
+    return TierError(
         f"The claim {claim} in the tier {str(store)!r} cannot be read: {reason}. Without it lightck cannot say whether "
         "the tier holds this run. Nothing was written. Look at the medium, move that folder out of the tier, or choose "
         "another folder for this run."

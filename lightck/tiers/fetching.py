@@ -16,6 +16,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 
 from lightck.errors import ExportExistsError
 from lightck.pool.format.structures import (
@@ -96,18 +97,39 @@ def filled_file(
         yield container
 
 
-def fetched_to_memory(store: Store, manifest: TierManifest) -> PoolReader:
+def fetched_to_memory(
+    store: Store, manifest: TierManifest, advance: Callable[[int], None] = lambda _: None
+) -> PoolReader:
     """Make a pool from a checkpoint in anonymous memory, and return its reader. It takes the memory of the checkpoint.
-    Raises as ``fetch`` does."""
+    ``advance``, and what is raised: as for ``fetch``."""
     superblock, table = _frame(store, manifest)
-    name = str(store)
-    with as_io_error(f"A checkpoint of the tier {name!r} cannot be fetched to memory"):
+    container = _memory_for(store, superblock)
+    with undo_on_error(container.close):
+        _fill_pool(store, manifest, superblock, table, container, advance)
+        return PoolReader(container, str(store))
+
+
+def frame_to_memory(store: Store, manifest: TierManifest) -> PoolReader:
+    """As ``fetched_to_memory``, but without the bytes of tensors, which are not fetched: what the checkpoint holds can
+    be listed, and its tensors do not verify."""
+    superblock, table = _frame(store, manifest)
+    container = _memory_for(store, superblock)
+    with undo_on_error(container.close):
+        _write_frame(manifest, superblock, table, container)
+        runs = tuple(run for run in manifest.runs if not manifest.objects[run.object].key)
+        _fill(store, replace(manifest, runs=runs), container, lambda _: None)
+        _commit(manifest, superblock, container, str(store), verifies=False)
+        return PoolReader(container, str(store))
+
+
+def _memory_for(store: Store, superblock: Superblock) -> FileContainer:
+    """Return anonymous memory for a pool."""
+    with as_io_error(f"A checkpoint of the tier {str(store)!r} cannot be fetched to memory"):
         fd = os.memfd_create("lightck-tier", os.MFD_CLOEXEC)
-        container = FileContainer(name, fd, superblock.nbytes)
+        container = FileContainer(str(store), fd, superblock.nbytes)
         with undo_on_error(container.close):
             os.ftruncate(fd, superblock.nbytes)
-            _fill_pool(store, manifest, superblock, table, container, lambda _: None)
-            return PoolReader(container, name)
+        return container
 
 
 def _frame(store: Store, manifest: TierManifest) -> tuple[Superblock, bytes]:
@@ -128,14 +150,17 @@ def _fill_pool(
     advance: Callable[[int], None],
 ) -> None:
     """Write everything that a pool needs into a new container, and verify it."""
-    path = container.path
-    with as_io_error(f"The pool {path!r} cannot be written"):
+    _write_frame(manifest, superblock, table, container)
+    _fill(store, manifest, container, advance)
+    _commit(manifest, superblock, container, container.path)
+
+
+def _write_frame(manifest: TierManifest, superblock: Superblock, table: bytes, container: FileContainer) -> None:
+    with as_io_error(f"The pool {container.path!r} cannot be written"):
         for offset in SUPERBLOCK_OFFSETS:
             _write(container.fd, manifest.superblock, offset)
         for offset in superblock.table_offsets:
             _write(container.fd, table, offset)
-    _fill(store, manifest, container, advance)
-    _commit(manifest, superblock, container, path)
 
 
 def _fill(store: Store, manifest: TierManifest, container: FileContainer, advance: Callable[[int], None]) -> None:
@@ -167,15 +192,18 @@ def _get(store: Store, manifest: TierManifest, number: int) -> bytes:
     return data
 
 
-def _commit(manifest: TierManifest, superblock: Superblock, container: FileContainer, path: str) -> None:
-    """Verify what was written, and write the commit record."""
+def _commit(
+    manifest: TierManifest, superblock: Superblock, container: FileContainer, path: str, *, verifies: bool = True
+) -> None:
+    """Verify what was written (``verifies``: the bytes of tensors too), and write the commit record."""
     with as_io_error(f"The pool {path!r} cannot be written"):
         os.fsync(container.fd)
     reader = PoolReader(container, path)
     stored = reader.checkpoint(manifest.record)
     if stored.header.incarnation != manifest.incarnation:
         raise DamagedError("its manifest is of another incarnation")
-    stored.verify()
+    if verifies:
+        stored.verify()
     with as_io_error(f"The pool {path!r} cannot be written"):
         _write(container.fd, manifest.record.pack(superblock.uuid), superblock.commit_record_offset(0))
 

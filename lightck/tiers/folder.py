@@ -2,7 +2,7 @@
 
 An object is written under a temporary name, synced and renamed, so that it is under its name whole or not at all. What
 was written leaves the page cache, because the training needs that memory more than a copy that is read only after a
-crash. A temporary file that a killed process left is not listed, and stays.
+crash. A temporary file that a killed process left is not listed, and stays until ``lightck gc`` removes it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 import time
@@ -19,11 +20,14 @@ from lightck.errors import TierError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.storage.file import sync_folder
 from lightck.tiers.decisions import Listing
-from lightck.tiers.names import parse
-from lightck.tiers.store import TEMPORARY_PREFIX, is_own
+from lightck.tiers.names import Claim, parse
+from lightck.tiers.store import TEMPORARY_PREFIX, TemporaryFile, is_own
 
 _NO_LINK = (errno.ENOENT, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV, errno.ENOTSUP, errno.ENOSYS)
 """Why a file cannot get a second name: it is gone, or the file system cannot do that."""
+_TEMPORARY_NAME = re.compile(r"\.tmp-[0-9a-f]{16}")
+_KINDS = ("steps", "data")
+"""The folders of a rank."""
 _DEPTH = 4
 """Number of parts of the longest name: claim, rank, kind, file."""
 
@@ -163,6 +167,59 @@ class FolderStore:
             sync_folder(os.path.dirname(new_path))
         return True
 
+    def nbytes_of(self, name: str) -> int | None:
+        """Return the number of bytes of a file; None if there is none. Raises ``TierError``."""
+        with self._errors(f"cannot be asked for {name}"):
+            try:
+                found = os.stat(self._path_of(name), follow_symlinks=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def temporary_files(self) -> list[TemporaryFile]:
+        """Return the files that were not given their names yet. Links are neither followed nor listed. Raises
+        ``TierError``."""
+        with self._errors("cannot be listed"):
+            return sorted(self._temporary_files(self.root, ""))
+
+    def _temporary_files(self, folder: str, prefix: str) -> Iterator[TemporaryFile]:
+        for each in _entries(folder):
+            name = f"{prefix}{each.name}"
+            if each.is_dir(follow_symlinks=False):
+                if _is_own_folder(name):
+                    yield from self._temporary_files(each.path, f"{name}/")
+            elif each.is_file(follow_symlinks=False) and _TEMPORARY_NAME.fullmatch(each.name):
+                with contextlib.suppress(FileNotFoundError):  # it has got its name since
+                    found = each.stat(follow_symlinks=False)
+                    yield TemporaryFile(name, found.st_mtime, found.st_size)
+
+    def delete_temporary(self, name: str) -> None:
+        """Remove a temporary file. It is no error if there is none. Raises ``TierError``."""
+        folder, _, last = name.rpartition("/")
+        assert _TEMPORARY_NAME.fullmatch(last), "only names that lightck makes become paths"
+        assert not folder or _is_own_folder(folder)
+        with self._errors(f"cannot remove {name}"), contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self.root, *name.split("/")))
+
+    def empty_claims(self) -> list[tuple[Claim, float]]:
+        """Return the claims of which only empty folders are left, each with the time of the last change in them. Raises
+        ``TierError``."""
+        found = []
+        with self._errors("cannot be listed"):
+            for each in _entries(self.root):
+                claim = parse(f"{each.name}/claim.json")
+                if isinstance(claim, Claim) and each.is_dir(follow_symlinks=False):
+                    times = list(_times_of_empty_folders(each.path))
+                    if None not in times:
+                        found.append((claim, max(time for time in times if time is not None)))
+        return sorted(found)
+
+    def delete_folders(self, claim: Claim) -> None:
+        """Remove the folders of a claim, as far as they are empty. Raises ``TierError``."""
+        with self._errors(f"cannot remove {claim}"):
+            _remove_empty_folders(os.path.join(self.root, str(claim)), str(claim))
+            self._made = {each for each in self._made if os.path.isdir(each)}
+
     def _path_of(self, name: str) -> str:
         assert parse(name) is not None, "only names that lightck makes become paths"
         return os.path.join(self.root, *name.split("/"))
@@ -204,6 +261,44 @@ def _read(fd: int, name: str, nbytes_max: int) -> bytes:
         data += part
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     return bytes(data)
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    """Return what lies in a folder; nothing if there is no such folder."""
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _is_own_folder(name: str) -> bool:
+    """Whether lightck gives such a name to a folder below the root of a tier."""
+    parts = name.split("/")
+    claim, rank, kind, *more = [*parts, *("", "rank-00000-of-00001", "steps")[len(parts) :]]
+    return not more and kind in _KINDS and parse(f"{claim}/{rank}/steps/{0:012d}-{0:08x}.json") is not None
+
+
+def _times_of_empty_folders(folder: str) -> Iterator[float | None]:
+    """Yield the times of the last change in a folder and in those below it; None if something else lies in one."""
+    with contextlib.suppress(FileNotFoundError):
+        yield os.stat(folder, follow_symlinks=False).st_mtime
+    for each in _entries(folder):
+        if each.is_dir(follow_symlinks=False):
+            yield from _times_of_empty_folders(each.path)
+        else:
+            yield None
+
+
+def _remove_empty_folders(folder: str, name: str) -> None:
+    for each in _entries(folder):
+        if each.is_dir(follow_symlinks=False) and _is_own_folder(f"{name}/{each.name}"):
+            _remove_empty_folders(each.path, f"{name}/{each.name}")
+    try:
+        os.rmdir(folder)
+    except OSError as err:
+        if err.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def _write(fd: int, data: bytes | memoryview) -> None:

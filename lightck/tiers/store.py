@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from lightck.tiers.decisions import Listing
-from lightck.tiers.names import parse
+from lightck.tiers.names import Claim, parse
 
 TEMPORARY_PREFIX = ".tmp-"
 """How the names of files begin that a store makes for itself. A process that is killed may leave one."""
@@ -54,4 +54,40 @@ class Store(Protocol):
     def link(self, name: str, new_name: str) -> bool:
         """Store a copy of an object under a new name, without moving its bytes. Returns False if the store cannot, or
         if there is no such object."""
+        ...
+
+
+@runtime_checkable
+class KnowsSizes(Protocol):
+    """A store that knows how long a file is without reading it. Not every store does."""
+
+    def nbytes_of(self, name: str) -> int | None:
+        """Number of bytes of a file; None if there is none. Raises ``TierError``."""
+        ...
+
+
+class TemporaryFile(NamedTuple):
+    """A file that was not given its name yet. One that is old was left by a process that was killed."""
+
+    name: str
+    """Below the root of the tier."""
+    time: float
+    """When it was written last, by the clock of the store."""
+    nbytes: int
+
+
+@runtime_checkable
+class HasFolders(Protocol):
+    """A store in which killed processes leave temporary files and empty folders. Not every store has them."""
+
+    def temporary_files(self) -> list[TemporaryFile]: ...
+
+    def delete_temporary(self, name: str) -> None: ...
+
+    def empty_claims(self) -> list[tuple[Claim, float]]:
+        """The claims of which only empty folders are left, each with the time of the last change in them."""
+        ...
+
+    def delete_folders(self, claim: Claim) -> None:
+        """Remove the folders of a claim that are empty."""
         ...

@@ -46,7 +46,8 @@ def overwrite(pool: Path, offset: int, data: bytes) -> None:
 
 def environment(**more: str) -> dict[str, str]:
     plain = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
-    return {**plain, "PYTHONPATH": str(ROOT), **more}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**plain, "PYTHONPATH": path, **more}
 
 
 def run(*args: Any, **env: str) -> subprocess.CompletedProcess[str]:

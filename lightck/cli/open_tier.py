@@ -1,0 +1,34 @@
+"""How the commands open a tier, and how they tell it from a pool and from the directory of a group of ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from lightck.cli.base import usage_error
+
+if TYPE_CHECKING:
+    from lightck.tiers.open_store import Options
+    from lightck.tiers.store import Store
+
+
+def is_tier(path: str, options: Options | None = None) -> bool:
+    """Whether a path or a URL is a tier. Raises ``TierError`` if that cannot be seen."""
+    from lightck.tiers.open_store import is_tier
+
+    return is_tier(path, options)
+
+
+def is_of_ranks(path: str) -> bool:
+    """Whether a path is the directory of a group of ranks: a folder that is no tier."""
+    return os.path.isdir(path) and not is_tier(path)
+
+
+def open_tier(path: str, options: Options | None = None) -> Store:
+    """Return the store of a tier. ``options``: of ``--store-option``. Raises ``TierError``, and a usage error if there
+    is no tier."""
+    from lightck.tiers.open_store import open_store
+
+    if not is_tier(path, options):
+        usage_error(f"{path!r} is no tier: no claim lies in it. For a pool: lightck inspect {path}.")
+    return open_store(path, options)
