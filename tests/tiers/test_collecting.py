@@ -184,6 +184,17 @@ def test_claims_of_which_nothing_is_left_go_with_their_folders(tier):
     assert claims_of(tier) == [older, newest, highest], "the next claim is higher than the highest one"
 
 
+def test_of_the_newest_claims_an_empty_one_goes_only_if_no_process_runs_and_the_highest_one_never(tier):
+    kept = claims_of(tier)
+    lost, highest = Claim(3, "0" * 8), Claim(4, "0" * 8)
+    for each in (lost, highest):
+        store_of(tier).put(claim_name(each), ClaimFile("1.0", run_of(tier)).packed())
+    age(tier)
+    assert call_json("gc", tier)[1]["removed"] == [], "its training may be about to send its first checkpoint"
+    assert [each["name"] for each in call_json("gc", tier, "--stopped")[1]["removed"]] == [claim_name(lost)]
+    assert claims_of(tier) == [*kept, highest], "the next claim must be higher than it"
+
+
 def test_a_claim_stays_that_a_training_may_go_on_from(tmp_path):
     session_until(tmp_path, 2)
     tier, store = tmp_path / "tier", FolderStore(str(tmp_path / "tier"))
