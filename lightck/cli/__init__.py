@@ -1,9 +1,9 @@
 """The ``lightck`` command. Each subcommand parses its arguments, calls the library, and prints text or JSON.
 
-Exit statuses are in ``cli/base.py``. No command writes to an existing pool or locks it, so every command works on a
-pool in use; ``inject`` writes to a copy that it made, ``compact``, ``copy`` and ``reshard`` make new pools, and ``gc``
-removes files from a tier. The module of a command, and torch, are imported when the command runs. So ``doctor`` also
-works where the native library does not load.
+Exit statuses are in ``cli/base.py``. No command but ``repair`` writes to an existing pool or locks it, so every other
+command works on a pool in use; ``inject`` writes to a copy that it made, ``compact``, ``copy`` and ``reshard`` make new
+pools, and ``gc`` removes files from a tier. The module of a command, and torch, are imported when the command runs. So
+``doctor`` also works where the native library does not load.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ NAMES = (
     "inject",
     "inspect",
     "list",
+    "repair",
     "reshard",
     "run",
     "trace",
