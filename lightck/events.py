@@ -152,6 +152,15 @@ class SessionLock:
         with self:
             return work() if self.is_open else None  # another thread may have closed the session before
 
+    def run_if_free(self, work: Callable[[], object]) -> None:
+        """Call ``work`` under the lock, if the session is live and no other thread is inside it. Never waits."""
+        if self.is_live and self._lock.acquire(blocking=False):
+            try:
+                if self.is_open:
+                    work()
+            finally:
+                self._lock.release()
+
     def __enter__(self) -> SessionLock:
         if not self.is_forked:
             self._lock.acquire()

@@ -35,6 +35,10 @@ class TierStats:
     and so do the attempts."""
     failing_since: float | None = None
     """Since when no checkpoint could be sent, as ``time.time()``; None if the last one was sent."""
+    failures: int = 0
+    """How often sending to it has begun to fail, since ``attach``."""
+    waiting: int = 0
+    """Checkpoints that are held in the pool for it until the drain takes them, at present: at most 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,12 @@ class Stats:
     """The number of checkpoints that were committed."""
     committed: int | None = None
     """Step of the newest committed checkpoint; None if there is none."""
+    committed_at: float | None = None
+    """When this session last reported a commit, as ``time.time()``; None if it has not yet."""
+    step: int = 0
+    """Updates since the beginning of the training, as ``Session.step``."""
+    in_flight: int = 0
+    """The number of checkpoints between their boundary and their commit, at present."""
     skipped: int = 0
     """The sum of three counts: checkpoints that were dropped because a source changed during the copy, checkpoints that
     ``pause_on_nonfinite`` refused, and steps of a fused optimizer that changed nothing because a GradScaler found
@@ -204,6 +214,7 @@ class Meter:
         self.loop_seconds = 0.0
         """Time in blocks of ``work_of_loop``, which no other counter includes."""
         self.hook_cpu_seconds = self.keep_cpu_seconds = self.staging_cpu_seconds = self.replica_cpu_seconds = 0.0
+        self.committed_at: float | None = None
         self.replica_drift: float | None = None
         self.replica_drift_tensor: str | None = None
         self.replica_renewed = 0
@@ -222,6 +233,7 @@ class Meter:
         """Count one committed checkpoint. ``nbytes``: the bytes that were written for it; ``nbytes_helped``: the part
         that the training thread copied while it waited."""
         self.checkpoints += 1
+        self.committed_at = time.time()
         self.bytes_written += nbytes
         self.bytes_helped += nbytes_helped
 
@@ -278,6 +290,8 @@ class Meter:
         *,
         engine_cpu_seconds: float,
         committed: int | None,
+        step: int,
+        in_flight: int,
         interval: int,
         rank_wait_seconds: float = 0.0,
         base_every: int | None = None,
@@ -290,6 +304,8 @@ class Meter:
             **own,
             cpu_seconds=in_python + engine_cpu_seconds,
             committed=committed,
+            step=step,
+            in_flight=in_flight,
             interval=interval,
             rank_wait_seconds=rank_wait_seconds,
             base_every=base_every,

@@ -35,6 +35,7 @@ NAMES = (
     "run",
     "trace",
     "verify",
+    "watch",
 )
 
 

@@ -80,3 +80,8 @@ def print_verdict(text: str, good: bool) -> None:
 def print_json(facts: Facts) -> None:
     """Print an object as JSON in ASCII, so that every character that a terminal would interpret is escaped."""
     click.echo(json.dumps(facts, indent=2, ensure_ascii=True, allow_nan=False))
+
+
+def print_json_line(facts: Facts) -> None:
+    """Print an object as ``print_json`` does, in one line."""
+    click.echo(json.dumps(facts, ensure_ascii=True, allow_nan=False))

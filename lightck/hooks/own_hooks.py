@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +61,22 @@ def remove(handles: list[Handle]) -> None:
     for handle in handles:
         handle.remove()
     handles.clear()
+
+
+def silence(handles: list[Handle]) -> None:
+    """Remove hooks, and empty the list, inside a hook of an optimizer. torch iterates over that optimizer's registry at
+    this moment, and a removal from it would end in an error. So there a function that does nothing takes the place of a
+    hook."""
+    for handle in handles:
+        registry = handle.hooks_dict_ref() if isinstance(handle, RemovableHandle) else None
+        if isinstance(handle, RemovableHandle) and registry and isinstance(registry.get(handle.id), MethodType):
+            registry[handle.id] = _do_nothing
+        else:
+            handle.remove()
+    handles.clear()
+
+
+def _do_nothing(*_: object, **__: object) -> None: ...
 
 
 def move_to_end(hooks: object, handle: RemovableHandle, *, last: bool) -> None:

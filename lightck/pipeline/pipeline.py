@@ -557,6 +557,12 @@ class Pipeline:
         done = [step for step, job in in_flight if job.is_released and job.has_committed]
         return done[-1] if done else self.committed
 
+    @property
+    def n_uncommitted(self) -> int:
+        """The number of checkpoints between their boundary and their commit. Any thread may ask."""
+        jobs = [one.pending.job for one in tuple(self._in_flight) if one.pending.commits]
+        return sum(not (job.is_released and job.has_committed) for job in jobs)
+
     def close(self) -> None:
         """Stop the threads and unmap the pool. Checkpoints that were not released are dropped."""
         try:

@@ -77,6 +77,17 @@ def hold(fd: int, index: int) -> Iterator[None]:
         _set_lock(fd, fcntl.F_UNLCK, index)  # now: a forked child may keep the descriptor
 
 
+def is_held(fd: int, index: int) -> bool:
+    """Whether a reader holds a slot at this moment. This only asks the kernel, and takes no lock, so that a training
+    never meets it. False if the system has no such locks. ``fd``: the pool's file."""
+    probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _FIRST_BYTE + index, 1, 0)
+    try:
+        kind, *_ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, probe))
+    except (OSError, struct.error):
+        return False
+    return bool(kind == fcntl.F_RDLCK)  # a write lock is that of the training, while it begins a checkpoint
+
+
 def _set_lock(fd: int, kind: int, index: int) -> bool:
     """Take or release the lock on a slot. Returns False if another descriptor's lock forbids it; True also if the
     system has no such locks."""

@@ -14,18 +14,21 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from torch.utils.hooks import RemovableHandle
+
 from lightck.dataloader.identity import name_of
 from lightck.dataloader.loader import SessionLoader
 from lightck.dataloader.replay import wants_skip
 from lightck.errors import NothingSavedError, SessionError
 from lightck.events import ClosingEvent
-from lightck.hooks.own_hooks import Handle, remove
+from lightck.hooks.own_hooks import Handle, remove, silence
 from lightck.interrupts import deferred, retry_interrupted
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.profiler.recording import Recording, Traces
 from lightck.restore.resume import Recovered
+from lightck.session.commit_callbacks import Callback, CommitCallbacks
 from lightck.session.group import Membership
 from lightck.session.loaders import LoaderEvents
 from lightck.session.steps import Steps
@@ -67,6 +70,7 @@ class Session:
         self._recovered = None if steps.resumed is None else steps.resumed.recovered
         self._loader_events = LoaderEvents(steps)
         self._traces = Traces(steps.events, steps.pipeline.events, steps.pipeline.engine, steps.meter)
+        self._commit_callbacks = CommitCallbacks(steps.events, steps.pipeline.events, steps.meter)
         self._finalizer = weakref.finalize(self, _end, steps.pipeline, lock, steps.hooks.handles)
         self._finalizer.atexit = False
         steps.session = self
@@ -150,13 +154,14 @@ class Session:
         return nonfinite_check.reason if nonfinite_check is not None else None
 
     def stats(self) -> Stats:
-        """The present values of the session's counters."""
-        tiers = self._steps.commits.participants.tiers
-        if tiers is not None:
-            tiers.read()
+        """The present values of the session's counters; after ``close`` the last ones. Any thread may call it, at any
+        time: it waits for nothing."""
+        self._steps.session_lock.run_if_free(self._read_tiers)
         return self._steps.meter.snapshot(
             engine_cpu_seconds=self._pipeline.engine.cpu_seconds,
             committed=self.committed,
+            step=self._steps.updates,
+            in_flight=self._pipeline.n_uncommitted,
             interval=self._steps.commits.cadence.interval,
             rank_wait_seconds=0.0 if self._membership is None else self._membership.rule.wait_seconds,
             base_every=self._steps.base_every,
@@ -221,6 +226,7 @@ class Session:
                 self._steps.handle(ClosingEvent.END_STEP)
             else:
                 self._steps.updated_by_hand()
+        self._deliver_commits()
 
     @_exclusive
     def flush(self, timeout: float | None = None) -> int | None:
@@ -238,6 +244,7 @@ class Session:
         with self._steps.meter.stall("flush"):
             self._steps.commits.raise_failure()
             self._steps.commit_current(timeout)
+        self._deliver_commits()
         return self._pipeline.committed
 
     @_exclusive
@@ -261,6 +268,33 @@ class Session:
             tiers.committed(self._pipeline.pool.writer, step)
 
     @_exclusive
+    def on_commit(self, callback: Callback) -> RemovableHandle:
+        """Call ``callback(step)`` after each commit from now on: ``session.on_commit(lambda step: print(step))``.
+
+        Each committed step comes once, in order. Its checkpoint survives then what ``session.durability`` says, in the
+        pool of this rank (``session.common`` says what all ranks have). The call is made on the training thread: in
+        ``optimizer.step()``, before the next update begins, or at the end of ``flush``, ``log``, ``pin``, ``end_step``
+        and ``close``. What the callback raises is raised there; the checkpoint stays as it is, and calls that are still
+        to be made follow at the next such moment. The time of a callback does not count as lightck's. It may call the
+        session, but must not wait for another thread that does. A session that ends with an exception calls nothing
+        more.
+
+        Args:
+            callback: a function of one int. Several are called in the order in which they were added.
+
+        Returns:
+            torch's handle: ``handle.remove()`` ends the calls.
+
+        Raises:
+            TypeError: ``callback`` cannot be called.
+            SessionError: the session is closed.
+        """
+        self._check_usable()
+        if not callable(callback):
+            raise TypeError(f"on_commit() got a {type(callback).__name__}. Pass a function that takes the step.")
+        return self._commit_callbacks.add(callback, self._pipeline.committed)
+
+    @_exclusive
     def pin(self) -> Pin:
         """Commit the current step, as ``flush`` does, and hold its checkpoint in the pool until the pin is released.
 
@@ -281,11 +315,12 @@ class Session:
         """Commit the current step, end the threads, and release the pool. A second call does nothing.
 
         ``done``: record in the pool that the training is finished: ``session.done`` is True after the next attach.
-        After everything is released, an error of background work or of ``keep=`` is raised, or ``NothingSavedError``.
+        After everything is released, an error of background work, of a callback of ``on_commit``, of ``keep=`` or of a
+        tier is raised, or ``NothingSavedError``.
         """
         if not self.is_open:
             return
-        problem = None
+        problem = raised = None
         try:
             if self._steps.partial_update:
                 log.warning(
@@ -300,11 +335,14 @@ class Session:
                     if done:
                         self._steps.commits.commit_done()
                     problem = self._steps.watch.problem()
+                raised = self._commit_callbacks.deliver_all()
                 if self._steps.commits.participants.tiers is not None:
                     self._steps.commits.participants.tiers.finish()
         finally:
             self._release()
         self._steps.commits.raise_failure()
+        if raised is not None:
+            raise raised
         self._steps.commits.raise_keep_failure()
         self._steps.commits.raise_tier_failure()
         self._traces.close()
@@ -370,9 +408,21 @@ class Session:
         if self._steps.session_lock.is_forked:
             raise SessionError("This session belongs to the parent process. A forked child cannot use it.")
 
+    def _deliver_commits(self) -> None:
+        """Call the callbacks of ``on_commit``, unless another thread than the training's has called the session."""
+        if self._steps.step_thread in (None, threading.get_ident()):
+            self._commit_callbacks.deliver()
+
+    def _read_tiers(self) -> None:
+        tiers = self._steps.commits.participants.tiers
+        if tiers is not None:
+            tiers.read()
+
     def _release(self) -> None:
         self._traces.end()
         self._steps.session_lock.is_open = False
+        if self._commit_callbacks.is_delivering and self._steps.hooks.is_in_step:
+            silence(self._steps.hooks.handles)
         self._finalizer()
         self._steps.forget()
 

@@ -22,6 +22,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from lightck.errors import TierClaimedError, TierError
@@ -81,6 +82,7 @@ class DrainLink(CommitListener):
         self._newest = 0
         self._warned: set[int] = set()
         """The tiers whose failure was reported."""
+        self._n_failures = [0] * len(tiers)
         self._raised: set[int] = set()
         self._is_superseded = [False] * len(tiers)
         self._is_miss_reported = False
@@ -295,6 +297,7 @@ class DrainLink(CommitListener):
         for number in due:
             self._last_due[number], self._is_empty[number] = step, False
         self._tell()
+        self._show()
 
     def _is_certain(self, number: int, step: int) -> bool:
         tier = self._tiers[number]
@@ -373,6 +376,7 @@ class DrainLink(CommitListener):
         for number, each in enumerate(state.tiers):
             if each.error is not None and number not in self._warned:
                 self._warned.add(number)
+                self._n_failures[number] += 1
                 follows = "" if each.is_superseded else " Training goes on, and the next attempt follows"
                 log.warning("lightck: %s%s", each.error, follows)
             elif each.error is None and each.checkpoints and number in self._warned:
@@ -385,7 +389,11 @@ class DrainLink(CommitListener):
         self._show()
 
     def _show(self) -> None:
-        self._meter.tiers = tuple(self._states)
+        offers = [each for each in (self._offer, self._waiting) if each is not None]
+        self._meter.tiers = tuple(
+            replace(each, failures=self._n_failures[number], waiting=sum(number in one.tiers for one in offers))
+            for number, each in enumerate(self._states)
+        )
 
     def _drain_has_ended(self, handle: DrainHandle, *, at_once: bool = False) -> None:
         """Start a drain again that was killed. ``at_once``: do not wait if it has not lived long."""
@@ -435,6 +443,7 @@ class DrainLink(CommitListener):
     def _release_offers(self) -> None:
         self._release_offer()
         self._release_offer()
+        self._show()
 
     # -- errors
 

@@ -15,22 +15,22 @@ from toys import adam, child_that_holds, net, pool_with, running_child, train
 import lightck
 
 OK, BAD, FAILED = 0, 1, 2
-COMMANDS = ("inspect", "verify", "verify --deep", "diff", "export", "compact")
+COMMANDS = ("inspect", "verify", "verify --deep", "diff", "export", "compact", "watch --count 1")
 EXPECTED = {
-    "good": (OK, OK, OK, OK, OK, OK),
-    "newest damaged": (OK, BAD, BAD, FAILED, OK, OK),
-    "all damaged": (OK, BAD, BAD, FAILED, BAD, BAD),
-    "truncated": (BAD, BAD, BAD, FAILED, BAD, BAD),
-    "foreign": (FAILED,) * 6,
-    "empty file": (FAILED,) * 6,
-    "folder": (FAILED,) * 6,
-    "link": (OK,) * 6,
-    "missing": (FAILED,) * 6,
-    "no checkpoint yet": (OK, OK, OK, FAILED, FAILED, FAILED),
+    "good": (OK, OK, OK, OK, OK, OK, OK),
+    "newest damaged": (OK, BAD, BAD, FAILED, OK, OK, OK),
+    "all damaged": (OK, BAD, BAD, FAILED, BAD, BAD, OK),
+    "truncated": (BAD, BAD, BAD, FAILED, BAD, BAD, BAD),
+    "foreign": (FAILED,) * 7,
+    "empty file": (FAILED,) * 7,
+    "folder": (FAILED,) * 7,
+    "link": (OK,) * 7,
+    "missing": (FAILED,) * 7,
+    "no checkpoint yet": (OK, OK, OK, FAILED, FAILED, FAILED, OK),
     # ``diff`` compares with another step of the same training.
-    "gradients": (OK, OK, OK, BAD, OK, OK),
-    "gradients, base damaged": (OK, BAD, BAD, BAD, OK, OK),
-    "gradients, newest damaged": (OK, BAD, BAD, FAILED, OK, OK),
+    "gradients": (OK, OK, OK, BAD, OK, OK, OK),
+    "gradients, base damaged": (OK, BAD, BAD, BAD, OK, OK, OK),
+    "gradients, newest damaged": (OK, BAD, BAD, FAILED, OK, OK, OK),
 }
 CELLS = [(kind, command, row[i]) for kind, row in EXPECTED.items() for i, command in enumerate(COMMANDS)]
 

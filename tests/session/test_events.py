@@ -190,6 +190,7 @@ def test_a_session_shows_what_a_user_calls(training):
         "iteration",
         "loader",
         "log",
+        "on_commit",
         "path",
         "paused",
         "paused_reason",

@@ -1,0 +1,117 @@
+"""A session's counters for Prometheus: ``SessionCollector`` is a collector of ``prometheus_client``.
+
+Each scrape reads ``session.stats()`` on its own thread: it waits for nothing, and the training does not wait for it.
+Nothing listens on a port unless the program starts it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import lightck
+
+
+class _Of(NamedTuple):
+    """A metric whose value is an attribute of ``Stats``, or of the stats of a tier."""
+
+    attribute: str
+    name: str
+    """Without the prefix ``lightck_``, and without the suffix ``_total`` of a counter."""
+    says: str
+
+
+_COUNTERS = (
+    _Of("checkpoints", "commits", "Checkpoints that were committed to the pool."),
+    _Of("bytes_written", "written_bytes", "Bytes of committed checkpoints that were written to the pool."),
+    _Of("stall_seconds", "stall_seconds", "Time that lightck spent on the training thread."),
+    _Of("wait_seconds", "wait_seconds", "The part of the stall in which the training thread waited for copies."),
+    _Of("rank_wait_seconds", "rank_wait_seconds", "The part of the wait in which this rank waited for other ranks."),
+    _Of("slowdown_seconds", "slowdown_seconds", "Estimate of how much longer the loop's own operations took."),
+    _Of("cpu_seconds", "cpu_seconds", "CPU time of all threads and hooks of lightck."),
+    _Of("skipped", "skipped", "Checkpoints and updates that were skipped; see Stats.skipped."),
+    _Of("kept", "exports", "Checkpoints that were exported (keep=)."),
+    _Of("holds_honored", "holds_honored", "Slots that were passed over because a reader held them."),
+    _Of("holds_overrun", "holds_overrun", "Held slots that were overwritten because the training needed them."),
+)
+_GAUGES = (
+    _Of("step", "step", "Updates since the beginning of the training."),
+    _Of("committed", "committed_step", "Step of the newest committed checkpoint."),
+    _Of("committed_at", "committed_timestamp_seconds", "When the newest commit was reported, in Unix time."),
+    _Of("in_flight", "in_flight_checkpoints", "Checkpoints between their boundary and their commit."),
+    _Of("interval", "interval_steps", "Updates from one checkpoint to the next."),
+)
+_TIER_COUNTERS = (
+    _Of("checkpoints", "tier_checkpoints", "Checkpoints that were sent to the tier."),
+    _Of("bytes_sent", "tier_sent_bytes", "Bytes that were written to the tier."),
+    _Of("failures", "tier_failures", "How often sending to the tier has begun to fail."),
+)
+_TIER_GAUGES = (
+    _Of("step", "tier_step", "Step of the newest checkpoint in the tier."),
+    _Of("sent_at", "tier_sent_timestamp_seconds", "When the newest checkpoint was sent, in Unix time."),
+    _Of("seconds", "tier_send_seconds", "How long the newest checkpoint took to send."),
+    _Of("waiting", "tier_waiting_checkpoints", "Checkpoints that are held in the pool until they are sent."),
+)
+
+
+class SessionCollector(Collector):
+    """The counters of one session as metrics: ``REGISTRY.register(SessionCollector(session))``.
+
+    After ``session.close()`` it gives the last values. It does not keep the session alive. Each metric has the label
+    ``rank``, and those of tiers ``tier`` too. A second session of the process needs a registry of its own.
+    """
+
+    def __init__(self, session: lightck.Session) -> None:
+        self._session, self._rank = weakref.ref(session), str(session.rank)
+        self._stats = session.stats()
+        self._highest: dict[tuple[str, ...], float] = {}
+        """Name and labels of a counter -> its highest value. (A scrape in the middle of a hook may find less CPU time
+        than before; Prometheus would take a counter that falls for one that began anew.)"""
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics, as prometheus_client asks for it at each scrape."""
+        session = self._session()
+        if session is not None:
+            self._stats = session.stats()
+        stats = self._stats
+        yield from self._metrics(_COUNTERS, _GAUGES, ("rank",), [((self._rank,), stats)])
+        lag = GaugeMetricFamily("lightck_lag_steps", "Updates that are not committed yet.", labels=["rank"])
+        lag.add_metric([self._rank], max(0, stats.step - (stats.committed or 0)))
+        yield lag
+        if stats.tiers:
+            tiers = [((self._rank, tier.root), tier) for tier in stats.tiers]
+            yield from self._metrics(_TIER_COUNTERS, _TIER_GAUGES, ("rank", "tier"), tiers)
+            failing = GaugeMetricFamily(
+                "lightck_tier_failing", "1 while nothing can be sent to the tier, else 0.", labels=["rank", "tier"]
+            )
+            for values, tier in tiers:
+                failing.add_metric(values, tier.failing_since is not None)
+            yield failing
+
+    def _metrics(
+        self,
+        counters: tuple[_Of, ...],
+        gauges: tuple[_Of, ...],
+        labels: tuple[str, ...],
+        found: Sequence[tuple[tuple[str, ...], object]],
+    ) -> Iterator[Metric]:
+        for each in counters:
+            counter = CounterMetricFamily(f"lightck_{each.name}", each.says, labels=labels)
+            for values, source in found:
+                counter.add_metric(values, self._risen((each.name, *values), getattr(source, each.attribute)))
+            yield counter
+        for each in gauges:
+            gauge = GaugeMetricFamily(f"lightck_{each.name}", each.says, labels=labels)
+            for values, source in found:
+                value = getattr(source, each.attribute)
+                if value is not None:
+                    gauge.add_metric(values, value)
+            yield gauge
+
+    def _risen(self, key: tuple[str, ...], value: float) -> float:
+        self._highest[key] = highest = max(value, self._highest.get(key, 0.0))
+        return highest
