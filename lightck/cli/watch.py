@@ -89,7 +89,7 @@ def _live(stack: ExitStack) -> Live | None:
     console = Console(highlight=False)
     if console.is_dumb_terminal:
         return None
-    return stack.enter_context(Live(console=console, auto_refresh=False, vertical_overflow="crop"))
+    return stack.enter_context(Live(console=console, auto_refresh=False))
 
 
 def _show(facts: Facts, live: Live | None, *, as_json: bool) -> None:
@@ -221,15 +221,16 @@ def _group_lines(facts: Facts) -> list[str]:
         ("common", ", ".join(filter(None, _progress(facts["common"])))),
         *(("tier", _tier(tier).removeprefix("tier ")) for tier in facts["tiers"]),
     ]
+    slowest = facts["slowest"]
+    if slowest is not None:
+        rows.insert(2, ("slowest", f"rank {slowest['rank']} at {_step(slowest['step'])}"))
     if facts["missing"]:
         rows.append(("missing", _missing(facts)))
     if facts["problem"] is not None:
         rows.append(("problem", facts["problem"]))
     table = [("rank", "newest", "", "age", "in flight", "trains", "")]
     for rank in facts["ranks"]:
-        slowest = facts["slowest"]
         number = rank["group"]["rank"] if rank["group"] is not None else 0
-        note = "slowest" if slowest is not None and slowest["rank"] == number and len(facts["ranks"]) > 1 else ""
         step, rate, age = _progress(rank)
-        table.append((str(number), step, rate, age, str(rank["in_flight"]), _trainer(rank), rank["problem"] or note))
+        table.append((str(number), step, rate, age, str(rank["in_flight"]), _trainer(rank), rank["problem"] or ""))
     return [*columns(rows), "", *columns(table, right=(0,))]

@@ -141,11 +141,12 @@ class WatchedPool:
         """Return the object of this pool; docs/json.md lists its keys."""
         self.poll()
         holder = holder_of(self.path_of_file)
-        if self._holder is not None and holder != self._holder:
+        before, self._holder = self._holder, holder
+        is_same = holder is not None and before is not None and holder.pid == before.pid
+        if before is not None and not is_same:
             self._events.append("ended")
-        if holder is not None and holder != self._holder:
+        if holder is not None and not is_same:
             self._events.append("started")
-        self._holder = holder
         events, self._events = self._events, []
         reader = self.reader
         slots = [] if reader is None else _slots(reader, is_open=holder is not None)

@@ -28,7 +28,7 @@ from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
 from lightck.profiler.recording import Recording, Traces
 from lightck.restore.resume import Recovered
-from lightck.session.commit_callbacks import Callback, CommitCallbacks
+from lightck.session.commit_callbacks import CommitCallbacks
 from lightck.session.group import Membership
 from lightck.session.loaders import LoaderEvents
 from lightck.session.steps import Steps
@@ -268,7 +268,7 @@ class Session:
             tiers.committed(self._pipeline.pool.writer, step)
 
     @_exclusive
-    def on_commit(self, callback: Callback) -> RemovableHandle:
+    def on_commit(self, callback: Callable[[int], object]) -> RemovableHandle:
         """Call ``callback(step)`` after each commit from now on: ``session.on_commit(lambda step: print(step))``.
 
         Each committed step comes once, in order. Its checkpoint survives then what ``session.durability`` says, in the
@@ -416,7 +416,7 @@ class Session:
     def _read_tiers(self) -> None:
         tiers = self._steps.commits.participants.tiers
         if tiers is not None:
-            tiers.read()
+            tiers.read(may_start=self._steps.step_thread in (None, threading.get_ident()))
 
     def _release(self) -> None:
         self._traces.end()

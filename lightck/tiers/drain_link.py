@@ -354,17 +354,19 @@ class DrainLink(CommitListener):
 
     # -- what the drain says
 
-    def read(self) -> None:
-        """Read what the drain has done."""
+    def read(self, *, may_start: bool = True) -> None:
+        """Read what the drain has done. ``may_start``: start it again if it has ended, which may take a moment."""
         if os.getpid() != self._pid:
             return
         handle = self._handle
         known = None if handle is None else handle.state
         if handle is None:
-            if self._n_restarts and time.monotonic() - self._started_at >= _RESTART_PAUSE_SECONDS * self._n_restarts:
+            has_waited = time.monotonic() - self._started_at >= _RESTART_PAUSE_SECONDS * self._n_restarts
+            if may_start and self._n_restarts and has_waited:
                 self._start_again("it could not be started")
         elif not handle.receive():
-            self._drain_has_ended(handle)
+            if may_start:
+                self._drain_has_ended(handle)
         else:
             if handle.state is not known:  # mostly nothing has arrived
                 self._use(handle.state)

@@ -329,6 +329,46 @@ def test_ranks_that_are_behind_are_named(pool):
     assert facts["common"]["step"] is None
 
 
+def test_another_number_of_ranks_is_followed(pool):
+    pools = pool.with_name("pools")
+
+    def body(rank: int) -> None:
+        wrapped = DistributedDataParallel(net())
+        optimizer = adam(wrapped)
+        with lightck.attach(wrapped, pools, optimizer=optimizer, resume=True) as session:
+            train(wrapped, optimizer, 4, start=session.step)
+
+    assert [one.text for one in run_ranks(2, body)] == ["", ""]
+    with watch(pools) as seen:
+        facts = seen.next_line()
+        assert (facts["common"]["step"], len(facts["ranks"])) == (4, 2)
+        assert [one.text for one in run_ranks(1, body)] == [""]
+        facts = seen.until(lambda facts: facts["common"]["step"] == 8)
+        assert len(facts["ranks"]) == 1
+        assert facts["missing"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "n_committed"),
+    [
+        ({"backend": "pmdk"}, 2),
+        ({"strategy": lightck.Gradients(base_every=3)}, 5),
+        ({"strategy": lightck.Gradients(base_every=3), "interval": 4}, 2),
+    ],
+    ids=["pmdk", "gradients", "gradients with an interval"],
+)
+def test_other_kinds_of_pools(pool, options, n_committed):
+    model, optimizer, session = attached(pool, **options)
+    with session:
+        train(model, optimizer, 9)
+        status, facts = call_json("watch", pool, "--count", 1)
+        assert status == OK
+        assert facts["step"] == 8
+        assert facts["holder"]["pid"] == os.getpid()
+        assert sum(slot["state"] == "committed" for slot in facts["slots"]) == n_committed
+        assert {slot["state"] for slot in facts["slots"]} <= {"committed", "record"}
+
+
 @pytest.mark.long
 def test_ranks_under_torchrun_that_are_killed_while_they_are_watched(pool, tmp_path):
     pools, stop, script = pool.with_name("pools"), tmp_path / "stop", tmp_path / "train.py"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import urllib.request
 from pathlib import Path
@@ -185,9 +187,9 @@ def test_the_drain_is_asked_by_one_thread_at_a_time_and_not_after_close(pool, tm
     asked: list[int] = []
     read = DrainLink.read
 
-    def reads(link: DrainLink) -> None:
+    def reads(link: DrainLink, **options: bool) -> None:
         asked.append(threading.get_ident())
-        read(link)
+        read(link, **options)
 
     monkeypatch.setattr(DrainLink, "read", reads)
     model, optimizer, session, registry = watched(pool, tiers=[lightck.Tier(tmp_path / "tier", every="1h")])
@@ -204,6 +206,24 @@ def test_the_drain_is_asked_by_one_thread_at_a_time_and_not_after_close(pool, tm
     asked.clear()
     session.stats()
     assert asked == []
+
+
+def test_a_scrape_starts_no_drain_and_the_training_does(pool, tmp_path):
+    model, optimizer, session, registry = watched(pool, tiers=[lightck.Tier(tmp_path / "tier", every=1)])
+    train(model, optimizer, 2)
+    link = session._steps.commits.participants.tiers
+    handle = link._handle
+    os.kill(handle._process.pid, signal.SIGKILL)
+    while not handle.has_ended(1.0):
+        pass
+    thread = threading.Thread(target=lambda: scraped(registry))
+    thread.start()
+    thread.join()
+    assert link._handle is handle
+    train(model, optimizer, 1, start=2)
+    session.close()
+    assert link._n_restarts == 1
+    assert lightck.recover(tmp_path / "tier").step == 3
 
 
 def test_after_close_it_gives_the_last_values_and_does_not_keep_the_session(pool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -301,6 +302,37 @@ def test_its_time_counts_as_the_work_of_the_loop(pool):
     assert len(seconds) == 3
     assert session._steps.meter.loop_seconds >= sum(seconds)
     session.close()
+
+
+def test_a_signal_is_handled_while_a_callback_runs(pool):
+    model, optimizer, session = attached(pool)
+    handled: list[str] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.append("handler"))
+
+    def raises_a_signal(_: int) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        handled.append("end of the callback")
+
+    try:
+        session.on_commit(raises_a_signal)
+        train(model, optimizer, 2)
+        session.flush()
+        session.close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert handled == ["handler", "end of the callback"] * 2
+
+
+def test_a_session_that_ends_with_an_exception_calls_nothing_more(pool):
+    model, optimizer, session = attached(pool)
+    seen: list[int] = []
+    session.on_commit(seen.append)
+    with pytest.raises(RuntimeError, match="of the loop"), session:
+        train(model, optimizer, 3)
+        forward(model, 3).backward()  # closes step 3
+        raise RuntimeError("of the loop")
+    assert seen == [1, 2]
+    assert lightck.recover(pool).step == 3
 
 
 def test_what_cannot_be_called_and_a_closed_session_are_refused(pool):
