@@ -223,6 +223,7 @@ def test_a_stale_checkpoint_is_named_and_not_offered(tier, monkeypatch):
     status, found = call_json("verify", tier)
     assert (status, found["recoverable_step"], found["checkpoints"][0]["stale"]) == (OK, 4, True)
     assert "recovery passes over it" in call("verify", tier).stdout
+    assert call_json("inspect", tier)[1]["shown"]["step"] == 4
 
 
 def test_verify_of_a_tier_as_a_process(tier):
@@ -334,8 +335,8 @@ def test_inspect_of_a_tier_without_a_usable_checkpoint(tier):
 
 def test_two_runs_are_refused(tier):
     store_of(tier).put(claim_name(Claim(3, "0" * 8)), ClaimFile("1.0", "1" * 32).packed())
-    for command in ("inspect", "verify"):
-        result = call(command, tier)
+    for words in (("inspect", tier), ("verify", tier), ("diff", tier, tier.parent / "run.pool")):
+        result = call(*words)
         assert result.exit_code == FAILED
         assert "claims of 2 runs" in result.stderr
 
