@@ -41,6 +41,7 @@ __all__ = [
     "attach",
     "export_checkpoint",
     "layerwise",
+    "preemption",
     "recover",
 ]
 _MODULES = {
@@ -67,6 +68,7 @@ _MODULES = {
     "attach": "session.attach",
     "export_checkpoint": "export",
     "layerwise": "hooks.layerwise",
+    "preemption": "session.preemption",
     "recover": "session.recover",
 }
 
@@ -81,6 +83,7 @@ if TYPE_CHECKING:
     from lightck.restore.restore import Drift
     from lightck.session.attach import attach
     from lightck.session.interval import Auto
+    from lightck.session.preemption import preemption
     from lightck.session.recover import recover
     from lightck.session.replicas import Replicas
     from lightck.session.session import Session

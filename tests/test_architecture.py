@@ -190,6 +190,7 @@ def test_public_surface_is_sealed():
         "attach",
         "export_checkpoint",
         "layerwise",
+        "preemption",
         "recover",
     ]
     for name in lightck.__all__:

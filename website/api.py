@@ -33,8 +33,9 @@ GROUPS = {
     "attach": Group(
         "Save a training",
         "`attach` makes a session, in which a training is saved and from which it goes on.",
-        ("attach", "Session", "Pin", "Stats", "Durability"),
+        ("attach", "Session", "Pin", "Stats", "Durability", "preemption"),
         (
+            "lightck.session.preemption.Preemption",
             "lightck.dataloader.loader.SessionLoader",
             "lightck.profiler.recording.Recording",
             "lightck.restore.resume.Recovered",

@@ -71,6 +71,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "tiers-ranks*": "Tiers of a group of ranks",
         "object-stores*": "Object stores",
         "tier-commands*": "Tiers from the shell",
+        "preemption*": "Preemption",
         "watching*": "Watch a training",
         "backups*": "",
         "tools*": "",

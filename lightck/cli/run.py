@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import click
 
 from lightck.cli.base import FAILED, Command, print_error, print_progress, signals_handled
-from lightck.tiers.drain_messages import PROCESS_NAME
+from lightck.tiers.drain_messages import ANNOUNCING_SIGNALS, PROCESS_NAME
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_SECONDS = 0.05
@@ -42,7 +41,7 @@ def command(words: tuple[str, ...]) -> int:
     except OSError as err:
         print_error(f"{words[0]!r} cannot be run: {err.strerror}. Name a program: lightck run -- python train.py")
         return FAILED
-    with signals_handled(lambda number, _: process.send_signal(number), signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    with signals_handled(lambda number, _: process.send_signal(number), *ANNOUNCING_SIGNALS):
         status = process.wait()
     _wait_for_drains()
     return status if status >= 0 else 128 - status
@@ -62,7 +61,7 @@ def _wait_for_drains() -> None:
         nonlocal n_signals
         n_signals += 1
 
-    with signals_handled(count, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    with signals_handled(count, *ANNOUNCING_SIGNALS):
         while _drains() and n_signals < 2:
             if not said:
                 print_progress("waiting until the newest checkpoint is in its tiers")

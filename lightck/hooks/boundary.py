@@ -44,6 +44,11 @@ class Boundary:
     def _is_round_complete(self) -> bool:
         return len(self._updates) >= max(self.n_optimizers, 1)
 
+    @property
+    def is_in_round(self) -> bool:
+        """Whether some of several optimizers have stepped, and others have not."""
+        return self.n_optimizers > 1 and bool(self._updates) and not self._is_round_complete
+
     def updated(self, optimizer: int) -> None:
         """Count an optimizer step that made an update."""
         self._updates[optimizer] = self._updates.get(optimizer, 0) + 1

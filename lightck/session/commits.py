@@ -109,6 +109,8 @@ class Commits:
         self.saved_step = boundary.step
         self._is_done_saved = False  # whether the last saved checkpoint says that the training is finished
         self._done_at = done_at
+        self.saves_every_step = False
+        """Whether each step is saved, whatever the interval is, because the training is about to stop."""
         self.n_saved_by_flush = 0
         """Checkpoints that ``flush()``, ``pin()`` or ``close()`` saved."""
         self._decision: tuple[int | None, bool] = None, False
@@ -134,13 +136,16 @@ class Commits:
         decision. (A flush saves it in any case.) ``step``: the number of updates so far. If the checkpoint will be
         saved, what the next forward changes must be read before that forward. So the decision cannot wait for the
         boundary."""
-        self._decision = step, self.cadence.is_due(step, self.saved_step)
+        self._decision = step, self._is_due(step)
         return self._decision[1]
 
     def will_be_saved(self, step: int) -> bool:
         """Whether the checkpoint of ``step`` is due. If ``updated`` has decided for this step, its decision counts."""
         decided_step, is_due = self._decision
-        return is_due if decided_step == step else self.cadence.is_due(step, self.saved_step)
+        return is_due if decided_step == step else self._is_due(step)
+
+    def _is_due(self, step: int) -> bool:
+        return self.saves_every_step or self.cadence.is_due(step, self.saved_step)
 
     def closed(self, event: ClosingEvent, step: int) -> None:
         """Save the checkpoint that ``event`` has closed, if it is due or ``event`` is ``FLUSH``."""

@@ -104,6 +104,17 @@ class Session:
         return self._steps.commits.is_done
 
     @property
+    def should_stop(self) -> bool:
+        """Whether the loop is to end now, because a signal has come (:func:`lightck.preemption`); False without one.
+
+        Read it between two steps, on the thread of the loop: ``if session.should_stop: break``. After a signal it
+        commits the present step, as ``flush`` does, and waits until every tier has it, but not beyond the grace. Then
+        it is True, and stays so. Where the present step is not finished, it is False, and so it is in ``paused()``.
+        """
+        request = self._steps.stop_request
+        return request is not None and request.should_stop()
+
+    @property
     def committed(self) -> int | None:
         """Newest step that is durable in the pool, or None. Errors of background work are not raised here."""
         if self._steps.session_lock.is_live:
@@ -337,7 +348,8 @@ class Session:
                     problem = self._steps.watch.problem()
                 raised = self._commit_callbacks.deliver_all()
                 if self._steps.commits.participants.tiers is not None:
-                    self._steps.commits.participants.tiers.finish()
+                    request = self._steps.stop_request
+                    self._steps.commits.participants.tiers.finish(None if request is None else request.deadline)
         finally:
             self._release()
         self._steps.commits.raise_failure()
@@ -424,6 +436,8 @@ class Session:
         if self._commit_callbacks.is_delivering and self._steps.hooks.is_in_step:
             silence(self._steps.hooks.handles)
         self._finalizer()
+        if self._steps.stop_request is not None:
+            self._steps.stop_request.close()
         self._steps.forget()
 
 

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -59,6 +60,9 @@ from lightck.sessions import OpenSession, is_followed
 from lightck.state.optimizer_wrappers import ScalerWatch
 from lightck.stats import Meter
 from lightck.strategy.replica import Replica
+
+if TYPE_CHECKING:
+    from lightck.session.stop_request import StopRequest
 
 log = logging.getLogger("lightck")
 
@@ -124,6 +128,8 @@ class Steps(StepListener):
         self._validate_records: Validator | None = None
         self.replica: ReplicaUpdates | None = None
         self._compression: Compression | None = None
+        self.stop_request: StopRequest | None = None
+        """Set by ``lightck.preemption``."""
 
     def record_updates(
         self, compression: Compression | None = None, *, mtbf: float | None = None, is_in_group: bool = False

@@ -48,6 +48,10 @@ _BEGIN_SECONDS_MAX = 2.0
 _ENDING_SECONDS = 0.05
 """How long the training waits for the end of a drain whose connection has ended."""
 _RESTART_PAUSE_SECONDS, _N_RESTARTS_MAX = 5.0, 5
+_ASKING_PAUSE_SECONDS = 1.0
+"""How long a session that must stop waits before it asks again for the newest checkpoint."""
+_CLOSING_SECONDS_MIN = 1.0
+"""How long ``finish`` waits at least, although its deadline is over."""
 
 
 class DrainLink(CommitListener):
@@ -91,8 +95,11 @@ class DrainLink(CommitListener):
         self._states: list[TierStats] = [TierStats(each.path) for each in tiers]
         self._before = list(self._states)
         """What drains have done that were killed."""
-        self._must_finish = self._is_finished = False
-        """``_is_finished``: whether a drain has said after ``close`` that it is done."""
+        self._must_finish = self._is_finished = self._is_left_alone = False
+        """``_is_finished``: whether a drain has said after ``close`` that it is done; ``_is_left_alone``: whether
+        ``close`` has not waited for that, because the grace of a signal was over."""
+        self._signal_grace: float | None = None
+        """See ``expect_signals``."""
         self._show()
 
     def __str__(self) -> str:
@@ -195,6 +202,8 @@ class DrainLink(CommitListener):
         self._handle, self._started_at = DrainHandle(self._settings), time.monotonic()
         for step, metrics in self._metrics.items():
             self._handle.send({"metrics": metrics, "step": step})
+        if self._signal_grace is not None:
+            self._handle.send({"grace": self._signal_grace})
         if any(each.needs_certain_steps for each in self._tiers):
             self._wait_until_ready(self._handle)
 
@@ -352,6 +361,52 @@ class DrainLink(CommitListener):
                 "call session.log(name=value)"
             )
 
+    # -- before this process is ended
+
+    def expect_signals(self, grace: float) -> None:
+        """Let the drain survive signals for so many seconds after the first one."""
+        self._signal_grace = grace
+        if self._handle is not None:
+            self._handle.send({"grace": grace})
+
+    def ask_for_newest(self) -> None:
+        """Let the drain send the newest checkpoint now. Any thread may call this."""
+        handle = self._handle
+        if handle is not None:
+            handle.send({"newest": True})
+
+    def send_newest(self, step: int, deadline: float) -> list[str]:
+        """Let the drain send the newest checkpoint, which is that of ``step``, and wait until each tier holds it, until
+        ``deadline`` on the monotonic clock at most. Returns the tiers that lack it."""
+        asked_at = -math.inf
+        while time.monotonic() < deadline and not self._has_given_up:
+            if self._handle is None:
+                self.read()  # it starts the drain again
+            elif self._handle.receive():
+                self._use(self._handle.state)
+            else:
+                self._drain_has_ended(self._handle, at_once=True)
+            lacking = [number for number, each in enumerate(self._states) if (each.step or 0) < step]
+            if all(self._is_superseded[number] for number in lacking):
+                break
+            handle, now = self._handle, time.monotonic()
+            if handle is None:
+                time.sleep(_ENDING_SECONDS)
+                continue
+            if not handle.state.is_busy and now - asked_at > _ASKING_PAUSE_SECONDS:  # again after a failure
+                self.ask_for_newest()
+                asked_at = now
+            handle.wait(max(0.0, min(0.2, deadline - now)))
+        return [each.root for each in self._states if (each.step or 0) < step]
+
+    def names(self) -> str:
+        return " and ".join(repr(each.path) for each in self._tiers)
+
+    def holdings(self) -> str:
+        """Say which step each tier holds."""
+        held = [(each.root, "no checkpoint" if each.step is None else f"step {each.step}") for each in self._states]
+        return ", ".join(f"the tier {root!r} {what}" for root, what in held)
+
     # -- what the drain says
 
     def read(self, *, may_start: bool = True) -> None:
@@ -465,7 +520,7 @@ class DrainLink(CommitListener):
                 return TierClaimedError(f"{each.error} The pool {self._pool!r} holds what this session has saved.")
             if each.failing_since is not None:
                 return self._error(each)
-        if self._must_finish and not self._is_finished:
+        if self._must_finish and not self._is_finished and not self._is_left_alone:
             return TierError(
                 "The process that sends checkpoints to the tiers has ended, or has not answered, before the newest one "
                 "was sent. The pool and its checkpoints are intact. Send it by hand: lightck copy "
@@ -485,8 +540,9 @@ class DrainLink(CommitListener):
 
     # -- at the end
 
-    def finish(self) -> None:
-        """Wait until the newest checkpoint lies in every tier, or cannot be sent. The session has committed it."""
+    def finish(self, deadline: float | None = None) -> None:
+        """Wait until the newest checkpoint lies in every tier, or cannot be sent. The session has committed it.
+        ``deadline``: on the monotonic clock; then the drain goes on alone."""
         if os.getpid() != self._pid:
             return
         self._must_finish = True
@@ -494,6 +550,7 @@ class DrainLink(CommitListener):
         self._warn_of_missing_metrics()
         seen, seen_at = "", time.monotonic()
         to_be_said, is_closing = [seen_at + _SILENT_SECONDS], False
+        until = math.inf if deadline is None else max(deadline, seen_at + _CLOSING_SECONDS_MIN)
         while self._handle is not None and time.monotonic() - seen_at < FAILING_SECONDS_MAX:
             handle = self._handle
             is_alive = handle.receive()
@@ -510,6 +567,9 @@ class DrainLink(CommitListener):
             self._tell()
             if self._offer is None and not is_closing:
                 is_closing = handle.send({"close": True})
+            if time.monotonic() >= until:
+                self._leave_alone()
+                break
             handle.wait(0.2)
             if to_be_said and time.monotonic() > to_be_said[0]:
                 to_be_said.clear()
@@ -517,6 +577,16 @@ class DrainLink(CommitListener):
             if (now := repr(handle.state)) != seen:
                 seen, seen_at = now, time.monotonic()
         self._release_offers()
+
+    def _leave_alone(self) -> None:
+        self._is_left_alone = True
+        log.warning(
+            "lightck: close() waits no longer, because the grace of the signal is over: step %d is in the pool %r, %s. "
+            "The process that sends it goes on, as long as the system lets it",
+            self._newest,
+            self._pool,
+            self.holdings(),
+        )
 
     def closed(self) -> None:
         """End the connection: a drain that is not done goes on alone."""

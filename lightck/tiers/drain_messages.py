@@ -5,6 +5,8 @@ training -> drain    once a ``DrainSettings``; then
                      for the tiers with these numbers
                      ``{"metrics": {...}, "step": n}``: what the user logged
                      ``{"close": true}``: the training ends
+                     ``{"newest": true}``: send the newest checkpoint now
+                     ``{"grace": seconds}``: signals may announce the end so long before it
 drain -> training    a ``DrainState``. It holds everything that the training must know, so that a message may be
                      left out if a later one follows
 """
@@ -12,6 +14,7 @@ drain -> training    a ``DrainState``. It holds everything that the training mus
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,6 +23,9 @@ from lightck.tiers.decisions import KeepBest, Retention
 
 PROCESS_NAME = "lightck-drain"
 """The name of a drain, as the kernel shows it."""
+_SIGNALS = ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "XCPU", "PWR")
+ANNOUNCING_SIGNALS = tuple(signal.Signals[f"SIG{name}"] for name in _SIGNALS if hasattr(signal, f"SIG{name}"))
+"""With which a system announces to all processes of a job that it will end them. A drain does not end by the first."""
 MESSAGE_NBYTES_MAX = 1 << 17
 """Smaller than what a socket takes in one piece by default."""
 

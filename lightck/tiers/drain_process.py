@@ -37,6 +37,7 @@ from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.tiers.claiming import claim_of
 from lightck.tiers.drain_messages import (
+    ANNOUNCING_SIGNALS,
     PROCESS_NAME,
     DrainSettings,
     DrainState,
@@ -104,6 +105,9 @@ class DrainProcess:
         self._is_closing = self._is_alone = self._is_unreported = False
         self._is_urgent = False
         """Whether the newest checkpoint is to be sent now, because this machine or job may be about to end."""
+        self._grace = 0.0
+        """How long after its first signal this process ignores others, because they say the same."""
+        self._signalled_at: float | None = None
         began = time.monotonic()
         for each in self._outlets:
             each.next_at = began + (each.settings.every_seconds or 0.0)
@@ -126,11 +130,16 @@ class DrainProcess:
         finally:
             lock.release()
 
-    def terminated(self, *_: object) -> None:
-        """Handle SIGTERM, which a container or a batch system sends to all processes, and after some seconds SIGKILL:
-        send the newest checkpoint now, and go on. The second one ends the process."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._is_urgent = True
+    def terminated(self, number: int, _: object = None) -> None:
+        """Handle SIGTERM and other signals, which a container or a batch system sends to all processes, and after some
+        seconds SIGKILL: send the newest checkpoint now, and go on. The second one ends the process, if it comes after
+        the grace that the training has named."""
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at, self._is_urgent = now, True
+        elif now >= self._signalled_at + self._grace:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     # -- the training
 
@@ -154,6 +163,8 @@ class DrainProcess:
                 for step in sorted(self._metrics)[:-_N_METRICS_MAX]:
                     del self._metrics[step]
             self._is_closing |= "close" in message
+            self._is_urgent |= "newest" in message
+            self._grace = message.get("grace", self._grace)
         self._is_alone |= os.getppid() != self._parent_pid
         if self._is_unreported:
             self._report()
@@ -420,7 +431,8 @@ def main(fd: int) -> None:
         settings = receive_message(connection)
         if settings:
             process = DrainProcess(connection, DrainSettings.unpacked(settings), parent_pid)
-            signal.signal(signal.SIGTERM, process.terminated)
+            for number in ANNOUNCING_SIGNALS:
+                signal.signal(number, process.terminated)
             process.run()
     except Exception as err:
         kind = "" if isinstance(err, LightckError) else f"{type(err).__name__}: "

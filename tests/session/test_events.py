@@ -197,6 +197,7 @@ def test_a_session_shows_what_a_user_calls(training):
         "pin",
         "rank",
         "recovered",
+        "should_stop",
         "stats",
         "step",
         "trace",

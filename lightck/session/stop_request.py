@@ -1,0 +1,210 @@
+"""A request to stop after the present step, and what ``Session.should_stop`` does with it (``preemption.py``).
+
+    take           in a signal's handler: notes signal and deadline, and lets each step be saved from now on
+    should_stop    between two steps: commits the present one, and waits until the tiers have it
+    committed      the first step that has ended since the signal is sent at once, also if nobody reads ``should_stop``
+    watch          on a thread: what is to be said or done at half the grace, and at its end
+
+Invariant: ``should_stop`` turns True only where the newest checkpoint is the state from which the next step starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from lightck.errors import FlushTimeoutError
+from lightck.pool.listener import CommitListener
+from lightck.pool.writer import PoolWriter
+from lightck.session.steps import Steps
+
+log = logging.getLogger("lightck")
+
+
+class StopRequest(CommitListener):
+    """Whether the training is to stop, since when, and what is done about it."""
+
+    def __init__(self, steps: Steps, grace: float, ended: Callable[[StopRequest], None]) -> None:
+        """``grace``: seconds from the signal to the deadline. ``ended``: called once, by ``close``."""
+        self._steps = weakref.ref(steps)
+        self.grace, self._ended = grace, ended
+        self._is_closed = False
+        self.signal: signal.Signals | None = None
+        self.deadline: float | None = None
+        """On the monotonic clock. None: no signal has come."""
+        self._step_at_signal = 0
+        self._committed_since: int | None = None
+        """The first committed step that has ended since the signal."""
+        self._is_asked = self._is_finishing = self._is_ready = False
+        """Whether the loop has read ``should_stop`` since the signal, whether this read commits and sends now, and
+        whether ``should_stop`` is True."""
+        self._news: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        """Wakes the watcher: True for a signal. (``put`` may be called in a signal's handler.)"""
+        steps.stop_request = self
+        steps.pipeline.events.add(self)
+        weakref.finalize(steps, self._news.put, False).atexit = False
+        threading.Thread(target=self._watch, name="lightck-preemption", daemon=True).start()
+
+    @property
+    def name(self) -> str:
+        """The name of the signal."""
+        return "no signal" if self.signal is None else self.signal.name
+
+    def close(self) -> None:
+        """Serve the session no more. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._ended(self)
+        self._news.put(False)
+        steps = self._steps()
+        if steps is not None:
+            steps.commits.saves_every_step = False
+            steps.pipeline.events.remove(self)
+            steps.stop_request = None
+
+    # -- the signal
+
+    def take(self, number: int) -> bool:
+        """Note a signal. Returns False if it is to act as without lightck. Called in a signal's handler, so it waits
+        for nothing and logs nothing."""
+        if self.deadline is not None:
+            return time.monotonic() < self.deadline
+        steps = self._steps()
+        if steps is None or not steps.session_lock.is_live:
+            return False
+        self.signal, self._step_at_signal = signal.Signals(number), steps.boundary.step
+        steps.commits.saves_every_step = True
+        self.deadline = time.monotonic() + self.grace
+        self._news.put(True)
+        return True
+
+    # -- the loop
+
+    def should_stop(self) -> bool:
+        """As ``Session.should_stop``."""
+        steps = self._steps()
+        if self._is_ready or self.deadline is None or steps is None:
+            return self._is_ready  # the usual case: no lock is taken
+        self._is_asked = True
+        with steps.session_lock:
+            if not self._is_ready and steps.session_lock.is_live and _is_between_steps(steps):
+                self._is_finishing = True
+                try:
+                    self._finish(steps, self.deadline)
+                finally:
+                    self._is_finishing = False
+                self._is_ready = True
+                self._news.put(False)
+        return self._is_ready
+
+    def _finish(self, steps: Steps, deadline: float) -> None:
+        """Commit the present step, and wait until the tiers have it, until the deadline at most."""
+        step, missing = steps.boundary.step, []
+        with steps.meter.stall("preemption"):
+            steps.commits.raise_failure()
+            try:
+                steps.commit_current(max(0.0, deadline - time.monotonic()), also_step_0=False)
+            except FlushTimeoutError:
+                missing.append(f"the pool lacks step {step}, whose copies go on")
+        committed, begun_at = steps.pipeline.committed, 0 if steps.resumed is None else steps.resumed.step
+        tiers = steps.commits.participants.tiers
+        if tiers is not None and committed is not None and committed > begun_at:
+            missing += [f"the tier {root!r} lacks step {committed}" for root in tiers.send_newest(committed, deadline)]
+        if committed != step and step > begun_at and not missing:
+            check = steps.commits.participants.nonfinite_check
+            reason = None if check is None else check.reason
+            missing.append(f"the pool lacks step {step} ({reason or 'its checkpoint was dropped'})")
+        if missing:
+            log.warning(
+                "lightck: %s came, and after %.0f of %g s %s. %s. session.should_stop is True now",
+                self.name,
+                self.grace - max(0.0, deadline - time.monotonic()),
+                self.grace,
+                ", and ".join(missing),
+                _holdings(steps),
+            )
+            return
+        where = "the pool" if tiers is None else f"the pool, and in {tiers.names()}"
+        log.warning("lightck: %s came, and step %d is in %s: session.should_stop is True now", self.name, step, where)
+
+    def committed(self, writer: PoolWriter, step: int) -> None:
+        if self.deadline is None or self._committed_since is not None or step <= self._step_at_signal:
+            return
+        self._committed_since = step
+        self._ask_for_newest()
+
+    def _ask_for_newest(self) -> None:
+        steps = self._steps()
+        tiers = None if steps is None else steps.commits.participants.tiers
+        if tiers is not None:
+            tiers.ask_for_newest()
+
+    # -- the watcher
+
+    def _watch(self) -> None:
+        """Wait for a signal, and then for the end of the loop."""
+        if not self._news.get() or self.deadline is None:
+            return
+        log.warning(
+            "lightck: %s came. The present step is finished and saved; then session.should_stop is True. %g s are left",
+            self.name,
+            self.grace,
+        )
+        for at, act in ((self.deadline - self.grace / 2, self._half), (self.deadline, self._expired)):
+            try:
+                self._news.get(timeout=max(0.0, at - time.monotonic()))
+            except queue.Empty:
+                act()
+            else:
+                return  # should_stop is True, or the session is closed
+
+    def _half(self) -> None:
+        """Half the grace is over."""
+        if self._committed_since is None and not self._is_finishing:
+            self._ask_for_newest()  # the checkpoint of the present step may come too late
+        elif not self._is_asked:
+            log.warning(
+                "lightck: %s came, a step has ended since then, and the loop has not read session.should_stop, so it "
+                "goes on. Write at the end of its body: if session.should_stop: break",
+                self.name,
+            )
+
+    def _expired(self) -> None:
+        """The grace is over. (What waits in ``should_stop`` then says by itself what is missing.)"""
+        steps = self._steps()
+        if steps is None or self._is_finishing or not steps.session_lock.is_live:
+            return
+        if self._committed_since is None:
+            fact = f"no step has ended and was committed since {self.name} came"
+        elif self._is_asked:
+            fact = "the loop has read session.should_stop in the middle of a step only"
+        else:
+            fact = "the loop has not read session.should_stop"
+        log.warning(
+            "lightck: the grace of %g s is over, and %s. %s. Another signal acts as without lightck",
+            self.grace,
+            fact,
+            _holdings(steps),
+        )
+
+
+def _is_between_steps(steps: Steps) -> bool:
+    """Whether the newest checkpoint is, or would be if it were saved now, the state from which the next step starts."""
+    if steps.commits.paused or steps.hooks.is_in_step or steps.partial_update or steps.boundary.is_in_round:
+        return False
+    is_saved = steps.commits.saved_step == steps.boundary.step
+    return is_saved or steps.flush_moment.change_since_update(steps.step_thread) is None
+
+
+def _holdings(steps: Steps) -> str:
+    """Say which checkpoint lies where."""
+    step = steps.pipeline.newest_committed()
+    pool = f"The pool {steps.pipeline.path!r} holds {'no checkpoint yet' if step is None else f'step {step}'}"
+    tiers = steps.commits.participants.tiers
+    return pool if tiers is None else f"{pool}, {tiers.holdings()}"
