@@ -285,6 +285,23 @@ store_option = click.option(
     help="What the object store of a URL needs beside it: endpoint=https://..., region=..., by the names of obstore. "
     "Credentials belong in the environment. May be repeated.",
 )
+STORE_OPTIONS = "lightck.store_options"
+"""Under which key the context of a command has the options of object stores."""
+
+
+def _remember_store_options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> None:
+    ctx.meta[STORE_OPTIONS] = _store_options(ctx, param, given)
+
+
+any_store_option = click.option(
+    "--store-option",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=_remember_store_options,
+    expose_value=False,
+    help="If a tier is a URL: what its object store needs beside it, as for lightck copy. May be repeated.",
+)
+"""``store_option`` for commands that open a tier deep inside: ``open_tier`` finds the options in the context."""
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 step_option = click.option(
     "--step", type=click.IntRange(0), metavar="N", help="Use the checkpoint of step N instead of the newest."

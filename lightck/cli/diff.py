@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from lightck.cli import diff_directories, stored_checkpoints
-from lightck.cli.base import BAD, OK, POOL, ComparingCommand, json_option, usage_error
+from lightck.cli.base import BAD, OK, POOL, ComparingCommand, any_store_option, json_option, usage_error
 from lightck.cli.open_tier import is_of_ranks
 from lightck.cli.output import progress_bar
 from lightck.cli.text import Facts, columns, count, print_json, print_line, print_verdict
@@ -41,6 +41,7 @@ class _OverwrittenError(Exception):
 @click.option(
     "--all", "everything", is_flag=True, help="List every difference; without it, the first 20 tensors and 20 values."
 )
+@any_store_option
 @json_option
 def command(a: str, b: str | None, steps: tuple[int, int] | None, everything: bool, as_json: bool) -> int:
     """Compare the newest checkpoints of the pools A and B or, with --steps M N, two checkpoints of one pool.

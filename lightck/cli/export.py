@@ -6,7 +6,8 @@ from pathlib import Path
 
 import click
 
-from lightck.cli.base import OK, POOL, Command, json_option, refuse_existing, step_option
+from lightck.cli.base import OK, POOL, Command, any_store_option, json_option, refuse_existing, step_option
+from lightck.cli.open_tier import options_of
 from lightck.cli.text import count, listed, print_json, print_line, size
 
 _FORMATS = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")}
@@ -33,6 +34,7 @@ _FORMATS = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin
 @step_option
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @json_option
+@any_store_option
 def command(
     pool: str, to: Path, file_format: str | None, what: str, step: int | None, overwrite: bool, as_json: bool
 ) -> int:
@@ -48,7 +50,7 @@ def command(
         refuse_existing_folder(str(to), overwrite=overwrite)
     else:
         refuse_existing(str(to), overwrite=overwrite)  # before the pool is opened
-    checkpoint = lightck.recover(pool, step=step)
+    checkpoint = lightck.recover(pool, step=step, options=options_of(pool))
     done = export_checkpoint(checkpoint, to, format=kind, what=what, overwrite=overwrite)
     if as_json:
         print_json(

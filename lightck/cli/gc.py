@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lightck.cli.base import OK, POOL, Command, ended_by_signals, json_option
+from lightck.cli.base import OK, POOL, Command, any_store_option, ended_by_signals, json_option
 from lightck.cli.open_tier import open_tier
 from lightck.cli.output import progress_bar
 from lightck.cli.text import Facts, count, print_json, print_line, size
@@ -31,6 +31,7 @@ _WHAT = {
     "too. Without it, these are left to the process that made them.",
 )
 @click.option("--dry-run", is_flag=True, help="Remove nothing, and list what would be removed.")
+@any_store_option
 @json_option
 def command(tier: str, stopped: bool, dry_run: bool, as_json: bool) -> int:
     """Remove from TIER what killed processes have left: objects that no manifest names, manifests of checkpoints that

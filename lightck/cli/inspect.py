@@ -18,7 +18,7 @@ from dataclasses import asdict
 import click
 
 from lightck.cli import directories, gradients, groups, inspect_tier, pieces, stored_checkpoints
-from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option, usage_error
+from lightck.cli.base import BAD, OK, POOL, Command, any_store_option, json_option, step_option, usage_error
 from lightck.cli.open_tier import is_tier
 from lightck.cli.text import Facts, columns, count, listed, print_json, print_line, print_verdict, size, survives
 from lightck.errors import FormatError, NotAPoolError
@@ -41,6 +41,7 @@ ROWS_MAX = 40
 @step_option
 @click.option("--tensors", is_flag=True, help="List every tensor by name.")
 @click.option("--pieces", "shows_pieces", is_flag=True, help="List which ranks hold which parts of each tensor.")
+@any_store_option
 @json_option
 def command(pool: str, step: int | None, tensors: bool, shows_pieces: bool, as_json: bool) -> int:
     """Show the geometry of POOL, its medium and its checkpoints. Nothing is written, and the pool may be in use. For

@@ -88,7 +88,7 @@ def _claims(store: Store, listing: Listing, candidates: Sequence[Candidate]) -> 
 
 
 def _named_objects(candidates: Sequence[Candidate]) -> Mapping[ObjectName, int]:
-    return {sent.name: sent.nbytes for each in candidates for sent in each.manifest.objects}
+    return {sent.name: sent.nbytes for each in candidates for sent in each.objects}
 
 
 def _nbytes_of(store: Store, names: Sequence[ObjectName]) -> int | None:
@@ -112,11 +112,12 @@ def _checkpoints(store: Store, listing: Listing, candidates: Sequence[Candidate]
     known: dict[Claim, set[ObjectName]] = {}
     rows = []
     for each in reversed(candidates):
-        objects = {sent.name: sent.nbytes for sent in each.manifest.objects}
+        objects = {sent.name: sent.nbytes for sent in each.objects}
         older = known.setdefault(each.checkpoint.claim, set())
         new = sum(nbytes for name, nbytes in objects.items() if name not in older)
         older.update(objects)
-        more = {"generation": each.manifest.record.payload_generation, "incarnation": each.manifest.incarnation}
+        first = each.manifests[0]
+        more = {"generation": first.record.payload_generation, "incarnation": first.incarnation}
         row = tier_checkpoints.row(each) | more
         rows.append(row | {"objects": len(objects), "new_nbytes": new, "on_path": each.checkpoint in come_through})
     return rows[::-1]
@@ -132,10 +133,10 @@ def _shown(candidates: Sequence[Candidate], contents_of: ContentsOf, unreadable:
         reason: str | None = None
         try:
             each.refuse_stale()
-            with closing(frame_to_memory(each.store, each.manifest)) as reader:
+            with closing(frame_to_memory(each.store, each.manifests[0])) as reader:
                 (found,) = stored_checkpoints.find_checkpoints(reader)
                 if found.stored is not None:
-                    return contents_of(found)
+                    return {"ranks": each.world_size, **contents_of(found)}
                 reason = found.reason
         except (DamagedError, CorruptPoolError) as err:
             reason = str(err)
@@ -171,6 +172,8 @@ def _show(facts: Facts, step: int | None, show_contents: Callable[[Facts], None]
         print_line(line)
     if facts["shown"] is not None:
         print_line()
+        if facts["shown"]["ranks"] > 1:
+            print_line(f"the part of rank 0 of {facts['shown']['ranks']}:")
         show_contents(facts["shown"])
     print_line()
     _show_next(facts, step)

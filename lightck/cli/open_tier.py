@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from lightck.cli.base import usage_error
+import click
+
+from lightck.cli.base import STORE_OPTIONS, usage_error
 
 if TYPE_CHECKING:
     from lightck.tiers.open_store import Options
@@ -16,7 +18,7 @@ def is_tier(path: str, options: Options | None = None) -> bool:
     """Whether a path or a URL is a tier. Raises ``TierError`` if that cannot be seen."""
     from lightck.tiers.open_store import is_tier
 
-    return is_tier(path, options)
+    return is_tier(path, options_of(path, options))
 
 
 def is_of_ranks(path: str) -> bool:
@@ -31,4 +33,15 @@ def open_tier(path: str, options: Options | None = None) -> Store:
 
     if not is_tier(path, options):
         usage_error(f"{path!r} is no tier: no claim lies in it. For a pool: lightck inspect {path}.")
-    return open_store(path, options)
+    return open_store(path, options_of(path, options))
+
+
+def options_of(path: str, options: Options | None = None) -> Options | None:
+    """Return the options of a tier: those that were passed, or for a URL those of the command."""
+    from lightck.tiers.open_store import is_url
+
+    context = click.get_current_context(silent=True)
+    if options is not None or context is None or not is_url(path):
+        return options
+    found: Options | None = context.meta.get(STORE_OPTIONS)
+    return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lightck.cli import stored_checkpoints
-from lightck.cli.base import BAD, OK, POOL, Command, ended_by_signals, json_option, usage_error
+from lightck.cli.base import BAD, OK, POOL, Command, any_store_option, ended_by_signals, json_option, usage_error
 from lightck.cli.open_tier import is_tier, open_tier
 from lightck.cli.output import progress_bar
 from lightck.cli.text import Facts, count, print_json, print_line, print_verdict, size
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     required=True,
     help="A tier, or for a tier also a pool, that holds the same content. May be given more than once.",
 )
+@any_store_option
 @json_option
 def command(path: str, sources: tuple[str, ...], as_json: bool) -> int:
     """Mend POOL_OR_TIER from OTHER, which is only read.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from lightck.cli.open_tier import is_tier, open_tier
 from lightck.cli.output import progress_bar
-from lightck.errors import NoCheckpointError, PoolLockedError
+from lightck.errors import NoCheckpointError, PoolLockedError, UnsupportedError
 from lightck.pool.commit_log import CommitLog, candidates
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint, open_pool
@@ -86,7 +86,15 @@ def _fetched(path: str, step: int | None) -> PoolReader:
     store = open_tier(path)
     listing = store.listing()
     refuse_other_runs(store, listing)
-    return newest_in_memory(store, listing, step, [], progress_bar)
+    readers = newest_in_memory(store, listing, step, [], progress_bar)
+    if len(readers) > 1:
+        for each in readers:
+            each.close()
+        raise UnsupportedError(
+            f"The tier {path!r} holds the checkpoints of a group of {len(readers)} ranks, and this command reads one "
+            f"pool. Fetch a checkpoint into a directory: lightck copy {path} DIRECTORY, and name that."
+        )
+    return readers[0]
 
 
 def find_checkpoints(reader: PoolReader, step: int | None = None) -> tuple[FoundCheckpoint, ...]:

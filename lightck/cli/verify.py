@@ -19,7 +19,7 @@ from typing import NoReturn
 import click
 
 from lightck.cli import directories, gradients, groups, stored_checkpoints, verify_tier
-from lightck.cli.base import BAD, OK, POOL, Command, json_option, step_option, usage_error
+from lightck.cli.base import BAD, OK, POOL, Command, any_store_option, json_option, step_option, usage_error
 from lightck.cli.open_tier import is_tier
 from lightck.cli.output import progress_bar
 from lightck.cli.text import Facts, columns, count, print_json, print_line, print_verdict, size
@@ -56,6 +56,7 @@ writing the structure, its check succeeds at the next read.)"""
     help="Make the updates of gradient records again, and compare the result with the records.",
 )
 @step_option
+@any_store_option
 @json_option
 def command(pool: str, deep: bool, replay: bool, step: int | None, as_json: bool) -> int:
     """Check the structures of POOL, its manifests, and every block of the newest checkpoint. For the directory of

@@ -97,7 +97,7 @@ def _checkpoints(store: Store, listing: Listing, step: int | None, *, deep: bool
 
 
 def _unreadable(one: Facts) -> Facts:
-    nothing: Facts = dict.fromkeys(("generation", "incarnation", "nbytes"))
+    nothing: Facts = dict.fromkeys(("generation", "incarnation", "ranks", "nbytes"))
     return {
         "step": one["step"],
         "claim": one["claim"],
@@ -119,10 +119,11 @@ def _checked(
     row: Facts = {
         "step": found.checkpoint.step,
         "claim": str(found.checkpoint.claim),
-        "generation": found.manifest.record.payload_generation,
-        "incarnation": found.manifest.incarnation,
-        "nbytes": found.manifest.nbytes,
-        "objects": len({each.name for each in found.manifest.objects}),
+        "generation": found.manifests[0].record.payload_generation,
+        "incarnation": found.manifests[0].incarnation,
+        "ranks": found.world_size,
+        "nbytes": found.nbytes,
+        "objects": len({each.name for each in found.objects}),
         "blocks": "not read",
         "recoverable": False,
         "stale": False,
@@ -149,7 +150,7 @@ def _damaged_objects(
 ) -> list[Facts]:
     from lightck.tiers.reading import damage_of
 
-    objects = {each.name: each for each in found.manifest.objects}
+    objects = {each.name: each for each in found.objects}
     nbytes = sum(each.nbytes for each in objects.values() if each.name not in known)
     with progress_bar(f"objects of step {found.checkpoint.step}", nbytes if reads else 0) as advance:
         for name, sent in objects.items():
@@ -166,8 +167,9 @@ def _block_damage(store: Store, found: Candidate) -> str | None:
     from lightck.tiers.fetching import fetched_to_memory
 
     try:
-        with progress_bar(f"verifying step {found.checkpoint.step}", found.manifest.nbytes) as advance:
-            fetched_to_memory(store, found.manifest, advance).close()
+        with progress_bar(f"verifying step {found.checkpoint.step}", found.nbytes) as advance:
+            for manifest in found.manifests:
+                fetched_to_memory(store, manifest, advance).close()
     except (DamagedError, CorruptPoolError) as err:
         return str(err)
     return None

@@ -21,7 +21,7 @@ from lightck.tiers.decisions import Listing, complete, manifests_of
 from lightck.tiers.fetching import stale_after
 from lightck.tiers.names import Claim, ManifestName, TierCheckpoint
 from lightck.tiers.store import Store
-from lightck.tiers.tier_manifest import TierManifest, read_manifest
+from lightck.tiers.tier_manifest import SentObject, TierManifest, read_manifest
 
 
 class Order(NamedTuple):
@@ -69,6 +69,11 @@ class Candidate(NamedTuple):
     @property
     def world_size(self) -> int:
         return len(self.names)
+
+    @property
+    def objects(self) -> list[SentObject]:
+        """The objects of all ranks."""
+        return [each for manifest in self.manifests for each in manifest.objects]
 
     @property
     def nbytes(self) -> int:

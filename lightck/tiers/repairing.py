@@ -218,8 +218,9 @@ def repair_pool(path: str | os.PathLike[str], tiers: Sequence[Store], progress: 
             try:
                 _refuse_struck(found, pool)
                 found.refuse_stale()
-                with progress(f"step {found.checkpoint.step}", found.manifest.nbytes) as advance:
-                    fetch(found.store, found.manifest, target, advance, is_locked=True)
+                manifest = found.of_single_process()
+                with progress(f"step {found.checkpoint.step}", found.nbytes) as advance:
+                    fetch(found.store, manifest, target, advance, is_locked=True)
             except DamagedError as err:
                 rejected.append(Rejected(found.checkpoint, str(err)))
                 continue
@@ -252,8 +253,9 @@ def _examined(path: str, progress: Progress) -> _Pool:
         if reader.superblock.has_gradients or reader.superblock.has_group:
             kind = "has gradient records" if reader.superblock.has_gradients else "is that of a rank"
             raise UnsupportedError(
-                f"The pool {path!r} {kind}, and no tier holds the checkpoints of such a pool yet. Nothing was written. "
-                f"lightck verify {path} says which of its own checkpoints can be recovered."
+                f"The pool {path!r} {kind}, and lightck repairs no such pool. Nothing was written. lightck verify "
+                f"{path} says which of its own checkpoints can be recovered; ranks go on from their tier by themselves "
+                "(attach(..., resume=True, tiers=[...])) if a pool is gone."
             )
         return _examined_checkpoints(reader, progress)
 
@@ -290,8 +292,9 @@ def _refuse_other_run(path: str, pool: _Pool, tiers: Sequence[Store]) -> None:
 
 def _refuse_struck(found: Candidate, pool: _Pool) -> None:
     """Raise ``DamagedError`` for a checkpoint that the pool's training has struck after it was sent."""
-    record = found.manifest.record
-    is_of_pool = Superblock.unpack(found.manifest.superblock).uuid == pool.uuid
+    manifest = found.of_single_process()
+    record = manifest.record
+    is_of_pool = Superblock.unpack(manifest.superblock).uuid == pool.uuid
     if is_of_pool and record.payload_generation in pool.struck:
         raise DamagedError(STRUCK_REASON)
 
