@@ -18,6 +18,7 @@ def train(pool: str) -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)
     with lightck.attach(model, pool, optimizer=optimizer, resume=True, interval=lightck.Auto(budget=0.03)) as session:
+        session.on_commit(lambda step: print(step + 1)).remove()
         batches = session.loader(loader, name="train")
         for _ in range(batches.epoch, 2):
             for (x,) in batches:
