@@ -75,6 +75,7 @@ from lightck.tiers.claiming import GoesOnFrom, claim_of
 from lightck.tiers.drain_link import DrainLink
 from lightck.tiers.keep import Keep, Retention
 from lightck.tiers.pin import Holds
+from lightck.tiers.session_claim import claim_for_session, run_of_new_training
 from lightck.tiers.tier import Tier
 
 log = logging.getLogger("lightck")
@@ -324,9 +325,9 @@ def _follow_tiers(file: PoolFile, tiers: DrainLink) -> None:
         capture = file.capture
         assert capture.run_id is not None, "not in a group"
         if contents is None:
-            capture.run_id = tiers.run_of_new_training(capture.run_id)
+            capture.run_id = run_of_new_training(tiers.stores, capture.run_id)
         goes_on_from = None if contents is None else GoesOnFrom(contents.step, claim_of(contents.claim))
-        claimed = tiers.claim(capture.run_id, goes_on_from)
+        claimed = claim_for_session(tiers.stores, capture.run_id, goes_on_from)
         tiers.use_claim(claimed, goes_on_from, 0 if record is None else record.payload_generation)
         capture.claim = claimed.claim
 

@@ -20,8 +20,9 @@ from lightck.restore.contents import Contents
 from lightck.session.capture import Capture
 from lightck.session.group import Group
 from lightck.tiers.claiming import GoesOnFrom, claim_of, read_claim
-from lightck.tiers.drain_link import Claimed, DrainLink
+from lightck.tiers.drain_link import DrainLink
 from lightck.tiers.group_schedule import GroupSchedule
+from lightck.tiers.session_claim import Claimed, claim_for_session, run_of_new_training
 from lightck.tiers.store import Store
 from lightck.tiers.tier import Tier
 
@@ -37,9 +38,9 @@ class TiersOfGroup:
         self._link, self._tiers, self._group, self._meeting = link, tiers, group, meeting
 
     def run_of_new_training(self, run_id: bytes) -> bytes:
-        """Return the id of a training that begins now (``DrainLink.run_of_new_training``). All ranks call this. Raises
+        """Return the id of a training that begins now (``tiers/session_claim.py``). All ranks call this. Raises
         ``TierError``."""
-        own = self._link.run_of_new_training(run_id.hex()) if self._group.rank == 0 else ""
+        own = run_of_new_training(self._link.stores, run_id.hex()) if self._group.rank == 0 else ""
         if self._group.rank == 0 and not _RUN_ID.fullmatch(own):
             raise TierError(
                 f"A claim in the tier {str(self._link.stores[0])!r} names a run that lightck does not write. Nothing "
@@ -54,7 +55,7 @@ class TiersOfGroup:
         all ranks lie in one directory; else empty. ``contents``, ``record``: of this rank's part of the checkpoint from
         which the training goes on; None for a new training. Raises ``TierError``."""
         goes_on_from = None if contents is None else GoesOnFrom(contents.step, claim_of(contents.claim))
-        claimed = self._link.claim(run_id.hex(), goes_on_from) if self._group.rank == 0 else None
+        claimed = claim_for_session(self._link.stores, run_id.hex(), goes_on_from) if self._group.rank == 0 else None
         own = msgpack.packb([claimed, pool])
         found = [msgpack.unpackb(one) for one in self._meeting.exchange("claim of the tiers", own)]
         claimed = Claimed(*found[0][0])

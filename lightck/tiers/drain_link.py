@@ -21,7 +21,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,14 +29,15 @@ from lightck.errors import TierClaimedError, TierError
 from lightck.pool.listener import CommitListener
 from lightck.pool.writer import PoolWriter
 from lightck.stats import Meter, TierStats
-from lightck.tiers.claiming import GoesOnFrom, claim_tiers, read_claim, release
-from lightck.tiers.decisions import GRACE_SECONDS, complete
+from lightck.tiers.claiming import GoesOnFrom, release
+from lightck.tiers.decisions import GRACE_SECONDS
 from lightck.tiers.drain_messages import DrainSettings, DrainState, Parent, TierSettings, TierState
 from lightck.tiers.drain_start import DrainHandle
 from lightck.tiers.group_schedule import GroupSchedule
-from lightck.tiers.names import TierCheckpoint
+from lightck.tiers.logged_metrics import LoggedMetrics
 from lightck.tiers.open_store import open_store
 from lightck.tiers.pin import Hold, Holds
+from lightck.tiers.session_claim import Claimed
 from lightck.tiers.tier import Tier
 
 log = logging.getLogger("lightck")
@@ -81,8 +82,7 @@ class DrainLink(CommitListener):
         """The one after it."""
         self._last_offered: tuple[int, Mapping[str, float] | None] | None = None
         """Generation and metrics of the last checkpoint that was to be sent."""
-        self._metrics: dict[int, dict[str, float]] = {}
-        """Step -> what the user logged, of the last steps."""
+        self._metrics = LoggedMetrics(tiers)
         self._newest = 0
         self._warned: set[int] = set()
         """The tiers whose failure was reported."""
@@ -90,8 +90,6 @@ class DrainLink(CommitListener):
         self._raised: set[int] = set()
         self._is_superseded = [False] * len(tiers)
         self._is_miss_reported = False
-        self._is_logged = self._is_other_logged = False
-        """Whether the metric of a ``keep_best`` was logged, and whether only others were."""
         self._states: list[TierStats] = [TierStats(each.path) for each in tiers]
         self._before = list(self._states)
         """What drains have done that were killed."""
@@ -112,43 +110,9 @@ class DrainLink(CommitListener):
     @property
     def keeps_best(self) -> bool:
         """Whether checkpoints stay because of a metric."""
-        return any(each.keep_best is not None for each in self._tiers)
+        return bool(self._metrics.wanted)
 
     # -- at attach
-
-    def run_of_new_training(self, run: str) -> str:
-        """Return the id of a training that begins now: ``run``, or that of a claim in the tiers below which nothing was
-        sent, because the training that made it was killed before its first checkpoint. Raises ``TierClaimedError`` if
-        a tier holds checkpoints."""
-        found = {run}
-        for store in self.stores:
-            listing = store.listing()
-            if complete(listing):
-                raise TierClaimedError(
-                    f"The tier {str(store)!r} holds checkpoints, and this training begins anew. Nothing was changed. "
-                    "Pass attach(..., resume=True) to go on from the newest of them; or choose another folder, because "
-                    "a tier holds one run."
-                )
-            if listing.claims:
-                found.add(read_claim(store, max(listing.claims)).run)
-        return max(found - {run}, default=run)
-
-    def claim(self, run: str, goes_on_from: GoesOnFrom | None) -> Claimed:
-        """Claim all tiers for the run. ``goes_on_from``: None for a new run. Raises ``TierError``."""
-        for store in self.stores:
-            store.refuse_other_folder()
-        claim = claim_tiers(self.stores, run, release(), goes_on_from)
-        there, step = None, 0
-        if goes_on_from is not None:
-            there = None if goes_on_from.claim is None else TierCheckpoint(goes_on_from.claim, goes_on_from.step)
-            step = goes_on_from.step
-        whole = [complete(store.listing()) for store in self.stores]
-        return Claimed(
-            str(claim),
-            [max((each.step for each in found if each.step <= step), default=None) for found in whole],
-            [not found for found in whole],
-            [there in found for found in whole],
-        )
 
     def use_claim(
         self,
@@ -200,7 +164,7 @@ class DrainLink(CommitListener):
         assert self._settings is not None, "the tiers are claimed"
         self._before = list(self._states)
         self._handle, self._started_at = DrainHandle(self._settings), time.monotonic()
-        for step, metrics in self._metrics.items():
+        for step, metrics in self._metrics.of_steps.items():
             self._handle.send({"metrics": metrics, "step": step})
         if self._signal_grace is not None:
             self._handle.send({"grace": self._signal_grace})
@@ -269,7 +233,7 @@ class DrainLink(CommitListener):
     def _due_at(self, step: int) -> list[int]:
         """Return the numbers of the tiers for which the checkpoint of a step is due."""
         due = []
-        logged = self._metrics.get(step, {})
+        logged = self._metrics.at(step) or {}
         for number, tier in enumerate(self._tiers):
             every, last = tier.every_steps, self._last_due[number]
             is_due = self._is_empty[number] or (every is not None and step // every > last // every)
@@ -285,7 +249,7 @@ class DrainLink(CommitListener):
         assert self._handle is not None, "started"
         slot = writer.slots.protected
         assert slot is not None, "a checkpoint was committed"
-        generation, metrics = writer.slots.slots[slot].generation, self._metrics.get(step)
+        generation, metrics = writer.slots.slots[slot].generation, self._metrics.at(step)
         assert generation is not None, "its content is known"
         if (generation, metrics) == self._last_offered:
             return
@@ -312,7 +276,7 @@ class DrainLink(CommitListener):
         tier = self._tiers[number]
         if tier.keep_every is not None and step % tier.keep_every == 0:
             return True
-        return tier.keep_best is not None and tier.keep_best[0] in self._metrics.get(step, {})
+        return tier.keep_best is not None and tier.keep_best[0] in (self._metrics.at(step) or {})
 
     def _count_missed(self, step: int, numbers: list[int]) -> None:
         roots = " and ".join(repr(self._tiers[number].path) for number in numbers)
@@ -329,37 +293,16 @@ class DrainLink(CommitListener):
             return
         offer = self._offer
         message: dict[str, object] = {"offer": offer.generation, "tiers": offer.tiers}
-        if offer.step in self._metrics:
-            message |= {"metrics": self._metrics[offer.step], "step": offer.step}
+        if (metrics := self._metrics.at(offer.step)) is not None:
+            message |= {"metrics": metrics, "step": offer.step}
         self._is_offered = self._handle.send(message)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Remember what the user logged at a step. Then its checkpoint is committed, or ``committed`` is called once
         more, if it was committed before."""
-        self._warn_of_other_metrics(metrics)
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._metrics[step] = {**self._metrics.get(step, {}), **finite}
-        for old in sorted(self._metrics)[:-100]:
-            del self._metrics[old]
+        known = self._metrics.add(step, metrics)
         if self._handle is not None:
-            self._handle.send({"metrics": self._metrics[step], "step": step})
-
-    def _warn_of_other_metrics(self, names: Iterable[str]) -> None:
-        """Warn once if ``log`` did not get the metric that a tier asks for."""
-        wanted = {tier.keep_best[0] for tier in self._tiers if tier.keep_best is not None}
-        self._is_logged |= not wanted.isdisjoint(names)
-        if wanted and not self._is_logged and not self._is_other_logged:
-            self._is_other_logged = True
-            log.warning(
-                "lightck: session.log() got %s, and keep_best= asks for %s", ", ".join(names), ", ".join(sorted(wanted))
-            )
-
-    def _warn_of_missing_metrics(self) -> None:
-        if self.keeps_best and not self._is_logged:
-            log.warning(
-                "lightck: a tier has keep_best=, and its metric was never logged, so no checkpoint was kept for it: "
-                "call session.log(name=value)"
-            )
+            self._handle.send({"metrics": known, "step": step})
 
     # -- before this process is ended
 
@@ -547,7 +490,7 @@ class DrainLink(CommitListener):
             return
         self._must_finish = True
         self._end_agreements()
-        self._warn_of_missing_metrics()
+        self._metrics.warn_of_missing()
         seen, seen_at = "", time.monotonic()
         to_be_said, is_closing = [seen_at + _SILENT_SECONDS], False
         until = math.inf if deadline is None else max(deadline, seen_at + _CLOSING_SECONDS_MIN)
@@ -602,18 +545,6 @@ class DrainLink(CommitListener):
             self._stop_agreeing()
         self._schedule = None
         self._drop_planned()
-
-
-class Claimed(NamedTuple):
-    """A claim that was made in all tiers, and what they held then. Of the lists, each item is of one tier."""
-
-    claim: str
-    newest: Sequence[int | None]
-    """The step of the newest checkpoint from which the training may have come; None: there is none."""
-    is_empty: Sequence[bool]
-    """Whether there is no checkpoint at all."""
-    has_parent: Sequence[bool]
-    """Whether the checkpoint from which the training goes on is there."""
 
 
 class _Offer(NamedTuple):

@@ -1,0 +1,60 @@
+"""The claim of a session in all of its tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightck.errors import TierClaimedError
+from lightck.tiers.claiming import GoesOnFrom, claim_tiers, read_claim, release
+from lightck.tiers.decisions import complete
+from lightck.tiers.names import TierCheckpoint
+from lightck.tiers.store import Store
+
+
+class Claimed(NamedTuple):
+    """A claim that was made in all tiers, and what they held then. Of the lists, each item is of one tier."""
+
+    claim: str
+    newest: Sequence[int | None]
+    """The step of the newest checkpoint from which the training may have come; None: there is none."""
+    is_empty: Sequence[bool]
+    """Whether there is no checkpoint at all."""
+    has_parent: Sequence[bool]
+    """Whether the checkpoint from which the training goes on is there."""
+
+
+def run_of_new_training(stores: Sequence[Store], run: str) -> str:
+    """Return the id of a training that begins now: ``run``, or that of a claim in the tiers below which nothing was
+    sent, because the training that made it was killed before its first checkpoint. Raises ``TierClaimedError`` if
+    a tier holds checkpoints."""
+    found = {run}
+    for store in stores:
+        listing = store.listing()
+        if complete(listing):
+            raise TierClaimedError(
+                f"The tier {str(store)!r} holds checkpoints, and this training begins anew. Nothing was changed. "
+                "Pass attach(..., resume=True) to go on from the newest of them; or choose another folder, because "
+                "a tier holds one run."
+            )
+        if listing.claims:
+            found.add(read_claim(store, max(listing.claims)).run)
+    return max(found - {run}, default=run)
+
+
+def claim_for_session(stores: Sequence[Store], run: str, goes_on_from: GoesOnFrom | None) -> Claimed:
+    """Claim all tiers for the run. ``goes_on_from``: None for a new run. Raises ``TierError``."""
+    for store in stores:
+        store.refuse_other_folder()
+    claim = claim_tiers(stores, run, release(), goes_on_from)
+    there, step = None, 0
+    if goes_on_from is not None:
+        there = None if goes_on_from.claim is None else TierCheckpoint(goes_on_from.claim, goes_on_from.step)
+        step = goes_on_from.step
+    whole = [complete(store.listing()) for store in stores]
+    return Claimed(
+        str(claim),
+        [max((each.step for each in found if each.step <= step), default=None) for found in whole],
+        [not found for found in whole],
+        [there in found for found in whole],
+    )
