@@ -1,10 +1,11 @@
-"""An object store on this machine, behind a proxy that makes faults."""
+"""An object store on this machine, behind a proxy that makes faults. It is moto's server; with LIGHTCK_TEST_S3=PORT it
+is another one, which knows the credentials below, such as OpenStack Swift with s3api (docs/evidence/tiers.md)."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-import urllib.request
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import pytest
 from lightck.tiers.object_store import ObjectStore
 from tiers.fault_proxy import FaultProxy
 
-KEY_ID, SECRET = "AKIAMARKEDKEYID00001", "marked/secret/of/the/environment/0000000"
+KEY_ID, SECRET = "AKIAMARKED:KEYID00001", "marked/secret/of/the/environment/0000000"
 
 
 class Bucket(NamedTuple):
@@ -28,7 +29,7 @@ class Bucket(NamedTuple):
 
     @property
     def options(self) -> dict[str, str | int | bool]:
-        return {"endpoint": self.proxy.endpoint, "region": "eu-central-1", "allow_http": True}
+        return {"endpoint": self.proxy.endpoint, "region": "us-east-1", "allow_http": True}
 
     @property
     def store(self) -> ObjectStore:
@@ -41,8 +42,11 @@ class Bucket(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def moto_port() -> Iterator[int]:
-    """The port of a server that speaks the protocol of S3. It checks no credentials."""
+def store_port() -> Iterator[int]:
+    """The port of a server that speaks the protocol of S3. moto's checks no credentials."""
+    if "LIGHTCK_TEST_S3" in os.environ:
+        yield int(os.environ["LIGHTCK_TEST_S3"])
+        return
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -52,20 +56,22 @@ def moto_port() -> Iterator[int]:
     server.stop()
 
 
-_buckets = iter(range(10**6))
+_buckets = itertools.count()
 
 
 @pytest.fixture
-def bucket(moto_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def bucket(store_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """An empty bucket. The credentials are in the environment, where the library looks for them."""
+    import boto3
+
     for name in [each for each in os.environ if each.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    proxy = FaultProxy(moto_port)
-    found = Bucket(proxy, f"bucket-{next(_buckets)}")
-    request = urllib.request.Request(f"http://127.0.0.1:{moto_port}/{found.name}", method="PUT", data=b"")
-    urllib.request.urlopen(request).close()
+    proxy = FaultProxy(store_port)
+    found = Bucket(proxy, f"bucket-{os.getpid()}-{next(_buckets)}")
+    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{store_port}", region_name="us-east-1")
+    client.create_bucket(Bucket=found.name)
     yield found
     proxy.heal()
     proxy.stop()
