@@ -349,7 +349,7 @@ class Session:
                 raised = self._commit_callbacks.deliver_all()
                 if self._steps.commits.participants.tiers is not None:
                     request = self._steps.stop_request
-                    self._steps.commits.participants.tiers.finish(None if request is None else request.deadline)
+                    self._steps.commits.participants.tiers.finish(None if request is None else request.close_begins())
         finally:
             self._release()
         self._steps.commits.raise_failure()

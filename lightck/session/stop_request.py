@@ -41,8 +41,8 @@ class StopRequest(CommitListener):
         self._committed_since: int | None = None
         """The first committed step that has ended since the signal."""
         self._is_asked = self._is_finishing = self._is_ready = False
-        """Whether the loop has read ``should_stop`` since the signal, whether this read commits and sends now, and
-        whether ``should_stop`` is True."""
+        """Whether the loop has read ``should_stop`` since the signal, whether this read or ``close`` waits for commit
+        and sending now, and whether ``should_stop`` is True."""
         self._news: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """Wakes the watcher: True for a signal. (``put`` may be called in a signal's handler.)"""
         steps.stop_request = self
@@ -67,6 +67,11 @@ class StopRequest(CommitListener):
             steps.commits.saves_every_step = False
             steps.pipeline.events.remove(self)
             steps.stop_request = None
+
+    def close_begins(self) -> Callable[[], float | None]:
+        """The session is being closed, and waits for its tiers. Returns what says until when it may."""
+        self._is_finishing = True
+        return lambda: self.deadline
 
     # -- the signal
 
@@ -166,7 +171,9 @@ class StopRequest(CommitListener):
 
     def _half(self) -> None:
         """Half the grace is over."""
-        if self._committed_since is None and not self._is_finishing:
+        if self._is_finishing:
+            return
+        if self._committed_since is None:
             self._ask_for_newest()  # the checkpoint of the present step may come too late
         elif not self._is_asked:
             log.warning(
@@ -176,7 +183,7 @@ class StopRequest(CommitListener):
             )
 
     def _expired(self) -> None:
-        """The grace is over. (What waits in ``should_stop`` then says by itself what is missing.)"""
+        """The grace is over. (What waits in ``should_stop`` or ``close`` says by itself what is missing.)"""
         steps = self._steps()
         if steps is None or self._is_finishing or not steps.session_lock.is_live:
             return

@@ -483,9 +483,9 @@ class DrainLink(CommitListener):
 
     # -- at the end
 
-    def finish(self, deadline: float | None = None) -> None:
+    def finish(self, deadline: Callable[[], float | None] | None = None) -> None:
         """Wait until the newest checkpoint lies in every tier, or cannot be sent. The session has committed it.
-        ``deadline``: on the monotonic clock; then the drain goes on alone."""
+        ``deadline``: returns when the drain is to go on alone, on the monotonic clock; None: not known yet."""
         if os.getpid() != self._pid:
             return
         self._must_finish = True
@@ -493,7 +493,7 @@ class DrainLink(CommitListener):
         self._metrics.warn_of_missing()
         seen, seen_at = "", time.monotonic()
         to_be_said, is_closing = [seen_at + _SILENT_SECONDS], False
-        until = math.inf if deadline is None else max(deadline, seen_at + _CLOSING_SECONDS_MIN)
+        least = seen_at + _CLOSING_SECONDS_MIN
         while self._handle is not None and time.monotonic() - seen_at < FAILING_SECONDS_MAX:
             handle = self._handle
             is_alive = handle.receive()
@@ -510,7 +510,8 @@ class DrainLink(CommitListener):
             self._tell()
             if self._offer is None and not is_closing:
                 is_closing = handle.send({"close": True})
-            if time.monotonic() >= until:
+            until = None if deadline is None else deadline()
+            if until is not None and time.monotonic() >= max(until, least):
                 self._leave_alone()
                 break
             handle.wait(0.2)

@@ -107,6 +107,23 @@ def test_the_present_step_ends_and_is_committed_and_the_training_goes_on_exactly
         assert same(run(pool, None)[2], reference[2])
 
 
+@pytest.mark.parametrize("strategy", [lightck.Gradients(base_every=4), lightck.Replica()])
+def test_with_other_strategies_the_training_goes_on_exactly_too(pool, strategy):
+    def run(path: Path, stops_in: int | None) -> Any:
+        model, optimizer, session = attached(path, interval=5, resume=True, strategy=strategy)
+        with session, lightck.preemption(session):
+            while session.step < 20 and not session.should_stop:
+                if session.step + 1 == stops_in:
+                    during_forward(model, send)
+                train(model, optimizer, 1, start=session.step)
+            return session.step, everything(model, optimizer)
+
+    reference = run(pool.with_name("reference.pool"), None)
+    assert [run(pool, each)[0] for each in (3, 9, None)] == [3, 9, 20]
+    assert same(lightck.recover(pool).model, lightck.recover(pool.with_name("reference.pool")).model)
+    assert is_step(lightck.recover(pool), reference[1])
+
+
 def test_without_a_signal_nothing_changes(pool):
     model, optimizer, session = attached(pool)
     assert session.should_stop is False, "nobody has called preemption"

@@ -126,6 +126,7 @@ def test_the_step_of_the_signal_is_sent_before_the_loop_ends(tmp_path):
     assert f"SIGTERM came, and step {step} is in the pool, and in {str(tier)!r}: session.should_stop is True" in logged
 
 
+@pytest.mark.long
 def test_a_slow_tier_gets_the_checkpoint_within_the_grace(tmp_path):
     """The drain stands still when the signal comes, and goes on later."""
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
@@ -142,6 +143,7 @@ def test_a_slow_tier_gets_the_checkpoint_within_the_grace(tmp_path):
     assert step_in(tier) == step_in(pool)
 
 
+@pytest.mark.long
 def test_a_tier_that_is_too_slow_is_named_and_the_process_ends(tmp_path):
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
     with training(pool, tier, grace="2s") as process:
@@ -161,6 +163,26 @@ def test_a_tier_that_is_too_slow_is_named_and_the_process_ends(tmp_path):
     until(lambda: not is_running(drain))
 
 
+@pytest.mark.long
+def test_a_signal_while_close_waits_for_the_tier_ends_the_wait_with_the_grace(tmp_path):
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    with training(pool, tier, until=5, grace="1s") as process:
+        drain = drain_of(process)
+        os.kill(drain, signal.SIGSTOP)
+        for line in process.stderr:
+            if "close() waits until the newest checkpoint is in the tiers" in line:
+                break
+        process.send_signal(TERM)
+        last, logged = ended(process)
+        assert last.startswith("ended")
+        assert "close() waits no longer, because the grace of the signal is over: step 5 is in the pool" in logged
+        assert "no step has ended" not in logged
+        os.kill(drain, signal.SIGCONT)
+    until(lambda: step_in(tier) == 5)
+    until(lambda: not is_running(drain))
+
+
+@pytest.mark.long
 def test_a_tier_that_fails_is_asked_again_within_the_grace(tmp_path):
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
     with training(pool, tier, until=10**6) as process:
@@ -177,6 +199,7 @@ def test_a_tier_that_fails_is_asked_again_within_the_grace(tmp_path):
     assert step_in(tier) == step_in(pool)
 
 
+@pytest.mark.long
 def test_a_drain_that_is_killed_is_started_again_within_the_grace(tmp_path):
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
     with training(pool, tier, until=10**6) as process:
@@ -212,11 +235,11 @@ def test_signals_to_the_drain_do_not_end_it_within_the_grace(tmp_path, number):
     assert step_in(tier) == step_in(pool)
 
 
+@pytest.mark.long
 def test_in_a_step_that_does_not_end_the_newest_checkpoint_is_sent(tmp_path):
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
     with training(pool, tier, long_after=5, grace="4s") as process:
         until(lambda: step_in(pool) == 5)
-        until(lambda: step_in(tier))
         assert step_in(tier) < 5, "the next one is due in an hour"
         process.send_signal(TERM)
         for line in process.stderr:
@@ -228,6 +251,7 @@ def test_in_a_step_that_does_not_end_the_newest_checkpoint_is_sent(tmp_path):
         process.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("outlives", [False, True])
 def test_a_loop_that_never_asks_has_sent_a_step_that_ended_after_the_signal(tmp_path, outlives):
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
@@ -265,6 +289,7 @@ def test_a_signal_that_ends_a_worker_of_the_loader_costs_one_step_and_no_bit(tmp
 # -- as a kubelet does it
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_as_a_kubelet_ends_a_pod(tmp_path, is_slow):
     """SIGTERM to the first process of the container, the grace period, and SIGKILL to all. Two processes and a shared
