@@ -52,7 +52,7 @@ def command(tier: str, stopped: bool, dry_run: bool, as_json: bool) -> int:
 
 
 def _facts(tier: str, done: Collected, *, stopped: bool, dry_run: bool) -> Facts:
-    """Return the object that ``--json`` prints; docs/json.md lists its keys."""
+    """Return the object that ``--json`` prints; docs/json-tiers.md lists its keys."""
     return {
         "tier": tier,
         "stopped": stopped,

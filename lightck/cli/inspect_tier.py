@@ -43,7 +43,7 @@ def inspect(
 
 
 def tier_facts(path: str, step: int | None, contents_of: ContentsOf) -> Facts:
-    """Return the object that ``--json`` prints; docs/json.md lists its keys."""
+    """Return the object that ``--json`` prints; docs/json-tiers.md lists its keys."""
     from lightck.tiers.candidates import no_checkpoint_error, run_of
     from lightck.tiers.claiming import refuse_other_runs
 

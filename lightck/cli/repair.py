@@ -74,7 +74,7 @@ def _repair_pool(path: str, sources: tuple[str, ...]) -> Repaired:
 
 
 def _facts(path: str, done: Repaired) -> Facts:
-    """Return the object that ``--json`` prints; docs/json.md lists its keys."""
+    """Return the object that ``--json`` prints; docs/json-tiers.md lists its keys."""
     return {
         "path": path,
         "repaired": [{"name": str(each.name), "nbytes": each.nbytes} for each in done.objects],

@@ -41,7 +41,7 @@ def verify(path: str, step: int | None, as_json: bool, *, deep: bool) -> int:
 
 
 def tier_facts(path: str, step: int | None, *, deep: bool) -> Facts:
-    """Return the object that ``--json`` prints; docs/json.md lists its keys."""
+    """Return the object that ``--json`` prints; docs/json-tiers.md lists its keys."""
     from lightck.tiers.candidates import no_checkpoint_error
     from lightck.tiers.claiming import refuse_other_runs
 

@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import asdict
 
 from lightck.cli import groups
+from lightck.cli.open_tier import options_of
 from lightck.cli.text import Facts
 from lightck.errors import LightckError, PoolError
 from lightck.pool.commit_log import candidates
@@ -138,7 +139,7 @@ class WatchedPool:
         self._events.append("relayout" if goes_on and old is not None else "replaced")
 
     def facts(self) -> Facts:
-        """Return the object of this pool; docs/json.md lists its keys."""
+        """Return the object of this pool; docs/json-tiers.md lists its keys."""
         self.poll()
         holder = holder_of(self.path_of_file)
         before, self._holder = self._holder, holder
@@ -207,7 +208,7 @@ class WatchedGroup:
             self._progress.see(newest)
 
     def facts(self) -> Facts:
-        """Return the object of the directory; docs/json.md lists its keys."""
+        """Return the object of the directory; docs/json-tiers.md lists its keys."""
         self._problem = None
         try:
             self._refresh()
@@ -241,11 +242,11 @@ def watched(path: str) -> WatchedPool | WatchedGroup:
 def tier_facts(path: str) -> Facts:
     """Return the newest complete checkpoint of a tier: its names are listed, and nothing is read."""
     from lightck.tiers.decisions import manifests_of, newest_complete
-    from lightck.tiers.folder import FolderStore
+    from lightck.tiers.open_store import open_store
 
     facts: Facts = {"tier": path, "step": None, "sent_at": None, "age_seconds": None, "problem": None}
     try:
-        listing = FolderStore(os.path.abspath(path)).listing()
+        listing = open_store(path, options_of(path)).listing()
     except LightckError as err:
         return facts | {"problem": str(err)}
     newest = newest_complete(listing)

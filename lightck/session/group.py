@@ -22,6 +22,7 @@ from lightck.pool.format.group import GroupIdentity
 from lightck.pool.reader import open_pool
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.backends import pool_path as checked_path
+from lightck.ranks.agreed_end import EndAgreement
 from lightck.ranks.directory import make_directory, pool_name, pools_in
 from lightck.ranks.meet import Store
 from lightck.ranks.neighbours import GroupRule
@@ -41,6 +42,9 @@ class Membership:
     rank: int
     world_size: int
     rule: GroupRule
+    agree_on_end: Callable[[Callable[[int], None]], EndAgreement]
+    """Begins to agree with the other ranks where all loops end; all ranks call it, equally often. The argument is
+    called with the number of the signal when another rank was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,10 @@ have no checkpoint in common later, a rank has lost checkpoints.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -36,6 +37,7 @@ from lightck.pool.format.structures import CommitRecord
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.durability import TIER_CACHE
 from lightck.pool.storage.temporary import remove_all_stale
+from lightck.ranks.agreed_end import EndAgreement
 from lightck.ranks.agreement import (
     Report,
     Start,
@@ -511,7 +513,17 @@ class GroupStart:
 
     def membership(self) -> Membership:
         assert self.rule is not None, "join was called"
-        return Membership(self.group.rank, self.group.world_size, self.rule)
+        numbers, group, key = itertools.count(), self.group, self.meeting.key
+
+        def agree_on_end(requested: Callable[[int], None]) -> EndAgreement:
+            number = next(numbers)  # what an earlier one has left in the store is of another number
+
+            def own_key(what: str, rank: int) -> str:
+                return key(f"{what}-{number}", rank)
+
+            return EndAgreement(group.connect(), own_key, group.rank, group.world_size, requested)
+
+        return Membership(group.rank, group.world_size, self.rule, agree_on_end)
 
     def _check_neighbour(self, neighbour: Neighbour, uuid: bytes) -> None:
         """Raise ``RankError`` if this is not the pool that the other rank has opened. ``uuid``: that of the pool that

@@ -28,7 +28,10 @@ Failure cases:
     a forked child                  SIGTERM and Ctrl-C act as before the call, so that ``terminate()`` works. Other
                                     signals are ignored if their action was the default: one for all processes of a job
                                     must not end the workers of a DataLoader
-    a group of ranks                refused by name: ranks that stop behind different steps hang
+    a group of ranks                a signal on one of them counts for all: they agree at which reading of
+                                    ``should_stop`` it turns True (``ranks/agreed_end.py``). ``interval`` stays as it
+                                    is until then, so that all save the same steps
+    ranks without a group           refused by name: ranks that stop behind different steps hang
 """
 
 from __future__ import annotations
@@ -141,6 +144,9 @@ def preemption(
     After one of the signals the present step goes on to its end. ``session.should_stop``, read between two steps,
     commits it, waits until every tier has it, and is True then. Call this on the main thread, after ``attach``.
 
+    In a group of ranks all ranks call it, and read ``should_stop`` at the same points of their loops. A signal on one
+    rank counts for all, and ``should_stop`` turns True on all behind the same step.
+
     Args:
         session: what ``attach`` returned.
         signals: the signals with which the system announces the end: SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1,
@@ -151,7 +157,7 @@ def preemption(
     Raises:
         SessionError: the session is closed, or has a preemption already.
         UnsupportedError: this is not the main thread, something outside Python handles one of the signals, or this
-            process is one of several ranks.
+            process is one of several ranks, and they were not attached together.
         ValueError, TypeError: a signal that cannot announce an end; a grace that is no time.
     """
     if not isinstance(session, Session):
@@ -162,7 +168,9 @@ def preemption(
         raise SessionError("This session has a preemption already. Close that one first: preemption.close().")
     _refuse_ranks(session)
     _refuse_thread_and_others(numbers)
-    request = StopRequest(session._steps, seconds, ended=_remove)
+    membership = session._membership
+    agree = None if membership is None or membership.world_size == 1 else membership.agree_on_end
+    request = StopRequest(session._steps, seconds, ended=_remove, agree=agree)
     for number in numbers:
         _add(number, request)
     tiers = session._steps.commits.participants.tiers
@@ -206,12 +214,12 @@ def _checked_grace(grace: object) -> float:
 def _refuse_ranks(session: Session) -> None:
     dist = torch.distributed
     n_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if max(n_ranks, session.world) > 1:
+    if session.world < n_ranks:
         raise UnsupportedError(
-            f"lightck.preemption serves a training in one process, and this is one of {max(n_ranks, session.world)} "
-            "ranks: if ranks stop behind different steps, those that go on wait for ever. Send the signal to any rank, "
-            "set a flag in its handler, sum the flags of all ranks with all_reduce at the end of each step, and leave "
-            "the loop on all ranks if the sum is not 0. Each finished step is in the pools anyway."
+            f"This is one of {n_ranks} ranks, and {session.world} of them were attached together: ranks outside of the "
+            "group would not learn of the signal, and if they stop behind another step, some wait for ever. Attach all "
+            "ranks together. Or set a flag in your own handler, sum the flags of all ranks with all_reduce at the end "
+            "of each step, and leave the loop on all ranks if the sum is not 0."
         )
 
 

@@ -21,16 +21,26 @@ from collections.abc import Callable
 from lightck.errors import FlushTimeoutError
 from lightck.pool.listener import CommitListener
 from lightck.pool.writer import PoolWriter
+from lightck.ranks.agreed_end import EndAgreement
 from lightck.session.steps import Steps
 
 log = logging.getLogger("lightck")
+_PAUSE_SECONDS = 0.002
+"""Between two looks whether the ranks have agreed."""
 
 
 class StopRequest(CommitListener):
     """Whether the training is to stop, since when, and what is done about it."""
 
-    def __init__(self, steps: Steps, grace: float, ended: Callable[[StopRequest], None]) -> None:
-        """``grace``: seconds from the signal to the deadline. ``ended``: called once, by ``close``."""
+    def __init__(
+        self,
+        steps: Steps,
+        grace: float,
+        ended: Callable[[StopRequest], None],
+        agree: Callable[[Callable[[int], None]], EndAgreement] | None = None,
+    ) -> None:
+        """``grace``: seconds from the signal to the deadline. ``ended``: called once, by ``close``. ``agree``: in a
+        group, begins to agree with the other ranks."""
         self._steps = weakref.ref(steps)
         self.grace, self._ended = grace, ended
         self._is_closed = False
@@ -45,6 +55,8 @@ class StopRequest(CommitListener):
         and sending now, and whether ``should_stop`` is True."""
         self._news: queue.SimpleQueue[bool] = queue.SimpleQueue()
         """Wakes the watcher: True for a signal. (``put`` may be called in a signal's handler.)"""
+        self._agreement = None if agree is None else agree(self._other_rank_was_asked)
+        self._is_alone_reported = False
         steps.stop_request = self
         steps.pipeline.events.add(self)
         weakref.finalize(steps, self._news.put, False).atexit = False
@@ -62,6 +74,8 @@ class StopRequest(CommitListener):
         self._is_closed = True
         self._ended(self)
         self._news.put(False)
+        if self._agreement is not None:
+            self._agreement.close()
         steps = self._steps()
         if steps is not None:
             steps.commits.saves_every_step = False
@@ -83,25 +97,72 @@ class StopRequest(CommitListener):
         steps = self._steps()
         if steps is None or not steps.session_lock.is_live:
             return False
+        self._note(number, steps)
+        if self._agreement is not None:
+            self._agreement.request(number)
+        return True
+
+    def _note(self, number: int, steps: Steps) -> None:
         self.signal, self._step_at_signal = signal.Signals(number), steps.boundary.step
-        steps.commits.saves_every_step = True
+        # (In a group all ranks save the same steps: the one at which they stop, and those of ``interval``.)
+        steps.commits.saves_every_step = self._agreement is None
         self.deadline = time.monotonic() + self.grace
         self._news.put(True)
-        return True
+
+    def _other_rank_was_asked(self, number: int) -> None:
+        """Called on the helper thread of the agreement."""
+        steps = self._steps()
+        if self.deadline is None and steps is not None:
+            self._note(number, steps)
 
     # -- the loop
 
     def should_stop(self) -> bool:
         """As ``Session.should_stop``."""
         steps = self._steps()
-        if self._is_ready or self.deadline is None or steps is None:
-            return self._is_ready  # the usual case: no lock is taken
+        if self._is_ready or steps is None:
+            return self._is_ready
+        if self._agreement is None:
+            if self.deadline is None:
+                return False  # the usual case: no lock is taken
+            return self._should_stop_here(steps, self.deadline)
+        if not self._is_end_of_all(self._agreement):
+            return False
+        assert self.deadline is not None, "the ranks have agreed because of a signal"
+        if not self._should_stop_here(steps, self.deadline):
+            self._agreement.postpone()  # so it is on all ranks, which run the same loop
+        return self._is_ready
+
+    def _is_end_of_all(self, agreement: EndAgreement) -> bool:
+        """Whether all ranks end at this reading. Waits until that is decided, until the deadline at most."""
+        while (passes := agreement.passes()) is None:
+            if self.deadline is not None and time.monotonic() >= self.deadline:
+                self._report_alone(agreement)
+                return False
+            time.sleep(_PAUSE_SECONDS)
+        return not passes
+
+    def _report_alone(self, agreement: EndAgreement) -> None:
+        if not self._is_alone_reported:
+            self._is_alone_reported = True
+            ranks = ", ".join(map(str, agreement.missing)) or "some"
+            log.warning(
+                "lightck: %s came, and ranks %s did not answer within %g s. So the ranks have not agreed where to "
+                "stop, and this one goes on. Call lightck.preemption on all ranks, and read session.should_stop on all "
+                "of them. Each finished step is in the pools",
+                self.name,
+                ranks,
+                self.grace,
+            )
+
+    def _should_stop_here(self, steps: Steps, deadline: float) -> bool:
+        """Commit the present step and send it, if this is between two steps; then it is time to stop."""
         self._is_asked = True
         with steps.session_lock:
             if not self._is_ready and steps.session_lock.is_live and _is_between_steps(steps):
                 self._is_finishing = True
                 try:
-                    self._finish(steps, self.deadline)
+                    self._finish(steps, deadline)
                 finally:
                     self._is_finishing = False
                 self._is_ready = True
