@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lightck.cli.base import OK, POOL, Command, signals_handled
+from lightck.cli.base import OK, POOL, Command, any_store_option, signals_handled
 from lightck.cli.text import Facts, clean, columns, count, print_json_line, print_line, survives
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _EVENTS = {
 @click.command("watch", cls=Command, short_help="Show how far a training is, live.")
 @click.argument("pool", type=POOL)
 @click.option(
-    "--tier", "tiers", metavar="FOLDER", multiple=True, help="Also show the newest checkpoint in this tier; repeatable."
+    "--tier", "tiers", metavar="TIER", multiple=True, help="Also show the newest checkpoint in this tier; repeatable."
 )
 @click.option(
     "--interval",
@@ -43,6 +43,7 @@ _EVENTS = {
     help="How often to show it.",
 )
 @click.option("--count", "n", type=click.IntRange(1), metavar="N", help="End after N times. [default: at Ctrl-C]")
+@any_store_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object in a line each time, and nothing else.")
 def command(pool: str, tiers: tuple[str, ...], interval: float, n: int | None, as_json: bool) -> int:
     """Show the newest committed step of POOL, its age, how fast steps come, the slots, and which process trains, again
