@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranked import run_ranks
 from toys import adam, everything, forward, in_child, is_step, net, same, train
 
 import lightck
@@ -512,19 +511,3 @@ def test_wrong_arguments_are_named(pool, options, error, text):
 def test_no_session_is_named():
     with pytest.raises(TypeError, match="Pass what lightck"):
         lightck.preemption("run.pool")
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_one_of_several_ranks_is_refused(folder, together):
-    def body(rank: int) -> str:
-        model = net()
-        path = folder / "pools" if together else folder / f"{rank}.pool"
-        with lightck.attach(model, path, optimizer=adam(model), group=None if together else False) as session:
-            try:
-                lightck.preemption(session)
-            except UnsupportedError as err:
-                return str(err)
-        return ""
-
-    for ended in run_ranks(2, body):
-        assert "this is one of 2 ranks" in ended.value, ended.text

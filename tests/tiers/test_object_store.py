@@ -88,7 +88,7 @@ PUT_FAULTS = {
 
 @pytest.mark.parametrize("fault", PUT_FAULTS)
 def test_an_error_names_the_status_and_no_text_of_the_store(bucket, fault):
-    store = ObjectStore(bucket.url, {**bucket.options, "timeout": "1s"})
+    store = ObjectStore(bucket.url, {**bucket.options, "timeout": "300ms"})
     made, text = PUT_FAULTS[fault]
     bucket.proxy.rule = lambda _: made
     for ask in (
@@ -666,7 +666,7 @@ def test_secrets_are_in_no_command_line_log_error_pool_or_object(tmp_path, bucke
     caplog.set_level(logging.DEBUG)
     marked = {"aws_session_token": "marked-token-of-the-options", "sse_kms_key_id": "marked-kms-key"}
     secrets = [KEY_ID, SECRET, *marked.values()]
-    url, options = bucket.url, {**bucket.options, **marked, "server_side_encryption": "aws:kms", "timeout": "2s"}
+    url, options = bucket.url, {**bucket.options, **marked, "server_side_encryption": "aws:kms", "timeout": "1s"}
     tier = lightck.Tier(url, every=1, options=options)
     model, optimizer, session = attached(tmp_path / "run.pool", [tier])
     texts = [repr(tier), repr([tier]), str(session), repr(session)]
