@@ -229,4 +229,6 @@ def _show_verdict(facts: Facts) -> None:
         )
     else:
         print_verdict(f"DAMAGED. Step {step} is whole: attach(..., resume=True) and recover() use it.", good=False)
-        print_line(f"To make a pool from step {step}: lightck copy {name} NEW.pool --step {step}")
+        ranks = next(row["ranks"] for row in facts["checkpoints"] if row["step"] == step and row["recoverable"])
+        what, new = ("a pool", "NEW.pool") if ranks == 1 else ("the pools of all ranks", "NEW_DIRECTORY")
+        print_line(f"To make {what} from step {step}: lightck copy {name} {new} --step {step}")

@@ -4,16 +4,16 @@ A step that rank 0 chose alone might have passed on another rank already, becaus
 each rank is asked first:
 
     propose   rank 0 writes a step that lies some checkpoints ahead
-    answer    each rank writes whether it takes part; it does not if it has passed the step, or is not ready
-    verdict   rank 0 writes whether all take part
+    answer    each rank writes whether it takes part; it does not if it is not ready, or has passed the step
+    verdict   rank 0 writes whether all take part, or else why not
 
 *Data flow.* A helper thread of each rank does this through the key-value store of the process group, over a connection
 of its own. The training thread never uses the store. It calls ``propose`` on rank 0, and finds out by the callbacks
 what was decided.
 
-*Invariant.* A rank acts at the step only after a verdict, and the verdict is "yes" only if every rank has answered
-"yes" before it passed the step. Each rank answers a proposal once, and rank 0 makes the next one after the verdict; so
-no rank can take an old verdict for a new one.
+*Invariant.* A rank acts at the step only after a verdict, and the verdict is ``ACCEPTED`` only if every rank has
+answered so before it passed the step. Each rank answers a proposal once, and rank 0 makes the next one after the
+verdict; so no rank can take an old verdict for a new one.
 
 *Failure cases.* A rank is killed or stands still: it does not answer, and nothing is decided. The store fails: the
 helper tries again each second. The ranks are restarted: what the earlier attempt left in the store has another nonce
@@ -50,15 +50,21 @@ class Proposal(NamedTuple):
     """What is to be done at this step; numbers whose meaning the caller knows."""
 
 
+ACCEPTED, NOT_READY, PASSED = 0, 1, 2
+"""Answers of a rank. The verdict is the largest of them."""
+
+
 class Participant(Protocol):
     """What takes part on one rank. The helper thread calls these methods."""
 
-    def accepts(self, proposal: Proposal) -> bool:
-        """Whether this rank takes part. If so, it is prepared for the step from now on."""
+    def answer(self, proposal: Proposal) -> int:
+        """Return ``ACCEPTED`` if this rank takes part, and is prepared for the step from now on; ``NOT_READY`` if it
+        cannot now; ``PASSED`` if it has passed the step."""
         ...
 
-    def decided(self, proposal: Proposal, *, is_agreed: bool) -> None:
-        """Called on a rank that takes part, when the verdict is known."""
+    def decided(self, proposal: Proposal, verdict: int) -> None:
+        """Called on a rank that takes part, and on rank 0, when the verdict is known: ``ACCEPTED`` if all ranks take
+        part."""
         ...
 
 
@@ -78,7 +84,7 @@ class StepAgreement:
         """Of the last proposal that this rank has answered."""
         self._answered: Proposal | None = None
         """A proposal that this rank has answered, as long as its verdict is not known."""
-        self._takes_part = self._is_answer_written = False
+        self._own_answer, self._is_answer_written = ACCEPTED, False
         self._is_failing = self._is_closing = False
         self._poll_seconds = _POLL_SECONDS * max(1.0, world_size / _RANKS)
         self._wake = threading.Event()
@@ -147,12 +153,12 @@ class StepAgreement:
         return True
 
     def _decide(self, number: int, proposal: Proposal) -> None:
-        self._takes_part, self._is_answer_written = self._participant.accepts(proposal), False
+        self._own_answer, self._is_answer_written = self._participant.answer(proposal), False
         self._number, self._answered = number, proposal
 
     def _write_answer(self) -> None:
         if not self._is_answer_written:
-            self._store.set(self._answer_keys[self._rank], msgpack.packb([self._number, self._takes_part]))
+            self._store.set(self._answer_keys[self._rank], msgpack.packb([self._number, self._own_answer]))
             self._is_answer_written = True
 
     def _learn_verdict(self) -> bool:
@@ -161,8 +167,8 @@ class StepAgreement:
             return False
         proposal, self._answered = self._answered, None
         assert proposal is not None, "it was answered"
-        if self._takes_part or self._rank == 0:
-            self._participant.decided(proposal, is_agreed=bool(verdict[1]))
+        if self._own_answer == ACCEPTED or self._rank == 0:
+            self._participant.decided(proposal, verdict[1])
         return True
 
     def _verdict_of_all(self) -> list[int] | None:
@@ -172,7 +178,7 @@ class StepAgreement:
         answers = [msgpack.unpackb(one) for one in self._store.multi_get(self._answer_keys)]
         if any(number != self._number for number, _ in answers):
             return None
-        verdict = [self._number, all(takes_part for _, takes_part in answers)]
+        verdict = [self._number, max(answer for _, answer in answers)]
         self._store.set(self._verdict_key, msgpack.packb(verdict))
         return verdict
 

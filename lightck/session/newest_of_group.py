@@ -1,7 +1,7 @@
 """At attach of a group: go on from the newest checkpoint of the ranks' pools and their tiers.
 
-    report     for each directory, one rank says which checkpoints its pools and peer copies hold; rank 0 says what the
-               tiers hold. So all ranks come to the same decision
+    report     for each directory, one rank says which checkpoints its pools and peer copies hold; rank 0 names the
+               checkpoints of the tiers, one after the other, newest first. So all ranks come to the same decision
     compare    by (claim, incarnation, step): the newest checkpoint that all pools of one world hold, and those of the
                tiers. If a pool of each world is lost, the tiers count
     fetch      each rank fetches the parts of the ranks with its number, beside the pools
@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from lightck.errors import CorruptPoolError, PoolError, TierClaimedError, UnsupportedError, listed
+from lightck.errors import CorruptPoolError, PoolError, TierClaimedError, TierError, UnsupportedError, listed
 from lightck.pool.format.saved_by import saved_by
-from lightck.pool.format.structures import DamagedError
+from lightck.pool.format.structures import SLOTS_MAX, DamagedError
 from lightck.pool.reader import PoolReader, open_pool
 from lightck.pool.storage.backends import backend_for
 from lightck.pool.storage.file import FileContainer
@@ -39,16 +39,15 @@ from lightck.ranks.meet import Meeting
 from lightck.restore.usable import usable_by_id
 from lightck.session.group import Group, directory_id
 from lightck.session.pools_of_hosts import Hosts
-from lightck.tiers.candidates import Candidate, Order, Rejected, candidates_of, run_of
-from lightck.tiers.claiming import claim_of, refuse_other_runs
+from lightck.tiers.candidates import Candidate, Order, Rejected, candidates_of, newest_of_all, run_of
+from lightck.tiers.claiming import claim_of
+from lightck.tiers.decisions import complete
 from lightck.tiers.fetching import filled_file
 from lightck.tiers.open_store import open_store
 from lightck.tiers.store import Store
 from lightck.tiers.tier import Tier
 
 log = logging.getLogger("lightck")
-_N_OFFERED_MAX = 8
-"""How many checkpoints of the tiers are tried."""
 
 
 class _Offered(NamedTuple):
@@ -125,32 +124,87 @@ def bring_newest_of_group(directory: str, group: Group, meeting: Meeting, tiers:
     rejected: list[Rejected] = []
     own = [
         list(_facts_of(directory)) if is_first else [],
-        _offered(stores, rejected) if group.rank == 0 else [],
         [run_of(store, store.listing()) for store in stores] if group.rank == 0 else [],
     ]
-    found = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints of pools and tiers", msgpack.packb(own))]
-    in_pools = _put_together([facts for facts, _, _ in found])
-    _refuse_other_runs(stores, found[0][2], in_pools, directory)
-    offered = [_Offered(*one) for one in found[0][1]]
-    if in_pools.unreadable:
-        _name_a_cure(group, in_pools, stores, offered)
-        return
-    reasons = [str(each) for each in rejected]
-    for one in offered:
+    found = [msgpack.unpackb(one) for one in meeting.exchange("checkpoints of the pools", msgpack.packb(own))]
+    in_pools = _put_together([facts for facts, _ in found])
+    _refuse_other_runs(stores, found[0][1], in_pools, directory)
+    candidates = newest_of_all(stores, rejected) if group.rank == 0 else iter(())
+    reasons: list[str] = []
+    while (one := _next_offered(meeting, stores, candidates, rejected, reasons)) is not None:
         newest = in_pools.newest
         if newest is not None and one.place <= newest:
+            return
+        if in_pools.unreadable:
+            _name_a_cure(group, in_pools, stores[one.tier], one)
             return
         reason = _bring(directory, group, meeting, hosts, stores[one.tier], one)
         if not reason:
             _report(group, stores[one.tier], one, in_pools, reasons)
             return
         reasons.append(f"step {one.step} (claim {one.claim}): {reason}")
+    if in_pools.newest is None:
+        _refuse_or_report_loss(group, stores, in_pools, reasons)
+
+
+def _next_offered(
+    meeting: Meeting,
+    stores: Sequence[Store],
+    candidates: Iterator[Candidate],
+    rejected: list[Rejected],
+    reasons: list[str],
+) -> _Offered | None:
+    """Return the next checkpoint that rank 0 finds in the tiers; None if there is none. What rank 0 could not read is
+    moved from ``rejected`` to ``reasons``. All ranks call this."""
+    found = next(candidates, None)
+    own: list[Any] = [None, [str(each) for each in rejected]]
+    rejected.clear()
+    if found is not None:
+        first = found.manifests[0]
+        order = first.claim, first.incarnation, found.checkpoint.step
+        number = next(number for number, store in enumerate(stores) if store is found.store)
+        own[0] = [number, str(found.checkpoint.claim), found.checkpoint.step, found.world_size, order]
+    offered, unread = msgpack.unpackb(meeting.exchange("next checkpoint of the tiers", msgpack.packb(own))[0])
+    reasons.extend(unread)
+    return None if offered is None else _Offered(*offered)
+
+
+def _refuse_or_report_loss(group: Group, stores: Sequence[Store], in_pools: _InPools, reasons: Sequence[str]) -> None:
+    """Raise or warn if the tiers hold checkpoints, and none of them can be used. With pools that are left, attach goes
+    on, and says what it finds in them."""
     if reasons and not in_pools.worlds:
         raise CorruptPoolError(
-            f"No checkpoint of the tier {str(stores[0])!r} is whole. {'; '.join(reasons)}. Nothing was written. Look "
-            "for the checkpoint in another tier, or in the pools of the hosts.",
+            f"No checkpoint in the tiers {listed([str(store) for store in stores], 4)} is whole. {'; '.join(reasons)}. "
+            "Nothing was written. Look for the checkpoint in another tier, or in the pools of the hosts.",
             tuple(reasons),
         )
+    if group.rank != 0:
+        return
+    for reason in reasons:
+        log.warning("lightck: a checkpoint of a tier cannot be used: %s", reason)
+    for store in stores:
+        _refuse_parts_alone(store, in_pools)
+
+
+def _refuse_parts_alone(store: Store, in_pools: _InPools) -> None:
+    """Warn if a tier holds parts of checkpoints, and no complete one. Raise ``TierError`` if there are more than a
+    killed training leaves: somebody has removed the parts of a rank, and a training must not begin anew over that."""
+    listing = store.listing()
+    if complete(listing) or not listing.manifests:
+        return
+    steps = sorted({each.step for each in listing.manifests})
+    ranks = sorted({each.writer.rank for each in listing.manifests})
+    world_size = max(each.writer.world_size for each in listing.manifests)
+    missing = [str(rank) for rank in range(world_size) if rank not in ranks]
+    fact = (
+        f"The tier {str(store)!r} holds parts of {len(steps)} checkpoints, up to step {steps[-1]}, and none is complete"
+        + (f": those of rank {listed(missing, 8)} are missing" if missing else "")
+    )
+    if len(steps) > SLOTS_MAX and not in_pools.worlds:
+        raise TierError(
+            f"{fact}. Nothing was changed. Put the missing parts back; or choose another folder, to begin anew."
+        )
+    log.warning("lightck: %s. They are not used", fact)
 
 
 # -- what there is -----------------------------------------------------------------------------------------------------
@@ -186,21 +240,6 @@ def _held(reader: PoolReader) -> list[tuple[str, int, int]]:
         with suppress(DamagedError):
             found.append((saved_by(newest.state).claim, name.incarnation, name.step))
     return found
-
-
-def _offered(stores: Sequence[Store], rejected: list[Rejected]) -> list[_Offered]:
-    """Return the newest complete checkpoints of the tiers, newest first. Raises ``TierError``."""
-    found: list[_Offered] = []
-    for number, store in enumerate(stores):
-        listing = store.listing()
-        refuse_other_runs(store, listing)
-        for n_found, one in enumerate(candidates_of(store, listing, None, rejected), 1):
-            first = one.manifests[0]
-            order = first.claim, first.incarnation, one.checkpoint.step
-            found.append(_Offered(number, str(one.checkpoint.claim), one.checkpoint.step, one.world_size, order))
-            if n_found == _N_OFFERED_MAX:
-                break
-    return sorted(found, key=lambda one: (one.place, -one.tier), reverse=True)[:_N_OFFERED_MAX]
 
 
 def _put_together(reports: Sequence[Sequence[Any]]) -> _InPools:
@@ -296,13 +335,13 @@ def _remove_others(directory: str, group: Group, hosts: Hosts, one: _Offered) ->
             log.warning("lightck: the pool %r was removed: the pools were made anew from a tier", path)
 
 
-def _name_a_cure(group: Group, in_pools: _InPools, stores: Sequence[Store], offered: Sequence[_Offered]) -> None:
-    if offered and group.rank == 0:
+def _name_a_cure(group: Group, in_pools: _InPools, store: Store, one: _Offered) -> None:
+    if group.rank == 0:
         log.warning(
             "lightck: the pool %r cannot be used, and step %d is in the tier %r. To go on from it, move the pool away",
             in_pools.unreadable[0],
-            offered[0].step,
-            str(stores[offered[0].tier]),
+            one.step,
+            str(store),
         )
 
 

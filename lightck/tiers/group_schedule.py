@@ -28,12 +28,15 @@ from typing import Protocol
 
 from lightck.tiers.tier import Tier
 
+ACCEPTED, NOT_READY, PASSED = 0, 1, 2
+"""Answers to a proposal, as in ``ranks/agreed_step.py``."""
 _LEAD_MIN = 4
 """How many checkpoints ahead rank 0 plans at least: more than another rank can be ahead of it."""
 _LATENCY_SECONDS = 0.2
 """How long the ranks take to agree, as long as it was not measured."""
+_LATENCY_SECONDS_MIN = 0.1
 _LEAD_FACTOR_MAX = 64
-_PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.5, 10.0
+_PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.25, 2.0
 """After a proposal that was not accepted rank 0 waits before the next one: at first, and at most."""
 
 
@@ -50,7 +53,7 @@ class Planned(Protocol):
 
 
 class GroupSchedule:
-    """The plan of one rank. ``accepts`` and ``decided`` are called on a helper thread; all else on the training
+    """The plan of one rank. ``answer`` and ``decided`` are called on a helper thread; all else on the training
     thread."""
 
     def __init__(
@@ -88,34 +91,38 @@ class GroupSchedule:
 
     # -- the helper thread
 
-    def accepts(self, proposal: Planned) -> bool:
+    def answer(self, proposal: Planned) -> int:
         with self._lock:
-            if self._is_closed or self._plan is not None or proposal.step <= self._newest or not self._is_ready():
-                return False
+            if proposal.step <= self._newest:
+                return PASSED
+            if self._is_closed or self._plan is not None or not self._is_ready():
+                return NOT_READY
             self._plan, self._is_agreed, self._is_reached = proposal, None, False
-            return True
+            return ACCEPTED
 
-    def decided(self, proposal: Planned, *, is_agreed: bool) -> None:
+    def decided(self, proposal: Planned, verdict: int) -> None:
+        is_agreed = verdict == ACCEPTED
         with self._lock:
             if self._plan is not None and self._plan.step == proposal.step:
                 self._is_agreed = is_agreed
                 if not is_agreed and not self._is_reached:
                     self._plan = None
             if self._propose is not None:
-                self._learn(proposal, is_agreed=is_agreed)
+                self._learn(proposal, verdict)
 
-    def _learn(self, proposal: Planned, *, is_agreed: bool) -> None:
+    def _learn(self, proposal: Planned, verdict: int) -> None:
         now = time.monotonic()
-        self._is_asking = False
-        if is_agreed:
-            self._latency, self._lead_factor, self._n_refused = now - self._asked_at, 1, 0
+        self._is_asking, self._latency = False, now - self._asked_at
+        if verdict == ACCEPTED:
+            self._lead_factor, self._n_refused = 1, 0
             for number in proposal.items:
                 self._last[number], self._is_empty[number] = proposal.step, False
                 self._next_at[number] = now + (self._tiers[number].every_seconds or 0.0)
             return
         self._not_before = now + min(_PAUSE_SECONDS * 2**self._n_refused, _PAUSE_SECONDS_MAX)
         self._n_refused = min(self._n_refused + 1, 16)
-        self._lead_factor = min(2 * self._lead_factor, _LEAD_FACTOR_MAX)
+        if verdict == PASSED:  # it was too near
+            self._lead_factor = min(2 * self._lead_factor, _LEAD_FACTOR_MAX)
 
     # -- the training thread
 
@@ -183,7 +190,8 @@ class GroupSchedule:
 
     def _lead(self) -> int:
         seconds = sorted(self._seconds)[len(self._seconds) // 4]  # an evaluation between two steps says nothing
-        return self._lead_factor * (_LEAD_MIN + math.ceil(2 * self._latency / max(seconds, 1e-4)))
+        latency = max(self._latency, _LATENCY_SECONDS_MIN)
+        return _LEAD_MIN + math.ceil(self._lead_factor * 2 * latency / max(seconds, 1e-4))
 
     def _wanted(self, number: int, first: int, now: float) -> int | None:
         """Return the first step from ``first`` on whose checkpoint a tier wants; None if it wants none yet."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lightck.ranks.agreed_step import Proposal, StepAgreement
+from lightck.ranks.agreed_step import ACCEPTED, NOT_READY, PASSED, Proposal, StepAgreement
 
 
 class Store:
@@ -48,17 +48,21 @@ class Rank:
     accepted: list[int] = field(default_factory=list)
     agreed: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
+    verdicts: list[int] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def accepts(self, proposal: Proposal) -> bool:
+    def answer(self, proposal: Proposal) -> int:
         with self.lock:
-            if not self.is_ready or proposal.step <= self.step:
-                return False
+            if proposal.step <= self.step:
+                return PASSED
+            if not self.is_ready:
+                return NOT_READY
             self.accepted.append(proposal.step)
-            return True
+            return ACCEPTED
 
-    def decided(self, proposal: Proposal, *, is_agreed: bool) -> None:
-        (self.agreed if is_agreed else self.refused).append(proposal.step)
+    def decided(self, proposal: Proposal, verdict: int) -> None:
+        (self.agreed if verdict == ACCEPTED else self.refused).append(proposal.step)
+        self.verdicts.append(verdict)
 
 
 def until(is_true: Callable[[], object], seconds: float = 30.0) -> None:
@@ -99,6 +103,7 @@ def test_nothing_is_agreed_if_one_rank_has_passed_the_step(where):
     until(lambda: all(rank.refused == [7] for number, rank in enumerate(ranks) if number != where))
     until(lambda: ranks[0].refused == [7])
     assert not any(rank.agreed for rank in ranks)
+    assert ranks[0].verdicts == [PASSED], "rank 0 learns why"
     agreements[0].propose(Proposal(8, [0]))
     until(lambda: all(rank.agreed == [8] for rank in ranks))
     closed(agreements)
@@ -129,7 +134,7 @@ def test_no_rank_acts_at_a_step_that_another_has_not_accepted_whatever_the_store
             with rank.lock:
                 rank.step += chance.randrange(4)
                 rank.is_ready = chance.random() < 0.9
-        agreements[0].propose(Proposal(ranks[0].step + chance.randrange(1, 8), [0]))
+        agreements[0].propose(Proposal(max(rank.step for rank in ranks) + chance.randrange(-3, 6), [0]))
         until(lambda before=n_decided: len(ranks[0].agreed) + len(ranks[0].refused) > before)
     until(lambda: all(rank.agreed == ranks[0].agreed for rank in ranks))
     closed(agreements)

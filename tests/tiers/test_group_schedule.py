@@ -9,7 +9,7 @@ import pytest
 
 import lightck
 from lightck.tiers import group_schedule
-from lightck.tiers.group_schedule import GroupSchedule
+from lightck.tiers.group_schedule import ACCEPTED, NOT_READY, PASSED, GroupSchedule
 
 
 class Plan(NamedTuple):
@@ -48,9 +48,9 @@ def run(schedule: GroupSchedule, clock: Clock, first: int, last: int, seconds: f
         schedule.propose_if_due(step)
 
 
-def agree(schedule: GroupSchedule, plan: Plan, *, is_agreed: bool = True) -> None:
-    assert schedule.accepts(plan)
-    schedule.decided(plan, is_agreed=is_agreed)
+def agree(schedule: GroupSchedule, plan: Plan, verdict: int = ACCEPTED) -> None:
+    assert schedule.answer(plan) == ACCEPTED
+    schedule.decided(plan, verdict)
 
 
 def test_an_empty_tier_gets_a_checkpoint_some_steps_ahead_at_once(clock):
@@ -77,7 +77,7 @@ def test_one_checkpoint_is_planned_at_a_time_and_the_next_one_when_it_is_due(clo
     run(schedule, clock, 1, 3)
     assert len(proposed) == 1
     agree(schedule, proposed[0])
-    assert not schedule.accepts(Plan(100, [0])), "one is planned"
+    assert schedule.answer(Plan(100, [0])) != ACCEPTED, "one is planned"
     run(schedule, clock, 4, proposed[0].step - 1)
     assert schedule.verdict() is None
     assert schedule.reached(proposed[0].step) == proposed[0]
@@ -92,37 +92,50 @@ def test_one_checkpoint_is_planned_at_a_time_and_the_next_one_when_it_is_due(clo
 def test_a_step_that_was_committed_is_not_accepted(clock):
     schedule, _ = schedule_of(lightck.Tier("/t", every="1h"))
     schedule.reached(7)
-    assert not schedule.accepts(Plan(7, [0]))
-    assert schedule.accepts(Plan(8, [0]))
+    assert schedule.answer(Plan(7, [0])) != ACCEPTED
+    assert schedule.answer(Plan(8, [0])) == ACCEPTED
 
 
 def test_a_rank_whose_drain_is_busy_accepts_nothing(clock):
     schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"), is_ready=False)
-    assert not schedule.accepts(Plan(8, [0]))
+    assert schedule.answer(Plan(8, [0])) != ACCEPTED
     run(schedule, clock, 1, 3)
     assert not proposed
 
 
-def test_what_was_refused_is_proposed_again_further_ahead(clock):
+def test_a_rank_that_is_not_ready_for_long_delays_nothing_afterwards(clock):
+    """Steps of ten seconds, and a drain that cannot write for six minutes."""
+    schedule, proposed = schedule_of(lightck.Tier("/t", every="1min"))
+    for step in range(1, 37):
+        clock.now += 10
+        schedule.reached(step)
+        schedule.propose_if_due(step)
+        if proposed and schedule._is_asking:
+            agree(schedule, proposed[-1], NOT_READY)
+    run(schedule, clock, 37, 38, seconds=10)
+    assert proposed[-1].step <= 38 + 2 * group_schedule._LEAD_MIN
+
+
+def test_what_was_too_near_is_proposed_again_further_ahead(clock):
     schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"))
-    run(schedule, clock, 1, 1)
-    agree(schedule, proposed[0], is_agreed=False)
-    assert schedule.accepts(Plan(100, [0])), "the refused plan is forgotten"
-    schedule.decided(Plan(100, [0]), is_agreed=False)
-    run(schedule, clock, 2, 5)
+    run(schedule, clock, 1, 1, seconds=0.05)
+    agree(schedule, proposed[0], PASSED)
+    assert schedule.answer(Plan(100, [0])) == ACCEPTED, "the refused plan is forgotten"
+    schedule.decided(Plan(100, [0]), PASSED)
+    run(schedule, clock, 2, 20, seconds=0.05)
     assert len(proposed) == 2
-    assert proposed[1].step - proposed[0].step > group_schedule._LEAD_MIN
+    assert proposed[1].step - proposed[0].step > 2 * group_schedule._LEAD_MIN
 
 
 def test_a_plan_that_was_refused_after_it_was_reached_is_not_sent(clock):
     schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"))
     run(schedule, clock, 1, 1)
     (plan,) = proposed
-    assert schedule.accepts(plan)
+    assert schedule.answer(plan) == ACCEPTED
     assert schedule.reached(plan.step) == plan
     assert schedule.reached(plan.step) is None, "it is held once"
     assert schedule.verdict() is None
-    schedule.decided(plan, is_agreed=False)
+    schedule.decided(plan, PASSED)
     assert schedule.verdict() is False
 
 
@@ -161,6 +174,6 @@ def test_two_tiers_share_a_checkpoint(clock):
 def test_nothing_is_accepted_after_the_end(clock):
     schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"))
     schedule.close()
-    assert not schedule.accepts(Plan(8, [0]))
+    assert schedule.answer(Plan(8, [0])) != ACCEPTED
     run(schedule, clock, 1, 5)
     assert not proposed

@@ -260,6 +260,33 @@ def test_a_checkpoint_that_lacks_the_part_of_a_rank_is_not_offered(pools, tier):
     assert lightck.recover(tier).step == older
 
 
+def test_many_damaged_checkpoints_are_passed_over_for_a_whole_one_in_another_tier(pools, tier):
+    """However many they are."""
+    other = tier.with_name("other")
+    both = [lightck.Tier(tier, every=1), lightck.Tier(other, every="1h")]
+    values(trained("fsdp", pools, tier, updates=20, tiers=both))
+    for updates in range(21, 31):
+        values(trained("fsdp", pools, tier, updates=updates, tiers=both[:1]))
+    for path in tier.rglob("rank-00001*/data/*"):
+        path.write_bytes(b"damaged")
+    lost(pools)
+    runs = values(trained("fsdp", pools, tier, updates=40, tiers=both))
+    assert {run.began for run in runs} == {20}
+    assert is_equal(runs, plain("fsdp", 40))
+
+
+def test_a_tier_from_which_the_parts_of_a_rank_were_removed_is_no_beginning(pools, tier):
+    for updates in range(1, 11):
+        values(trained("fsdp", pools, tier, updates=updates, every="1h"))
+    for folder in tier.glob("*/rank-00000-of-00002"):
+        shutil.rmtree(folder)
+    lost(pools)
+    ended = trained("fsdp", pools, tier)
+    assert "those of rank 0 are missing" in str(ended[0].error)
+    assert all(one.error is not None for one in ended)
+    assert not list(pools.glob("*.pool"))
+
+
 # -- drains
 
 
