@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -18,7 +20,8 @@ def is_tier(path: str, options: Options | None = None) -> bool:
     """Whether a path or a URL is a tier. Raises ``TierError`` if that cannot be seen."""
     from lightck.tiers.open_store import is_tier
 
-    return is_tier(path, options_of(path, options))
+    with _usage_errors():
+        return is_tier(path, options_of(path, options))
 
 
 def is_of_ranks(path: str) -> bool:
@@ -29,11 +32,21 @@ def is_of_ranks(path: str) -> bool:
 def open_tier(path: str, options: Options | None = None) -> Store:
     """Return the store of a tier. ``options``: of ``--store-option``. Raises ``TierError``, and a usage error if there
     is no tier."""
-    from lightck.tiers.open_store import open_store
+    from lightck.tiers.open_store import is_url, open_store
 
     if not is_tier(path, options):
-        usage_error(f"{path!r} is no tier: no claim lies in it. For a pool: lightck inspect {path}.")
+        cure = "" if is_url(path) else f" For a pool: lightck inspect {path}."
+        usage_error(f"{path!r} is no tier: no claim lies in it.{cure}")
     return open_store(path, options_of(path, options))
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Turn the error of a URL or an option that cannot be used into one of wrong usage."""
+    try:
+        yield
+    except (ValueError, TypeError) as err:
+        usage_error(str(err))
 
 
 def options_of(path: str, options: Options | None = None) -> Options | None:

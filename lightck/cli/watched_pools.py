@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import asdict
 
 from lightck.cli import groups
-from lightck.cli.open_tier import options_of
+from lightck.cli.open_tier import is_tier, options_of
 from lightck.cli.text import Facts
 from lightck.errors import LightckError, PoolError
 from lightck.pool.commit_log import candidates
@@ -246,6 +246,8 @@ def tier_facts(path: str) -> Facts:
 
     facts: Facts = {"tier": path, "step": None, "sent_at": None, "age_seconds": None, "problem": None}
     try:
+        if not is_tier(path):
+            return facts | {"problem": "no tier is there yet: no claim lies in it"}
         listing = open_store(path, options_of(path)).listing()
     except LightckError as err:
         return facts | {"problem": str(err)}

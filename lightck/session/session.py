@@ -302,7 +302,8 @@ class Session:
         """
         self._check_usable()
         if not callable(callback):
-            raise TypeError(f"on_commit() got a {type(callback).__name__}. Pass a function that takes the step.")
+            kind = type(callback).__name__
+            raise TypeError(f"on_commit() takes a function that is called with the step, and got: {kind}.")
         return self._commit_callbacks.add(callback, self._pipeline.committed)
 
     @_exclusive

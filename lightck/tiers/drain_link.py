@@ -461,7 +461,7 @@ class DrainLink(CommitListener):
         for number, each in enumerate(self._states):
             if self._is_superseded[number]:
                 return TierClaimedError(f"{each.error} The pool {self._pool!r} holds what this session has saved.")
-            if each.failing_since is not None:
+            if each.failing_since is not None and not self._is_left_alone:
                 return self._error(each)
         if self._must_finish and not self._is_finished and not self._is_left_alone:
             return TierError(
@@ -492,7 +492,7 @@ class DrainLink(CommitListener):
         self._end_agreements()
         self._metrics.warn_of_missing()
         seen, seen_at = "", time.monotonic()
-        to_be_said, is_closing = [seen_at + _SILENT_SECONDS], False
+        to_be_said, is_closing, persists = [seen_at + _SILENT_SECONDS], False, False
         least = seen_at + _CLOSING_SECONDS_MIN
         while self._handle is not None and time.monotonic() - seen_at < FAILING_SECONDS_MAX:
             handle = self._handle
@@ -505,12 +505,14 @@ class DrainLink(CommitListener):
                 break
             if not is_alive:
                 self._drain_has_ended(handle, at_once=True)
-                is_closing = False
+                is_closing = persists = False
                 continue
             self._tell()
+            until = None if deadline is None else deadline()
+            if until is not None and not persists:
+                persists = handle.send({"persists": True})
             if self._offer is None and not is_closing:
                 is_closing = handle.send({"close": True})
-            until = None if deadline is None else deadline()
             if until is not None and time.monotonic() >= max(until, least):
                 self._leave_alone()
                 break

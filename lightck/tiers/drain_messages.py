@@ -5,6 +5,7 @@ training -> drain    once a ``DrainSettings``; then
                      for the tiers with these numbers
                      ``{"metrics": {...}, "step": n}``: what the user logged
                      ``{"close": true}``: the training ends
+                     ``{"persists": true}``: it will not wait for the end for long, so attempts go on without it
                      ``{"newest": true}``: send the newest checkpoint now
                      ``{"grace": seconds}``: signals may announce the end so long before it
 drain -> training    a ``DrainState``. It holds everything that the training must know, so that a message may be

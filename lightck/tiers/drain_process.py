@@ -105,6 +105,8 @@ class DrainProcess:
         self._is_closing = self._is_alone = self._is_unreported = False
         self._is_urgent = False
         """Whether the newest checkpoint is to be sent now, because this machine or job may be about to end."""
+        self._persists = False
+        """Whether the training will not wait for the end: then attempts go on as after a killed one."""
         self._grace = 0.0
         """How long after its first signal this process ignores others, because they say the same."""
         self._signalled_at: float | None = None
@@ -152,6 +154,10 @@ class DrainProcess:
         timed = [each.next_at for each in self._outlets if each.is_due(float("inf"))]
         seconds = min(_POLL_SECONDS, max(0.0, min(timed, default=float("inf")) - now))
         select.select([self._connection], [], [], seconds)
+        self._read()
+
+    def _read(self) -> None:
+        """Read what the training has said."""
         while (message := receive_message(self._connection)) != {}:
             if message is None:
                 self._is_alone = True
@@ -164,6 +170,7 @@ class DrainProcess:
                     del self._metrics[step]
             self._is_closing |= "close" in message
             self._is_urgent |= "newest" in message
+            self._persists |= "persists" in message
             self._grace = message.get("grace", self._grace)
         self._is_alone |= os.getppid() != self._parent_pid
         if self._is_unreported:
@@ -223,7 +230,9 @@ class DrainProcess:
             self._send(left, generation, is_last=True)
             n_attempts += 1
             left = [each for each in left if each.n_failures and not each.state.is_superseded]
-            is_last = n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone
+            if not self._is_alone:
+                self._read()  # has the training ended meanwhile?
+            is_last = n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone and not self._persists
             if not left or is_last or time.monotonic() > until:
                 break
             time.sleep(min(_PAUSE_SECONDS * 2 ** (n_attempts - 1), _PAUSE_SECONDS_MAX_AT_END))

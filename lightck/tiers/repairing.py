@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -281,6 +281,12 @@ def _examined_checkpoints(reader: PoolReader, progress: Progress) -> _Pool:
 
 
 def _refuse_other_run(path: str, pool: _Pool, tiers: Sequence[Store]) -> None:
+    if pool.run is None and pool.uuid is not None and not any(_has_pool(store, pool.uuid) for store in tiers):
+        raise TierClaimedError(
+            f"No checkpoint of the pool {path!r} says of which run it is, and no tier that was named holds one of this "
+            "very pool. So it may be of another run. Nothing was changed. To go on from the tier nevertheless, move "
+            f"the pool away, and make a new one: lightck copy {tiers[0]} {path}."
+        )
     for store in tiers:
         run = run_of(store, store.listing())
         if pool.run is not None and run is not None and run != pool.run:
@@ -288,6 +294,15 @@ def _refuse_other_run(path: str, pool: _Pool, tiers: Sequence[Store]) -> None:
                 f"The tier {str(store)!r} holds another run than the pool {path!r}. Nothing was changed. Name a tier "
                 "of the run of this pool; or remove the pool, if nobody needs it: lightck copy makes one from any tier."
             )
+
+
+def _has_pool(store: Store, uuid: bytes) -> bool:
+    """Whether a tier holds a checkpoint that was sent from the pool with this uuid."""
+    for name in store.listing().manifests:
+        with suppress(DamagedError):
+            if Superblock.unpack(read_manifest(store, name).superblock).uuid == uuid:
+                return True
+    return False
 
 
 def _refuse_struck(found: Candidate, pool: _Pool) -> None:

@@ -185,7 +185,8 @@ def checked_metrics(metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
         try:
             if isinstance(value, (str, bytes, bool)):
                 raise TypeError
-            found[name] = float(value)
+            detach = getattr(value, "detach", None)  # torch warns of a tensor that is part of a graph
+            found[name] = float(value if detach is None else detach())
         except OverflowError:
             found[name] = math.inf
         except (TypeError, ValueError, RuntimeError):

@@ -313,6 +313,20 @@ def test_a_tier_of_another_run_is_refused(tier, tmp_path):
     assert victim.read_bytes() == before
 
 
+def test_a_tier_that_holds_nothing_of_a_pool_whose_run_is_not_known_is_refused(tier, pool, tmp_path):
+    """All of its checkpoints are damaged, and its superblock is not."""
+    victim = tmp_path / "victim.pool"
+    pool_with(victim, steps=5)
+    data = bytearray(victim.read_bytes())
+    for at in range(len(data) // 20, len(data), 4096):
+        data[at + 100] ^= 1
+    victim.write_bytes(data)
+    result = call("repair", victim, "--from", tier)
+    assert result.exit_code == FAILED
+    assert "may be of another run" in result.stderr
+    assert victim.read_bytes() == bytes(data)
+
+
 def test_what_is_not_supported_is_refused_by_name(tier, pool, tmp_path):
     pool_with(tmp_path / "gradients.pool", steps=5, strategy=Gradients(base_every=2))
     (tmp_path / "foreign").write_bytes(b"x" * 10_000)

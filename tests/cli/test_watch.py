@@ -241,8 +241,8 @@ def test_the_newest_checkpoint_of_a_tier_and_its_age(pool, tmp_path):
     assert status == OK
     there, missing = facts["tiers"]
     _, facts = call_json("watch", pool, "--tier", tmp_path / ("x" * 300), "--count", 1)
-    assert "cannot be listed" in facts["tiers"][0]["problem"]
-    assert "cannot be listed" in call("watch", pool, "--tier", tmp_path / ("x" * 300), "--count", 1).stdout
+    assert "no tier is there yet" in facts["tiers"][0]["problem"]
+    assert "no tier is there yet" in call("watch", pool, "--tier", tmp_path / ("x" * 300), "--count", 1).stdout
     assert (there["tier"], there["step"], there["problem"]) == (str(tier), 3, None)
     assert 0 <= there["age_seconds"] < SECONDS_MAX
     assert missing["step"] is None

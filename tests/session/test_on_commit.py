@@ -337,7 +337,7 @@ def test_a_session_that_ends_with_an_exception_calls_nothing_more(pool):
 
 def test_what_cannot_be_called_and_a_closed_session_are_refused(pool):
     _, _, session = attached(pool)
-    with pytest.raises(TypeError, match="Pass a function that takes the step"):
+    with pytest.raises(TypeError, match="takes a function that is called with the step"):
         session.on_commit("step")  # type: ignore[arg-type]
     session.close()
     with pytest.raises(SessionError, match="closed"):

@@ -199,6 +199,23 @@ def test_a_tier_that_fails_is_asked_again_within_the_grace(tmp_path):
     assert step_in(tier) == step_in(pool)
 
 
+def test_a_tier_that_fails_beyond_the_grace_gets_the_checkpoint_when_it_can_take_it(tmp_path):
+    """The training ends in order, as the scheduler wants it; the drain goes on alone."""
+    tier, aside = tmp_path / "tier", tmp_path / "aside"
+    with training(tmp_path / "run.pool", tier, grace=2.0, until=10**6) as process:
+        until(lambda: step_in(tier))
+        tier.rename(aside)
+        tier.write_bytes(b"")
+        process.send_signal(TERM)
+        _, logged = ended(process)
+        assert "close() waits no longer" in logged
+        time.sleep(5)  # longer than a drain tries whose training waits for it
+        tier.unlink()
+        aside.rename(tier)
+        step = lightck.recover(tmp_path / "run.pool").step
+        until(lambda: step_in(tier) == step)
+
+
 @pytest.mark.long
 def test_a_drain_that_is_killed_is_started_again_within_the_grace(tmp_path):
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
