@@ -27,7 +27,7 @@ def test_each_step_adds_its_slowdown():
     meter = Meter(Slowdown(unsaved=1.0, saved=10.0))
     for is_saved in (True, False, False):
         meter.count_step(is_saved)
-    stats = meter.snapshot(engine_cpu_seconds=0.0, committed=None, interval=1)
+    stats = meter.snapshot(engine_cpu_seconds=0.0, committed=None, interval=1, step=0, in_flight=0)
     assert stats.slowdown_seconds == 12.0
     assert stats.added_seconds == stats.stall_seconds + 12.0
     assert meter.unsaved_slowdown_seconds == 3.0
@@ -54,7 +54,7 @@ def test_work_of_the_loop_is_left_out_of_all_counters(monkeypatch):
                 now[0] += 128.0
 
     Hook().run()
-    stats = Hook.meter.snapshot(engine_cpu_seconds=0.0, committed=None, interval=1)
+    stats = Hook.meter.snapshot(engine_cpu_seconds=0.0, committed=None, interval=1, step=0, in_flight=0)
     assert (stats.stall_seconds, stats.wait_seconds) == (7.5, 4.0)
     assert stats.cpu_seconds == 3.5  # the wait took no processor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,8 +116,18 @@ def test_saves_of_dcp_are_gone_on_from_by_one_process_and_by_another_number_of_r
         environment = {**os.environ, "PYTHONPATH": str(Path(lightck.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
         command += [EXAMPLES / "train_dcp.py", "--steps", "20", "--path", "pools", *arguments]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        for attempt in range(3):
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+            # A thread of gloo's aborts a process now and then while its group ends, also without lightck.
+            if done.returncode == 0 or "terminate called without an active exception" not in done.stderr:
+                break
+            shutil.rmtree(folder / "pools", ignore_errors=True)
+            if (folder / "before").exists():
+                shutil.copytree(folder / "before", folder / "pools")
+            print(f"attempt {attempt}: gloo has aborted a rank")
         assert (done.returncode == 0) == (not arguments), done.stderr
+        shutil.rmtree(folder / "before", ignore_errors=True)
+        shutil.copytree(folder / "pools", folder / "before")
         return done.stdout
 
     alone = [sys.executable, EXAMPLES / "train_dcp.py", "--steps", "20", "--crash-at", "13"]
