@@ -41,7 +41,7 @@ ROOMS = {
     "following": LOW | {"dataloader"},
     "restore": LOW | {"dataloader", "following", "ranks"},
     "export": LOW | {"restore"},
-    "tiers": LOW | {"export", "ranks.directory", "restore"},
+    "tiers": LOW | {"export", "ranks.agreed_step", "ranks.directory", "restore"},
     "profiler": LOW | {"export", "hooks"},
     "pipeline": LOW,
     "strategy": {"state", "pipeline.plan", "pipeline.write_table"},  # the words in which it says what is written

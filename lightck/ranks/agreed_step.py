@@ -43,7 +43,7 @@ _JOIN_SECONDS = 1.0
 
 
 class Proposal(NamedTuple):
-    """What rank 0 proposes."""
+    """A step that rank 0 proposes."""
 
     step: int
     items: Sequence[int]
@@ -76,7 +76,7 @@ class StepAgreement:
     ) -> None:
         """``store``: over a connection that belongs to this object from now on. ``key``: (what, rank) -> key of the
         store."""
-        self._store, self._rank, self._world_size, self._participant = store, rank, world_size, participant
+        self._store, self._rank, self._participant = store, rank, participant
         self._proposal_key, self._verdict_key = key("step-proposal", 0), key("step-verdict", 0)
         self._answer_keys = [key("step-answer", one) for one in range(world_size)]
         self._to_propose: Proposal | None = None

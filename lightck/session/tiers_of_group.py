@@ -88,8 +88,8 @@ class TiersOfGroup:
         if self._group.world_size == 1:
             return
 
-        def propose(step: int, tiers: Sequence[int]) -> None:
-            agreement.propose(Proposal(step, tiers))
+        def propose(proposal: Proposal) -> None:
+            agreement.propose(proposal)
 
         is_first = self._group.rank == 0
         link = self._link

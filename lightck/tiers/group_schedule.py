@@ -24,12 +24,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from lightck.ranks.agreed_step import ACCEPTED, NOT_READY, PASSED, Proposal
 from lightck.tiers.tier import Tier
 
-ACCEPTED, NOT_READY, PASSED = 0, 1, 2
-"""Answers to a proposal, as in ``ranks/agreed_step.py``."""
 _LEAD_MIN = 4
 """How many checkpoints ahead rank 0 plans at least: more than another rank can be ahead of it."""
 _LATENCY_SECONDS = 0.2
@@ -38,18 +36,6 @@ _LATENCY_SECONDS_MIN = 0.1
 _LEAD_FACTOR_MAX = 64
 _PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 0.25, 2.0
 """After a proposal that was not accepted rank 0 waits before the next one: at first, and at most."""
-
-
-class Planned(Protocol):
-    """A step on which the ranks agree."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def items(self) -> Sequence[int]:
-        """The numbers of the tiers for which its checkpoint is due."""
-        ...
 
 
 class GroupSchedule:
@@ -62,16 +48,16 @@ class GroupSchedule:
         interval: int,
         newest: Sequence[int | None],
         is_ready: Callable[[], bool],
-        propose: Callable[[int, Sequence[int]], None] | None,
+        propose: Callable[[Proposal], None] | None,
     ) -> None:
         """``interval``: updates from one checkpoint to the next. ``newest``: for each tier, the step of its newest
-        checkpoint. ``is_ready``: whether the drain of this rank could take a checkpoint. ``propose``: (step, tiers);
-        None on all ranks but rank 0."""
+        checkpoint. ``is_ready``: whether the drain of this rank could take a checkpoint. ``propose``: lets all ranks be
+        asked; its items are the numbers of the tiers for which the checkpoint is due. None on all ranks but rank 0."""
         self._tiers, self._interval, self._is_ready, self._propose = tiers, interval, is_ready, propose
         self._lock = threading.Lock()
         self._newest = 0
         """The step of the newest checkpoint that this rank has committed."""
-        self._plan: Planned | None = None
+        self._plan: Proposal | None = None
         self._is_agreed: bool | None = None
         """The verdict on the plan; None: it is not known yet."""
         self._is_reached = self._is_closed = False
@@ -91,7 +77,7 @@ class GroupSchedule:
 
     # -- the helper thread
 
-    def answer(self, proposal: Planned) -> int:
+    def answer(self, proposal: Proposal) -> int:
         with self._lock:
             if proposal.step <= self._newest:
                 return PASSED
@@ -100,7 +86,7 @@ class GroupSchedule:
             self._plan, self._is_agreed, self._is_reached = proposal, None, False
             return ACCEPTED
 
-    def decided(self, proposal: Planned, verdict: int) -> None:
+    def decided(self, proposal: Proposal, verdict: int) -> None:
         is_agreed = verdict == ACCEPTED
         with self._lock:
             if self._plan is not None and self._plan.step == proposal.step:
@@ -110,7 +96,7 @@ class GroupSchedule:
             if self._propose is not None:
                 self._learn(proposal, verdict)
 
-    def _learn(self, proposal: Planned, verdict: int) -> None:
+    def _learn(self, proposal: Proposal, verdict: int) -> None:
         now = time.monotonic()
         self._is_asking, self._latency = False, now - self._asked_at
         if verdict == ACCEPTED:
@@ -126,7 +112,7 @@ class GroupSchedule:
 
     # -- the training thread
 
-    def reached(self, step: int) -> Planned | None:
+    def reached(self, step: int) -> Proposal | None:
         """Take note that the checkpoint of a step was committed. Returns the plan if it is for this step: the caller
         holds the checkpoint then."""
         with self._lock:
@@ -186,7 +172,7 @@ class GroupSchedule:
         chosen = min(found)
         items = [number for number, each in wanted.items() if each is not None and self._suits(number, each, chosen)]
         self._is_asking, self._asked_at = True, now
-        self._propose(chosen, items)
+        self._propose(Proposal(chosen, items))
 
     def _lead(self) -> int:
         seconds = sorted(self._seconds)[len(self._seconds) // 4]  # an evaluation between two steps says nothing

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -75,3 +76,14 @@ def bucket(store_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]
     yield found
     proxy.heal()
     proxy.stop()
+
+
+@pytest.fixture
+def pools(pool: Path) -> Path:
+    """The directory of a group, which does not exist yet."""
+    return pool.parent / "pools"
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Path:
+    return tmp_path / "tier"

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import pytest
 
 import lightck
+from lightck.ranks.agreed_step import ACCEPTED, NOT_READY, PASSED, Proposal
 from lightck.tiers import group_schedule
-from lightck.tiers.group_schedule import ACCEPTED, NOT_READY, PASSED, GroupSchedule
-
-
-class Plan(NamedTuple):
-    step: int
-    items: Sequence[int]
+from lightck.tiers.group_schedule import GroupSchedule
 
 
 class Clock:
@@ -30,14 +25,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def schedule_of(
     *tiers: lightck.Tier, interval: int = 1, newest: Sequence[int | None] = (), is_ready: bool = True
-) -> tuple[GroupSchedule, list[Plan]]:
+) -> tuple[GroupSchedule, list[Proposal]]:
     """A schedule of rank 0, and what it has proposed."""
-    proposed: list[Plan] = []
+    proposed: list[Proposal] = []
     steps = list(newest) or [None] * len(tiers)
-    found = GroupSchedule(
-        tiers, interval, steps, lambda: is_ready, lambda step, items: proposed.append(Plan(step, items))
-    )
-    return found, proposed
+    return GroupSchedule(tiers, interval, steps, lambda: is_ready, proposed.append), proposed
 
 
 def run(schedule: GroupSchedule, clock: Clock, first: int, last: int, seconds: float = 1.0) -> None:
@@ -48,7 +40,7 @@ def run(schedule: GroupSchedule, clock: Clock, first: int, last: int, seconds: f
         schedule.propose_if_due(step)
 
 
-def agree(schedule: GroupSchedule, plan: Plan, verdict: int = ACCEPTED) -> None:
+def agree(schedule: GroupSchedule, plan: Proposal, verdict: int = ACCEPTED) -> None:
     assert schedule.answer(plan) == ACCEPTED
     schedule.decided(plan, verdict)
 
@@ -77,7 +69,7 @@ def test_one_checkpoint_is_planned_at_a_time_and_the_next_one_when_it_is_due(clo
     run(schedule, clock, 1, 3)
     assert len(proposed) == 1
     agree(schedule, proposed[0])
-    assert schedule.answer(Plan(100, [0])) != ACCEPTED, "one is planned"
+    assert schedule.answer(Proposal(100, [0])) != ACCEPTED, "one is planned"
     run(schedule, clock, 4, proposed[0].step - 1)
     assert schedule.verdict() is None
     assert schedule.reached(proposed[0].step) == proposed[0]
@@ -92,13 +84,13 @@ def test_one_checkpoint_is_planned_at_a_time_and_the_next_one_when_it_is_due(clo
 def test_a_step_that_was_committed_is_not_accepted(clock):
     schedule, _ = schedule_of(lightck.Tier("/t", every="1h"))
     schedule.reached(7)
-    assert schedule.answer(Plan(7, [0])) != ACCEPTED
-    assert schedule.answer(Plan(8, [0])) == ACCEPTED
+    assert schedule.answer(Proposal(7, [0])) != ACCEPTED
+    assert schedule.answer(Proposal(8, [0])) == ACCEPTED
 
 
 def test_a_rank_whose_drain_is_busy_accepts_nothing(clock):
     schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"), is_ready=False)
-    assert schedule.answer(Plan(8, [0])) != ACCEPTED
+    assert schedule.answer(Proposal(8, [0])) != ACCEPTED
     run(schedule, clock, 1, 3)
     assert not proposed
 
@@ -120,8 +112,8 @@ def test_what_was_too_near_is_proposed_again_further_ahead(clock):
     schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"))
     run(schedule, clock, 1, 1, seconds=0.05)
     agree(schedule, proposed[0], PASSED)
-    assert schedule.answer(Plan(100, [0])) == ACCEPTED, "the refused plan is forgotten"
-    schedule.decided(Plan(100, [0]), PASSED)
+    assert schedule.answer(Proposal(100, [0])) == ACCEPTED, "the refused plan is forgotten"
+    schedule.decided(Proposal(100, [0]), PASSED)
     run(schedule, clock, 2, 20, seconds=0.05)
     assert len(proposed) == 2
     assert proposed[1].step - proposed[0].step > 2 * group_schedule._LEAD_MIN
@@ -168,12 +160,12 @@ def test_steps_are_multiples_of_the_interval_and_of_keep_every(clock):
 def test_two_tiers_share_a_checkpoint(clock):
     schedule, proposed = schedule_of(lightck.Tier("/a", every=10), lightck.Tier("/b", every=10), newest=[1, 1])
     run(schedule, clock, 2, 9)
-    assert proposed == [Plan(10, [0, 1])]
+    assert proposed == [Proposal(10, [0, 1])]
 
 
 def test_nothing_is_accepted_after_the_end(clock):
     schedule, proposed = schedule_of(lightck.Tier("/t", every="1h"))
     schedule.close()
-    assert schedule.answer(Plan(8, [0])) != ACCEPTED
+    assert schedule.answer(Proposal(8, [0])) != ACCEPTED
     run(schedule, clock, 1, 5)
     assert not proposed

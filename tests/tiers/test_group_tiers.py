@@ -34,17 +34,6 @@ from tiers.kills import children_of, is_running
 UPDATES, KILLED_AT = 120, 100
 
 
-@pytest.fixture
-def pools(pool: Path) -> Path:
-    """The directory of a group, which does not exist yet."""
-    return pool.parent / "pools"
-
-
-@pytest.fixture
-def tier(tmp_path: Path) -> Path:
-    return tmp_path / "tier"
-
-
 def store_of(tier: Path) -> FolderStore:
     return FolderStore(str(tier))
 

@@ -21,16 +21,6 @@ from tiers.test_group_tiers import drains_have_ended, plain, steps_in, until
 UPDATES = 60
 
 
-@pytest.fixture
-def pools(pool: Path) -> Path:
-    return pool.parent / "pools"
-
-
-@pytest.fixture
-def tier(tmp_path: Path) -> Path:
-    return tmp_path / "tier"
-
-
 def trained(
     name: str, pools: Path, tier: Path | None, signalled: dict[int, float], *, interval: int = 1, grace: str = "60s"
 ) -> list[Ended]:
