@@ -1,7 +1,7 @@
 """What a tier costs a training: python bench/tiers.py [--out DIR] [--only NAME].
 
-AlexNet, and GPT-2 with four layers, are trained at interval 1 with a pool on tmpfs. Loops without lightck, with it,
-with a tier in a folder (every ten steps) too, and without lightck again take turns.
+AlexNet, and GPT-2 with four layers (also with ``Gradients``), are trained at interval 1 with a pool on tmpfs. Loops
+without lightck, with it, with a tier in a folder (every ten steps) too, and without lightck again take turns.
 
 - *Step*: what lightck adds to the median step, without a tier and with it; *A/A*: the two loops without lightck.
 - *Stall*: the part of the time that the training thread spent in lightck.
@@ -35,10 +35,12 @@ from bench.workloads import Workload, gpt2_of, workload
 
 LOOPS = ("plain", "without", "tier", "again")
 EVERY = 10
+BASE_EVERY = 12
+"""Of the rows with ``Gradients``."""
 SHM = "/dev/shm"
 
 
-def loop(of: Workload, steps: int, pool: Path | None, tier: Path | None) -> dict[str, Any]:
+def loop(of: Workload, steps: int, pool: Path | None, tier: Path | None, base_every: int | None) -> dict[str, Any]:
     """Train for some steps, and return what was seen."""
     torch.manual_seed(0)
     model = of.model()
@@ -46,7 +48,8 @@ def loop(of: Workload, steps: int, pool: Path | None, tier: Path | None) -> dict
     session = None
     if pool is not None:
         tiers = [] if tier is None else [lightck.Tier(tier, every=EVERY, keep_last=2)]
-        session = lightck.attach(model, pool, optimizer=optimizer, tiers=tiers, overwrite=True)
+        strategy = None if base_every is None else lightck.Gradients(base_every=base_every)
+        session = lightck.attach(model, pool, optimizer=optimizer, tiers=tiers, overwrite=True, strategy=strategy)
     generator = torch.Generator().manual_seed(0)
     times, ended = [], []
     for _ in range(steps):
@@ -105,13 +108,13 @@ def one_large_write(folder: Path, nbytes: int) -> float:
     return seconds
 
 
-def compared(of: Workload, steps: int, turns: int, folder: Path, shm: Path) -> dict[str, Any]:
+def compared(of: Workload, steps: int, turns: int, folder: Path, shm: Path, base_every: int | None) -> dict[str, Any]:
     rows, writes = [], []
     for turn in range(turns):
         row: dict[str, Any] = {}
         for name in LOOPS:
             pool = shm / f"{turn}-{name}.pool" if name in ("without", "tier") else None
-            row[name] = loop(of, steps, pool, folder / f"{turn}" if name == "tier" else None)
+            row[name] = loop(of, steps, pool, folder / f"{turn}" if name == "tier" else None, base_every)
             if pool is not None:
                 with suppress(FileNotFoundError):
                     pool.unlink()
@@ -153,13 +156,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(2)
     size = "small" if args.small else "full"
-    of = {"alexnet": workload("alexnet", size), "gpt2-4": gpt2_of(4, size)}
+    of: dict[str, tuple[Workload, int | None]] = {
+        "alexnet": (workload("alexnet", size), None),
+        "gpt2-4": (gpt2_of(4, size), None),
+        "gpt2-4 Gradients": (gpt2_of(4, size), BASE_EVERY),
+    }
     results = {}
-    for name, each in of.items():
+    for name, (each, base_every) in of.items():
         if args.only in (None, name):
             steps, turns = (40, 1) if args.small else (50, 3)
             with tempfile.TemporaryDirectory(dir=args.folder) as folder, tempfile.TemporaryDirectory(dir=SHM) as shm:
-                results[name] = compared(each, steps, turns, Path(folder), Path(shm))
+                results[name] = compared(each, steps, turns, Path(folder), Path(shm), base_every)
             show(name, results[name])
     if args.out is not None:
         (args.out / "tiers.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +54,15 @@ class ClosingEvent(Enum):
     """The pre-step hook of the next update, if nothing else has closed the step before."""
     SAVE = "save"
     """None: the checkpoint was saved without a session, from tensors that were handed over (``saving/``)."""
+
+
+class ReducedBucket(NamedTuple):
+    """A bucket of gradients that the ranks have reduced. begin, end: of the reduction, in nanoseconds of
+    CLOCK_MONOTONIC. nbytes: of its gradients."""
+
+    begin: int
+    end: int
+    nbytes: int
 
 
 class StepListener:
@@ -111,6 +120,10 @@ class StepListener:
     def layer_updated(self, name: str, begin: int, tensors: Sequence[Tensor]) -> None:
         """A layer was updated: ``tensors`` have their final values of this step. ``begin``: start of the layer's
         update, in nanoseconds of CLOCK_MONOTONIC."""
+
+    def buckets_reduced(self, buckets: Sequence[ReducedBucket]) -> None:
+        """All buckets of a backward pass of DistributedDataParallel were reduced, and the layers are updated, if it is
+        a layer-wise update. ``buckets``: in the order in which their reductions began."""
 
     def layers_abandoned(self, index: int) -> None:
         """The backward pass raised after some layers were updated. No ``step()`` will complete this update."""
@@ -274,6 +287,9 @@ class StepEvents(StepListener):
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[Tensor]) -> None:
         self._emit("layer_updated", name, begin, tensors)
+
+    def buckets_reduced(self, buckets: Sequence[ReducedBucket]) -> None:
+        self._emit("buckets_reduced", buckets)
 
     def layers_abandoned(self, index: int) -> None:
         self._emit("layers_abandoned", index)

@@ -39,6 +39,13 @@ class TierStats:
     """How often sending to it has begun to fail, since ``attach``."""
     waiting: int = 0
     """Checkpoints that are held in the pool for it until the drain takes them, at present: at most 2."""
+    rounds: int = 0
+    """How often everything in it was read again (``Tier(reread=...)``)."""
+    bytes_reread: int = 0
+    damaged: int = 0
+    """Files in it that were found damaged, or gone, while they were read again; each counts once."""
+    mended: int = 0
+    """How many of these were written anew, from another copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,9 @@ class Stats:
     attach of the process; 0 on a machine with an accelerator."""
     wait_seconds: float = 0.0
     """The part of ``stall_seconds`` in which the training thread waited for copies and commits, or helped to copy."""
+    collective_seconds: float = 0.0
+    """Time in which reductions of gradients were under way: in each backward pass from the first launch to the last
+    end. Only counted for a layer-wise update under DistributedDataParallel, else 0."""
     rank_wait_seconds: float = 0.0
     """The part of ``wait_seconds`` in which this rank waited for other ranks: it may overwrite an older checkpoint only
     after they have committed a newer one. 0 without a group."""
@@ -96,6 +106,10 @@ class Stats:
     no such tensors."""
     staging_trial: bool = False
     """Whether lightck is still comparing transfer methods, because ``staging=`` named none."""
+    disk_writes: str | None = None
+    """How the large blocks of the newest committed checkpoint were written to a disk: "direct" (past the page cache,
+    ``O_DIRECT``), or "page cache: " and the reason; None before the first commit, and if the pool is not on a disk.
+    Both survive the same failures. Direct writes need less processor time."""
     wait_policy: str | None = None
     """"passive": OpenMP's threads sleep instead of spinning while a checkpoint is copied, because spinning threads left
     no processor to the copy threads. "trial": lightck is comparing sleeping with spinning. None: lightck does not
@@ -119,6 +133,12 @@ class Stats:
     not counted (``Replica``)."""
     tiers: tuple[TierStats, ...] = ()
     """What was sent to each tier (``attach(..., tiers=[...])``)."""
+    pool_rounds: int = 0
+    """With ``tiers=``: how often everything in the pool was read again (``Tier(reread=...)``)."""
+    pool_bytes_reread: int = 0
+    """What was read of the pool for that."""
+    pool_damaged: int = 0
+    """Checkpoints of the pool that were found damaged while they were read again; each counts once."""
     emulated: str | None = None
     """The memory whose speed was emulated (``LIGHTCK_EMULATE``); None without emulation. With emulation the times are
     not those of the real medium."""
@@ -218,12 +238,15 @@ class Meter:
         self.replica_drift: float | None = None
         self.replica_drift_tensor: str | None = None
         self.replica_renewed = 0
+        self.collective_seconds = 0.0
         self.kept = self.holds_honored = self.holds_overrun = 0
         self.strategy = strategy
         self.strategy_reason: str | None = None
         self.tiers: tuple[TierStats, ...] = ()
+        self.pool_rounds = self.pool_bytes_reread = self.pool_damaged = 0
         self.staging: str | None = None
         self.staging_trial = False
+        self.disk_writes: str | None = None
         self.wait_policy: str | None = None
         self.bytes_written = self.bytes_helped = self.checkpoints = self.skipped = self.recopied = self.left_out = 0
         self.stall_in_progress: Stall | None = None

@@ -1,4 +1,4 @@
-"""A training that a signal may end, run as a process: ``python -m preempted_training SETTINGS``, a JSON object.
+"""A training that a signal may end, run as a process (``start``).
 
 It prints a line for each step, and at the end "stopped at N" or "ended HASH" with a hash of everything that it has
 trained.
@@ -9,21 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked import ForkedProgram
 from noisy_training import Noisy
 from toys import everything
 
 import lightck
-
-TESTS = Path(__file__).parent
 
 
 class Data(torch.utils.data.Dataset):
@@ -48,17 +44,10 @@ def settings(**changed: Any) -> dict[str, Any]:
     return {**found, **{name: str(value) if isinstance(value, Path) else value for name, value in changed.items()}}
 
 
-def command(**changed: Any) -> list[str]:
-    return [sys.executable, "-u", "-m", "preempted_training", json.dumps(settings(**changed))]
-
-
-def start(**changed: Any) -> subprocess.Popen[str]:
+def start(**changed: Any) -> ForkedProgram:
     """Start the training. Its lines are read from ``stdout``, and its log from ``stderr``."""
-    path = os.pathsep.join([str(TESTS), *(each for each in sys.path if each)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command(**changed), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    program = "import json, sys; from preempted_training import main; main(json.loads(sys.argv[1]))"
+    return ForkedProgram(program, [json.dumps(settings(**changed))])
 
 
 def hash_of(value: Any) -> str:
@@ -122,7 +111,3 @@ def loop(said: dict[str, Any], session: Any, model: Any, optimizer: Any, schedul
             print(session.step)
             if session.step == said["until"] or (said["asks"] and not asks_first and session.should_stop):
                 return
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -85,7 +85,8 @@ def _child(rank: int, n_ranks: int, body: Callable[[int], Any], write: int, fold
 
 
 def _ended(ranks: dict[int, tuple[int, int]], ends_others_after: float) -> list[Ended]:
-    data, ended = dict.fromkeys(ranks, b""), {}
+    data: dict[int, bytearray] = {rank: bytearray() for rank in ranks}
+    ended = {}
     deadline = time.monotonic() + SECONDS_MAX
     first_death: float | None = None
     open_pipes = {read: rank for rank, (_, read) in ranks.items()}

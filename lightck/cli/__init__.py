@@ -2,8 +2,8 @@
 
 Exit statuses are in ``cli/base.py``. No command but ``repair`` writes to an existing pool or locks it, so every other
 command works on a pool in use; ``inject`` writes to a copy that it made, ``compact``, ``copy`` and ``reshard`` make new
-pools, and ``gc`` removes files from a tier. The module of a command, and torch, are imported when the command runs. So
-``doctor`` also works where the native library does not load.
+pools, ``drain`` sends to a tier what a training would have sent, and ``gc`` removes files from a tier. The module of a
+command, and torch, are imported when the command runs. So ``doctor`` also works where the native library does not load.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ NAMES = (
     "diff",
     "docs",
     "doctor",
+    "drain",
     "export",
     "gc",
     "inject",

@@ -256,6 +256,21 @@ def _pools(paths: list[str]) -> list[str]:
     return found
 
 
+class Quantity(click.ParamType):  # type: ignore[type-arg, unused-ignore]
+    """A number with a unit, which a function of ``tiers/rates.py`` reads."""
+
+    def __init__(self, name: str, function: str, examples: str) -> None:
+        self.name, self._function, self._examples = name, function, examples
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        from lightck.tiers import rates
+
+        found: float | None = getattr(rates, self._function)(str(value))
+        if found is None:
+            self.fail(f"{value!r} is no {self.name}. Write {self._examples}.", param, ctx)
+        return found
+
+
 _SECRET_OPTION = re.compile("secret|token|password|sas_key|access_key|account_key|customer_key|service_account_key")
 _NO_SECRET_OPTIONS = frozenset(["aws_web_identity_token_file", "web_identity_token_file", "federated_token_file"])
 
@@ -276,6 +291,19 @@ def _store_options(ctx: click.Context, param: click.Parameter, given: tuple[str,
 
 
 POOL = PoolPath()
+DURATION = Quantity("duration", "seconds_of", "30s, 5min or 1h")
+rate_option = click.option(
+    "--rate",
+    "bytes_per_second",
+    type=Quantity("rate", "bytes_per_second_of", "200MB/s, 50kB/s or 1.5GiB/s"),
+    help="Send at most so many bytes in a second: 200MB/s. When a signal ends --every or --follow, the newest "
+    "checkpoint is sent without this limit.",
+)
+compress_option = click.option(
+    "--compress",
+    type=click.Choice(["zstd", "lz4"]),
+    help="Compress what is sent to a tier. zstd makes it smaller, lz4 is faster. [default: not compressed]",
+)
 store_option = click.option(
     "--store-option",
     "store_options",

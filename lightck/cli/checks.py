@@ -209,6 +209,8 @@ def _medium(machine: Machine, folder: str) -> Finding:
     survived = [words for name, words in SURVIVED.items() if getattr(durability, name)]
     room = f"{size(space.free)} free of {size(space.total)}"
     said = f"{durability.medium}, {room}; survives {', '.join(survived) or 'nothing'}"
+    method = machine.disk_writes(folder, durability.tier)
+    said += f"; large blocks are written: {method}" if method else ""
     if space.free < POOL_NBYTES_SMALL:
         return Finding(folder, PROBLEM, said, "There is no room for a pool: free some space, or choose another folder.")
     if folder == SHARED and space.total <= DOCKER_SHARED_NBYTES:

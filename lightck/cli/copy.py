@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 import click
 
 from lightck.cli.base import (
+    DURATION,
     FAILED,
     OK,
     POOL,
     Command,
+    compress_option,
     ended_by_signals,
     json_option,
     print_error,
     print_progress,
+    rate_option,
     signals_handled,
     step_option,
     store_option,
@@ -30,27 +33,13 @@ if TYPE_CHECKING:
     from lightck.tiers.drain import Copied, Drain
 
 
-class _Duration(click.ParamType):  # type: ignore[type-arg, unused-ignore]
-    """A number with a unit: ``30s``, ``5min``, ``1h``."""
-
-    name = "duration"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        from lightck.tiers.tier import seconds_of
-
-        seconds = seconds_of(str(value))
-        if seconds is None:
-            self.fail(f"{value!r} is no duration. Write 30s, 5min or 1h.", param, ctx)
-        return seconds
-
-
 @click.command("copy", cls=Command, short_help="Send checkpoints to a tier, or fetch one from it.")
 @click.argument("source", type=POOL)
 @click.argument("dest", type=click.Path())
 @step_option
 @click.option(
     "--every",
-    type=_Duration(),
+    type=DURATION,
     help="Send the newest checkpoint again and again: 30s, 5min, 1h. At SIGTERM or Ctrl-C the newest one is sent, and "
     "the command ends.",
 )
@@ -60,6 +49,8 @@ class _Duration(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     help="With --every: remove all but the newest N checkpoints of this run from the tier, each an hour after a newer "
     "one has replaced it. [default: all stay]",
 )
+@rate_option
+@compress_option
 @store_option
 @json_option
 def command(
@@ -68,6 +59,8 @@ def command(
     step: int | None,
     every: float | None,
     keep_last: int | None,
+    bytes_per_second: float | None,
+    compress: str | None,
     store_options: dict[str, str],
     as_json: bool,
 ) -> int:
@@ -89,17 +82,32 @@ def command(
         raise click.UsageError("--keep-last N goes with --every: a single copy removes nothing.")
     from_options, to_options = _options_of(source, store_options), _options_of(dest, store_options)
     from_tier = is_tier(source, from_options)
+    if from_tier and bytes_per_second is not None:
+        raise click.UsageError("--rate limits what is sent to a tier, and SOURCE is a tier.")
+    if from_tier and compress is not None:
+        raise click.UsageError("--compress is for what is sent to a tier, and a pool is never compressed.")
     if every is not None:
         if from_tier:
             raise click.UsageError("--every sends from a pool, and SOURCE is a tier.")
-        drain = drain_to(source, dest, lightck.__version__, Retention(keep_last=keep_last), options=to_options)
+        retention, by = Retention(keep_last=keep_last), lightck.__version__
+        drain = drain_to(
+            source, dest, by, retention, options=to_options, codec=compress, bytes_per_second=bytes_per_second
+        )
         return _repeat(drain, source, every, as_json)
     with ended_by_signals():
         if from_tier:
             done = copy_from_tier(source, dest, step=step, progress=progress_bar, options=from_options)
         else:
-            by = lightck.__version__
-            done = copy_to_tier(source, dest, step=step, written_by=by, progress=progress_bar, options=to_options)
+            done = copy_to_tier(
+                source,
+                dest,
+                step=step,
+                written_by=lightck.__version__,
+                progress=progress_bar,
+                options=to_options,
+                bytes_per_second=bytes_per_second,
+                codec=compress,
+            )
     _print(done, as_json)
     return OK
 
@@ -121,7 +129,7 @@ def _print(done: Copied, as_json: bool, *, in_one_line: bool = False) -> None:
         return
     for each in done.rejected:
         print_line(f"passed over: {each}")
-    written = "" if done.sent_nbytes >= done.nbytes else f" ({size(done.sent_nbytes)} of it are new)"
+    written = "" if done.sent_nbytes >= done.nbytes else f" ({size(done.sent_nbytes)} were written)"
     print_line(f"step {done.step}: {size(done.nbytes)} in {done.path}{written}")
 
 
@@ -129,7 +137,12 @@ def _repeat(drain: Drain, source: str, every: float, as_json: bool) -> int:
     """Send the newest checkpoint every ``every`` seconds, until a signal comes. A failure is printed once, and the next
     round tries again; it ends the command if another process has the tier."""
     said, stop = "", threading.Event()
-    with signals_handled(lambda *_: stop.set(), signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+
+    def ends(*_: object) -> None:
+        stop.set()
+        drain.lift_rate()
+
+    with signals_handled(ends, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         while True:
             is_last = stop.is_set()
             try:

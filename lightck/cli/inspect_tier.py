@@ -59,6 +59,7 @@ def tier_facts(path: str, step: int | None, contents_of: ContentsOf) -> Facts:
         "tier": path,
         "run": run_of(store, listing),
         "nbytes": sum(each["nbytes"] for each in claims),
+        "compressed": _compressed(found.candidates),
         "claims": claims,
         "checkpoints": _checkpoints(store, listing, found.newest_of_each_step),
         "unreadable": found.unreadable,
@@ -91,6 +92,20 @@ def _named_objects(candidates: Sequence[Candidate]) -> Mapping[ObjectName, int]:
     return {sent.name: sent.nbytes for each in candidates for sent in each.objects}
 
 
+def _compressed(candidates: Sequence[Candidate]) -> list[Facts]:
+    """Return one object for each codec: how many bytes its objects have, and how many they were made from."""
+    objects = {sent.name: sent for each in candidates for sent in each.objects if sent.coding is not None}
+    found: dict[str, Facts] = {}
+    for sent in objects.values():
+        assert sent.coding is not None, "taken above"
+        empty: Facts = {"codec": sent.coding.codec, "objects": 0, "nbytes": 0, "content_nbytes": 0}
+        row = found.setdefault(sent.coding.codec, empty)
+        row["objects"] += 1
+        row["nbytes"] += sent.nbytes
+        row["content_nbytes"] += sent.content_nbytes
+    return [found[codec] for codec in sorted(found)]
+
+
 def _nbytes_of(store: Store, names: Sequence[ObjectName]) -> int | None:
     """Return how many bytes these objects have; None if the store does not say."""
     from lightck.tiers.store import KnowsSizes
@@ -119,7 +134,8 @@ def _checkpoints(store: Store, listing: Listing, candidates: Sequence[Candidate]
         first = each.manifests[0]
         more = {"generation": first.record.payload_generation, "incarnation": first.incarnation}
         row = tier_checkpoints.row(each) | more
-        rows.append(row | {"objects": len(objects), "new_nbytes": new, "on_path": each.checkpoint in come_through})
+        row |= {"objects": len(objects), "new_nbytes": new, "on_path": each.checkpoint in come_through}
+        rows.append(row | {"codecs": sorted(set().union(*(manifest.codecs for manifest in each.manifests)))})
     return rows[::-1]
 
 
@@ -156,6 +172,7 @@ def _show(facts: Facts, step: int | None, show_contents: Callable[[Facts], None]
             ("tier", facts["tier"]),
             ("run", f"{str(facts['run'])[:8]}, {count(len(claims), 'claim')}"),
             ("size", f"{size(facts['nbytes'])} in {count(objects, 'object')}"),
+            *(_codec_row(each) for each in facts["compressed"]),
         ]
     ):
         print_line(line)
@@ -177,6 +194,12 @@ def _show(facts: Facts, step: int | None, show_contents: Callable[[Facts], None]
         show_contents(facts["shown"])
     print_line()
     _show_next(facts, step)
+
+
+def _codec_row(each: Facts) -> tuple[str, str]:
+    ratio = each["content_nbytes"] / each["nbytes"]
+    made_from = f"{size(each['content_nbytes'])} became {size(each['nbytes'])}"
+    return each["codec"], f"{count(each['objects'], 'object')}: {made_from}, {ratio:.2f} times smaller"
 
 
 def _claim_row(each: Facts) -> tuple[str, str, str, str, str]:
@@ -205,7 +228,7 @@ def _show_next(facts: Facts, step: int | None) -> None:
     if shown is not None:
         which = "" if step is None else f" --step {step}"
         print_line(f"recover() and `lightck copy {name} NEW.pool{which}` read step {shown['step']}.")
-        print_line(f"To check every byte: lightck verify{which} {name}")
+        print_line(f"To check every byte: lightck verify --deep{which} {name}")
     elif facts["checkpoints"] or facts["unreadable"]:
         print_verdict(f"No checkpoint can be used. Next: lightck verify --deep {name}", good=False)
     else:

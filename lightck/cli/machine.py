@@ -49,6 +49,14 @@ def durability_of(folder: str) -> Durability:
     return durability.probe(folder)
 
 
+def disk_writes_in(folder: str, tier: int) -> str | None:
+    """Return how the large blocks of a pool in this folder would be written to a disk; None if the pool would not be on
+    a disk, or if this is unknown. ``tier``: that of the durability."""
+    from lightck.pool import direct_writes
+
+    return direct_writes.method_in(folder, tier)
+
+
 def folder_refusal_of(folder: str) -> str | None:
     """Return, as text, why ``attach`` refuses to create a pool in this folder; None if it does not refuse."""
     from lightck.pool.storage.file import checked_folder
@@ -107,6 +115,7 @@ class Machine:
     writable: Callable[[str], bool] = is_writable
     folder_refusal: Callable[[str], str | None] = folder_refusal_of
     pool_refusal: Callable[[str], str | None] = pool_refusal_at
+    disk_writes: Callable[[str, int], str | None] = disk_writes_in
 
     def text(self, path: str) -> str:
         """Return the text of a file; empty if the file cannot be read."""

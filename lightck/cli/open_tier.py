@@ -35,6 +35,8 @@ def open_tier(path: str, options: Options | None = None) -> Store:
     from lightck.tiers.open_store import is_url, open_store
 
     if not is_tier(path, options):
+        if not is_url(path) and not os.path.lexists(path):
+            usage_error(f"There is nothing at {path!r}. Check the path.")
         cure = "" if is_url(path) else f" For a pool: lightck inspect {path}."
         usage_error(f"{path!r} is no tier: no claim lies in it.{cure}")
     return open_store(path, options_of(path, options))

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from lightck.cli.base import FAILED, Command, print_error, print_progress, signals_handled
-from lightck.tiers.drain_messages import ANNOUNCING_SIGNALS, PROCESS_NAME
+from lightck.tiers.drain_messages import ANNOUNCING_SIGNALS, DRAIN_MODULE, PROCESS_NAME
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_SECONDS = 0.05
@@ -69,6 +69,13 @@ def _wait_for_drains() -> None:
             time.sleep(_PAUSE_SECONDS)
 
 
+def _is_drain(process: Path) -> bool:
+    """Whether a folder of /proc is that of a drain, also of one that has just begun and has not taken its name yet.
+    Raises ``OSError`` if it is gone."""
+    name = (process / "comm").read_text().strip()
+    return name == PROCESS_NAME or DRAIN_MODULE.encode() in (process / "cmdline").read_bytes()
+
+
 def _drains() -> list[int]:
     """Return the drains among the children of this process, after those that have ended were collected."""
     with contextlib.suppress(ChildProcessError):
@@ -77,7 +84,7 @@ def _drains() -> list[int]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (process / "comm").read_text().strip() == PROCESS_NAME:
+            if _is_drain(process):
                 parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
                 found += [int(process.name)] if parent == os.getpid() else []
     return found

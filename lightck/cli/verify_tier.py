@@ -148,7 +148,7 @@ def _checked(
 def _damaged_objects(
     store: Store, found: Candidate, known: dict[ObjectName, str | None], *, reads: bool
 ) -> list[Facts]:
-    from lightck.tiers.reading import damage_of
+    from lightck.tiers.object_copies import damage_of
 
     objects = {each.name: each for each in found.objects}
     nbytes = sum(each.nbytes for each in objects.values() if each.name not in known)

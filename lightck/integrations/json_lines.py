@@ -89,9 +89,9 @@ def log_commits(session: lightck.Session, every: int = 100) -> RemovableHandle:
     """Log a line of level INFO for each ``every``-th commit from now on, with the session's counters.
 
     The fields of the event ``commit``: ``step``, ``pool``, ``rank``, ``commits``, ``lag_steps``, ``in_flight``,
-    ``stall_seconds``, ``wait_seconds``, ``written_bytes``, ``skipped``, ``holds_honored``, ``holds_overrun`` and
-    ``tiers``: of each tier ``tier``, ``step``, ``sent_at`` (Unix time), ``checkpoints``, ``sent_bytes``, ``failures``
-    and ``is_failing``.
+    ``stall_seconds``, ``wait_seconds``, ``written_bytes``, ``skipped``, ``holds_honored``, ``holds_overrun``,
+    ``pool_damaged`` and ``tiers``: of each tier ``tier``, ``step``, ``sent_at`` (Unix time), ``checkpoints``,
+    ``sent_bytes``, ``failures``, ``is_failing``, ``rounds``, ``damaged`` and ``mended``.
 
     Args:
         session: an open session.
@@ -131,6 +131,7 @@ def _counters(stats: lightck.Stats) -> dict[str, object]:
         "skipped": stats.skipped,
         "holds_honored": stats.holds_honored,
         "holds_overrun": stats.holds_overrun,
+        "pool_damaged": stats.pool_damaged,
         "tiers": [
             {
                 "tier": tier.root,
@@ -140,6 +141,9 @@ def _counters(stats: lightck.Stats) -> dict[str, object]:
                 "sent_bytes": tier.bytes_sent,
                 "failures": tier.failures,
                 "is_failing": tier.failing_since is not None,
+                "rounds": tier.rounds,
+                "damaged": tier.damaged,
+                "mended": tier.mended,
             }
             for tier in stats.tiers
         ],

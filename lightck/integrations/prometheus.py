@@ -37,6 +37,9 @@ _COUNTERS = (
     _Of("kept", "exports", "Checkpoints that were exported (keep=)."),
     _Of("holds_honored", "holds_honored", "Slots that were passed over because a reader held them."),
     _Of("holds_overrun", "holds_overrun", "Held slots that were overwritten because the training needed them."),
+    _Of("pool_rounds", "pool_reread_rounds", "How often everything in the pool was read again."),
+    _Of("pool_bytes_reread", "pool_reread_bytes", "Bytes of the pool that were read again."),
+    _Of("pool_damaged", "pool_damaged", "Checkpoints of the pool that were found damaged."),
 )
 _GAUGES = (
     _Of("step", "step", "Updates since the beginning of the training."),
@@ -49,6 +52,10 @@ _TIER_COUNTERS = (
     _Of("checkpoints", "tier_checkpoints", "Checkpoints that were sent to the tier."),
     _Of("bytes_sent", "tier_sent_bytes", "Bytes that were written to the tier."),
     _Of("failures", "tier_failures", "How often sending to the tier has begun to fail."),
+    _Of("rounds", "tier_reread_rounds", "How often everything in the tier was read again."),
+    _Of("bytes_reread", "tier_reread_bytes", "Bytes of the tier that were read again."),
+    _Of("damaged", "tier_damaged", "Files of the tier that were found damaged."),
+    _Of("mended", "tier_mended", "Damaged files of the tier that were written anew."),
 )
 _TIER_GAUGES = (
     _Of("step", "tier_step", "Step of the newest checkpoint in the tier."),

@@ -174,6 +174,31 @@ class CurrentPool:
             spare = max(spare, spare_nbytes(old, layout))
         return self._new_writer(self.kind.laid_out(layout.values()), state_nbytes, spare, extras)
 
+    def write_as_other_kind(
+        self,
+        reader: PoolReader,
+        kind_of_file: PoolKind,
+        entries: Sequence[Entry],
+        state_nbytes: int,
+        commit_checkpoint: Callable[[PoolWriter], object],
+    ) -> None:
+        """Move an existing pool of another kind to a new file, which replaces it, and close both. ``reader``: has the
+        pool open for writing. ``kind_of_file``: the kind of that pool. The other arguments, and what is raised: as for
+        ``relayout``."""
+        own_kind, self.kind = self.kind, kind_of_file
+        self._kind_of_file = kind_of_file
+        n_slots = self.n_slots
+        try:
+            self.open(reader)
+            self.kind = own_kind
+            laid_out = own_kind.laid_out(pool_layout(self.writer, entries, ())[0].values())
+            self.n_slots = own_kind.n_slots(laid_out, state_nbytes, n_slots)
+            self.relayout(entries, state_nbytes, commit_checkpoint)
+        finally:
+            self.kind = self._kind_of_file = own_kind
+            self.n_slots = n_slots
+            self.close()
+
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()

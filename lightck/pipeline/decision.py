@@ -54,10 +54,15 @@ class Decisions:
         self._of_group = decision
 
     @property
+    def is_in_group(self) -> bool:
+        """Whether this process is a rank of a group."""
+        return self._of_group is not None
+
+    @property
     def commits_after_give_up(self) -> bool:
         """Whether a checkpoint must be committed before its boundary ends if the one before it was given up. A group of
         ranks needs this (``commits_within_boundary`` in ``ranks/rule.py`` says why)."""
-        return self._of_group is not None
+        return self.is_in_group
 
     def wait_for_slot(self, has_slot: Callable[[], bool], pause: Callable[[], object]) -> bool:
         """Wait until ``has_slot()`` is true, because other ranks let this one overwrite a slot, and return True. Return

@@ -192,7 +192,7 @@ class _UpdateCopies:
         is_checked = self._needs_checksums(live.name, self.n_params if is_param else None)
         self.n_params += is_param
         crcs = checksums(live.written, self._writer.superblock.block) if is_checked else None
-        return _Copy(live.name, number, live, signature_of(live.tensor), crcs)
+        return _Copy(live.name, number, live, signature_of(live), crcs)
 
     def _begin(self) -> None:
         waiting, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
@@ -210,7 +210,7 @@ class _UpdateCopies:
             if number not in self._updated_again
             and number in background
             and background[number].tensor is one.live.tensor
-            and signature_of(one.live.tensor) == one.signature
+            and signature_of(one.live) == one.signature
         ]
 
     def checksums_now(self, one: _Copy) -> npt.NDArray[np.uint32]:

@@ -27,7 +27,7 @@ from lightck.pipeline.current_pool import CurrentPool
 from lightck.pipeline.decision import Decisions
 from lightck.pipeline.eager_copies import EagerCopies
 from lightck.pipeline.guard import Rejection, Validator, WriteGuard, strike
-from lightck.pipeline.in_flight import InFlightCheckpoint, job_budget, seconds_left
+from lightck.pipeline.in_flight import SHARE_LEFT_MAX, InFlightCheckpoint, job_budget, seconds_left
 from lightck.pipeline.late_copies import LateCopies
 from lightck.pipeline.plan import Strategy, WritePlan
 from lightck.pipeline.pool_kind import PoolKind, WholeCheckpoints
@@ -166,6 +166,7 @@ class Pipeline:
             return
         if self._kind_change is not None and self._changes_kind(self._kind_change, closed_step):
             return
+        is_begun = self.eager.reservation is not None
         try:
             writer = self.pool.ready_writer()
             self.wait_policy.checkpoint_begins()
@@ -177,6 +178,8 @@ class Pipeline:
         self._newest = writer, checkpoint.pending.slot, checkpoint.pending.record.generation
         if checkpoint.needs_no_validation:
             self._release(checkpoint, writer)
+        elif is_begun and self.decisions.is_in_group and checkpoint.share_left() <= SHARE_LEFT_MAX:
+            self.settle(checkpoint, commits_here=True)
         if self._was_given_up and self.decisions.commits_after_give_up:
             self.finish()
 
@@ -200,11 +203,12 @@ class Pipeline:
             self.pool.spare_nbytes_min = max(self.pool.spare_nbytes_min, nbytes)
             self.pool.requested_slots = self.pool.n_slots
 
-    def _release(self, checkpoint: InFlightCheckpoint, writer: PoolWriter) -> None:
-        """Release a checkpoint that needs no validation. If all its bytes are copied and a commit does not wait for a
-        disk, commit the checkpoint on this thread, which takes less time than to wake a copy thread."""
+    def _release(self, checkpoint: InFlightCheckpoint, writer: PoolWriter, is_copied: bool = False) -> None:
+        """Release a checkpoint that needs no more validation. If all its bytes are copied and a commit does not wait
+        for a disk, commit the checkpoint on this thread, which takes less time than to wake a copy thread."""
         job = checkpoint.pending.job
-        commits_now = not job.parts and len(self._in_flight) == 1 and writer.durability.tier != TIER_DISK
+        is_copied = is_copied or not job.parts
+        commits_now = is_copied and len(self._in_flight) == 1 and writer.durability.tier != TIER_DISK
         try:
             if commits_now:
                 job.commit()
@@ -474,13 +478,18 @@ class Pipeline:
     def _unvalidated(self) -> list[InFlightCheckpoint]:
         return [one for one in self._in_flight if not one.pending.job.is_released]
 
-    def settle(self, checkpoint: InFlightCheckpoint) -> None:
-        """Wait for the copies, validate the checkpoint, and release it to commit or give it up."""
+    def settle(self, checkpoint: InFlightCheckpoint, commits_here: bool = False) -> None:
+        """Wait for the copies, validate the checkpoint, and release it to commit or give it up. ``commits_here``: on
+        this thread, if that does not wait for a disk."""
         self._wait_or_fail(checkpoint, COPIED)
         rejection = self.guard.validate(checkpoint, self._writer)
         for validate in self.validators:
             rejection = rejection or validate(checkpoint, self._writer)
-        if not self._give_up_if_rejected(checkpoint, rejection):
+        if self._give_up_if_rejected(checkpoint, rejection):
+            return
+        if commits_here:
+            self._release(checkpoint, self._writer, is_copied=True)
+        else:
             checkpoint.pending.job.release()
 
     def _give_up_if_rejected(self, checkpoint: InFlightCheckpoint, rejection: Rejection | None) -> bool:
@@ -539,6 +548,7 @@ class Pipeline:
         self._was_given_up = False
         self.guard.committed(checkpoint.pending.record.generation, writer, self.events)
         self._meter.count_commit(info.nbytes, info.nbytes_helped)
+        self._meter.disk_writes = writer.direct_writes.method
         self.wait_policy.checkpoint_ended(info.nbytes, info.nbytes_helped)
         checkpoint.pending.job.forget()
         self.events.committed(writer, checkpoint.step)

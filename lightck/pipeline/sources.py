@@ -29,16 +29,18 @@ from lightck.state.signatures import (
     version_counter_of,
 )
 
-Signature = tuple[int, MemoryLayout]
-"""The version counter and the memory layout of a tensor. Its identity is compared separately."""
+Signature = tuple[int, int, MemoryLayout]
+"""The version counter of a tensor, the one of the DTensor that holds it (0 if there is none), and the memory layout of
+the tensor. Its identity is compared separately."""
 REREAD_BY_COPY_NBYTES = 64 << 10
 """For each checkpoint, tensors that can be read only through a copy are read again one after the other, until
 ``REREAD_BY_COPY_NBYTES`` bytes were read."""
 
 
-def signature_of(tensor: torch.Tensor) -> Signature:
+def signature_of(live: Live) -> Signature:
     """Return the signature of a tensor. Its bytes are not read."""
-    return version_counter_of(tensor), memory_layout_of(tensor)
+    of_dtensor = 0 if live.dtensor is None else version_counter_of(live.dtensor)
+    return version_counter_of(live.tensor), of_dtensor, memory_layout_of(live.tensor)
 
 
 _NOTHING_WATCHED = MemoryLayouts([]), VersionCounters([]), Registrations([])
@@ -61,8 +63,8 @@ class SourceWatch:
         self._memory_layouts, self._counters, self._registrations = _NOTHING_WATCHED
         if lives:
             tensors = [live.tensor for live in lives]
-            self._memory_layouts, self._counters = MemoryLayouts(tensors), VersionCounters(tensors)
-            self._registrations = Registrations(lives)
+            self._memory_layouts, self._registrations = MemoryLayouts(tensors), Registrations(lives)
+            self._counters = VersionCounters(tensors, self._registrations.dtensors)
         self._blocks, self._at_boundary = NO_BLOCKS, _NOTHING_READ
         """``_blocks``: the blocks of all sources in host memory. ``_at_boundary``: three parallel arrays with one item
         for each block that was read at the boundary: the position of the copy's checksum among all checksums of the
@@ -129,9 +131,9 @@ def _block_equal(tensor: torch.Tensor, copied: npt.NDArray[np.uint32], index: in
 class _Known:
     """A frozen tensor as a checkpoint last held it."""
 
-    tensor: torch.Tensor
+    live: Live
     written: torch.Tensor
-    """What the checkpoint held of ``tensor``: itself, or the rows of a share."""
+    """What the checkpoint held of the tensor: itself, or the rows of a share."""
     memory: object
     """Keeps the tensor's memory alive, so that no other tensor can get the same address."""
     signature: Signature
@@ -206,7 +208,7 @@ class UnchangedTensors:
         known = self._known.get(live.name)
         if known is None or not known.can_be_left_out or live.name in self.copied_at_boundary:
             return None
-        if known.tensor is not live.tensor or known.signature != signature_of(live.tensor):
+        if known.live.tensor is not live.tensor or known.signature != signature_of(live):
             return None
         return known.crcs
 
@@ -216,10 +218,10 @@ class UnchangedTensors:
         is_equal = before is not None and np.array_equal(before.crcs, crcs)
         can_be_left_out = is_equal and live.name not in self.copied_at_boundary
         self._known[live.name] = _Known(
-            live.tensor,
+            live,
             live.written,
             storage_of(live.tensor),
-            signature_of(live.tensor),
+            signature_of(live),
             crcs.copy(),
             can_be_left_out,
         )
@@ -236,7 +238,7 @@ class UnchangedTensors:
     def forget(self, ids: Collection[int]) -> None:
         """Forget these tensors, so that each must be written twice again before it is left out."""
         if ids:
-            left = {name: known for name, known in self._known.items() if id(known.tensor) not in ids}
+            left = {name: known for name, known in self._known.items() if id(known.live.tensor) not in ids}
             if len(left) < len(self._known):
                 self._known = left
                 self._discard_rounds()
@@ -311,12 +313,12 @@ class UnchangedTensors:
                 if not np.array_equal(checksums(in_plain_memory(on_host(known.written)), block), known.crcs):
                     return {name}, False
                 spent += known.written.nbytes
-            if spent >= REREAD_BY_COPY_NBYTES or not known.tensor.is_cpu:
+            if spent >= REREAD_BY_COPY_NBYTES or not known.live.tensor.is_cpu:
                 break
         return set(), not self._next_by_copy
 
     def _has_same_signature(self, name: str) -> bool:
-        return self._known[name].signature == signature_of(self._known[name].tensor)
+        return self._known[name].signature == signature_of(self._known[name].live)
 
 
 def changed_error(names: Sequence[str], when: str) -> StateChangedError:

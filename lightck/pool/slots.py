@@ -2,6 +2,7 @@
 
 Invariant: neither the protected slot nor a held slot is chosen for a new checkpoint. The protected slot holds the
 checkpoint that this process committed last. Before the first commit, the protected slot holds the adopted checkpoint.
+If that checkpoint was found damaged, the one before it is kept in its place, until the next commit (``give_up``).
 
 A slot's ``SlotImage`` mirrors the tensor records and checksums of the bytes in the slot. So a tensor that a write plan
 leaves out keeps the record with which its bytes were written.
@@ -9,7 +10,7 @@ leaves out keeps the record with which its bytes were written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,6 +90,13 @@ class Slot:
     """Whether a write to the slot failed. This process does not use the slot again."""
     in_flight: bool = False
     """Whether the slot belongs to a checkpoint in flight or to a reservation."""
+    damaged_generation: int | None = None
+    """The generation of a checkpoint that was found damaged here."""
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the content was found damaged."""
+        return self.generation is not None and self.generation == self.damaged_generation
 
 
 @dataclass(slots=True)
@@ -101,6 +109,9 @@ class Slots:
     dead: tuple[int, int] = (0, 0)
     """The generations of the adopted checkpoint and of its adoption record. Checkpoints with generations strictly
     between these two are dead."""
+    kept_instead: int | None = None
+    """Index of the slot that is kept in place of the protected one, whose checkpoint is damaged; else None. The next
+    commit sets it to None."""
 
     @property
     def n_usable(self) -> int:
@@ -108,18 +119,34 @@ class Slots:
         return sum(not slot.is_bad for slot in self.slots)
 
     def choose(self, held: frozenset[int] = frozenset()) -> Slot | None:
-        """Return the slot for the next checkpoint; None if no slot is free. Slots with dead or unknown content are
-        chosen first, then the slot with the oldest checkpoint. ``held``: indexes of slots whose checkpoints must not be
-        overwritten."""
-        kept = held | {self.protected}
+        """Return the slot for the next checkpoint; None if no slot is free. Slots with dead, unknown or damaged
+        content are chosen first, then the slot with the oldest checkpoint. ``held``: indexes of slots whose checkpoints
+        must not be overwritten."""
+        kept = held | {self.protected if self.kept_instead is None else self.kept_instead}
         free = [s for s in self.slots if s.index not in kept and not s.is_bad and not s.in_flight]
         return min(free, key=self._sort_key, default=None)
 
     def _sort_key(self, slot: Slot) -> tuple[bool, int]:
         """Return the sort key of ``choose``, which takes the slot with the smallest key."""
         low, high = self.dead
-        is_live = slot.generation is not None and not low < slot.generation < high
+        is_live = slot.generation is not None and not low < slot.generation < high and not slot.is_damaged
         return is_live, slot.generation or 0
+
+    def give_up(self, index: int, generation: int, committed: Collection[tuple[int, int]], *, frees: bool) -> bool:
+        """Use the slot of a damaged checkpoint before others, and write each of its bytes then. Returns False, and does
+        nothing, if the slot does not hold this generation any more. ``committed``: (slot, generation) of each
+        checkpoint to which a recovery can go back. ``frees``: if the checkpoint is the newest one, keep the one before
+        in its place, so that its slot can be used at once; if there is none before, this changes nothing."""
+        slot = self.slots[index]
+        if slot.generation != generation or slot.in_flight:
+            return False
+        slot.damaged_generation = generation
+        slot.image.forget()
+        if frees and index in (self.protected, self.kept_instead):
+            good = [s for s in self.slots if (s.index, s.generation) in committed and not (s.is_damaged or s.is_bad)]
+            newest = max((s for s in good if not s.in_flight), key=lambda s: s.generation or 0, default=None)
+            self.kept_instead = None if newest is None else newest.index
+        return True
 
     def contents(self) -> dict[int, int | None]:
         """Return slot index -> generation of the content, or None if the content is unknown."""

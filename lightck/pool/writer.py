@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from lightck._native import errno_of, ffi, lib, reason
 from lightck.errors import BackgroundError, SessionError
-from lightck.pool.commit_log import CommitLog, next_position
+from lightck.pool.commit_log import CommitLog, candidates, next_position
+from lightck.pool.direct_writes import DirectWrites
 from lightck.pool.engine import Engine, Job, Medium
 from lightck.pool.format import layout
 from lightck.pool.format.layout import Entry, blocks_of
@@ -117,8 +118,10 @@ class PoolWriter:
         """Filled anew for each job: the engine copies the struct when the job is submitted."""
         self.before_unmap: list[Callable[[], None]] = []
         """``close`` calls these before it unmaps the pool. Code that lets a device write into the pool adds them."""
-        self.medium = Medium(reader.container.fd, reader.container.extents, durability.tier)
+        container = reader.container
+        self.medium = Medium(container.fd, container.extents, durability.tier)
         try:
+            self.direct_writes = DirectWrites(self.medium, engine, container.fd, container.extents, durability.tier)
             self._prepare()
         except BaseException as err:
             self.medium.close()
@@ -316,6 +319,13 @@ class PoolWriter:
         if struck:
             self.medium.sync()
         return [slot.index for slot in struck]
+
+    def give_up(self, index: int, generation: int) -> bool:
+        """Use the slot of a damaged checkpoint next (``Slots.give_up``). In a group of ranks, its rule must allow the
+        slot first. Returns False if the slot holds another checkpoint by now."""
+        records = candidates(self.commit_log)
+        committed = {(record.slot, record.payload_generation) for record in records}
+        return self.slots.give_up(index, generation, committed, frees=not self.superblock.has_group)
 
     # -- checkpoints -------------------------------------------------------------------------------------
 
@@ -521,7 +531,7 @@ class PoolWriter:
     def committed(self, pending: Pending) -> None:
         """Register a checkpoint whose commit record is durable. The checkpoint's slot becomes the protected slot."""
         pending.slot.in_flight = False
-        self.slots.protected = pending.slot.index
+        self.slots.protected, self.slots.kept_instead = pending.slot.index, None
         self._add_record(pending.position, pending.record)
 
     def recorded(self, pending: Pending) -> None:

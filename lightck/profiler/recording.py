@@ -17,7 +17,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from lightck.errors import ExportError, ExportExistsError, LightckError, SessionError, TraceError
-from lightck.events import StepEvents, StepListener
+from lightck.events import ReducedBucket, StepEvents, StepListener
 from lightck.export.atomic import atomic_file, file_path, refuse_existing
 from lightck.pool.engine import Engine
 from lightck.pool.format.layout import Entry
@@ -177,6 +177,11 @@ class Recording:
         """A layer-wise update has updated one layer, inside the backward pass."""
         self.add(UPDATE, name, begin, time.monotonic_ns(), {"module": name})
 
+    def buckets_reduced(self, buckets: Sequence[ReducedBucket]) -> None:
+        """Ranks have reduced the buckets of a backward pass of DistributedDataParallel, for a layer-wise update."""
+        for number, bucket in enumerate(buckets):
+            self.add(COMMUNICATION, f"bucket {number}", bucket.begin, bucket.end, {"bytes": bucket.nbytes})
+
     def step_ended(self, number: int) -> None:
         now = time.monotonic_ns()
         self.add(STEP, f"step {number}", self._step_since, now, {"step": number})
@@ -305,6 +310,7 @@ class _StepRecorder(StepListener):
         self._backward_over = guarded(recording.backward_over)
         self._update_begins, self._update_ended = guarded(recording.update_begins), guarded(recording.update_ended)
         self._step_ended, self._layer_updated = guarded(recording.step_ended), guarded(recording.layer_updated)
+        self._buckets_reduced = guarded(recording.buckets_reduced)
 
     def forward_begins(self) -> None:
         self._forward_begins()
@@ -332,6 +338,9 @@ class _StepRecorder(StepListener):
 
     def layer_updated(self, name: str, begin: int, tensors: Sequence[Tensor]) -> None:
         self._layer_updated(name, begin)
+
+    def buckets_reduced(self, buckets: Sequence[ReducedBucket]) -> None:
+        self._buckets_reduced(buckets)
 
 
 class _CheckpointRecorder(CommitListener):

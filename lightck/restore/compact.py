@@ -22,25 +22,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from lightck.errors import ExportError, ExportExistsError, UnsupportedError
-from lightck.pool.create import create
 from lightck.pool.engine import Engine
-from lightck.pool.format.layout import SLOT_PLACE
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, open_pool
 from lightck.pool.storage.backends import backend_for, pool_path, readable_path
-from lightck.pool.storage.failures import undo_on_error
 from lightck.pool.storage.lock import PoolLock, holder_of
-from lightck.pool.writer import PoolWriter
-from lightck.ranks.rule import CheckpointId
 from lightck.restore.contents import Contents, Saved, in_memory
-from lightck.restore.pool_copies import commit_copy, state_for_copy
+from lightck.restore.pool_copies import pool_with_copy
 from lightck.restore.recover import collector_paused, take_newest
 from lightck.restore.replayed import ReplayedCheckpoint
 from lightck.restore.tensor_writes import ordinary_tensors
-from lightck.state import values
 
-SLOTS = 2
-"""Number of slots of the new pool: the least that a pool has."""
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Called with what is done and a number of bytes. The block gets a function to which these bytes are reported."""
 
@@ -98,25 +90,13 @@ def _write(
     """Write a checkpoint into a new pool at ``target``. Raises ``DamagedError`` if a block of the checkpoint cannot be
     used, or was overwritten while it was read."""
     source = in_memory(stored, "cpu") if holder_of(stored.path) is not None else None
-    following = reader.next_batches(stored.record)
-    _refuse_reused(stored)
-    entries = [entry._replace(place=SLOT_PLACE) for entry in stored.entries.values()]
-    state, nbytes = _small_state(stored), sum(entry.nbytes for entry in entries)
-    checkpoint_id, kind = CheckpointId(stored.record.incarnation, stored.step), backend_for(target)
+    nbytes, kind = sum(entry.nbytes for entry in stored.entries.values()), backend_for(target)
     with ExitStack() as stack:
         stack.callback(PoolLock(target).release)
         engine = stack.enter_context(closing(Engine(1)))
-        container, _ = create(kind, target, entries, slots=SLOTS, state_nbytes=len(state))
-        with undo_on_error(container.close):
-            writer = PoolWriter(PoolReader(container, target), engine, kind.probe(target))
-        stack.enter_context(closing(writer))
         with progress("compacting", nbytes) as advance:
-            pending = commit_copy(writer, checkpoint_id, stored, state, advance, source)
-        if source is None:  # a training may have begun in the old pool
-            _refuse_reused(stored)
-        if following is not None:
-            writer.store_next_batch(pending.slot, pending.record.generation, following)
-            writer.medium.sync()
+            container, writer = pool_with_copy(kind, target, reader, stored, engine, advance=advance, source=source)
+        stack.enter_context(closing(writer))
         with progress("verifying", nbytes) as advance:
             _verify(writer.reader, stored, advance)
         _refuse_existing(target)
@@ -124,22 +104,12 @@ def _write(
     return Compacted(
         stored.step,
         target,
-        len(entries),
+        len(stored.entries),
         os.path.getsize(target),
         reader.superblock.nbytes,
         _n_updates(stored),
         tuple(rejected),
     )
-
-
-def _refuse_reused(stored: Saved) -> None:
-    if not stored.owns_slot():
-        raise DamagedError("its slot was reused while it was read")
-
-
-def _small_state(stored: Saved) -> bytes:
-    """Return the small state of the copy: without the number of a checkpoint of the old pool."""
-    return values.pack(state_for_copy(stored) | {"stale_after": None}, path="state")
 
 
 def _verify(reader: PoolReader, stored: Saved, advance: Callable[[int], None]) -> None:

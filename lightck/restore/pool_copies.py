@@ -9,15 +9,25 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lightck.pool.engine import ENDED
+from lightck.pool.create import create
+from lightck.pool.engine import ENDED, Engine
+from lightck.pool.format.layout import SLOT_PLACE
+from lightck.pool.format.structures import DamagedError
 from lightck.pool.planned_records import CopyPlan
+from lightck.pool.reader import PoolReader
 from lightck.pool.reservation import Reservation
 from lightck.pool.slots import Slot
+from lightck.pool.storage.backend import Backend, Container
+from lightck.pool.storage.failures import undo_on_error
 from lightck.pool.writer import Pending, PoolWriter
 from lightck.ranks.rule import CheckpointId
-from lightck.restore.contents import Saved, Source, load_tensors, unpack_dict
+from lightck.restore.contents import NOT_EXACT_KEY, Saved, Source, load_tensors, unpack_dict
+from lightck.restore.replayed import ReplayedCheckpoint
+from lightck.state import values
 from lightck.state.update_record import BASE_EVERY_KEY, UPDATE_KEY
 
+SLOTS = 2
+"""Number of slots of a pool that holds one copy: the least that a pool has."""
 BATCH_NBYTES = 32 << 20
 """Tensors are read into memory in batches of at most so many bytes. A larger tensor is a batch of its own."""
 
@@ -101,8 +111,61 @@ def begin_batches(
 
 def state_for_copy(stored: Saved) -> dict[str, object]:
     """Return the small state for a copy of a checkpoint: that of the checkpoint, without what is of use only beside its
-    gradients, which are not copied."""
-    return {key: value for key, value in unpack_dict(stored.state).items() if key not in (UPDATE_KEY, BASE_EVERY_KEY)}
+    gradients, which are not copied. If the updates that led to it may have given other bits when they were made again,
+    it says so."""
+    state = {key: value for key, value in unpack_dict(stored.state).items() if key not in (UPDATE_KEY, BASE_EVERY_KEY)}
+    if isinstance(stored, ReplayedCheckpoint) and stored.not_exact:
+        state[NOT_EXACT_KEY] = stored.not_exact
+    return state
+
+
+def small_state_of_new_pool(stored: Saved) -> bytes:
+    """Return the small state for a copy in a pool of its own: also without the number of a checkpoint of the old
+    pool."""
+    return values.pack(state_for_copy(stored) | {"stale_after": None}, path="state")
+
+
+def pool_with_copy(
+    kind: Backend,
+    path: str,
+    reader: PoolReader,
+    stored: Saved,
+    engine: Engine,
+    *,
+    generation: int | None = None,
+    advance: Callable[[int], None] = lambda _: None,
+    source: Source | None = None,
+) -> tuple[Container, PoolWriter]:
+    """Make a pool that holds a copy of a checkpoint alone: each tensor whole, in a slot. It is durable, and not
+    published yet. Returns its container, and its writer, which closes both.
+
+    ``kind``, ``path``: of the new pool. ``reader``: of the pool that ``stored`` lies in. ``generation``: of the copy;
+    None: the first one. ``advance``: as for ``commit_copy``. ``source``: has the tensors, all of which were read
+    before; None: they are read from ``stored``. Raises ``DamagedError`` if a block of the checkpoint cannot be used, or
+    was overwritten while it was read, and what ``Backend.create`` raises."""
+    following = reader.next_batches(stored.record)
+    _refuse_reused(stored)
+    entries = [entry._replace(place=SLOT_PLACE) for entry in stored.entries.values()]
+    state = small_state_of_new_pool(stored)
+    container, _ = create(kind, path, entries, slots=SLOTS, state_nbytes=len(state))
+    with undo_on_error(container.close):
+        writer = PoolWriter(PoolReader(container, path), engine, kind.probe(path))
+    with undo_on_error(writer.close):
+        if generation is not None:
+            writer.generation = generation - 1
+        checkpoint_id = CheckpointId(stored.record.incarnation, stored.step)
+        pending = commit_copy(writer, checkpoint_id, stored, state, advance, source)
+        if source is None:  # a training may have begun in the old pool
+            _refuse_reused(stored)
+        if following is not None:
+            writer.store_next_batch(pending.slot, pending.record.generation, following)
+            writer.medium.sync()
+    return container, writer
+
+
+def _refuse_reused(stored: Saved) -> None:
+    if not stored.owns_slot():
+        raise DamagedError("its slot was reused while it was read")
 
 
 def copied_plan(step: int, iteration: int, numbers: Mapping[str, int], state: bytes) -> CopyPlan:

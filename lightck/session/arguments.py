@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -23,7 +23,7 @@ from lightck.strategy.gradients import Gradients
 from lightck.strategy.replica import Replica
 from lightck.tiers.drain_link import n_spare_slots
 from lightck.tiers.keep import Keep
-from lightck.tiers.open_store import open_store
+from lightck.tiers.open_store import is_url, open_store
 from lightck.tiers.tier import Tier, checked_tiers
 
 AUTO_STRATEGY = "auto"
@@ -51,7 +51,10 @@ class SaveOptions:
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers that get whole checkpoints. Raises ``TypeError`` or ``ValueError`` for a wrong argument."""
-        return tuple(each for each in checked_tiers(self.tiers_given) if not each.is_export)
+        tiers = (each for each in checked_tiers(self.tiers_given) if not each.is_export)
+        if self.gradients is not None:  # their pools have no slot that holds a checkpoint whole
+            tiers = (each if each.needs_certain_steps else replace(each, spare_slot=False) for each in tiers)
+        return tuple(tiers)
 
     @property
     def exports(self) -> Keep | None:
@@ -147,6 +150,12 @@ class Arguments:
         """Check all arguments, and return the ``Cadence`` of the save options. ``is_rank_pool``: whether the pool will
         be that of a rank of a group. Raises ``TypeError``, ``ValueError``, or a ``LightckError``."""
         refuse_other_than_bool(resume=self.resume, overwrite=self.overwrite)
+        if is_url(self.pool_path):
+            raise ValueError(
+                f"pool_path={self.pool_path!r} is a URL, and a pool lies in memory or on a disk of this machine. Pass "
+                "the path of a file, /dev/shm/run.pool for example, and the URL as a tier: "
+                f'tiers=[lightck.Tier({self.pool_path!r}, every="1h")].'
+            )
         refuse_other_than_module(self.model)
         refuse_other_than_mapping(self.state)
         refuse_other_than_layout(self.layout, is_used=is_rank_pool)

@@ -67,6 +67,7 @@ from lightck.session.strategy_choice import (
     with_present_strategy,
 )
 from lightck.session.tiers_of_group import TiersOfGroup
+from lightck.state.blocks import compares_all
 from lightck.state.device_transfers import transfer_of
 from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
@@ -79,8 +80,6 @@ from lightck.tiers.session_claim import claim_for_session, run_of_new_training
 from lightck.tiers.tier import Tier
 
 log = logging.getLogger("lightck")
-CHECK_VARIABLE = "LIGHTCK_CHECK"
-"""Environment variable. If it is "1", all bytes are checked for unannounced writes at every checkpoint."""
 
 
 @ordinary_tensors()
@@ -258,7 +257,7 @@ def _pipeline(
         options.chosen_strategy,
         options.staging,
         uncommitted_max=0 if is_rank_pool or pool_kind is not None else None,
-        check=os.environ.get(CHECK_VARIABLE) == "1",
+        check=compares_all(),
         lock=lock,
         copy_threads=threads_beside_devices(torch.cuda.device_count()) if on_device else None,
         pool_kind=pool_kind,

@@ -53,6 +53,7 @@ class CommitParticipants:
             for _ in range(self.tiers.n_spare_slots):
                 pipeline.pool.add_spare_slot()
             pipeline.events.add(self.tiers)
+            pipeline.decisions.add(self.tiers.reports)
 
     def pin(self, pipeline: Pipeline) -> Hold:
         """Hold the newest committed checkpoint, and return the hold. At least two slots (in a

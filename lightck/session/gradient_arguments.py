@@ -78,7 +78,7 @@ def refuse_unrecordable(strategy: Gradients, arguments: Arguments, found: Found,
     refuse_other_than_bool(own_optimizers=strategy.own_optimizers)
     refuse_wrong_mtbf(strategy)
     options = arguments.save_options
-    _refuse_other_arguments(options)
+    _refuse_other_arguments(options, is_rank_pool=is_rank_pool)
     if base_every is None and options.interval != 1:
         raise UnsupportedError(
             'Gradients(base_every="auto") cannot be used with interval= other than 1. Pass a number for base_every.'
@@ -151,11 +151,25 @@ def space_advice(
     return "No base_every makes it fit. FullState() needs less space."
 
 
-def _refuse_other_arguments(options: SaveOptions) -> None:
+def _refuse_other_arguments(options: SaveOptions, *, is_rank_pool: bool) -> None:
     given = {
         "slots=": (options.slots is not None, "its pool has gradient records instead (log_records=)"),
-        "tiers=": (bool(options.tiers), "a tier would need the records of other steps too"),
-        "keep=": (options.exports is not None, "a checkpoint that is kept would need the records of other steps too"),
+        "tiers= in a group of ranks": (
+            bool(options.tiers) and is_rank_pool,
+            "all ranks send one step, and a rank could not hold it until then",
+        ),
+        "tiers= of own_optimizers=True": (
+            bool(options.tiers) and options.gradients is not None and options.gradients.own_optimizers,
+            "the process that sends checkpoints makes updates again, and has only the optimizers of torch",
+        ),
+        "keep_every= or keep_best= of a tier": (
+            any(each.needs_certain_steps for each in options.tiers),
+            "a certain checkpoint cannot be held until it is sent",
+        ),
+        ("keep=" if options.keep is not None else 'a tier with format="safetensors"'): (
+            options.exports is not None,
+            "a checkpoint that is kept would need the records of other steps too",
+        ),
         "replicas=": (options.replicas.count > 1, "a peer copy holds whole checkpoints"),
     }
     for name, (is_given, reason) in given.items():

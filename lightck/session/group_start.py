@@ -176,7 +176,7 @@ class GroupStart:
         remove_all_stale(directory)  # no rank makes its pool before all ranks are beyond the exchange that follows
         if arguments.resume:
             refuse_other_pools(directory)
-            bring_newest_of_group(directory, self.group, self.meeting, arguments.save_options.tiers)
+            bring_newest_of_group(directory, self.group, self.meeting, arguments.save_options.tiers, arguments.backend)
         replicas = arguments.save_options.replicas
         self._hosts_of_copies = hosts_of_copies(directory, self.group, self.meeting, replicas)
         self._other = find_other_worlds(directory, self.group, self.meeting, arguments)

@@ -30,8 +30,8 @@ from lightck.errors import CorruptPoolError, PoolError, TierClaimedError, TierEr
 from lightck.pool.format.saved_by import saved_by
 from lightck.pool.format.structures import SLOTS_MAX, DamagedError
 from lightck.pool.reader import PoolReader, open_pool
+from lightck.pool.storage.backend import Container
 from lightck.pool.storage.backends import backend_for
-from lightck.pool.storage.file import FileContainer
 from lightck.pool.storage.lock import PoolLock
 from lightck.ranks.copy_file import readable_copies
 from lightck.ranks.directory import pool_name, pools_in
@@ -42,7 +42,7 @@ from lightck.session.pools_of_hosts import Hosts
 from lightck.tiers.candidates import Candidate, Order, Rejected, candidates_of, newest_of_all, run_of
 from lightck.tiers.claiming import claim_of
 from lightck.tiers.decisions import complete
-from lightck.tiers.fetching import filled_file
+from lightck.tiers.fetching import filled_pool
 from lightck.tiers.open_store import open_store
 from lightck.tiers.store import Store
 from lightck.tiers.tier import Tier
@@ -113,9 +113,9 @@ class _InPools:
         return "the pools had no checkpoint in common"
 
 
-def bring_newest_of_group(directory: str, group: Group, meeting: Meeting, tiers: Sequence[Tier]) -> None:
+def bring_newest_of_group(directory: str, group: Group, meeting: Meeting, tiers: Sequence[Tier], backend: str) -> None:
     """If a tier holds a newer checkpoint than the pools of the ranks have in common, make the pools anew from it. All
-    ranks call this. Raises ``PoolError`` and ``TierError``."""
+    ranks call this. ``backend``: as for ``attach``. Raises ``PoolError`` and ``TierError``."""
     if not tiers:
         return
     stores = [open_store(each.root, each.options) for each in tiers]
@@ -138,7 +138,7 @@ def bring_newest_of_group(directory: str, group: Group, meeting: Meeting, tiers:
         if in_pools.unreadable:
             _name_a_cure(group, in_pools, stores[one.tier], one)
             return
-        reason = _bring(directory, group, meeting, hosts, stores[one.tier], one)
+        reason = _bring(directory, group, meeting, hosts, stores[one.tier], one, backend)
         if not reason:
             _report(group, stores[one.tier], one, in_pools, reasons)
             return
@@ -268,12 +268,14 @@ def _refuse_other_runs(stores: Sequence[Store], runs: Sequence[str | None], in_p
 # -- what is done ------------------------------------------------------------------------------------------------------
 
 
-def _bring(directory: str, group: Group, meeting: Meeting, hosts: Hosts, store: Store, one: _Offered) -> str:
+def _bring(
+    directory: str, group: Group, meeting: Meeting, hosts: Hosts, store: Store, one: _Offered, backend: str
+) -> str:
     """Make the pools anew from a checkpoint. Returns why that is impossible; empty if it was done. All ranks call
     this."""
     mine = range(group.rank, one.world_size, group.world_size)
     with ExitStack() as stack:
-        new: list[FileContainer] = []
+        new: list[Container] = []
         reason = ""
         for rank in mine:
             path = os.path.join(directory, pool_name(rank, one.world_size))
@@ -283,7 +285,8 @@ def _bring(directory: str, group: Group, meeting: Meeting, hosts: Hosts, store: 
             candidate.refuse_stale()
             for rank in mine:
                 path = os.path.join(directory, pool_name(rank, one.world_size))
-                new.append(stack.enter_context(filled_file(store, candidate.manifests[rank], path)))
+                kind = backend_for(path, backend)
+                new.append(stack.enter_context(filled_pool(store, candidate.manifests[rank], path, backend=kind)))
                 _refuse_single(store, new[-1], path)
         except DamagedError as err:
             reason = f"rank {group.rank} finds that {err}"
@@ -306,7 +309,7 @@ def _candidate(store: Store, one: _Offered) -> Candidate:
     raise DamagedError(f"it cannot read its manifests ({rejected[0].reason if rejected else 'some are not there'})")
 
 
-def _refuse_single(store: Store, container: FileContainer, path: str) -> None:
+def _refuse_single(store: Store, container: Container, path: str) -> None:
     if PoolReader(container, path).group is None:
         raise UnsupportedError(
             f"The tier {str(store)!r} holds the checkpoints of a single process, and this is a group of ranks. Nothing "

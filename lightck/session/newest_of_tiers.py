@@ -20,6 +20,7 @@ from lightck.pool.format.saved_by import saved_by
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, open_pool
 from lightck.pool.storage.backend import Backend
+from lightck.pool.storage.devdax import DevdaxBackend
 from lightck.restore.recover import erased_log_error
 from lightck.restore.usable import checkpoints_of
 from lightck.tiers.candidates import Candidate, Order, Rejected, newest_of_all, none_whole_error, run_of
@@ -38,7 +39,7 @@ class _InPool(NamedTuple):
 
 def bring_newest(path: str, backend: Backend, stores: Sequence[Store]) -> None:
     """If a tier holds a newer checkpoint than the pool at ``path``, make the pool anew from it. The caller holds the
-    lock of the pool. Raises ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is no plain file."""
+    lock of the pool. Raises ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is a device."""
     try:
         in_pool = _newest_in_pool(path, backend)
     except PoolError:  # attach says what is wrong with the pool
@@ -50,14 +51,14 @@ def bring_newest(path: str, backend: Backend, stores: Sequence[Store]) -> None:
     for found in newest_of_all(stores, rejected):
         if in_pool is not None and found.order <= in_pool.order:
             break
-        if backend.name != "file":
+        if isinstance(backend, DevdaxBackend):  # it has no room for a second pool beside the present one
             raise UnsupportedError(
-                f"The pool {path!r} is not a plain file, and {found} is newer than what it holds. lightck makes plain "
-                f'files from a tier. Pass backend="file"; or fetch it: lightck copy {found.store} NEW.pool.'
+                f"The pool {path!r} is a device, and {found} is newer than what it holds. lightck makes pools in files "
+                f"from a tier. Name a file as the pool; or fetch it: lightck copy {found.store} NEW.pool."
             )
         try:
             found.refuse_stale()
-            fetch(found.store, found.of_single_process(), path, is_locked=True)
+            fetch(found.store, found.of_single_process(), path, is_locked=True, backend=backend)
         except DamagedError as err:
             rejected.append(Rejected(found.checkpoint, str(err)))
             continue

@@ -51,7 +51,7 @@ class OutsideWrites:
         if token is None or token is not self._token:
             self._record(lives)
             self._token = token
-        self._counters = VersionCounters(self._layouts.tensors)
+        self._counters = VersionCounters(self._layouts.tensors, self._registrations.dtensors)
         budget = None if self._reads_all or self._n_taken < WHOLE_CHECKPOINTS else BUDGET_NBYTES
         self._n_taken += 1
         self._chosen, _ = self._round_robin.next_blocks(self._blocks, budget)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from lightck.errors import (
     CheckpointExistsError,
@@ -26,6 +27,7 @@ from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.gradient_log import tolerant_base_every
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, open_pool
 from lightck.pool.storage.backend import Backend
+from lightck.pool.storage.failures import undo_on_error
 from lightck.pool.storage.lock import PoolLock
 from lightck.restore.changed_options import set_requires_grad
 from lightck.restore.contents import Contents
@@ -38,6 +40,7 @@ from lightck.session.base_every import chosen
 from lightck.session.capture import Capture
 from lightck.session.discover import Found
 from lightck.session.gradient_arguments import n_records, refuse_small_gain, space_advice
+from lightck.session.new_kind import write_with_gradient_records
 from lightck.state.inventory import entry_of
 from lightck.state.parts import refuse_parts
 from lightck.state.predict import predict
@@ -103,7 +106,8 @@ class PoolFile:
             self._begin_anew(pipeline)
             return None
         try:
-            self.refuse_whole_checkpoints(reader)
+            if restored_from(self.arguments.model, self.path, reader.superblock.uuid) is not None:
+                self.refuse_whole_checkpoints(reader)
             checkpoint = self._restored(reader)
             recorded = None if checkpoint is None else reader.next_batches(checkpoint[1])
             if checkpoint is not None:
@@ -117,8 +121,25 @@ class PoolFile:
             reader.close()
             self._begin_anew(pipeline)
             return None
+        if self._saves_gradients and not reader.superblock.has_gradients:
+            reader, checkpoint = self._with_gradient_records(pipeline, reader, *checkpoint)
         self.adopt(pipeline, reader, *checkpoint)
         return Resumed.from_contents(checkpoint[0], recorded)
+
+    def _with_gradient_records(
+        self, pipeline: Pipeline, reader: PoolReader, contents: Contents, record: CommitRecord
+    ) -> tuple[PoolReader, tuple[Contents, CommitRecord]]:
+        """Write a pool of whole checkpoints anew, as one with gradient records, and open it. ``contents``, ``record``:
+        the checkpoint that was restored. Returns the reader of the new pool, and the checkpoint as it lies there."""
+        entries = list((self._predicted() or self.entries).values())
+        with undo_on_error(reader.close):
+            refuse_small_gain(pipeline.pool.kind, {e.name: e for e in (*reader.entries, *entries)}.values())
+        state_nbytes = self.capture.expected_state_nbytes
+        with self._space_advised(pipeline, entries, state_nbytes):
+            write_with_gradient_records(pipeline, reader, record, entries, state_nbytes)
+        anew = self.existing()
+        assert anew is not None, "it was made just now"
+        return anew, (replace(contents, stale_after=None), candidates(anew.commit_log())[0])
 
     def _begin_anew(self, pipeline: Pipeline) -> None:
         if self.before_adoption is not None:
@@ -228,10 +249,15 @@ class PoolFile:
     def refuse_whole_checkpoints(self, reader: PoolReader) -> None:
         """Raise ``UnsupportedError`` if the strategy writes gradient records, and the pool has no place for them."""
         if self._saves_gradients and not reader.superblock.has_gradients:
+            other = (
+                "Or restore its checkpoint with lightck.recover(path, model, optimizer), and attach to another path."
+                if self.is_rank_pool
+                else "Or leave out lightck.recover(): attach(..., resume=True) restores the checkpoint too, and writes "
+                "the pool anew, with that room."
+            )
             raise UnsupportedError(
                 f"The pool {self.path!r} was made by another strategy, and has no room for gradient records. Go on in "
-                "it with strategy=lightck.FullState(). Or restore its checkpoint with lightck.recover(path, model, "
-                "optimizer), and attach to another path."
+                f"it with strategy=lightck.FullState(). {other}"
             )
 
     @property
@@ -318,19 +344,23 @@ class PoolFile:
             self.backend.discard(self.path)  # else a crash before the first checkpoint would leave the old pool
 
     def _create_for(self, pipeline: Pipeline, entries: list[Entry]) -> None:
-        options, state_nbytes = self.arguments.save_options, self.capture.expected_state_nbytes
-        strategy = options.gradients
-        if strategy is None:
+        state_nbytes = self.capture.expected_state_nbytes
+        if self._saves_gradients:
+            refuse_small_gain(pipeline.pool.kind, entries)
+        with self._space_advised(pipeline, entries, state_nbytes):
             pipeline.pool.create(entries, state_nbytes)
-            return
-        kind = pipeline.pool.kind
-        refuse_small_gain(kind, entries)
+
+    @contextmanager
+    def _space_advised(self, pipeline: Pipeline, entries: list[Entry], state_nbytes: int) -> Iterator[None]:
+        """Within this block: if a pool with gradient records does not fit, the error says which one would."""
         try:
-            pipeline.pool.create(entries, state_nbytes)
+            yield
         except NoSpaceError as err:
-            interval = options.fixed_interval
-            largest = chosen(strategy) or tolerant_base_every(pipeline.pool.n_slots)
-            advice = space_advice(entries, state_nbytes, kind, largest, interval, self.path)
+            options, pool = self.arguments.save_options, pipeline.pool
+            if options.gradients is None:
+                raise
+            largest = chosen(options.gradients) or tolerant_base_every(pool.n_slots)
+            advice = space_advice(entries, state_nbytes, pool.kind, largest, options.fixed_interval, self.path)
             raise NoSpaceError(f"{err} {advice}") from err
 
     def create_at_once(self, pipeline: Pipeline) -> None:

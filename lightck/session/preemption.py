@@ -51,7 +51,7 @@ from lightck.errors import SessionError, UnsupportedError
 from lightck.session.session import Session
 from lightck.session.stop_request import StopRequest
 from lightck.tiers.drain_messages import ANNOUNCING_SIGNALS
-from lightck.tiers.tier import seconds_of
+from lightck.tiers.rates import seconds_of
 
 _STATUS = Path("/proc/self/status")
 _ENDS_CHILDREN = (signal.SIGTERM, signal.SIGINT)

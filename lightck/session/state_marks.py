@@ -17,6 +17,7 @@ from lightck.state import rng, values
 from lightck.state.blocks import checksums
 from lightck.state.device_transfers import transfer_of
 from lightck.state.inventory import Live, OptimizerView, address_of, has_memory, in_plain_memory
+from lightck.state.local_tensors import local_of
 from lightck.state.signatures import version_counter_of
 
 _BLOCK = 1 << 20
@@ -29,7 +30,7 @@ Marks = dict[str, Mark]
 
 def tensor_marks(lives: Iterable[Live]) -> Marks:
     """Marks of parameters and buffers, each under the first of its names."""
-    marks = {live.name.removeprefix("model/"): _mark(live.tensor) for live in lives if live.alias is None}
+    marks = {live.name.removeprefix("model/"): _mark(live.held) for live in lives if live.alias is None}
     return {name: mark for name, mark in marks.items() if mark is not None}
 
 
@@ -68,7 +69,7 @@ def option_marks(view: OptimizerView) -> Marks:
 
 def optimizer_state_mark(view: OptimizerView) -> Mark:
     """The mark of an optimizer's state: its tensors' names and marks."""
-    marks = {live.name: _mark(live.tensor) for live in view.state_tensors() if live.alias is None}
+    marks = {live.name: _mark(live.held) for live in view.state_tensors() if live.alias is None}
     return "state", *sorted(marks.items(), key=lambda item: item[0])
 
 
@@ -92,10 +93,11 @@ def _digest(packed: bytes) -> bytes:
     return hashlib.blake2b(packed, digest_size=16).digest()
 
 
-def _mark(tensor: torch.Tensor) -> Mark | None:
-    """The mark of a tensor; None if it has no bytes in memory."""
+def _mark(held: torch.Tensor) -> Mark | None:
+    """The mark of a tensor, of a DTensor that of its local tensor; None if it has no bytes in memory."""
+    tensor = local_of(held)
     if transfer_of(tensor) is not None or not tensor.is_cpu:
-        return version_counter_of(tensor), address_of(tensor)
+        return version_counter_of(held), version_counter_of(tensor), address_of(tensor)
     if not has_memory(tensor):
         return None
     if not tensor.is_contiguous():  # in the order of its elements, so that channels_last changes no mark

@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from lightck.dataloader.fetched_ahead import FetchedAheadCheck
 from lightck.dataloader.positions import Positions
 from lightck.errors import BackgroundError
-from lightck.events import ClosingEvent, SessionLock, StepEvents, StepListener
+from lightck.events import ClosingEvent, ReducedBucket, SessionLock, StepEvents, StepListener
 from lightck.following.comparison import Comparison, Continuation, Recorder
 from lightck.following.ddp import warn_unsaved_by_ddp
 from lightck.following.loop_counter import LoopCounterCheck
@@ -372,6 +372,11 @@ class Steps(StepListener):
         ):
             with self.meter.stall("layer updated"):
                 self.commits.run(lambda: self.pipeline.copy_eagerly(tensors))
+
+    def buckets_reduced(self, buckets: Sequence[ReducedBucket]) -> None:
+        if buckets:
+            end = max(bucket.end for bucket in buckets)
+            self.meter.collective_seconds += 1e-9 * (end - min(bucket.begin for bucket in buckets))
 
     def layers_abandoned(self, index: int) -> None:
         self.partial_update.end(index)

@@ -103,6 +103,8 @@ def not_eligible(arguments: Arguments, backend: Backend, found: Found, *, is_ran
     """Return why ``Gradients`` is not to be chosen for this training; "" if it may be."""
     if is_rank_pool:
         return "in a group of ranks nothing is measured. Pass strategy=lightck.Gradients(...) there"
+    if arguments.save_options.tiers:
+        return "a tier gets checkpoints more cheaply from a pool that holds them whole"
     if isinstance(backend, DevdaxBackend):
         return "a device has no room for a second pool beside the present one"
     if any(transfer_of(p) is not None for p in arguments.model.parameters()):

@@ -6,6 +6,7 @@ budget, ``RoundRobin`` chooses all. Otherwise its choice begins where its choice
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from lightck._native import check, ffi, lib
 BUDGET_NBYTES = 1 << 20
 """How many bytes are read for one checkpoint to find unannounced writes, in addition to what its copies read. No block
 is larger than this."""
+CHECK_VARIABLE = "LIGHTCK_CHECK"
+"""Environment variable. If it is "1", all bytes are checked for unannounced writes at every checkpoint."""
 WHOLE_CHECKPOINTS = 3
 """In the first ``WHOLE_CHECKPOINTS`` checkpoints after attach all bytes are compared, without a budget. That reveals
 every write that a loop makes at each step. For the sources of background copies, only checkpoints that
@@ -32,6 +35,11 @@ ALL = slice(None)
 Positions = npt.NDArray[np.int64]
 """Indices of blocks, tensors or checksums."""
 Checksums = npt.NDArray[np.uint32]
+
+
+def compares_all() -> bool:
+    """Whether ``CHECK_VARIABLE`` asks for all bytes."""
+    return os.environ.get(CHECK_VARIABLE) == "1"
 
 
 @dataclass(frozen=True, slots=True)

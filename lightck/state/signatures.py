@@ -92,16 +92,19 @@ class MemoryLayouts:
 class VersionCounters:
     """The version counters of tensors, to compare later."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Sequence[torch.Tensor], dtensors: Sequence[tuple[int, torch.Tensor]] = ()) -> None:
+        """``dtensors``: the DTensors that hold some of the tensors, each with the index of its local tensor
+        (``Registrations.dtensors``): a write to a DTensor moves its own counter, and not that of its local tensor."""
+        self._n_plain, self._dtensors = len(tensors), dtensors
+        self._tensors = [*tensors, *(dtensor for _, dtensor in dtensors)] if dtensors else tensors
         self._counter_of: Callable[[torch.Tensor], int] = _version
         try:
-            self.counters = list(map(self._counter_of, tensors))
+            self.counters = list(map(self._counter_of, self._tensors))
         except RuntimeError:
             # An inference tensor has no version counter. ``version_counter_of`` allows for that, but tests each tensor
             # at every step, so it is used only if there is an inference tensor.
             self._counter_of = version_counter_of
-            self.counters = list(map(self._counter_of, tensors))
+            self.counters = list(map(self._counter_of, self._tensors))
 
     def are_unchanged(self) -> bool:
         return all_equal(map(self._counter_of, self._tensors), self.counters)
@@ -109,7 +112,8 @@ class VersionCounters:
     def changed(self) -> set[int]:
         """Return the indices of the tensors whose version counter changed."""
         now = map(self._counter_of, self._tensors)
-        return {i for i, has_changed in enumerate(map(ne, now, self.counters)) if has_changed}
+        changed = [i for i, has_changed in enumerate(map(ne, now, self.counters)) if has_changed]
+        return {i if i < self._n_plain else self._dtensors[i - self._n_plain][0] for i in changed}
 
 
 class Registrations:
@@ -122,6 +126,10 @@ class Registrations:
         self._keys = [live.key for live in housed]
         self._tensors = [live.tensor for live in housed]
         self._in_dtensors = [live for live in lives if live.dtensor is not None]
+        self.dtensors = (
+            [(i, live.dtensor) for i, live in enumerate(lives) if live.dtensor is not None] if self._in_dtensors else []
+        )
+        """The DTensors, each with the index of its local tensor in ``lives``."""
 
     def are_unchanged(self) -> bool:
         return all_same(map(getitem, self._homes, self._keys), self._tensors) and all(

@@ -16,7 +16,7 @@ from lightck.tiers.candidates import Candidate, Rejected, candidates_of, no_chec
 from lightck.tiers.claiming import refuse_other_runs
 from lightck.tiers.decisions import Listing, Retention, complete
 from lightck.tiers.drain import Copied, Drain
-from lightck.tiers.fetching import fetch, filled_file, refuse_existing_pool
+from lightck.tiers.fetching import fetch, filled_pool, refuse_existing_pool
 from lightck.tiers.names import TierCheckpoint
 from lightck.tiers.open_store import Options, open_store
 
@@ -29,11 +29,15 @@ def copy_to_tier(
     written_by: str,
     progress: Progress,
     options: Options | None = None,
+    bytes_per_second: float | None = None,
+    codec: str | None = None,
 ) -> Copied:
     """Send the newest checkpoint of a pool, or that of ``step``, to a tier: a folder, or a URL (``options``: of an
-    object store). ``written_by``: this release of lightck. Raises ``PoolError``, ``TierError``, and
-    ``UnsupportedError`` if the pool is that of a rank, or has gradient records."""
-    copied = drain_to(pool, tier, written_by, options=options).send(step, progress)
+    object store). ``written_by``: this release of lightck. ``bytes_per_second``: the largest rate. ``codec``: as for
+    ``TierWriter``. Raises ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is that of a rank, or if
+    its updates cannot be made again."""
+    drain = drain_to(pool, tier, written_by, options=options, bytes_per_second=bytes_per_second, codec=codec)
+    copied = drain.send(step, progress)
     assert copied is not None, "nothing was sent before"
     return copied
 
@@ -45,9 +49,11 @@ def drain_to(
     retention: Retention | None = None,
     *,
     options: Options | None = None,
+    bytes_per_second: float | None = None,
+    codec: str | None = None,
 ) -> Drain:
-    """Return what sends the checkpoints of a pool to a tier. Raises as ``open_store`` does, and ``TierError`` if the
-    folder cannot be one."""
+    """Return what sends the checkpoints of a pool to a tier. ``codec``: as for ``TierWriter``. Raises as ``open_store``
+    does, and ``TierError`` if the folder cannot be one, or if the library for the codec is missing."""
     if os.path.isdir(pool):
         raise TierError(
             f"{os.fspath(pool)!r} is a folder that holds no claim of a tier (NUMBER-TAG/claim.json), so there is "
@@ -56,7 +62,7 @@ def drain_to(
         )
     store = open_store(tier, options)
     store.refuse_other_folder()
-    return Drain(pool, store, written_by, retention)
+    return Drain(pool, store, written_by, retention, bytes_per_second=bytes_per_second, codec=codec)
 
 
 def copy_from_tier(
@@ -100,7 +106,7 @@ def _fetch_group(found: Candidate, directory: str, advance: Callable[[int], None
         for rank, manifest in enumerate(found.manifests):
             path = os.path.join(directory, pool_name(rank, found.world_size))
             stack.callback(PoolLock(path).release)
-            new.append(stack.enter_context(filled_file(found.store, manifest, path, advance)))
+            new.append(stack.enter_context(filled_pool(found.store, manifest, path, advance)))
         for container in new:
             container.publish()
 

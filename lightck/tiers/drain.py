@@ -16,16 +16,19 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
-from lightck.errors import UnsupportedError
 from lightck.pool.commit_log import candidates
 from lightck.pool.reader import PoolReader, RejectedCheckpoint, StoredCheckpoint, open_pool
 from lightck.pool.storage.backends import readable_path
 from lightck.restore.compact import Progress
 from lightck.restore.contents import Contents, Saved
 from lightck.restore.recover import take_newest
+from lightck.restore.replayed import ReplayedCheckpoint
+from lightck.restore.whole_copy import whole_copy
 from lightck.tiers.claiming import claim_tier
+from lightck.tiers.codecs import refuse_missing_libraries
 from lightck.tiers.decisions import GRACE_SECONDS, Retention
 from lightck.tiers.names import Writer
+from lightck.tiers.rates import Pacer
 from lightck.tiers.store import Store
 from lightck.tiers.tier_writer import TierWriter
 
@@ -52,8 +55,13 @@ class Drain:
         written_by: str,
         retention: Retention | None = None,
         grace: float = GRACE_SECONDS,
+        bytes_per_second: float | None = None,
+        codec: str | None = None,
     ) -> None:
-        """``written_by``, ``retention``, ``grace``: as for ``TierWriter``."""
+        """``written_by``, ``retention``, ``grace``, ``codec``: as for ``TierWriter``. ``bytes_per_second``: the largest
+        rate. Raises ``TierError`` if the library for the codec is missing."""
+        refuse_missing_libraries([codec])
+        self._codec, self._pacer = codec, Pacer(bytes_per_second)
         self._pool, self._store, self._written_by = readable_path(pool), store, written_by
         self._retention, self._grace = retention, grace
         self._writer: TierWriter | None = None
@@ -65,16 +73,18 @@ class Drain:
 
     def send(self, step: int | None = None, progress: Progress | None = None) -> Copied | None:
         """Send the newest checkpoint, or that of ``step``. Returns None if the newest one was sent before. Raises
-        ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is that of a rank, or has gradient
-        records."""
+        ``PoolError``, ``TierError``, and ``UnsupportedError`` if the pool is that of a rank, or if its updates cannot
+        be made again."""
         with closing(open_pool(self._pool, gradients=True)) as reader:
-            _refuse_gradients(reader)
             if step is None and self._is_sent(reader):
                 return None
 
             def take(stored: Saved, contents: Contents, rejected: list[RejectedCheckpoint]) -> Copied:
-                assert isinstance(stored, StoredCheckpoint), "the pool has no gradient records"
-                return self._send(stored, contents, rejected, progress)
+                if isinstance(stored, StoredCheckpoint):
+                    return self._send(stored, stored.uuid, contents, rejected, progress)
+                assert isinstance(stored, ReplayedCheckpoint), "it lies in a pool"
+                with whole_copy(stored) as copy:
+                    return self._send(copy, stored.uuid, contents, rejected, progress)
 
             return take_newest(reader, step, take)
 
@@ -86,18 +96,20 @@ class Drain:
     def _send(
         self,
         stored: StoredCheckpoint,
+        uuid: bytes,
         contents: Contents,
         rejected: list[RejectedCheckpoint],
         progress: Progress | None,
     ) -> Copied:
+        """``uuid``: of the pool."""
         if self._writer is not None:
             self._writer.refuse_superseded()
         if self._writer is None or self._incarnation != stored.header.incarnation:
-            self._writer = self._claimed(contents.run_id or stored.uuid.hex(), stored.header.incarnation)
+            self._writer = self._claimed(contents.run_id or uuid.hex(), stored.header.incarnation)
         nbytes = sum(entry.nbytes for entry in stored.entries.values())
         with progress(f"step {stored.step}", nbytes) if progress else _no_progress() as advance:
             sent = self._writer.send(stored, advance=advance)
-        self._last = stored.uuid, stored.record.payload_generation
+        self._last = uuid, stored.record.payload_generation
         return Copied(stored.step, str(self._store), nbytes, sent.nbytes, tuple(map(str, rejected)))
 
     def _claimed(self, run: str, incarnation: int) -> TierWriter:
@@ -105,7 +117,12 @@ class Drain:
         claim the largest step is the newest."""
         claim = claim_tier(self._store, run, self._written_by)
         self._incarnation = incarnation
-        return TierWriter(self._store, Writer(claim, 0, 1), self._written_by, self._retention, self._grace)
+        own, by = Writer(claim, 0, 1), self._written_by
+        return TierWriter(self._store, own, by, self._retention, self._grace, self._pacer.spend, self._codec)
+
+    def lift_rate(self) -> None:
+        """Send as fast as the tier takes it from now on. A signal handler may call this."""
+        self._pacer.lift()
 
     def retain(self) -> int:
         """Delete what need not stay, and return how many files were deleted. Raises ``TierError``."""
@@ -115,11 +132,3 @@ class Drain:
 @contextmanager
 def _no_progress() -> Iterator[Callable[[int], None]]:
     yield lambda _: None
-
-
-def _refuse_gradients(reader: PoolReader) -> None:
-    if reader.superblock.has_gradients:
-        raise UnsupportedError(
-            f"The pool {reader.path!r} has gradient records, and lightck copy sends no such pool to a tier yet. Write "
-            f"a pool without them first: lightck compact {reader.path} NEW."
-        )

@@ -18,7 +18,6 @@ Invariant: the training waits for the drain only at ``finish``. The drain and wh
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +29,10 @@ from lightck.pool.listener import CommitListener
 from lightck.pool.writer import PoolWriter
 from lightck.stats import Meter, TierStats
 from lightck.tiers.claiming import GoesOnFrom, release
+from lightck.tiers.codecs import refuse_missing_libraries
 from lightck.tiers.decisions import GRACE_SECONDS
-from lightck.tiers.drain_messages import DrainSettings, DrainState, Parent, TierSettings, TierState
+from lightck.tiers.drain_messages import DrainSettings, DrainState, Parent, TierSettings
+from lightck.tiers.drain_reports import DrainReports, added
 from lightck.tiers.drain_start import DrainHandle
 from lightck.tiers.group_schedule import GroupSchedule
 from lightck.tiers.logged_metrics import LoggedMetrics
@@ -61,13 +62,14 @@ class DrainLink(CommitListener):
     def __init__(self, tiers: Sequence[Tier], pool: str, meter: Meter, holds: Holds) -> None:
         self._tiers, self._pool, self._meter, self._holds = tiers, pool, meter, holds
         self._pid = os.getpid()
+        refuse_missing_libraries(each.compress for each in tiers)  # else the drain would miss it, much later
         self.stores = [open_store(each.path, each.options) for each in tiers]
         self._settings: DrainSettings | None = None
         self._handle: DrainHandle | None = None
         self._started_at, self._n_restarts, self._has_given_up = 0.0, 0, False
         self._last_due = [0] * len(tiers)
         """For each tier the step of the last checkpoint that was due by its step, or lies in the tier."""
-        self._is_empty = [True] * len(tiers)
+        self._is_empty, self._has_asked_for_first = [True] * len(tiers), False
         """Whether the tier holds no checkpoint: then the first one is sent at once."""
         self._schedule: GroupSchedule | None = None
         """What the ranks of a group send; None in a single process, and until the group has begun."""
@@ -83,6 +85,7 @@ class DrainLink(CommitListener):
         self._last_offered: tuple[int, Mapping[str, float] | None] | None = None
         """Generation and metrics of the last checkpoint that was to be sent."""
         self._metrics = LoggedMetrics(tiers)
+        self.reports = DrainReports(meter, lambda: self.read(may_start=False))
         self._newest = 0
         self._warned: set[int] = set()
         """The tiers whose failure was reported."""
@@ -162,7 +165,8 @@ class DrainLink(CommitListener):
     def start(self) -> None:
         """Start the drain. Raises ``TierError``."""
         assert self._settings is not None, "the tiers are claimed"
-        self._before = list(self._states)
+        self._before, self._has_asked_for_first = list(self._states), False
+        self.reports.drain_begins()
         self._handle, self._started_at = DrainHandle(self._settings), time.monotonic()
         for step, metrics in self._metrics.of_steps.items():
             self._handle.send({"metrics": metrics, "step": step})
@@ -183,6 +187,7 @@ class DrainLink(CommitListener):
     def committed(self, writer: PoolWriter, step: int) -> None:
         self._newest = step
         self.read()
+        self.reports.tell(writer)
         if self._handle is None or self._settings is None:
             return
         if self._settings.world_size > 1:
@@ -254,6 +259,7 @@ class DrainLink(CommitListener):
         if (generation, metrics) == self._last_offered:
             return
         if self._handle.state.is_busy or self._offer is not None:
+            self._ask_for_first(due)
             due = [number for number in due if self._is_certain(number, step)]
             # The drain holds one, or is about to take the one that was offered; and one can wait.
             if due and (self._waiting is not None or (self._offer is not None and not self._is_offered)):
@@ -271,6 +277,12 @@ class DrainLink(CommitListener):
             self._last_due[number], self._is_empty[number] = step, False
         self._tell()
         self._show()
+
+    def _ask_for_first(self, due: list[int]) -> None:
+        """Let the drain take the first checkpoint of a tier by itself when it can: the next commit may be far away."""
+        first = [number for number in due if self._is_empty[number]]
+        if first and not self._has_asked_for_first and self._handle is not None:
+            self._has_asked_for_first = self._handle.send({"first": first})
 
     def _is_certain(self, number: int, step: int) -> bool:
         tier = self._tiers[number]
@@ -321,7 +333,8 @@ class DrainLink(CommitListener):
     def send_newest(self, step: int, deadline: float) -> list[str]:
         """Let the drain send the newest checkpoint, which is that of ``step``, and wait until each tier holds it, until
         ``deadline`` on the monotonic clock at most. Returns the tiers that lack it."""
-        asked_at = -math.inf
+        self.ask_for_newest()  # at once: a busy drain may be kept back by a rate, which ends now
+        asked_at = time.monotonic()
         while time.monotonic() < deadline and not self._has_given_up:
             if self._handle is None:
                 self.read()  # it starts the drain again
@@ -373,6 +386,7 @@ class DrainLink(CommitListener):
     def _use(self, state: DrainState) -> None:
         if self._offer is not None and self._is_offered and state.answered == self._offer.generation:
             self._release_offer()
+        self.reports.use(state)
         for number, each in enumerate(state.tiers):
             if each.error is not None and number not in self._warned:
                 self._warned.add(number)
@@ -383,8 +397,10 @@ class DrainLink(CommitListener):
                 self._warned.discard(number)
                 self._raised.discard(number)
                 log.warning("lightck: checkpoints are sent to the tier %r again", self._tiers[number].path)
+            if self._is_empty[number] and each.checkpoints and each.step is not None:  # the drain took it by itself
+                self._last_due[number], self._is_empty[number] = each.step, False
         if state.tiers:
-            self._states = [_added(before, each) for before, each in zip(self._before, state.tiers, strict=True)]
+            self._states = [added(before, each) for before, each in zip(self._before, state.tiers, strict=True)]
             self._is_superseded = [each.is_superseded for each in state.tiers]
         self._show()
 
@@ -454,7 +470,7 @@ class DrainLink(CommitListener):
             since = each.failing_since
             if since is not None and now - since > FAILING_SECONDS_MAX and number not in self._raised:
                 self._raised.add(number)
-                raise self._error(each)
+                raise self._error(number)
 
     def failure_at_close(self) -> TierError | None:
         """Return an error if a tier lacks the newest checkpoint after ``finish``; else None."""
@@ -462,23 +478,23 @@ class DrainLink(CommitListener):
             if self._is_superseded[number]:
                 return TierClaimedError(f"{each.error} The pool {self._pool!r} holds what this session has saved.")
             if each.failing_since is not None and not self._is_left_alone:
-                return self._error(each)
+                return self._error(number)
         if self._must_finish and not self._is_finished and not self._is_left_alone:
             return TierError(
                 "The process that sends checkpoints to the tiers has ended, or has not answered, before the newest one "
-                "was sent. The pool and its checkpoints are intact. Send it by hand: lightck copy "
-                f"{self._pool} {self._tiers[0].path}."
+                f"was sent. The pool is intact. Send it by hand: {self._tiers[0].drain_command(self._pool)}."
             )
         return None
 
-    def _error(self, stats: TierStats) -> TierError:
+    def _error(self, number: int) -> TierError:
+        stats = self._states[number]
         newest = "no checkpoint yet" if stats.step is None else f"step {stats.step}"
         reason = str(stats.error).partition(". ")[0].rstrip(".")
         return TierError(
             f"Step {self._newest} could not be sent. {reason}. The tier holds {newest}; the pool and its checkpoints "
             "are intact. Look at the folder or store (that it is there, its owner, the space); then go on, and the "
-            "newest checkpoint is sent again; or send it by hand when the training has ended: lightck copy "
-            f"{self._pool} {stats.root}."
+            "newest checkpoint is sent again; or send it by hand when the training has ended: "
+            f"{self._tiers[number].drain_command(self._pool)}."
         )
 
     # -- at the end
@@ -561,20 +577,6 @@ class _Offer(NamedTuple):
     """None: the pool has no slot for it to be held in, so the training may overwrite it before the drain holds it."""
 
 
-def _added(before: TierStats, state: TierState) -> TierStats:
-    """Return what drains have done for a tier, the present one included."""
-    return TierStats(
-        before.root,
-        before.step if state.step is None else state.step,
-        before.checkpoints + state.checkpoints,
-        before.bytes_sent + state.sent_nbytes,
-        state.seconds or before.seconds,
-        state.sent_at or before.sent_at,
-        state.error,
-        state.failing_since,
-    )
-
-
 def n_spare_slots(tiers: Sequence[Tier]) -> int:
     """Return how many slots a pool needs more because of its tiers: one that the drain holds, and one for a checkpoint
     that must be sent and waits until the drain is ready."""
@@ -591,5 +593,8 @@ def _settings_of(tier: Tier, has_parent: bool) -> TierSettings:
         tier.keep_every,
         tier.keep_best,
         has_parent=has_parent,
+        bytes_per_second=tier.bytes_per_second,
         options=dict(tier.options or {}),
+        compress=tier.compress,
+        reread_seconds=tier.reread_seconds,
     )

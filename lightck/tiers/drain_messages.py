@@ -22,6 +22,8 @@ from typing import Any
 
 from lightck.tiers.decisions import KeepBest, Retention
 
+DRAIN_MODULE = "lightck.tiers.drain_process"
+"""What the command line of a drain names."""
 PROCESS_NAME = "lightck-drain"
 """The name of a drain, as the kernel shows it."""
 _SIGNALS = ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2", "XCPU", "PWR")
@@ -29,6 +31,7 @@ ANNOUNCING_SIGNALS = tuple(signal.Signals[f"SIG{name}"] for name in _SIGNALS if 
 """With which a system announces to all processes of a job that it will end them. A drain does not end by the first."""
 MESSAGE_NBYTES_MAX = 1 << 17
 """Smaller than what a socket takes in one piece by default."""
+REPORTS_MAX, _REPORT_LENGTH_MAX = 8, 1000
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,13 @@ class TierSettings:
     keep_best: tuple[str, int, str] | None
     has_parent: bool
     """Whether the tier holds the checkpoint from which the training went on."""
+    bytes_per_second: float | None = None
+    """The largest rate; None: without a limit."""
     options: dict[str, str | int | bool] = field(default_factory=dict)
     """Of an object store. They may hold secrets: they go over the socket, and nowhere else."""
+    compress: str | None = None
+    reread_seconds: float | None = None
+    """In which time everything in the tier is read again; None: it is not."""
 
     @property
     def retention(self) -> Retention:
@@ -93,6 +101,19 @@ class DrainSettings:
 
 
 @dataclass
+class Reread:
+    """What a drain has read again in one place: in a tier, or in the pool."""
+
+    rounds: int = 0
+    """How often it has read everything."""
+    nbytes: int = 0
+    damaged: int = 0
+    """Files of a tier, or checkpoints of the pool, that were found damaged."""
+    mended: int = 0
+    """How many of them were written anew."""
+
+
+@dataclass
 class TierState:
     """What a drain has done for one tier."""
 
@@ -108,6 +129,7 @@ class TierState:
     """Why the last attempt failed; None after a success."""
     failing_since: float | None = None
     is_superseded: bool = False
+    reread: Reread = field(default_factory=Reread)
 
 
 @dataclass
@@ -122,14 +144,31 @@ class DrainState:
     """Whether it has done everything after ``close``."""
     fatal: str | None = None
     """Why the process ends although the training goes on."""
+    progress: int = 0
+    """Grows while a checkpoint is sent, so that whoever waits for a large one, a slow tier or a rate sees that it goes
+    on. Reported every second at most."""
     tiers: list[TierState] = field(default_factory=list)
+    pool: Reread = field(default_factory=Reread)
+    reports: list[str] = field(default_factory=list)
+    """The last ``REPORTS_MAX`` texts of which the training is to warn."""
+    n_reports: int = 0
+    """How many there were."""
+    damaged_slots: list[tuple[str, int, int]] = field(default_factory=list)
+    """The last ``REPORTS_MAX`` damaged checkpoints of the pool: its uuid (hexadecimal), slot and generation of each."""
+
+    def report(self, text: str) -> None:
+        """Let the training warn."""
+        self.reports = [*self.reports, text[:_REPORT_LENGTH_MAX]][-REPORTS_MAX:]
+        self.n_reports += 1
 
     def packed(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def unpacked(cls, message: dict[str, Any]) -> DrainState:
-        return cls(**{**message, "tiers": [TierState(**each) for each in message["tiers"]]})
+        tiers = [TierState(**{**each, "reread": Reread(**each["reread"])}) for each in message["tiers"]]
+        slots = [(uuid, slot, generation) for uuid, slot, generation in message["damaged_slots"]]
+        return cls(**{**message, "tiers": tiers, "pool": Reread(**message["pool"]), "damaged_slots": slots})
 
 
 def send_message(connection: socket.socket, message: dict[str, Any], *, wait: bool = False) -> bool:

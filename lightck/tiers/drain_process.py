@@ -3,7 +3,9 @@
     settings     come over the socket, never by the command line, which others can read
     lock         POOL.drain: one drain per pool. That of a training that was killed finishes first, if it does so soon
     wait         for an offer, for the time of a tier, or for the end of the training
-    hold, send   the checkpoint to each tier for which it is due, one after the other (``sending.py``)
+    hold, send   the checkpoint to each tier for which it is due, one after the other, compressed if the tier says so
+                 (``sending.py``)
+    pace         at the rate of a tier, until a signal has come or the training was killed
     retain       remove from the tier what need not stay (``decisions.py``)
     end          the training is closed, or is gone: send the newest checkpoint to each tier that lacks it, and end
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import random
 import select
@@ -28,10 +31,17 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from lightck.errors import LightckError, PoolError, PoolNotFoundError, TierClaimedError, TierError
-from lightck.pool.commit_log import candidates
+from lightck.errors import (
+    LightckError,
+    PoolError,
+    PoolNotFoundError,
+    TierClaimedError,
+    TierError,
+    UnsupportedError,
+)
 from lightck.pool.format.saved_by import saved_by
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
@@ -46,14 +56,19 @@ from lightck.tiers.drain_messages import (
     receive_message,
     send_message,
 )
+from lightck.tiers.held_checkpoint import OverwrittenError, held, record_of
 from lightck.tiers.last_of_group import generations_at_end
-from lightck.tiers.names import TierCheckpoint, Writer
+from lightck.tiers.names import ManifestName, TierCheckpoint, Writer
 from lightck.tiers.open_store import open_store
+from lightck.tiers.rates import Pacer
+from lightck.tiers.rereading import Rereading
 from lightck.tiers.tier_writer import TierWriter
 
 NICENESS = 10
 _POLL_SECONDS = 1.0
 """How often the process looks whether the training still lives, if the socket does not say so."""
+_PROGRESS_SECONDS = 1.0
+"""How often progress is reported."""
 _PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 1.0, 60.0
 """The pause after a failed attempt doubles from one to the other."""
 _PAUSE_SECONDS_MAX_AT_END, _PAUSE_SECONDS_ALONE = 5.0, 0.2
@@ -71,6 +86,7 @@ class _Outlet:
     """One tier."""
 
     settings: TierSettings
+    pacer: Pacer
     writer: TierWriter | None = None
     """None: nothing was written yet."""
     state: TierState = field(default_factory=TierState)
@@ -80,12 +96,20 @@ class _Outlet:
     """How many attempts have failed since the last success. Then the next one sends the newest checkpoint."""
     is_damage: bool = False
     """Whether the last attempt failed because the checkpoint is damaged, so that another attempt does not help."""
+    lacks_first: bool = False
+    """Whether the first checkpoint was committed while this process could not take it. Then it is due now."""
     sent: tuple[int, Mapping[str, float] | None] | None = None
     """Generation of the newest checkpoint that was sent, and the metrics with which it was."""
 
+    def hashes(self) -> Mapping[ManifestName, bytes]:
+        """SHA-256 of each manifest that was written."""
+        return {} if self.writer is None else self.writer.hashes
+
     def is_due(self, now: float) -> bool:
+        if self.state.is_superseded:
+            return False
         is_timed = self.settings.every_seconds is not None or self.n_failures > 0
-        return is_timed and now >= self.next_at and not self.state.is_superseded
+        return (is_timed and now >= self.next_at) or (self.lacks_first and not self.n_failures)
 
 
 class DrainProcess:
@@ -95,9 +119,12 @@ class DrainProcess:
         self._connection, self._settings, self._parent_pid = connection, settings, parent_pid
         claim = claim_of(settings.claim)
         assert claim is not None, "the training has made it"
-        self._claim = claim
-        self._outlets = [_Outlet(each) for each in settings.tiers]
+        self._own = Writer(claim, settings.rank, settings.world_size)
+        self._outlets = [
+            _Outlet(each, Pacer(each.bytes_per_second, wait=self._wait_for_rate)) for each in settings.tiers
+        ]
         self._state = DrainState(tiers=[each.state for each in self._outlets])
+        self._rereading = Rereading(settings, self._own, self._state, [each.hashes for each in self._outlets])
         self._offer: tuple[int, list[int]] | None = None
         """Generation of a checkpoint that the training holds for this process, and the numbers of the tiers for which
         it is due."""
@@ -107,6 +134,8 @@ class DrainProcess:
         """Whether the newest checkpoint is to be sent now, because this machine or job may be about to end."""
         self._persists = False
         """Whether the training will not wait for the end: then attempts go on as after a killed one."""
+        self._reported_at = 0.0
+        """When the progress of a checkpoint was reported last."""
         self._grace = 0.0
         """How long after its first signal this process ignores others, because they say the same."""
         self._signalled_at: float | None = None
@@ -126,7 +155,8 @@ class DrainProcess:
                 self._wait()
             while not self._is_closing and not self._is_alone:
                 self._serve()
-                self._wait()
+                self._wait(self._rereading.next_at)
+                self._reread()
             self._serve()  # what was offered before the end
             self._finish(time.monotonic() + _ORPHAN_SECONDS_MAX)
         finally:
@@ -139,20 +169,21 @@ class DrainProcess:
         now = time.monotonic()
         if self._signalled_at is None:
             self._signalled_at, self._is_urgent = now, True
+            self._lift_rates()
         elif now >= self._signalled_at + self._grace:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     # -- the training
 
-    def _wait(self) -> None:
-        """Wait until there is something to do, and read what the training says."""
+    def _wait(self, until: float = float("inf")) -> None:
+        """Wait until there is something to do, until this time at most, and read what the training says."""
         if self._is_alone:
             time.sleep(_PAUSE_SECONDS_ALONE)
             return
         now = time.monotonic()
-        timed = [each.next_at for each in self._outlets if each.is_due(float("inf"))]
-        seconds = min(_POLL_SECONDS, max(0.0, min(timed, default=float("inf")) - now))
+        timed = [each.next_at for each in self._outlets if self._is_due(each, float("inf"))]
+        seconds = min(_POLL_SECONDS, max(0.0, min(timed, default=float("inf")) - now), max(0.0, until - now))
         select.select([self._connection], [], [], seconds)
         self._read()
 
@@ -164,6 +195,8 @@ class DrainProcess:
                 break
             if "offer" in message:
                 self._offer = message["offer"], message["tiers"]
+            for number in message.get("first", ()):
+                self._outlets[number].lacks_first = not self._outlets[number].state.checkpoints
             if "metrics" in message:
                 self._metrics[message["step"]] = message["metrics"]
                 for step in sorted(self._metrics)[:-_N_METRICS_MAX]:
@@ -172,8 +205,35 @@ class DrainProcess:
             self._is_urgent |= "newest" in message
             self._persists |= "persists" in message
             self._grace = message.get("grace", self._grace)
+            if "newest" in message or "persists" in message:  # a signal has come, and so much time is left
+                self._lift_rates()
         self._is_alone |= os.getppid() != self._parent_pid
+        if self._is_alone:  # what killed the training may end this process too
+            self._lift_rates()
         if self._is_unreported:
+            self._report()
+
+    def _lift_rates(self) -> None:
+        for each in self._outlets:
+            each.pacer.lift()
+
+    def _wait_for_rate(self, seconds: float) -> None:
+        """Wait before the next piece, and read meanwhile what the training says."""
+        if not self._is_alone:
+            select.select([self._connection], [], [], seconds)
+            self._read()
+            self._report_progress()
+
+    def _pace(self, outlet: _Outlet, nbytes: int) -> None:
+        """Wait until a piece may be put to a tier."""
+        outlet.pacer.spend(nbytes)
+        self._report_progress()
+
+    def _report_progress(self) -> None:
+        self._state.progress += 1
+        now = time.monotonic()
+        if now - self._reported_at >= _PROGRESS_SECONDS:
+            self._reported_at = now
             self._report()
 
     def _report(self) -> None:
@@ -189,17 +249,30 @@ class DrainProcess:
             generation, numbers = offer
             self._send([self._outlets[number] for number in numbers], generation)
         is_urgent, self._is_urgent = self._is_urgent, False
-        due = [each for each in self._outlets if not self._is_of_group and (is_urgent or each.is_due(now))]
+        due = [each for each in self._outlets if not self._is_of_group and (is_urgent or self._is_due(each, now))]
         if is_urgent and self._is_of_group:
             for last in self._generations_at_end():
                 self._send(self._outlets, last)
         if due:
             self._send(due)
         for each in due:
+            each.lacks_first = False
             if not each.n_failures:
                 each.next_at = now + (each.settings.every_seconds or 0.0)
         if self._state.is_busy:
             self._state.is_busy = False
+            self._report()
+
+    def _is_due(self, outlet: _Outlet, now: float) -> bool:
+        """Whether a tier is due by its time. In a group of ranks the trainings watch the time, and this process only
+        that of the next attempt."""
+        return outlet.is_due(now) and (not self._is_of_group or outlet.n_failures > 0)
+
+    def _reread(self) -> None:
+        """Read a piece of the pool or of a tier again, unless there is something else to do."""
+        is_busy = self._offer is not None or self._is_urgent or self._is_closing or self._is_alone
+        is_busy |= any(self._is_due(each, time.monotonic()) for each in self._outlets)
+        if not is_busy and self._rereading.work():
             self._report()
 
     @property
@@ -246,18 +319,21 @@ class DrainProcess:
         offered = generation
         try:
             for _ in range(_N_OVERTAKEN_MAX):
-                with contextlib.closing(open_pool(self._settings.pool)) as reader:
+                with contextlib.closing(open_pool(self._settings.pool, gradients=True)) as reader:
                     left = self._send_from(reader, left, generation, is_last=is_last)
                 if not left:
                     return
                 if self._is_of_group:
                     raise DamagedError("it was overwritten while it was sent")
                 generation = None  # it was overwritten: now the newest one
-            raise DamagedError("each checkpoint was overwritten while it was sent")
+            raise DamagedError(
+                "each checkpoint was overwritten while it was sent. In a pool with gradient records this comes if "
+                "updates are made faster than they can be made again: use strategy=lightck.FullState() there"
+            )
         except PoolNotFoundError:  # not made yet, or removed: there is nothing to send
             for each in left:
                 each.n_failures = 0
-        except (PoolError, DamagedError) as err:
+        except (PoolError, UnsupportedError, DamagedError) as err:
             for each in left:
                 self._failed(each, f"The checkpoint cannot be read: {err}")
         finally:
@@ -274,27 +350,26 @@ class DrainProcess:
     ) -> list[_Outlet]:
         """Send one checkpoint of an open pool. Returns the tiers that lack it because it was overwritten meanwhile.
         Raises ``DamagedError`` and ``PoolError``."""
-        record = _record(reader, generation)
-        if record is None:
+        record = record_of(reader, generation)
+        if record is None or all(self._is_sent(record, each) for each in outlets):
             for each in outlets:
                 each.n_failures = 0
+            if record is not None and generation is not None:
+                self._answer(generation)
             return []
         try:
-            stored = reader.checkpoint(record)
-        except DamagedError:
-            if reader.has_lost_slot(record):
-                return outlets
-            raise
-        with stored.hold():
-            if not stored.owns_slot():
-                return outlets
-            if generation is not None:
-                self._answer(generation)
-            for number, each in enumerate(outlets):
-                if not self._belongs(stored, each, is_last=is_last):
-                    each.n_failures = 0  # there is nothing left to try again
-                elif not self._send_until_it_is_there(each, stored):
-                    return outlets[number:]
+            with held(reader, generation) as stored:
+                if stored is None:
+                    return outlets
+                if generation is not None:
+                    self._answer(generation)
+                for number, each in enumerate(outlets):
+                    if not self._belongs(stored, each, is_last=is_last):
+                        each.n_failures = 0  # there is nothing left to try again
+                    elif not self._send_until_it_is_there(each, stored):
+                        return outlets[number:]
+        except OverwrittenError:
+            return outlets
         return []
 
     def _send_until_it_is_there(self, outlet: _Outlet, stored: StoredCheckpoint) -> bool:
@@ -310,10 +385,14 @@ class DrainProcess:
                 return True
         return False
 
+    def _is_sent(self, record: CommitRecord, outlet: _Outlet) -> bool:
+        """Whether a checkpoint, with what was logged at its step, was sent to a tier."""
+        return outlet.sent == (record.payload_generation, self._metrics.get(record.step))
+
     def _belongs(self, stored: StoredCheckpoint, outlet: _Outlet, *, is_last: bool) -> bool:
         """Whether a checkpoint is of this training, and is not in the tier yet. Raises ``DamagedError``."""
         generation, parent = stored.record.payload_generation, self._settings.parent
-        if outlet.sent == (generation, self._metrics.get(stored.step)):
+        if self._is_sent(stored.record, outlet):
             return False
         if saved_by(stored.state).claim == self._settings.claim:
             return True
@@ -352,8 +431,8 @@ class DrainProcess:
         if outlet.writer is None:
             store = open_store(outlet.settings.root, outlet.settings.options)
             retention, grace = outlet.settings.retention, self._settings.grace
-            own = Writer(self._claim, self._settings.rank, self._settings.world_size)
-            writer = TierWriter(store, own, self._settings.written_by, retention, grace)
+            pace, codec = partial(self._pace, outlet), outlet.settings.compress
+            writer = TierWriter(store, self._own, self._settings.written_by, retention, grace, pace, codec)
             writer.use_own()
             parent = self._settings.parent
             parent_claim = None if parent is None else claim_of(parent.claim)
@@ -361,7 +440,7 @@ class DrainProcess:
                 checkpoint = TierCheckpoint(parent_claim, parent.step)
                 for name in store.listing().manifests:
                     # A step may have been sent more than once.
-                    if name.checkpoint == checkpoint and name.writer == own._replace(claim=parent_claim):
+                    if name.checkpoint == checkpoint and name.writer == self._own._replace(claim=parent_claim):
                         writer.use_parent(name, parent.generation)
             outlet.writer = writer
         return outlet.writer
@@ -379,20 +458,17 @@ class DrainProcess:
 
     def _failed(self, outlet: _Outlet, reason: str) -> None:
         """Plan the next attempt."""
-        pause = min(_PAUSE_SECONDS * 2**outlet.n_failures, _PAUSE_SECONDS_MAX)
         outlet.n_failures += 1
-        outlet.next_at = time.monotonic() + pause * random.uniform(0.5, 1.0)
+        outlet.next_at = time.monotonic() + pause_after(outlet.n_failures)
         outlet.state.error = reason
         outlet.state.failing_since = outlet.state.failing_since or time.time()
         self._report()
 
 
-def _record(reader: PoolReader, generation: int | None) -> CommitRecord | None:
-    """Return the commit record of the newest checkpoint, or of that with this generation; None if there is none."""
-    for record in candidates(reader.commit_log()):
-        if generation is None or record.payload_generation == generation:
-            return record
-    return None
+def pause_after(n_failures: int) -> float:
+    """Return how many seconds to wait after so many failed attempts (1 or more) before the next one."""
+    doublings = min(n_failures - 1, 16)  # a tier may fail for days
+    return min(math.ldexp(_PAUSE_SECONDS, doublings), _PAUSE_SECONDS_MAX) * random.uniform(0.5, 1.0)
 
 
 class DrainLock:
@@ -442,6 +518,7 @@ def main(fd: int) -> None:
             process = DrainProcess(connection, DrainSettings.unpacked(settings), parent_pid)
             for number in ANNOUNCING_SIGNALS:
                 signal.signal(number, process.terminated)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ANNOUNCING_SIGNALS)  # ``drain_start.py`` has blocked them
             process.run()
     except Exception as err:
         kind = "" if isinstance(err, LightckError) else f"{type(err).__name__}: "

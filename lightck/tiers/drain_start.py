@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import weakref
 
 from lightck.errors import TierError
 from lightck.tiers.drain_messages import (
+    ANNOUNCING_SIGNALS,
+    DRAIN_MODULE,
     MESSAGE_NBYTES_MAX,
     DrainSettings,
     DrainState,
@@ -24,7 +27,7 @@ from lightck.tiers.drain_messages import (
     send_message,
 )
 
-_PROGRAM = "from lightck.tiers.drain_process import main; main(0)"
+_PROGRAM = f"from {DRAIN_MODULE} import main; main(0)"
 _END_SECONDS = 2.0
 """How long a process that is done may take to end."""
 _connections: weakref.WeakSet[DrainHandle] = weakref.WeakSet()
@@ -50,15 +53,7 @@ class DrainHandle:
         try:
             for each in (self._connection, other):
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MESSAGE_NBYTES_MAX)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM],
-                stdin=other.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env={**os.environ, "PYTHONPATH": _import_path()},
-                start_new_session=True,
-            )
+            self._process = _started(other.fileno())
         except OSError as err:
             self._connection.close()
             raise _cannot_start(err.strerror, err.errno) from err
@@ -113,6 +108,24 @@ class DrainHandle:
     def close_in_child(self) -> None:
         """Close the connection in a forked child, so that the drain sees when the training ends."""
         self._connection.close()
+
+
+def _started(fd: int) -> subprocess.Popen[bytes]:
+    """Start the process. The signals that announce the end of a job wait until it is ready to handle them: it begins
+    with this thread's mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ANNOUNCING_SIGNALS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM],
+            stdin=fd,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={**os.environ, "PYTHONPATH": _import_path()},
+            start_new_session=True,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _import_path() -> str:

@@ -2,7 +2,7 @@
 
     create    a file of the pool's size under a temporary name, allocated in full
     fill      superblock and layout table; then each object is fetched (several at once where the store gains by it),
-              and its bytes are written to their places
+              decompressed if it was compressed, and its bytes are written to their places
     verify    each block against the checksums of the pool that the checkpoint is from; only then the commit record
     publish   the file gets its name, in which nothing lies
 
@@ -12,7 +12,6 @@ no pool.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -27,11 +26,16 @@ from lightck.pool.format.structures import (
     layout_hash,
 )
 from lightck.pool.reader import PoolReader
+from lightck.pool.storage import extents
+from lightck.pool.storage.backend import Backend, Container
 from lightck.pool.storage.failures import as_io_error, undo_on_error
-from lightck.pool.storage.file import FileBackend, FileContainer
+from lightck.pool.storage.file import FileBackend
 from lightck.pool.storage.lock import PoolLock
+from lightck.pool.storage.memory import MemoryBackend
 from lightck.restore.contents import unpack_dict
+from lightck.tiers.codecs import refuse_missing_libraries
 from lightck.tiers.in_flight import in_order
+from lightck.tiers.object_copies import content_of
 from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import TierManifest
 
@@ -54,7 +58,7 @@ def stale_after(store: Store, manifest: TierManifest) -> int | None:
     for run in manifest.runs:
         if run.offset <= at and at + record.manifest_nbytes <= run.offset + run.nbytes:
             begin = run.begin + at - run.offset
-            data = _get(store, manifest, run.object)[begin : begin + record.manifest_nbytes]
+            data = bytes(_get(store, manifest, run.object)[begin : begin + record.manifest_nbytes])
             header = ManifestHeader.unpack(data)
             state = unpack_dict(data[header.state_offset : header.state_offset + header.state_nbytes])
             found = state.get("stale_after")
@@ -69,31 +73,37 @@ def fetch(
     advance: Callable[[int], None] = lambda _: None,
     *,
     is_locked: bool = False,
+    backend: Backend | None = None,
 ) -> None:
     """Make the pool ``path`` from a checkpoint. Nothing lies at ``path``, unless the caller holds the lock of that pool
     (``is_locked``): then the new pool replaces the old one when it is whole. ``advance`` is called with the number of
-    bytes of each object. Raises ``DamagedError`` if the checkpoint is not whole, ``PoolError`` if the pool cannot be
-    made there, and ``TierError``."""
+    bytes of each object. ``backend``: makes the pool; None: it is a plain file. Raises ``DamagedError`` if the
+    checkpoint is not whole, ``PoolError`` if the pool cannot be made there, and ``TierError``."""
     with ExitStack() as stack:
         if not is_locked:
             stack.callback(PoolLock(path).release)
-        container = stack.enter_context(filled_file(store, manifest, path, advance))
+        container = stack.enter_context(filled_pool(store, manifest, path, advance, backend))
         if not is_locked:
             refuse_existing_pool(path)
         container.publish()
 
 
 @contextmanager
-def filled_file(
-    store: Store, manifest: TierManifest, path: str, advance: Callable[[int], None] = lambda _: None
-) -> Iterator[FileContainer]:
+def filled_pool(
+    store: Store,
+    manifest: TierManifest,
+    path: str,
+    advance: Callable[[int], None] = lambda _: None,
+    backend: Backend | None = None,
+) -> Iterator[Container]:
     """Make a pool from a checkpoint in a temporary file beside ``path``, whose lock the caller holds. ``publish`` of
-    the container that is yielded gives the file its name; without it, nothing is left at the end of the block. Raises
-    as ``fetch`` does."""
+    the container that is yielded gives the file its name; without it, nothing is left at the end of the block.
+    ``backend``, and what is raised: as for ``fetch``."""
+    refuse_missing_libraries(manifest.codecs)  # no reason to go on from an older checkpoint
     superblock, table = _frame(store, manifest)
-    container = FileBackend().create_file(path, superblock.nbytes)
+    container = (backend or FileBackend()).create(path, superblock.nbytes)
     with closing(container):
-        _fill_pool(store, manifest, superblock, table, container, advance)
+        _fill_pool(store, manifest, superblock, table, container, path, advance)
         yield container
 
 
@@ -102,10 +112,11 @@ def fetched_to_memory(
 ) -> PoolReader:
     """Make a pool from a checkpoint in anonymous memory, and return its reader. It takes the memory of the checkpoint.
     ``advance``, and what is raised: as for ``fetch``."""
+    refuse_missing_libraries(manifest.codecs)
     superblock, table = _frame(store, manifest)
-    container = _memory_for(store, superblock)
+    container = MemoryBackend().create(str(store), superblock.nbytes)
     with undo_on_error(container.close):
-        _fill_pool(store, manifest, superblock, table, container, advance)
+        _fill_pool(store, manifest, superblock, table, container, str(store), advance)
         return PoolReader(container, str(store))
 
 
@@ -113,29 +124,19 @@ def frame_to_memory(store: Store, manifest: TierManifest) -> PoolReader:
     """As ``fetched_to_memory``, but without the bytes of tensors, which are not fetched: what the checkpoint holds can
     be listed, and its tensors do not verify."""
     superblock, table = _frame(store, manifest)
-    container = _memory_for(store, superblock)
+    container = MemoryBackend().create(str(store), superblock.nbytes)
     with undo_on_error(container.close):
-        _write_frame(manifest, superblock, table, container)
+        _write_frame(manifest, superblock, table, container, str(store))
         runs = tuple(run for run in manifest.runs if not manifest.objects[run.object].key)
-        _fill(store, replace(manifest, runs=runs), container, lambda _: None)
+        _fill(store, replace(manifest, runs=runs), container, str(store), lambda _: None)
         _commit(manifest, superblock, container, str(store), verifies=False)
         return PoolReader(container, str(store))
-
-
-def _memory_for(store: Store, superblock: Superblock) -> FileContainer:
-    """Return anonymous memory for a pool."""
-    with as_io_error(f"A checkpoint of the tier {str(store)!r} cannot be fetched to memory"):
-        fd = os.memfd_create("lightck-tier", os.MFD_CLOEXEC)
-        container = FileContainer(str(store), fd, superblock.nbytes)
-        with undo_on_error(container.close):
-            os.ftruncate(fd, superblock.nbytes)
-        return container
 
 
 def _frame(store: Store, manifest: TierManifest) -> tuple[Superblock, bytes]:
     """Return the superblock and the layout table of the pool. Raises ``DamagedError`` and ``TierError``."""
     superblock = Superblock.unpack(manifest.superblock)
-    table = _get(store, manifest, manifest.table)
+    table = bytes(_get(store, manifest, manifest.table))
     if layout_hash(table) != superblock.table_hash:
         raise DamagedError("its layout table does not match its superblock")
     return superblock, table
@@ -146,24 +147,27 @@ def _fill_pool(
     manifest: TierManifest,
     superblock: Superblock,
     table: bytes,
-    container: FileContainer,
+    container: Container,
+    path: str,
     advance: Callable[[int], None],
 ) -> None:
-    """Write everything that a pool needs into a new container, and verify it."""
-    _write_frame(manifest, superblock, table, container)
-    _fill(store, manifest, container, advance)
-    _commit(manifest, superblock, container, container.path)
+    """Write everything that a pool needs into a new container, and verify it. ``path``: names the pool in errors."""
+    _write_frame(manifest, superblock, table, container, path)
+    _fill(store, manifest, container, path, advance)
+    _commit(manifest, superblock, container, path)
 
 
-def _write_frame(manifest: TierManifest, superblock: Superblock, table: bytes, container: FileContainer) -> None:
-    with as_io_error(f"The pool {container.path!r} cannot be written"):
+def _write_frame(manifest: TierManifest, superblock: Superblock, table: bytes, container: Container, path: str) -> None:
+    with as_io_error(f"The pool {path!r} cannot be written"):
         for offset in SUPERBLOCK_OFFSETS:
-            _write(container.fd, manifest.superblock, offset)
+            _write(container, manifest.superblock, offset)
         for offset in superblock.table_offsets:
-            _write(container.fd, table, offset)
+            _write(container, table, offset)
 
 
-def _fill(store: Store, manifest: TierManifest, container: FileContainer, advance: Callable[[int], None]) -> None:
+def _fill(
+    store: Store, manifest: TierManifest, container: Container, path: str, advance: Callable[[int], None]
+) -> None:
     runs: dict[int, list[tuple[int, int, int]]] = {}
     for run in manifest.runs:
         runs.setdefault(run.object, []).append((run.offset, run.nbytes, run.begin))
@@ -172,28 +176,18 @@ def _fill(store: Store, manifest: TierManifest, container: FileContainer, advanc
     with closing(objects):
         for number, found in zip(numbers, objects, strict=True):
             data = memoryview(found)
-            with as_io_error(f"The pool {container.path!r} cannot be written"):
+            with as_io_error(f"The pool {path!r} cannot be written"):
                 for offset, nbytes, begin in runs[number]:
-                    _write(container.fd, data[begin : begin + nbytes], offset)
+                    _write(container, data[begin : begin + nbytes], offset)
             advance(len(data))
 
 
-def _get(store: Store, manifest: TierManifest, number: int) -> bytes:
-    sent = manifest.objects[number]
-    try:
-        data = store.get(str(sent.name), sent.nbytes)
-    except FileNotFoundError:
-        raise DamagedError(f"its object {sent.name.content[:16]}... is gone") from None
-    if len(data) != sent.nbytes:
-        raise DamagedError(f"its object {sent.name.content[:16]}... has {len(data)} bytes, not {sent.nbytes}")
-    # The bytes of tensors verify by the pool's checksums, which is ten times as fast.
-    if not sent.key and hashlib.sha256(data).hexdigest() != sent.name.content:
-        raise DamagedError(f"its object {sent.name.content[:16]}... does not match its name")
-    return data
+def _get(store: Store, manifest: TierManifest, number: int) -> bytes | memoryview:
+    return content_of(store, manifest.objects[number])
 
 
 def _commit(
-    manifest: TierManifest, superblock: Superblock, container: FileContainer, path: str, *, verifies: bool = True
+    manifest: TierManifest, superblock: Superblock, container: Container, path: str, *, verifies: bool = True
 ) -> None:
     """Verify what was written (``verifies``: the bytes of tensors too), and write the commit record."""
     with as_io_error(f"The pool {path!r} cannot be written"):
@@ -205,11 +199,14 @@ def _commit(
     if verifies:
         stored.verify()
     with as_io_error(f"The pool {path!r} cannot be written"):
-        _write(container.fd, manifest.record.pack(superblock.uuid), superblock.commit_record_offset(0))
+        _write(container, manifest.record.pack(superblock.uuid), superblock.commit_record_offset(0))
 
 
-def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
+def _write(container: Container, data: bytes | memoryview, offset: int) -> None:
+    """Write bytes of the new pool, which nobody has mapped but a library that made its file."""
     view = memoryview(data)
-    while view:
-        n = os.pwrite(fd, view, offset)
-        view, offset = view[n:], offset + n
+    for at, nbytes in extents.runs(container.extents, offset, len(view)):
+        end = at + nbytes
+        while at < end:
+            n = os.pwrite(container.fd, view[: end - at], at)
+            view, at = view[n:], at + n

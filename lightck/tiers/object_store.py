@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as _Library
 
 _Result = TypeVar("_Result")
-_URL = re.compile(r"(s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]{1,100}((?:/[A-Za-z0-9._=+,-]{1,200}){0,20})")
+SCHEMES = ("s3", "gs", "az")
+_BUCKET_LENGTH_MIN = 2
+_URL = re.compile(
+    rf"({'|'.join(SCHEMES)})://[A-Za-z0-9][A-Za-z0-9._-]{{1,100}}((?:/[A-Za-z0-9._=+,-]{{1,200}}){{0,20}})"
+)
 _CREDENTIALS_IN_URL = re.compile(r"[@?#]")
 _CLIENT_OPTIONS = frozenset(
     [
@@ -284,6 +288,14 @@ def refuse_unusable_url(root: str) -> None:
             "The URL of a tier has one of the characters @, ? and #, which may part a secret from it. It is not shown "
             "here. Pass s3://BUCKET/PREFIX, put credentials into the environment, and the rest into options=."
         )
+    scheme, _, rest = root.partition("://")
+    if scheme in SCHEMES and len(rest.partition("/")[0]) < _BUCKET_LENGTH_MIN:
+        raise ValueError(
+            f"{root!r} is no URL of a tier: the name of a bucket has at least {_BUCKET_LENGTH_MIN} letters or digits. "
+            "Look whether the URL begins with the bucket, s3://BUCKET/PREFIX."
+        )
+    if scheme not in SCHEMES and scheme.lower() in SCHEMES:
+        raise ValueError(f"{root!r} is no URL of a tier: write {scheme.lower()!r} in small letters.")
     match = _URL.fullmatch(root)
     if match is None or any(part in (".", "..") for part in match[2].split("/")):
         raise ValueError(

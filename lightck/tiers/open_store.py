@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import TypeAlias, TypeGuard
 
 from lightck.tiers.folder import FolderStore
-from lightck.tiers.object_store import ObjectStore, refuse_unusable_options, refuse_unusable_url
+from lightck.tiers.object_store import SCHEMES, ObjectStore, refuse_unusable_options, refuse_unusable_url
 from lightck.tiers.store import Store
 
 Options: TypeAlias = Mapping[str, "str | int | bool"]
 """What an object store needs beside its URL (endpoint, region, ...)."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_URL_OF_PATH = re.compile(r"(?:s3|gs|az):/[^/]")
+_URL_OF_PATH = re.compile(rf"(?:{'|'.join(SCHEMES)}):/[^/]")
 
 
 def is_url(root: object) -> TypeGuard[str]:

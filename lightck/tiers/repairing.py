@@ -3,8 +3,9 @@
 A tier:
 
     find      read each object that a manifest names, and compare the SHA-256 of its bytes with its name
-    get       the same bytes: an object of another tier with the same SHA-256, or the ranges of a pool that still holds
-              the checkpoint; whatever comes back counts only if its SHA-256 is the name
+    get       the same bytes: an object of another tier with the same SHA-256; or the content, from an object of another
+              tier that is compressed in another way, or from a pool that still holds the checkpoint, compressed again.
+              Whatever comes back counts only if its SHA-256 is the name
     put       under the same name, in place of the damaged file; then read it once more
 
 A pool that no process has open:
@@ -18,9 +19,8 @@ than the newest intact one in it. Manifests, claims, and pools that are no plain
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -54,8 +54,8 @@ from lightck.tiers.candidates import (
 from lightck.tiers.claiming import refuse_other_runs
 from lightck.tiers.decisions import Listing
 from lightck.tiers.fetching import fetch
-from lightck.tiers.names import ManifestName, ObjectName
-from lightck.tiers.reading import damage_of
+from lightck.tiers.names import ManifestName
+from lightck.tiers.object_copies import Copies, damage_of, is_named
 from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import SentObject, TierManifest, read_manifest
 
@@ -87,13 +87,13 @@ def repair_tier(store: Store, tiers: Sequence[Store], pools: Sequence[PoolReader
     refuse_other_runs(store, listing)
     manifests = _manifests(store, listing, done)
     damaged = _damaged(store, manifests, progress)
-    copies = _copies(tiers)
+    sources = Copies(tiers, pools)
     for sent, reason in damaged.items():
         naming = [(name, manifest) for name, manifest in manifests.items() if sent in manifest.objects]
-        data = _from_tiers(sent, copies) or _from_pools(sent, [manifest for _, manifest in naming], pools)
+        data = sources.bytes_of(sent, [manifest for _, manifest in naming])
         if data is None:
-            done.left.append(Unrepaired(str(sent.name), f"{reason}; no copy of it is there"))
-        elif _is_named(store, naming):  # else a drain has removed the checkpoint meanwhile
+            done.left.append(Unrepaired(str(sent.name), f"{reason}; {sources.why_not(sent)}"))
+        elif is_named(store, naming):  # else a drain has removed the checkpoint meanwhile
             store.put(str(sent.name), data)
             again = damage_of(store, sent, reads=True)
             if again is None:
@@ -126,61 +126,6 @@ def _damaged(store: Store, manifests: Mapping[ManifestName, TierManifest], progr
                 found[sent] = reason
             advance(sent.nbytes)
     return found
-
-
-def _copies(tiers: Sequence[Store]) -> dict[str, list[tuple[Store, ObjectName]]]:
-    """Return for each content the objects of other tiers that have it, as their names say."""
-    found: dict[str, list[tuple[Store, ObjectName]]] = {}
-    for store in tiers:
-        for name in sorted(store.listing().objects):
-            found.setdefault(name.content, []).append((store, name))
-    return found
-
-
-def _from_tiers(sent: SentObject, copies: Mapping[str, Sequence[tuple[Store, ObjectName]]]) -> bytes | None:
-    for store, name in copies.get(sent.name.content, ()):
-        try:
-            data = store.get(str(name), sent.nbytes)
-        except (DamagedError, FileNotFoundError):
-            continue
-        if _is_content(data, sent):
-            return data
-    return None
-
-
-def _from_pools(sent: SentObject, manifests: Iterable[TierManifest], pools: Sequence[PoolReader]) -> bytes | None:
-    """Return the bytes of an object from a pool that holds one of the checkpoints that name it. (Whether it holds the
-    checkpoint still is seen by the SHA-256.)"""
-    for manifest in manifests:
-        superblock = Superblock.unpack(manifest.superblock)
-        for reader in pools:
-            if reader.superblock == superblock:
-                data = _read(reader, manifest, manifest.objects.index(sent))
-                if _is_content(data, sent):
-                    return data
-    return None
-
-
-def _read(reader: PoolReader, manifest: TierManifest, number: int) -> bytes:
-    if number == manifest.table:
-        return reader.table
-    runs = sorted((run for run in manifest.runs if run.object == number), key=lambda run: run.begin)
-    return b"".join(reader.read(run.offset, run.nbytes) for run in runs)
-
-
-def _is_content(data: bytes, sent: SentObject) -> bool:
-    return len(data) == sent.nbytes and hashlib.sha256(data).hexdigest() == sent.name.content
-
-
-def _is_named(store: Store, naming: Iterable[tuple[ManifestName, TierManifest]]) -> bool:
-    """Whether one of the manifests that named an object is still there."""
-    for name, manifest in naming:
-        try:
-            if read_manifest(store, name) == manifest:
-                return True
-        except DamagedError:
-            continue
-    return False
 
 
 # -- a pool

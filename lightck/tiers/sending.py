@@ -2,10 +2,11 @@
 
     hold      the training overwrites other slots meanwhile (``pool/slot_locks.py``)
     read      pieces of at most 32 MiB, each block verified: tensors that are likely to change together
+    compress  each piece, if the tier is to be compressed and the piece gets smaller
     name      by SHA-256; a piece that an earlier manifest of this writer names is not sent again, and not even read if
               its tensors and generations are the same
-    put       the objects, several at once where the store gains by it; last the manifest, if all of them are stored and
-              the slot still belongs to the checkpoint
+    put       the objects, at a rate if one is asked for, several at once where the store gains by it; last the
+              manifest, if all of them are stored and the slot still belongs to the checkpoint
 
 Invariant: a manifest is written only if every object that it names is stored, and the bytes verified.
 """
@@ -19,10 +20,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightck.errors import TierError
-from lightck.pool.format.layout import blocks_of
+from lightck.pool.format.layout import ITEM_NBYTES, blocks_of
 from lightck.pool.format.saved_by import saved_by
-from lightck.pool.format.structures import PAGE, SUPERBLOCK_NBYTES, SUPERBLOCK_OFFSETS, DamagedError
+from lightck.pool.format.structures import (
+    NEXT_NBYTES,
+    NEXT_OFFSET,
+    SUPERBLOCK_NBYTES,
+    SUPERBLOCK_OFFSETS,
+    DamagedError,
+    unpack_next,
+)
 from lightck.pool.reader import StoredCheckpoint
+from lightck.tiers.codecs import Coding, coding_of, encoded
 from lightck.tiers.in_flight import Puts, puts_to
 from lightck.tiers.names import ManifestName, ObjectName, Writer
 from lightck.tiers.store import Store
@@ -72,6 +81,7 @@ class _Outgoing:
     writer: Writer
     nonce: str
     earlier: Sent
+    codec: str | None
     objects: list[SentObject] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     nbytes: int = 0
@@ -79,6 +89,8 @@ class _Outgoing:
     put_names: list[ObjectName] = field(default_factory=list)
     new: dict[str, SentObject] = field(default_factory=dict)
     """Content -> an object that was put for this checkpoint. A second one with these bytes is not put."""
+    pace: Callable[[int], object] = lambda _: None
+    """Called with the number of bytes before each put; it may wait."""
     is_manifest_begun: bool = False
     """Whether the manifest may be stored: then its objects stay."""
 
@@ -88,21 +100,29 @@ class _Outgoing:
             with suppress(TierError):
                 self.store.delete(str(name))
 
-    def add(self, data: bytes | memoryview, key: str = "", puts: Puts | None = None) -> int:
+    def add_piece(self, data: memoryview, coding: Coding | None, key: str, puts: Puts) -> int:
+        """Store a piece, which is compressed if that makes it smaller. Returns its number in the manifest."""
+        smaller = None if coding is None else encoded(data, coding)
+        return self.add(data, key, puts) if smaller is None else self.add(smaller, key, puts, coding)
+
+    def add(
+        self, data: bytes | memoryview, key: str = "", puts: Puts | None = None, coding: Coding | None = None
+    ) -> int:
         """Store an object, unless one with these bytes is known. Returns its number in the manifest. ``puts``: what
-        stores it, if it need not be stored when this returns."""
+        stores it, if it need not be stored when this returns. ``coding``: how its bytes were made."""
         content = hashlib.sha256(data).hexdigest()
         known = self.new.get(content) or self._own(self.earlier.by_content.get(content))
         if known is None or known.nbytes != len(data):
             name = ObjectName(self.writer, content, self.nonce)
             self.put_names.append(name)
+            self.pace(len(data))
             if puts is None:
                 self.store.put(str(name), data)
             else:
                 puts.put(str(name), memoryview(data))
             self.nbytes += len(data)
             known = self.new[content] = SentObject(name, len(data), key)
-        return self.append(known._replace(key=key))
+        return self.append(known._replace(key=key, coding=coding))
 
     def known(self, key: str) -> SentObject | None:
         """Return the object with this key below the own prefix, if one is known."""
@@ -129,6 +149,8 @@ class _Outgoing:
 class SentCheckpoint:
     name: ManifestName
     manifest: TierManifest
+    manifest_hash: bytes
+    """SHA-256 of the manifest as it was put."""
     nbytes: int
     """Bytes that were put; the others lay in the tier."""
 
@@ -143,12 +165,15 @@ def send(
     written_by: str,
     metrics: Mapping[str, float] | None = None,
     advance: Callable[[int], None] = lambda _: None,
+    pace: Callable[[int], object] = lambda _: None,
+    codec: str | None = None,
 ) -> SentCheckpoint:
     """Send a checkpoint, which the caller holds. ``nonce``: eight hexadecimal digits that were never used for this
-    writer. ``earlier``: the objects of its manifests. ``advance`` is called with the number of bytes of each piece of
-    the tensors. Raises ``DamagedError`` if the checkpoint is damaged or was
-    overwritten, ``PoolIOError``, and ``TierError``."""
-    out = _Outgoing(store, writer, nonce, earlier)
+    writer. ``earlier``: the objects of its manifests; a piece that one of them holds is not sent again, however it is
+    compressed there. ``advance`` is called with the number of bytes of each piece of the tensors, and ``pace`` with
+    that of each put, before it. ``codec``: how other pieces are compressed (``codecs.py``); None: not at all. Raises
+    ``DamagedError`` if the checkpoint is damaged or was overwritten, ``PoolIOError``, and ``TierError``."""
+    out = _Outgoing(store, writer, nonce, earlier, codec, pace=pace)
     try:
         return _send(stored, out, written_by, metrics or {}, advance)
     except BaseException:  # also Ctrl-C: nobody else knows the names
@@ -180,12 +205,13 @@ def _send(
     data = manifest.packed()
     if len(data) > NBYTES_MAX:
         raise DamagedError(f"its manifest for a tier would have more than {NBYTES_MAX} bytes")
+    out.pace(len(data))
     if not stored.owns_slot():
         raise DamagedError("its slot was reused while it was read")
     name = ManifestName(out.writer, stored.step, out.nonce)
     out.is_manifest_begun = True
     out.store.put(str(name), data)
-    return SentCheckpoint(name, manifest, out.nbytes + len(data))
+    return SentCheckpoint(name, manifest, hashlib.sha256(data).digest(), out.nbytes + len(data))
 
 
 def _superblock(stored: StoredCheckpoint) -> bytes:
@@ -198,16 +224,22 @@ def _superblock(stored: StoredCheckpoint) -> bytes:
 
 
 def _send_frame(stored: StoredCheckpoint, out: _Outgoing) -> None:
-    """Send the page with the slot's header, and the pool's manifest, as one object."""
+    """Send the slot's header and the pool's manifest as one object, and the next-batch record, if it is there already,
+    as another one: the training stores it later, and the bytes of an object must not depend on when it was sent."""
     sb, record = stored.reader.superblock, stored.record
-    places = [(sb.slots[record.slot][0], PAGE)]
+    header_at = sb.slots[record.slot][0]
+    places = [(header_at, NEXT_OFFSET)]
     places.append((sb.manifest_at(record.slot, record.manifest_index), record.manifest_nbytes))
     data = b"".join(stored.reader.read(offset, nbytes) for offset, nbytes in places)
     if len(data) != sum(nbytes for _, nbytes in places):
         raise DamagedError("its manifest cannot be read")
-    number = out.add(data)
-    (header_at, _), (manifest_at, nbytes) = places
-    out.runs += [Run(header_at, PAGE, number, 0), Run(manifest_at, nbytes, number, PAGE)]
+    number, begin = out.add(data), 0
+    for offset, nbytes in places:
+        out.runs.append(Run(offset, nbytes, number, begin))
+        begin += nbytes
+    following = stored.reader.read(header_at + NEXT_OFFSET, NEXT_NBYTES) if sb.has_next_batch else b""
+    if unpack_next(following, record.payload_generation, sb.uuid) is not None:
+        out.runs.append(Run(header_at + NEXT_OFFSET, NEXT_NBYTES, out.add(following), 0))
 
 
 def _send_tensors(stored: StoredCheckpoint, out: _Outgoing, advance: Callable[[int], None]) -> None:
@@ -227,7 +259,8 @@ def _send_pieces(stored: StoredCheckpoint, out: _Outgoing, puts: Puts, advance: 
                 places.append((part.name, part.first, part.nbytes, address))
                 address += part.nbytes
             stored.read_blocks(places)
-            number = out.add(buffer.data[: address - buffer.ctypes.data], key, puts)
+            coding = None if out.codec is None else coding_of(out.codec, _elements(stored, parts))
+            number = out.add_piece(buffer.data[: address - buffer.ctypes.data], coding, key, puts)
         else:
             number = out.append(known)
         begin = 0
@@ -236,6 +269,14 @@ def _send_pieces(stored: StoredCheckpoint, out: _Outgoing, puts: Puts, advance: 
             out.runs.append(Run(offset, part.nbytes, number, begin))
             begin += part.nbytes
         advance(begin)
+
+
+def _elements(stored: StoredCheckpoint, parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
+    """Yield for each part how many bytes an element has, and how many the part has. A complex number is two
+    elements."""
+    for part in parts:
+        dtype = stored.entries[part.name].dtype
+        yield ITEM_NBYTES[dtype] // (2 if dtype.startswith("complex") else 1), part.nbytes
 
 
 def _nbytes_of(stored: StoredCheckpoint) -> int:

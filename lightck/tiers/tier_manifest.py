@@ -4,6 +4,9 @@ It is JSON of at most ``NBYTES_MAX`` bytes. The checkpoint keeps the form that i
 layout table, the pool's own manifest with the checksums of all blocks, and the payload. So a pool is made again from
 the objects byte by byte, and it verifies by the checksums that the training computed, not by new ones.
 
+An object of tensors may be compressed (``codecs.py``). The offsets of runs are those in the piece that it was made
+from.
+
 A manifest is untrusted input. ``parse`` checks every number before anything is allocated for it.
 """
 
@@ -21,6 +24,7 @@ from lightck.pool.format.structures import (
     DamagedError,
     Superblock,
 )
+from lightck.tiers.codecs import Coding, parsed
 from lightck.tiers.names import ManifestName, ObjectName, Writer
 from lightck.tiers.names import parse as parse_name
 from lightck.tiers.store import Store
@@ -29,7 +33,9 @@ NBYTES_MAX = 64 << 20
 OBJECT_NBYTES_MAX = 32 << 20
 """The largest object; but a layout table, and a pool's manifest, are one object each."""
 TABLE_NBYTES_MAX = 1 << 30
-FORMAT, VERSION = "lightck tier checkpoint", 1
+FORMAT = "lightck tier checkpoint"
+VERSION, VERSION_WITH_CODECS = 1, 2
+"""The second one only if an object is compressed, so that releases that cannot read such an object refuse it."""
 _KEYS = {
     "format",
     "version",
@@ -51,8 +57,19 @@ class SentObject(NamedTuple):
     name: ObjectName
     nbytes: int
     key: str
-    """Hash of which tensors, in which state, its bytes are; empty if they are no tensors. An object with the same key
-    has the same bytes."""
+    """Hash of which tensors, in which state, its bytes are; empty if they are no tensors. Objects with the same key
+    were made from the same bytes."""
+    coding: Coding | None = None
+    """How it was compressed; None: it was not."""
+
+    @property
+    def content_nbytes(self) -> int:
+        """Bytes of the piece that it was made from."""
+        return self.nbytes if self.coding is None else self.coding.nbytes
+
+    def packed(self) -> list[object]:
+        found: list[object] = [f"{self.name.content}-{self.name.nonce}", self.nbytes, self.key]
+        return found if self.coding is None else [*found, *self.coding]
 
 
 class Run(NamedTuple):
@@ -64,7 +81,7 @@ class Run(NamedTuple):
     object: int
     """Number of the object."""
     begin: int
-    """Offset in the object."""
+    """Offset in the piece that the object was made from."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +111,23 @@ class TierManifest:
         """Bytes of the tensors."""
         return sum(run.nbytes for run in self.runs if self.objects[run.object].key)
 
+    @property
+    def codecs(self) -> set[str]:
+        """With what its objects are compressed."""
+        return {each.coding.codec for each in self.objects if each.coding is not None}
+
     def packed(self) -> bytes:
         uuid = Superblock.unpack(self.superblock).uuid
         body = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION_WITH_CODECS if self.codecs else VERSION,
             "written_by": self.written_by,
             "claim": self.claim,
             "incarnation": self.incarnation,
             "superblock": self.superblock.hex(),
             "record": self.record.pack(uuid).hex(),
             "table": self.table,
-            "objects": [[f"{each.name.content}-{each.name.nonce}", each.nbytes, each.key] for each in self.objects],
+            "objects": [each.packed() for each in self.objects],
             "runs": self.runs,
             "metrics": {name: float(value) for name, value in self.metrics.items()},
         }
@@ -132,7 +154,8 @@ def parse(data: bytes, writer: Writer, step: int) -> TierManifest:
     record = CommitRecord.unpack(_hex(body, "record", COMMIT_RECORD_NBYTES), superblock.uuid)
     if record is None or record.step != step:
         raise DamagedError("its commit record is of another step")
-    objects = tuple(_object(each, writer) for each in _list(body, "objects"))
+    has_codecs = body["version"] == VERSION_WITH_CODECS
+    objects = tuple(_object(each, writer, has_codecs=has_codecs) for each in _list(body, "objects"))
     manifest = TierManifest(
         _text(body, "written_by"),
         _text(body, "claim"),
@@ -151,14 +174,15 @@ def parse(data: bytes, writer: Writer, step: int) -> TierManifest:
 def _check_places(manifest: TierManifest, superblock: Superblock) -> None:
     """Raise ``DamagedError`` unless the table is an object, and each run lies in its object and in the slot of the
     checkpoint, where no two overlap."""
-    if manifest.table >= len(manifest.objects) or manifest.objects[manifest.table].nbytes != superblock.table_nbytes:
+    sizes = [each.content_nbytes for each in manifest.objects]
+    if manifest.table >= len(sizes) or sizes[manifest.table] != superblock.table_nbytes:
         raise DamagedError("it names no layout table")
     if manifest.record.slot >= len(superblock.slots):
         raise DamagedError("its pool has no such slot")
     begin, nbytes = superblock.slots[manifest.record.slot]
     last = begin
     for run in sorted(manifest.runs):
-        if run.object >= len(manifest.objects) or run.begin + run.nbytes > manifest.objects[run.object].nbytes:
+        if run.object >= len(sizes) or run.begin + run.nbytes > sizes[run.object]:
             raise DamagedError("it names bytes outside of an object")
         if run.offset < last or run.offset + run.nbytes > begin + nbytes:
             raise DamagedError("it names bytes outside of its slot, or twice")
@@ -174,8 +198,8 @@ def _json(data: bytes) -> dict[str, Any]:
         raise DamagedError("it is not JSON") from err
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise DamagedError("it is no manifest of a tier")
-    if body.get("version") != VERSION:
-        raise DamagedError("it has a format that this release of lightck does not read")
+    if body.get("version") not in (VERSION, VERSION_WITH_CODECS):
+        raise DamagedError("it has a format that this release of lightck does not read: install a newer release")
     if set(body) != _KEYS:
         raise DamagedError("it has other fields than a manifest of a tier")
     return body
@@ -216,13 +240,18 @@ def _list(body: dict[str, Any], key: str) -> list[Any]:
     return value
 
 
-def _object(value: object, writer: Writer) -> SentObject:
-    if not isinstance(value, list) or len(value) != 3 or not all(type(each) is str for each in (value[0], value[2])):
+def _object(value: object, writer: Writer, *, has_codecs: bool) -> SentObject:
+    is_described = isinstance(value, list) and len(value) in ((3, 5) if has_codecs else (3,))
+    if not isinstance(value, list) or not is_described or not all(type(each) is str for each in (value[0], value[2])):
         raise DamagedError("an object in it is not described as one")
     name = parse_name(f"{writer}/data/{value[0]}")
     if not isinstance(name, ObjectName) or len(value[2]) > 64:
         raise DamagedError("an object in it has no name of an object")
-    return SentObject(name, _number(value[1], "object", TABLE_NBYTES_MAX), value[2])
+    coding = parsed(value[3], value[4], OBJECT_NBYTES_MAX) if len(value) == 5 else None
+    found = SentObject(name, _number(value[1], "object", TABLE_NBYTES_MAX), value[2], coding)
+    if coding is not None and found.nbytes >= coding.nbytes:
+        raise DamagedError("an object in it is not smaller than what it was made from")
+    return found
 
 
 def _run(value: object) -> Run:

@@ -20,6 +20,7 @@ from lightck.errors import TierClaimedError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import StoredCheckpoint
 from lightck.tiers.claiming import read_claim
+from lightck.tiers.codecs import refuse_missing_libraries
 from lightck.tiers.decisions import (
     GRACE_SECONDS,
     Listing,
@@ -45,10 +46,15 @@ class TierWriter:
         written_by: str,
         retention: Retention | None = None,
         grace: float = GRACE_SECONDS,
+        pace: Callable[[int], object] = lambda _: None,
+        codec: str | None = None,
     ) -> None:
         """``written_by``: this release of lightck. ``retention``: which checkpoints stay; None: all. ``grace``: how
-        many seconds a checkpoint that was replaced stays readable. Raises ``TierError``."""
-        self.writer = writer
+        many seconds a checkpoint that was replaced stays readable. ``pace``: called with the number of bytes before
+        each put, and may wait. ``codec``: how objects are compressed (``codecs.py``); None: not at all. Raises
+        ``TierError``, also if the library for that is missing."""
+        refuse_missing_libraries([codec])
+        self.writer, self._pace, self._codec = writer, pace, codec
         self._store, self._written_by, self._retention, self._grace = store, written_by, retention, grace
         self._began = store.now()
         """The time of the store when this writer began."""
@@ -56,6 +62,8 @@ class TierWriter:
         self._contents: dict[ManifestName, frozenset[ObjectName]] = {}
         """The objects that a manifest names, of each that was read or written."""
         self._metrics: dict[TierCheckpoint, Mapping[str, float]] = {}
+        self.hashes: dict[ManifestName, bytes] = {}
+        """SHA-256 of each manifest that this object has written, and not removed."""
 
     def use_own(self) -> None:
         """Read what an earlier process has written below the same prefix, so that it is not sent again. Raises
@@ -90,12 +98,21 @@ class TierWriter:
         """Send a checkpoint, which the caller holds. Raises ``DamagedError`` if it is damaged or was overwritten,
         ``PoolIOError``, and ``TierError``."""
         self.refuse_superseded()
-        nonce, by = secrets.token_hex(4), self._written_by
         sent = send(
-            stored, self._store, self.writer, nonce, self._earlier, written_by=by, metrics=metrics, advance=advance
+            stored,
+            self._store,
+            self.writer,
+            secrets.token_hex(4),
+            self._earlier,
+            written_by=self._written_by,
+            metrics=metrics,
+            advance=advance,
+            codec=self._codec,
+            pace=self._pace,
         )
         self._earlier.add(sent.manifest)
         self._remember(sent.name, sent.manifest)
+        self.hashes[sent.name] = sent.manifest_hash
         return sent
 
     def refuse_superseded(self) -> None:
@@ -117,6 +134,7 @@ class TierWriter:
             for manifest in manifests:
                 self._store.delete(str(manifest))
                 self._contents.pop(manifest, None)
+                self.hashes.pop(manifest, None)
             n_deleted += len(manifests)
             if not manifests:
                 break

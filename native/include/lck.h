@@ -38,7 +38,7 @@ enum {
 };
 
 /* Incremented whenever a prototype or struct below changes. Python refuses a library with another number. */
-enum { LCK_ABI_VERSION = 19 };
+enum { LCK_ABI_VERSION = 21 };
 
 uint32_t lck_abi_version(void);
 /* sizeof of a struct by id (0 lck_copy, 1 lck_commit, 2 lck_job_info, 3 lck_event, 4 lck_extent, 5 lck_read,
@@ -83,6 +83,16 @@ uint32_t lck_crc32c_spread(const void *data, uint64_t nbytes, uint64_t size, uin
 /* The seed that is xored onto the CRC-32C of block `index` before it is stored. It depends on pool, tensor, block and
  * the generation in which the bytes were written (docs/format.md, "Block checksums"). */
 uint32_t lck_block_seed(uint64_t uuid_lo, uint64_t uuid_hi, uint64_t tensor, uint64_t generation, uint64_t index);
+
+/* ---- shuffled elements ------------------------------------------------------------------------------- */
+
+/* Put next to each other what has the same place in each element: the first bytes of all elements, then the second
+ * ones, and so on; with `bits` the lowest bits of the first bytes, then the next ones, in blocks of 64 KiB
+ * (docs/format.md, "Compressed objects"). Such bytes compress better. `width`: bytes of an element: 1, 2, 4 or 8; else
+ * LCK_EINVAL. `out` has `nbytes` bytes too, and does not overlap `data`; neither needs an alignment. */
+int32_t lck_shuffle(void *out, const void *data, uint64_t nbytes, uint32_t width, int32_t bits);
+/* The reverse of lck_shuffle. */
+int32_t lck_unshuffle(void *out, const void *data, uint64_t nbytes, uint32_t width, int32_t bits);
 
 /* ---- extents ----------------------------------------------------------------------------------------- */
 
@@ -247,6 +257,19 @@ int32_t lck_openmp_find(const char *library);
 int32_t lck_engine_passive(lck_engine *engine, int32_t on);
 /* CPU time of all threads that the engine started, in nanoseconds. 0 in a forked child. */
 uint64_t lck_engine_cpu_ns(const lck_engine *engine);
+
+/* On LCK_TIER_DISK: from now on, write the whole pages of background copies past the page cache, if a block has at
+ * least nbytes_min bytes in whole pages (4096 or more). Copies with LCK_NOW, shorter blocks, parts of pages and
+ * metadata are still stored through the mapping. A direct write survives what such a store survives, and needs the same
+ * sync. `fd`: the medium's file, opened with O_DIRECT; it is duplicated. `engine`: all jobs on this medium are jobs of
+ * this engine. Call it before the first job. LCK_ESYS if the file takes no direct writes, with EOPNOTSUPP if its file
+ * system says so or the medium has several extents. The medium is then used as before. */
+int32_t lck_medium_direct(lck_medium *medium, lck_engine *engine, int32_t fd, uint64_t nbytes_min);
+/* Bytes that were written past the page cache so far. */
+uint64_t lck_medium_direct_nbytes(const lck_medium *medium);
+/* The errno with which the kernel refused a direct write, after which all blocks are stored through the mapping; 0 if
+ * it has refused none. (An error of the disk is no refusal: the job fails.) */
+int32_t lck_medium_direct_error(const lck_medium *medium);
 
 enum {
     LCK_NOW = 1,   /* the calling thread makes this copy inside lck_job_submit */

@@ -167,13 +167,65 @@ uint64_t whole_units(uint64_t off, uint64_t nbytes, uint64_t unit);
  * back to back, and the alignment permits huge pages. Returns MAP_FAILED on failure, with errno. */
 void *huge_reserve(uint64_t nbytes);
 
+/* ---- direct.c ---------------------------------------------------------------------------------------- */
+
+#define DIRECT_PAGE ((uint64_t)4096) /* offsets and lengths of direct writes are multiples of it */
+
+/* A run of whole windows of the file, in which a direct write or a store is under way. It lies on the stack of its
+ * thread. */
+struct direct_range {
+    struct direct_range *next;
+    uint64_t from, to; /* offsets in the file */
+    bool is_store;
+};
+
+struct direct_buffer {
+    struct direct_buffer *next;
+    unsigned char *bytes; /* HUGE_PAGE of them */
+};
+
+/* What a medium needs for direct writes. */
+struct direct {
+    lck_engine *engine;     /* whose threads write directly; it may be closed when none of them does any more */
+    int fd;                 /* the file, opened with O_DIRECT */
+    uint64_t file_off;      /* offset of the medium in the file */
+    uint64_t nbytes_min;    /* shorter blocks are stored through the mapping */
+    _Atomic bool on;        /* false after the kernel has refused a direct write */
+    _Atomic int32_t error;  /* the errno with which it refused, else 0 */
+    _Atomic uint64_t nbytes; /* bytes written directly so far */
+    pthread_mutex_t lock;   /* guards the fields below */
+    pthread_cond_t left;    /* a range was left */
+    struct direct_range *ranges;
+    struct direct_buffer *free;
+};
+
+/* Wait until no direct write (is_store) or no store (not is_store) is under way in the windows of these bytes, and keep
+ * others out until range_leave. A thread enters one range at a time. */
+void range_enter(struct direct *direct, struct direct_range *range, uint64_t off, uint64_t nbytes, bool is_store);
+void range_leave(struct direct *direct, struct direct_range *range);
+/* The bytes of whole pages in [off, off + nbytes); *head: how many bytes lie before the first of these pages. */
+uint64_t direct_pages(uint64_t off, uint64_t nbytes, uint64_t *head);
+/* Whether the whole pages of these bytes of the medium may be written directly. */
+bool direct_fits(const lck_medium *medium, uint64_t off, uint64_t nbytes);
+struct direct_buffer *direct_take(struct direct *direct); /* NULL if memory is short */
+void direct_give(struct direct *direct, struct direct_buffer *buffer);
+/* Write whole pages from a buffer. *refused: the kernel takes no direct writes to this file, and nothing is promised of
+ * the bytes in it. All later blocks are then stored through the mapping. */
+int32_t direct_write(lck_medium *medium, uint64_t off, const unsigned char *bytes, uint64_t nbytes, bool *refused);
+bool direct_is_short(const lck_medium *medium); /* whether the file was truncated */
+void direct_close(lck_medium *medium);
+
 /* ---- medium.c ---------------------------------------------------------------------------------------- */
+
+#define LCK_SCATTERED UINT64_MAX
 
 struct lck_medium {
     unsigned char *base;
     uint64_t nbytes;
     uint64_t reserved; /* bytes of address space at base, in whole pages */
     uint32_t tier;
+    uint64_t file_off; /* offset in the file; LCK_SCATTERED if the medium has several extents */
+    struct direct *direct; /* NULL: all bytes are stored through the mapping */
     int fd;    /* for fdatasync; -1 where the tier needs none */
     pid_t pid; /* the process in which the mapping exists */
     _Atomic bool lost; /* a store hit a missing page: every later copy and sync fails */
@@ -182,10 +234,12 @@ struct lck_medium {
 };
 
 /* The functions lck_m_... without checks, for callers that have checked handle and range. medium_copy also accepts
- * src NULL: a device has stored the bytes. */
+ * src NULL: a device has stored the bytes. medium_copy_late: a copy for which no thread of the training waits yet, which
+ * may go past the page cache; src is not NULL. */
 void medium_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes);
 void medium_store8(lck_medium *medium, uint64_t off, uint64_t value);
 int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
+int32_t medium_copy_late(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc);
 void medium_flush(lck_medium *medium, uint64_t off, uint64_t nbytes);
 void medium_fence(lck_medium *medium);
 int32_t medium_sync(lck_medium *medium);

@@ -108,6 +108,7 @@ static int32_t duplicate_fd(lck_medium *medium, int fd)
 
 static void release(lck_medium *medium)
 {
+    direct_close(medium);
     if (medium->base != NULL)
         munmap(medium->base, medium->reserved);
     if (medium->fd >= 0)
@@ -132,6 +133,7 @@ int32_t lck_medium_open(int32_t fd, const lck_extent *extents, uint64_t count, u
         return LCK_ENOMEM;
     medium->nbytes = nbytes;
     medium->tier = tier;
+    medium->file_off = count == 1 ? extents->off : LCK_SCATTERED;
     medium->fd = -1;
     medium->pid = getpid();
     guard_init();
@@ -171,33 +173,66 @@ static void lose(lck_medium *medium) { atomic_store(&medium->lost, true); }
 
 static bool is_lost(lck_medium *medium) { return LCK_UNLIKELY(atomic_load(&medium->lost)); }
 
-void medium_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes)
+/* Every store through the mapping lies between these two calls, which keep it apart from direct writes. A guard is
+ * entered and left between them, so that after SIGBUS the range is left too. */
+static void begin_store(lck_medium *medium, struct direct_range *range, uint64_t off, uint64_t nbytes)
+{
+    if (LCK_UNLIKELY(medium->direct != NULL))
+        range_enter(medium->direct, range, off, nbytes, true);
+}
+
+static void end_store(lck_medium *medium, struct direct_range *range)
+{
+    if (LCK_UNLIKELY(medium->direct != NULL))
+        range_leave(medium->direct, range);
+}
+
+/* Returns false, and loses the medium, if a page is missing. So do the other ..._guarded functions that store. */
+static bool store_guarded(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes)
 {
     struct guard guard;
-    if (nbytes == 0)
-        return;
     if (sigsetjmp(guard.back, 0) != 0) {
         lose(medium);
-        return;
+        return false;
     }
     guard_enter(&guard, medium->base, medium->nbytes);
     memcpy(medium->base + off, src, nbytes);
     guard_leave();
-    if (trace_on(&medium->trace))
-        trace_record(&medium->trace, LCK_EV_STORE, off, nbytes, medium->base + off);
+    return true;
 }
 
-void medium_store8(lck_medium *medium, uint64_t off, uint64_t value)
+static bool store8_guarded(lck_medium *medium, uint64_t off, uint64_t value)
 {
     struct guard guard;
     if (sigsetjmp(guard.back, 0) != 0) {
         lose(medium);
-        return;
+        return false;
     }
     guard_enter(&guard, medium->base, medium->nbytes);
     __atomic_store_n((uint64_t *)(void *)(medium->base + off), value, __ATOMIC_RELEASE);
     guard_leave();
-    if (trace_on(&medium->trace))
+    return true;
+}
+
+void medium_store(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes)
+{
+    struct direct_range range;
+    if (nbytes == 0)
+        return;
+    begin_store(medium, &range, off, nbytes);
+    bool stored = store_guarded(medium, off, src, nbytes);
+    end_store(medium, &range);
+    if (stored && trace_on(&medium->trace))
+        trace_record(&medium->trace, LCK_EV_STORE, off, nbytes, src);
+}
+
+void medium_store8(lck_medium *medium, uint64_t off, uint64_t value)
+{
+    struct direct_range range;
+    begin_store(medium, &range, off, 8);
+    bool stored = store8_guarded(medium, off, value);
+    end_store(medium, &range);
+    if (stored && trace_on(&medium->trace))
         trace_record(&medium->trace, LCK_EV_STORE, off, 8, &value);
 }
 
@@ -252,6 +287,18 @@ static uint32_t copy_guarded(lck_medium *medium, const struct kernel *kernel, ui
     return sum;
 }
 
+static uint32_t copy_apart(lck_medium *medium, const struct kernel *kernel, uint64_t off, const void *src,
+                           uint64_t nbytes)
+{
+    struct direct_range range;
+    if (nbytes == 0)
+        return lck_crc32c(NULL, 0);
+    begin_store(medium, &range, off, nbytes);
+    uint32_t sum = copy_guarded(medium, kernel, off, src, nbytes);
+    end_store(medium, &range);
+    return sum;
+}
+
 static uint32_t sum_guarded(lck_medium *medium, uint64_t off, uint64_t nbytes)
 {
     struct guard guard;
@@ -275,7 +322,7 @@ int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t 
         return status_sys(error);
     uint64_t ends_at = LCK_UNLIKELY(medium->speed.write_bps != 0) ? emulate_write(&medium->speed, off, nbytes) : 0;
     const struct kernel *kernel = kernel_current();
-    uint32_t sum = src == NULL ? sum_guarded(medium, off, nbytes) : copy_guarded(medium, kernel, off, src, nbytes);
+    uint32_t sum = src == NULL ? sum_guarded(medium, off, nbytes) : copy_apart(medium, kernel, off, src, nbytes);
     if (is_lost(medium))
         return status_sys(EIO);
     if (crc != NULL)
@@ -291,6 +338,46 @@ int32_t medium_copy(lck_medium *medium, uint64_t off, const void *src, uint64_t 
     if (LCK_UNLIKELY(ends_at != 0))
         emulate_wait(ends_at);
     return LCK_OK;
+}
+
+/* Copy into the buffer, and write from there: whole pages past the page cache, the bytes before and after them through
+ * the mapping. The checksum covers the bytes of the buffer, which are those that are written. The kernel has taken them
+ * when the call returns, so no fence is needed for them. */
+static int32_t copy_directly(lck_medium *medium, struct direct_buffer *buffer, uint64_t off, const void *src,
+                             uint64_t nbytes, uint32_t *crc)
+{
+    const struct kernel *kernel = kernel_current();
+    uint64_t head, whole = direct_pages(off, nbytes, &head);
+    unsigned char *bytes = buffer->bytes + off % DIRECT_PAGE; /* so that whole pages are pages of the buffer too */
+    bool refused;
+    *crc = kernel_copy(kernel, bytes, src, nbytes);
+    cpu_fence(); /* the disk reads the buffer */
+    int32_t status = direct_write(medium, off + head, bytes + head, whole, &refused);
+    if (status != LCK_OK)
+        return status;
+    if (refused)
+        head = nbytes, whole = 0;
+    (void)copy_apart(medium, kernel, off, bytes, head);
+    (void)copy_apart(medium, kernel, off + head + whole, bytes + head + whole, nbytes - head - whole);
+    if (is_lost(medium))
+        return status_sys(EIO);
+    if (trace_on(&medium->trace))
+        trace_record(&medium->trace, LCK_EV_COPY, off, nbytes, bytes);
+    return LCK_OK;
+}
+
+int32_t medium_copy_late(lck_medium *medium, uint64_t off, const void *src, uint64_t nbytes, uint32_t *crc)
+{
+    struct direct_buffer *buffer = direct_fits(medium, off, nbytes) ? direct_take(medium->direct) : NULL;
+    if (buffer == NULL)
+        return medium_copy(medium, off, src, nbytes, crc);
+    int32_t error = fault_take(LCK_OP_COPY);
+    uint64_t ends_at = LCK_UNLIKELY(medium->speed.write_bps != 0) ? emulate_write(&medium->speed, off, nbytes) : 0;
+    int32_t status = error != 0 ? status_sys(error) : copy_directly(medium, buffer, off, src, nbytes, crc);
+    direct_give(medium->direct, buffer);
+    if (LCK_UNLIKELY(ends_at != 0))
+        emulate_wait(ends_at);
+    return status;
 }
 
 static void fence(lck_medium *medium)
@@ -315,6 +402,8 @@ int32_t medium_sync(lck_medium *medium)
     int32_t error = fault_take(LCK_OP_SYNC);
     if (LCK_UNLIKELY(error != 0))
         return status_sys(error);
+    if (direct_is_short(medium)) /* a direct write after the end made the file longer again, with holes */
+        lose(medium);
     if (medium->tier == LCK_TIER_DISK && fdatasync(medium->fd) != 0)
         return status_sys(errno);
     if (is_lost(medium))

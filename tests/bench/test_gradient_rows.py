@@ -143,7 +143,9 @@ def test_an_object_elsewhere_answers_and_its_errors_come_here():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [0, 1], ids=["Gradients", "LowDiff"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(0, id="Gradients"), pytest.param(1, id="LowDiff", marks=pytest.mark.campaign)]
+)
 def test_a_small_row(number, folder):
     pytest.importorskip("transformers")
     one = TABLES["gradients"].rows(Plan(quick=True))[number]

@@ -22,7 +22,8 @@ from lightck.cli.base import BAD, FAILED, INTERRUPTED, OK
 from lightck.pool.commit_log import candidates
 from lightck.pool.reader import open_pool
 from lightck.pool.storage import pmemobj
-from lightck.restore import compact
+from lightck.restore import compact, gradient_state
+from lightck.state.fingerprint import fingerprint
 from lightck.strategy.gradients import Gradients
 
 STEPS, MORE = 7, 5
@@ -107,6 +108,17 @@ def test_an_older_step(gradients, folder):
     assert call("compact", gradients, new, "--step", 5).exit_code == OK
     assert lightck.recover(new).step == 5
     assert same(dict(lightck.recover(new).model), dict(lightck.recover(gradients, step=5).model))
+
+
+def test_the_new_pool_says_if_its_updates_were_made_again_by_another_torch(gradients, folder, monkeypatch):
+    new = folder / "new.pool"
+    with monkeypatch.context() as patched:
+        patched.setattr(gradient_state, "fingerprint", lambda: fingerprint() | {"torch": "9.9"})
+        assert not lightck.recover(gradients).exact
+        assert call("compact", gradients, new).exit_code == OK
+    assert lightck.recover(gradients).exact
+    assert not lightck.recover(new).exact
+    assert "-> 9.9" in lightck.recover(new).reason
 
 
 def test_a_checkpoint_that_is_damaged_is_passed_over(good, folder):

@@ -23,7 +23,6 @@ from lightck.cli.base import BAD, FAILED, OK
 from lightck.errors import TierError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import open_pool
-from lightck.strategy.gradients import Gradients
 from lightck.tiers.claiming import ClaimFile
 from lightck.tiers.decisions import complete, manifests_of, newest_complete
 from lightck.tiers.fetching import fetch
@@ -224,9 +223,6 @@ def test_what_cannot_be_copied_is_refused_by_name(tmp_path):
     copied(tmp_path / "run.pool", tmp_path / "tier")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
-    model = net()
-    with lightck.attach(model, tmp_path / "g.pool", optimizer=(optimizer := adam(model)), strategy=Gradients()):
-        train(model, optimizer, 3)
     for arguments, words in [
         ((tmp_path / "other.pool", tmp_path / "tier"), "another run"),
         ((tmp_path / "run.pool", tmp_path / "full"), "is not empty, and is no tier"),
@@ -234,7 +230,6 @@ def test_what_cannot_be_copied_is_refused_by_name(tmp_path):
         ((tmp_path / "run.pool", tmp_path / "no" / "where"), "the one above it, does not exist"),
         ((tmp_path / "tier", tmp_path / "run.pool"), "copy replaces nothing"),
         ((tmp_path / "tier", tmp_path / "no" / "x.pool"), "Create the folder"),
-        ((tmp_path / "g.pool", tmp_path / "tier2"), "lightck compact"),
     ]:
         status, _, err = copy(*arguments)
         assert status in (FAILED, BAD)

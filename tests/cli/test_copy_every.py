@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from calls import PROGRAM, environment
+from forked import ForkedProgram
 from test_copy import are_equal, copied, copy
 from toys import adam, net, pool_with, train
 
@@ -62,8 +62,8 @@ def started(*words: object) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def training(pool: Path) -> list[object]:
-    return [sys.executable, "-c", TRAINING, pool, N_STEPS]
+def training(pool: Path) -> ForkedProgram:
+    return ForkedProgram(TRAINING, [str(pool), str(N_STEPS)])
 
 
 def repeating(pool: Path, tier: Path, *options: object) -> list[object]:
@@ -71,16 +71,16 @@ def repeating(pool: Path, tier: Path, *options: object) -> list[object]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_whatever_is_killed_the_tier_is_whole_and_the_training_goes_on_from_it(tmp_path, seed):
     """Trainer, copy, or both are killed, again and again; then the pool is lost."""
     chance = random.Random(seed)
     whole, pool, tier = tmp_path / "whole.pool", tmp_path / "run.pool", tmp_path / "tier"
-    with started(*training(whole)) as trainer:
+    with training(whole) as trainer:
         assert trainer.wait(timeout=120) == 0
     fetched: list[int] = []
     for number in range(4):
-        with started(*training(pool)) as trainer, started(*repeating(pool, tier, "--keep-last", 2)) as sender:
+        with training(pool) as trainer, started(*repeating(pool, tier, "--keep-last", 2)) as sender:
             assert sender.stdout.readline(), sender.stderr.read()  # it has sent a checkpoint
             time.sleep(chance.uniform(0.0, 1.0))
             for process in chance.choice([[trainer], [sender], [trainer, sender]]):
@@ -95,7 +95,7 @@ def test_whatever_is_killed_the_tier_is_whole_and_the_training_goes_on_from_it(t
             new.rename(pool)
     pool.unlink(missing_ok=True)
     copied(tier, pool)
-    with started(*training(pool)) as trainer:
+    with training(pool) as trainer:
         _, err = trainer.communicate(timeout=120)
         assert trainer.returncode == 0, err
     assert are_equal(pool, whole), f"seed {seed}"

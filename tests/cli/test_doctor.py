@@ -52,6 +52,7 @@ class Fake:
             space=lambda folder: self.spaces.get(folder, Space(9 * GB, 10 * GB)),
             limit=lambda name: self.limits.get(name),
             durability=lambda folder: self.media.get(folder, DISK),
+            disk_writes=lambda folder, tier: "page cache: made up" if tier == 1 else None,
             device=self.device,
             writable=lambda folder: folder in self.spaces or Path(folder).is_dir(),
             folder_refusal=self.refusals.get,

@@ -47,7 +47,10 @@ def test_it_names_what_cannot_be_read(tmp_path):
 
 def test_what_is_no_tier_is_named_with_a_cure(tmp_path):
     pool_with(tmp_path / "run.pool")
-    for path in (tmp_path / "run.pool", tmp_path, tmp_path / "missing"):
+    missing = call("list", tmp_path / "missing")
+    assert missing.exit_code == FAILED
+    assert "There is nothing at" in missing.stderr
+    for path in (tmp_path / "run.pool", tmp_path):
         result = call("list", path)
         assert result.exit_code == FAILED
         assert "is no tier" in result.stderr

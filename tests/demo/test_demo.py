@@ -253,6 +253,7 @@ def test_the_demo_survives_its_kills_bit_identically(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.campaign
 def test_a_kept_pool_is_recovered_by_the_printed_lines(tmp_path):
     command = lightck_demo("--steps", 12, "--kills", 1, "--seed", 4, "--keep", tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -23,7 +23,7 @@ from tiers.kills import children_of
 
 import lightck
 from lightck.errors import LightckError
-from lightck.tiers.tier import seconds_of
+from lightck.tiers.rates import seconds_of
 
 from . import slurm_stand_in
 
@@ -129,10 +129,12 @@ class Pod:
         self.spec = yaml.safe_load((EXAMPLES / "kubernetes" / "job.yaml").read_text())["spec"]
         (container,) = self.spec["template"]["spec"]["containers"]
         assert container["command"][0] == "lightck", "no shell"
-        self.words = [
-            re.sub("^/pool(?=/)", str(pool), re.sub("^/tier(?=/)", str(tier), word))
-            for word in [*container["command"], *container["args"]]
-        ]
+        (sidecar,) = self.spec["template"]["spec"]["initContainers"]
+
+        def here(words: list[str]) -> list[str]:
+            return [re.sub("^/pool(?=/)", str(pool), re.sub("^/tier(?=/)", str(tier), word)) for word in words]
+
+        self.words, self.words_of_sidecar = here([*container["command"], *container["args"]]), here(sidecar["command"])
         self.grace = self.words[self.words.index("--grace") + 1]
         self._is_first = subprocess.run([*_UNSHARE, "true"], check=False).returncode == 0
         self._process = subprocess.Popen(
@@ -151,6 +153,7 @@ class Pod:
     def kill(self) -> None:
         """All processes end with the first one of the namespace."""
         if self._process.poll() is None:
+            until(lambda: not self._is_first or children_of(self._process.pid))  # it may have begun just now
             (first,) = children_of(self._process.pid) if self._is_first else (self._process.pid,)
             os.kill(first, signal.SIGKILL)
             self._process.communicate()
@@ -204,6 +207,26 @@ def test_a_pod_that_is_killed_goes_on_from_the_tier_all_the_same(node, folder, t
     assert weights_of(said) == weights
 
 
+def test_the_sidecar_sends_what_a_container_leaves_that_is_killed(node, folder, tmp_path, weights):
+    pod = node()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(pod.words_of_sidecar, env=environment(), stdout=pipe, stderr=pipe, text=True) as sidecar:
+        try:
+            until(lambda: step_in(folder / "0" / "run.pool") > 5)
+            pod.kill()
+            sidecar.terminate()  # as the kubelet does when the container has ended
+            _, err = sidecar.communicate(timeout=120)
+        finally:
+            sidecar.kill()
+    assert sidecar.returncode == 0, err
+    held = step_in(folder / "0" / "run.pool")
+    assert step_in(tmp_path / "run7") == held
+    status, said, logged = node().ended()
+    assert status == 0, logged
+    assert starts(said) == [held]
+    assert weights_of(said) == weights
+
+
 def test_the_manifest_gives_enough_time_and_counts_no_stop_as_a_failure(node):
     pod = node()
     spec: dict[str, Any] = pod.spec["template"]["spec"]
@@ -213,4 +236,7 @@ def test_the_manifest_gives_enough_time_and_counts_no_stop_as_a_failure(node):
     assert (conditions["action"], conditions["onPodConditions"]) == ("Ignore", [{"type": "DisruptionTarget"}])
     assert spec["restartPolicy"] == "Never", "podFailurePolicy needs it"
     names = {each["name"] for each in spec["volumes"]}
-    assert {each["name"] for each in spec["containers"][0]["volumeMounts"]} == names
+    (sidecar,) = spec["initContainers"]
+    assert sidecar["restartPolicy"] == "Always", "else the training would wait for its end"
+    for container in (*spec["containers"], sidecar):
+        assert {each["name"] for each in container["volumeMounts"]} == names

@@ -45,6 +45,17 @@ ROWS = [
     safe("4 ranks, 1 given up, 1 crash", 4, DP(4), 213_455, 1, give_ups=1, crashes=1),
     safe("3 stages, 1 given up, 1 crash", 3, pipeline(3), 270_315, 2, give_ups=1, crashes=1),
     safe("relayouts, 2 ranks, 2 given up", 2, DP(2), 215_207, 1, files=1, give_ups=2),
+    safe("relayouts, 2 ranks, 1 given up", 2, DP(2), 58_266, 1, files=1, give_ups=1),
+    safe("4 ranks, 2 given up", 4, DP(4), 39_733, 1, give_ups=2),
+    safe("3 stages, 2 given up", 3, pipeline(3), 45_461, 2, give_ups=2),
+    safe("2 hosts, 3 given up", 3, DP(3), 62_504, 1, give_ups=3, hosts=((0, 1), (2,))),
+    safe("3 stages, 2 crashes", 3, pipeline(3), 89_223, 2, crashes=2),
+    safe("a collective every third step, 2 given up", 2, DP(2, every=3), 30_046, 3, give_ups=2, crashes=1),
+    safe("3 ranks, 1 left out in a row", 3, DP(3), 37_323, 6, skips=1, horizon=5),
+    safe("mesh 2 x 2, 1 given up", 4, mesh_2x2(), 23_506, 2, give_ups=1),
+    safe("relayouts, 3 ranks", 3, DP(3), 15_929, 1, files=1),
+    safe("2 ranks, 1 left out in a row, 1 crash", 2, DP(2), 46_782, 7, skips=1, crashes=1, horizon=6),
+    safe("2 ranks, 5 given up, 1 crash", 2, DP(2), 30_033, 1, give_ups=5, crashes=1),
     _copies("3 slots, each publishes late, 1 crash", 2, 172_048, 1, 4, slots=3, publishes_late=True, crashes=1),
     _copies("2 ranks, 2 crashes", 2, 143_593, 1, 6, crashes=2),
     _copies("2 ranks, each publishes late", 2, 131_862, 1, 6, publishes_late=True),
@@ -61,6 +72,9 @@ ROWS = [
     _copies("every third step, 1 given up", 2, 78_154, 1, None, copy_every=3, give_ups=1),
     _copies("3 hosts", 3, 49_111, 1, 6, hosts=HOSTS_3),
     _copies("3 slots, 3 hosts, 1 crash", 3, 88_994, 1, 4, slots=3, hosts=HOSTS_3, crashes=1),
+    _copies("2 ranks, 1 crash", 2, 22_241, 1, 6, crashes=1),
+    _copies("2 ranks, 1 given up", 2, 48_454, 1, None, give_ups=1),
+    _copies("3 slots, 2 crashes", 2, 30_796, 1, 4, slots=3, crashes=2),
 ]
 
 

@@ -27,8 +27,6 @@ def row(name: str, n: int, topology: Topology, states: int, lost: int, host: int
 
 SAFE = [
     row("2 ranks", 2, DP(2), 1_896, 1, 6),
-    row("2 ranks, 1 crash", 2, DP(2), 22_241, 1, 6, crashes=1),
-    row("2 ranks, 1 given up", 2, DP(2), 48_454, 1, give_ups=1),
     row("2 ranks, the number is learnt late", 2, DP(2), 3_392, 1, learns_number_late=True),
     row("2 ranks, last gate alone", 2, DP(2, early=False), 2_632, 2, 6),
     row("2 stages", 2, pipeline(2), 5_173, 2, 6),
@@ -38,7 +36,6 @@ SAFE = [
     row("4 slots, every third step", 2, DP(2), 2_583, 1, 8, copy_every=3),
     row("every step, 1 given up", 2, DP(2), 11_013, 1, copy_every=1, give_ups=1),
     # three slots are enough for the rule, too; what they cost is waiting
-    row("3 slots, 2 crashes", 2, DP(2), 30_796, 1, 4, slots=3, crashes=2),
     row("3 slots, no collective, 1 crash", 2, no_collective(2), 7_155, 3, 4, slots=3, crashes=1),
     row("3 slots, 2 given up", 2, DP(2), 3_545, 1, slots=3, give_ups=2),
     row("3 slots, each publishes late", 2, DP(2), 8_991, 1, 4, slots=3, publishes_late=True),

@@ -24,7 +24,7 @@ def test_a_named_point_is_one_that_a_resume_passes(point, pool):
     assert ended[1].is_killed
 
 
-@pytest.mark.parametrize("seed", [1, 1000])
+@pytest.mark.parametrize("seed", [1, pytest.param(1000, marks=pytest.mark.campaign)])
 def test_killed_ranks_come_back_together(seed):
     tally = campaign(8, seed, ("ddp", "fsdp", "tp"))
     print(f"{tally.n_trials} trials from seed {seed}, {tally.n_killed} ranks killed")
@@ -41,6 +41,7 @@ def test_killed_ranks_with_an_interval_and_compressed_gradients_come_back_togeth
     print(f"{tally.n_trials} trials from seed {seed}, {tally.n_killed} ranks killed")
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("seed", [9, 1])
 def test_killed_ranks_whose_hosts_are_lost_come_back_together(seed):
     """Seed 9 once removed the old copies before the pools that needed them."""
@@ -51,11 +52,11 @@ def test_killed_ranks_whose_hosts_are_lost_come_back_together(seed):
 
 @pytest.mark.long
 def test_killed_ranks_of_all_worlds_with_copies_come_back_together():
-    tally = kills_copies.campaign(30, seed := 3000)
+    tally = kills_copies.campaign(8, seed := 3000)
     print(f"{tally.n_trials} trials from seed {seed}, {tally.n_killed} ranks killed, {tally.n_hosts_lost} hosts lost")
 
 
 @pytest.mark.long
 def test_killed_ranks_of_all_topologies_come_back_together():
-    tally = campaign(30, seed := 2000)
+    tally = campaign(10, seed := 2000)
     print(f"{tally.n_trials} trials from seed {seed}, {tally.n_killed} ranks killed")

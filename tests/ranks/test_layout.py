@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ranked import die, everything, log_lines, run_ranks, values
+from sampling import every_second
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -66,8 +67,7 @@ def trained() -> Iterator[dict[str, tuple[Path, list[Run]]]]:
 # -- the same world ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_hooks", [True, False], ids=["", "no forward hook"])
-@pytest.mark.parametrize("world", [World(2, 1), World(2, 2)], ids=["2 x 1", "2 x 2"])
+@pytest.mark.parametrize(("world", "has_hooks"), every_second([World(2, 1), World(2, 2)], [True, False]))
 def test_killed_ranks_go_on_bit_identically(pools, world, has_hooks):
     """Padding too: every byte that a rank holds is compared."""
     last = world.n_ranks - 1
@@ -112,8 +112,7 @@ def test_a_training_without_lightck_is_the_same(trained):
 # -- another world -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("new", TARGETS)
-@pytest.mark.parametrize("old", SOURCES)
+@pytest.mark.parametrize(("old", "new"), every_second(SOURCES, TARGETS))
 def test_another_world_holds_the_same_logical_tensors(trained, pools, old, new):
     source, target = SOURCES[old], TARGETS[new]
     shutil.copytree(trained[old][0], pools)
@@ -381,7 +380,7 @@ class FlatNet(nn.Module):
         return Layout({"flat": Flat((N_FLAT,), self.start, self.stop)}, rank, ranks)
 
 
-@pytest.mark.parametrize("new", [2, 3, 4])
+@pytest.mark.parametrize("new", every_second([2, 3, 4]))
 def test_flat_ranges_go_to_another_number_of_ranks(pools, new):
     def save(rank: int) -> torch.Tensor:
         model = FlatNet(3, rank)
@@ -477,7 +476,7 @@ def flat_wholes(locals_: Sequence[dict[Any, torch.Tensor]], shapes: dict[str, An
     return found
 
 
-@pytest.mark.parametrize("new", [1, 2, 3, 4])
+@pytest.mark.parametrize("new", every_second([1, 2, 3, 4]))
 def test_flat_ranges_of_several_dimensions_are_killed_resumed_and_moved(pools, new):
     assert train_flat(pools, 3, 8, 0, kill=4)[0].is_killed
     resumed = values(train_flat(pools, 3, 8, 1))

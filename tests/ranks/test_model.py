@@ -28,33 +28,22 @@ SAFE = [
     safe("2 ranks, 2 crashes, pools read one by one", 2, DP(2), 5_447, 1, crashes=2, reads="one by one"),
     safe("2 ranks, give-ups, pools read one by one", 2, DP(2), 10_220, 1, give_ups=2, reads="one by one"),
     # checkpoints that are given up: any number over time
-    safe("2 ranks, 5 given up, 1 crash", 2, DP(2), 30_033, 1, give_ups=5, crashes=1),
     safe("2 ranks, 2 given up, 2 crashes", 2, DP(2), 43_181, 1, give_ups=2, crashes=2),
     safe("2 ranks, 4 given up, last gate alone", 2, DP(2, early=False), 25_016, 2, give_ups=4, crashes=1),
     safe("3 ranks, 3 given up", 3, DP(3), 12_704, 1, give_ups=3),
-    safe("4 ranks, 2 given up", 4, DP(4), 39_733, 1, give_ups=2),
-    safe("2 hosts, 3 given up", 3, DP(3), 62_504, 1, give_ups=3, hosts=((0, 1), (2,))),
     # arbitrary skips; the loss is bounded by the horizon alone
-    safe("2 ranks, 1 left out in a row, 1 crash", 2, DP(2), 46_782, 7, skips=1, crashes=1, horizon=6),
     safe("2 ranks, 2 left out in a row", 2, DP(2), 10_564, 7, skips=2, horizon=6),
-    safe("3 ranks, 1 left out in a row", 3, DP(3), 37_323, 6, skips=1, horizon=5),
     # topologies
     safe("mesh 2 x 2", 4, mesh_2x2(), 2_895, 2, reads="earlier"),
     safe("mesh 2 x 2, last gate alone", 4, mesh_2x2(early=False), 3_921, 2, reads="earlier"),
     safe("mesh 2 x 2, 1 crash", 4, mesh_2x2(), 9_866, 2, crashes=1),
-    safe("mesh 2 x 2, 1 given up", 4, mesh_2x2(), 23_506, 2, give_ups=1),
     safe("2 stages, 3 given up, 1 crash", 2, pipeline(2), 30_915, 2, give_ups=3, crashes=1),
-    safe("3 stages, 2 crashes", 3, pipeline(3), 89_223, 2, crashes=2),
-    safe("3 stages, 2 given up", 3, pipeline(3), 45_461, 2, give_ups=2),
     safe("4 stages", 4, pipeline(4), 2_605, 2),
     safe("no collective, 2 given up, 1 crash", 2, no_collective(2), 14_298, 3, give_ups=2, crashes=1),
     safe("no collective, 3 ranks, 1 crash", 3, no_collective(3), 2_259, 3, crashes=1),
-    safe("a collective every third step, 2 given up", 2, DP(2, every=3), 30_046, 3, give_ups=2, crashes=1),
     # relayouts: each pool may have this many files of before at a time
     safe("relayouts, 2 ranks, 1 crash", 2, DP(2), 13_653, 1, files=1, crashes=1),
-    safe("relayouts, 2 ranks, 1 given up", 2, DP(2), 58_266, 1, files=1, give_ups=1),
     safe("relayouts in a row, 2 ranks", 2, DP(2), 11_040, 1, files=2),
-    safe("relayouts, 3 ranks", 3, DP(3), 15_929, 1, files=1),
     safe("relayouts, no collective", 2, no_collective(2), 2_907, 6, files=1),
     # relayouts that carry over what must stay, as they are built
     safe("carried over, 2 ranks, 2 crashes", 2, DP(2), 4_101, 1, model=Carries, crashes=2),
@@ -136,11 +125,11 @@ def test_counterexample_is_found(row: Row) -> None:
     check(row)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_going_on_at_once_hides_nothing(n: int) -> None:
+@pytest.mark.parametrize(("n", "give_ups"), [(2, 1), (3, 0)])
+def test_going_on_at_once_hides_nothing(n: int, give_ups: int) -> None:
     """Where the search lets ranks go on at once, the rows without that come to the same end."""
     at_once, one_by_one = (
-        Model(n, data_parallel(n), crashes=1, give_ups=1, is_eager=is_eager) for is_eager in (True, False)
+        Model(n, data_parallel(n), crashes=1, give_ups=give_ups, is_eager=is_eager) for is_eager in (True, False)
     )
     few, many = explore(at_once), explore(one_by_one)
     assert (few.problem, at_once.lost_max) == (many.problem, one_by_one.lost_max) == (None, 1)

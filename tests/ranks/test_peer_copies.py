@@ -143,12 +143,12 @@ def pools_of(directory: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "hosts"),
     [
-        ("fsdp 2", (0, 1)),
-        ("fsdp 3", (0, 1, 1)),
         ("fsdp 3", (0, 1, 2)),
         ("ddp 3", (0, 0, 1)),
-        ("hsdp", (0, 0, 1, 1)),
-        ("tp x fsdp", (0, 1, 0, 1)),
+        pytest.param("fsdp 2", (0, 1), marks=pytest.mark.campaign),
+        pytest.param("fsdp 3", (0, 1, 1), marks=pytest.mark.campaign),
+        pytest.param("hsdp", (0, 0, 1, 1), marks=pytest.mark.campaign),
+        pytest.param("tp x fsdp", (0, 1, 0, 1), marks=pytest.mark.campaign),
     ],
 )
 def test_training_goes_on_bit_for_bit_without_any_one_host(tmp_path: Path, ends: Any, name: str, hosts: Hosts) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranked import SECONDS_MAX, die, everything, log_lines, run_ranks, values
+from sampling import every_second
 from torch import nn
 
 import lightck
@@ -132,7 +133,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "all in the same step": {"adds_group": True},
     "each in a step of its own": {"grows_at": GROWS_AT},
 }
-BOTH = [(name, change) for name in GROUPS for change in CHANGES]
+BOTH = every_second(GROUPS, CHANGES)
 
 
 @pytest.mark.parametrize(("name", "change"), BOTH)
@@ -161,12 +162,12 @@ def test_ranks_whose_pools_get_new_files_go_on_together(pools, name, change):
 @pytest.mark.parametrize(
     ("name", "change", "victims"),
     [
-        ("ddp", "all in the same step", (0,)),
+        pytest.param("ddp", "all in the same step", (0,), marks=pytest.mark.campaign),
         ("ddp", "all in the same step", (0, 1)),
-        ("ddp", "each in a step of its own", (0,)),
-        ("ddp", "each in a step of its own", (1,)),
+        pytest.param("ddp", "each in a step of its own", (0,), marks=pytest.mark.campaign),
+        pytest.param("ddp", "each in a step of its own", (1,), marks=pytest.mark.campaign),
         ("fsdp", "all in the same step", (1,)),
-        ("fsdp", "all in the same step", (0, 1)),
+        pytest.param("fsdp", "all in the same step", (0, 1), marks=pytest.mark.campaign),
     ],
 )
 def test_ranks_that_are_killed_in_a_relayout_come_back_together(pools, name, change, point, victims):

@@ -125,8 +125,8 @@ CASES = {
     "replicated": Case(replicated, 2, Replicated, n_same_data=2),
     "replicated 3": Case(replicated, 3, Replicated, n_same_data=3, n_replicas=3),
 }
-LONG = {"hsdp, odd sizes", "replicated 3", "tp x fsdp"}
-NAMES = [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in CASES]
+MARKS = {"hsdp, odd sizes": [pytest.mark.campaign], "replicated 3": [pytest.mark.long], "tp x fsdp": [pytest.mark.long]}
+NAMES = [pytest.param(name, marks=MARKS.get(name, [])) for name in CASES]
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
 
 
@@ -230,7 +230,9 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize("name", ["hsdp", "tp x dp", pytest.param("replicated 3", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["hsdp", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("tp x dp", "replicated 3"))]
+)
 def test_each_rank_writes_its_share_of_the_bytes_that_are_replicated(pools, name):
     case = WIDE[name]
     values(run_ranks(case.n_ranks, life(case, pools, 3)))
@@ -277,7 +279,7 @@ def test_a_killed_training_ends_as_one_that_was_never_killed(pools, name):
     [
         partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
         pytest.param(partial(torch.optim.AdamW, lr=1e-2, fused=True), marks=pytest.mark.long),
-        pytest.param(partial(torch.optim.Adagrad, lr=1e-2), marks=pytest.mark.long),
+        pytest.param(partial(torch.optim.Adagrad, lr=1e-2), marks=pytest.mark.campaign),
     ],
     ids=["SGD", "AdamW fused", "Adagrad"],
 )
@@ -307,6 +309,7 @@ def test_replicas_on_different_hosts_divide_nothing(pools):
         assert all(one.share is None for one in entries(pools / f"host-{rank // 2}", rank, 4).values())
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("first", [True, False])
 def test_split_may_be_turned_on_and_off(pools, first):
     case = CASES["hsdp"]
@@ -346,7 +349,12 @@ def test_a_shard_that_differs_at_attach_is_named_and_written_whole(pools):
 
 
 @pytest.mark.parametrize(
-    "written", [(3, 4, 5), (1, 4, 290), *(pytest.param((r, 4, 100), marks=pytest.mark.long) for r in (0, 2))]
+    "written",
+    [
+        (3, 4, 5),
+        pytest.param((1, 4, 290), marks=pytest.mark.campaign),
+        *(pytest.param((r, 4, 100), marks=pytest.mark.campaign) for r in (0, 2)),
+    ],
 )
 def test_a_write_on_one_rank_is_named_and_each_rank_gets_its_own_back(pools, written):
     case = CASES["hsdp"]
@@ -367,7 +375,7 @@ def test_a_write_on_one_rank_is_named_and_each_rank_gets_its_own_back(pools, wri
         assert "first.weight" in str(found)
 
 
-@pytest.mark.parametrize("kill", [(0, 5), (3, 6)])
+@pytest.mark.parametrize("kill", [(0, 5), pytest.param((3, 6), marks=pytest.mark.campaign)])
 def test_ranks_that_drift_apart_right_before_a_kill_are_exact_or_named(pools, kill):
     case, written = CASES["hsdp"], (3, 4, 5)
     expected = values(run_ranks(4, life(case, None, 12, written=written)))
@@ -386,7 +394,7 @@ def test_ranks_that_drift_apart_right_before_a_kill_are_exact_or_named(pools, ki
         assert all(one.recovered.exact for one in resumed)
 
 
-@pytest.mark.long
+@pytest.mark.campaign
 def test_a_difference_in_one_block_is_named_within_one_round(pools):
     """The rows that the other rank of a shard writes are 6 blocks of 1 MiB, and every fourth checkpoint reads four."""
     case, written = Case(hsdp, model=partial(Net, 400_000)), (1, 6, 3)
@@ -448,7 +456,9 @@ def whole_after(case: Case, updates: int) -> dict[str, torch.Tensor]:
     return values(run_ranks(case.n_ranks, run))[0]
 
 
-@pytest.mark.parametrize("name", ["hsdp", "tp x dp", "replicated"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.campaign) for name in ("hsdp", "tp x dp")), "replicated"]
+)
 def test_recover_puts_the_shares_together(pools, name):
     case = CASES[name]
     values(run_ranks(case.n_ranks, life(case, pools, 4)))
@@ -457,7 +467,7 @@ def test_recover_puts_the_shares_together(pools, name):
         assert torch.equal(found.tensor(f"model/{tensor}"), value), tensor
 
 
-@pytest.mark.parametrize("n_ranks", [1, 3])
+@pytest.mark.parametrize("n_ranks", [pytest.param(1, marks=pytest.mark.campaign), 3])
 def test_another_number_of_ranks_goes_on_from_the_shares(pools, n_ranks):
     """From HSDP on 2 x 2 ranks to FSDP2 on three, or to one process; and back."""
     values(run_ranks(4, life(CASES["hsdp"], pools, 4)))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from ranked import run_ranks, values
+from sampling import every_second
 from torch import nn
 
 import lightck
@@ -62,8 +63,7 @@ def test_killed_stages_go_on_bit_identically(pools, world):
     assert all(same(run.last, other.last) for run, other in zip(runs, never_killed, strict=True))
 
 
-@pytest.mark.parametrize("new", TARGETS)
-@pytest.mark.parametrize("old", SOURCES)
+@pytest.mark.parametrize(("old", "new"), every_second(SOURCES, TARGETS))
 def test_other_stages_hold_the_same_model(trained, pools, old, new):
     source, target = SOURCES[old], TARGETS[new]
     shutil.copytree(trained[old][0], pools)
@@ -88,8 +88,7 @@ def test_a_new_world_that_was_killed_at_once_is_loaded_again(trained, pools):
     assert same(wholes_by_hand(TARGETS["3"], [run.first for run in third]), expected)
 
 
-@pytest.mark.parametrize("old", SOURCES)
-@pytest.mark.parametrize("new", TARGETS)
+@pytest.mark.parametrize(("old", "new"), every_second(SOURCES, TARGETS))
 def test_recover_fills_the_stages_of_a_model(trained, old, new):
     pools, runs = trained[old]
     target = TARGETS[new]

@@ -28,6 +28,11 @@ from .worlds import OPTIMIZERS, WORLDS, Whole, World, build, is_equal, updates, 
 STEPS = 3
 
 
+IN_CI = ("ddp 2", "ddp 3", "fsdp 3", "tp 2", "hsdp", "tp x fsdp")
+NEW = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.campaign) for name in WORLDS]
+"""The worlds in which a training goes on."""
+
+
 @pytest.fixture(scope="module")
 def trained() -> Iterator[dict[str, tuple[Path, list[Whole]]]]:
     """World -> its pools, and its whole tensors as each rank sees them."""
@@ -40,7 +45,7 @@ def trained() -> Iterator[dict[str, tuple[Path, list[Whole]]]]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("new", WORLDS)
+@pytest.mark.parametrize("new", NEW)
 def test_a_model_in_a_group_takes_its_parts_from_any_world(trained, new):
     def body(rank: int) -> list[Whole]:
         found = []
@@ -64,7 +69,14 @@ def test_a_single_process_takes_the_whole_from_any_world(trained):
 
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "AdamW"])
-@pytest.mark.parametrize(("old", "new"), [("fsdp 2", "fsdp 3"), ("ddp 2", "fsdp 2"), ("tp x fsdp", "ddp 3")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("fsdp 2", "fsdp 3"),
+        pytest.param("ddp 2", "fsdp 2", marks=pytest.mark.campaign),
+        pytest.param("tp x fsdp", "ddp 3", marks=pytest.mark.campaign),
+    ],
+)
 def test_state_of_other_optimizers(pools, old, new, optimizer):
     expected = worlds.train(old, pools, STEPS, optimizer)[0]
 
@@ -107,10 +119,14 @@ def attached(new: str, pools: Path, optimizer: str = "AdamW", **options) -> Call
     return body
 
 
-@pytest.mark.parametrize("new", WORLDS)
+@pytest.mark.parametrize("new", NEW)
 @pytest.mark.parametrize(
     "old",
-    ["fsdp 3", "tp x fsdp", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp 2", "tp 2", "hsdp"))],
+    [
+        "fsdp 3",
+        pytest.param("tp x fsdp", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.campaign) for name in ("ddp 2", "tp 2", "hsdp")),
+    ],
 )
 def test_a_training_goes_on_in_another_world(trained, pools, old, new):
     shutil.copytree(trained[old][0], pools)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampling import every_second
 
 import lightck
 
@@ -32,7 +33,7 @@ def run(example: str, *arguments: str | Path, kill: str | None = None, cwd: Path
     return done.stdout
 
 
-@pytest.mark.parametrize("kill", ["word:7", "block:60"])
+@pytest.mark.parametrize("kill", every_second(["word:7", "block:60"]))
 def test_digits_end_with_the_same_bits_after_a_kill(folder, kill):
     arguments = ["--epochs", "2", "--batch", "128"]
     reference = run("train_digits.py", *arguments, "--pool", "none", cwd=folder)

@@ -1,6 +1,6 @@
 """Kill trainings and their drains, lose pools, and compare with a training that was never interrupted.
 
-    cd tests; python -m tiers.kills --kills 1000 --seed 1
+    cd tests; python -m tiers.kills --kills 1000 --seed 1 [--compress]
 
 Each life is a forked child that attaches with ``resume=True`` and a tier, says which state it has restored, and trains.
 After a random time the trainer, its drain, or both are killed; then the pool is lost in some cases.
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,10 @@ from typing import NamedTuple
 import torch
 
 import lightck
+from lightck.pipeline.plan import Strategy
+from lightck.strategy.gradients import Gradients
 from lightck.tiers import drain_link
+from lightck.tiers.codecs import CODECS
 from lightck.tiers.decisions import complete, newest_complete
 from lightck.tiers.folder import FolderStore
 from lightck.tiers.tier_manifest import read_manifest
@@ -83,13 +87,21 @@ class Reference:
         return self._found[step]
 
 
-def life(pool: Path, tier: Path, report: int, every: int | str, pause: float) -> None:
+def life(
+    pool: Path,
+    tier: Path,
+    report: int,
+    every: int | str,
+    pause: float,
+    codec: str | None = None,
+    strategy: Strategy | None = None,
+) -> None:
     """Train until something kills this process."""
     drain_link.GRACE_SECONDS = 0.5
     model, optimizer = build()
     torch.manual_seed(1)
-    tiers = [lightck.Tier(tier, every=every, keep_last=2)]
-    session = lightck.attach(model, pool, optimizer=optimizer, resume=True, tiers=tiers)
+    tiers = [lightck.Tier(tier, every=every, keep_last=2, compress=codec)]
+    session = lightck.attach(model, pool, optimizer=optimizer, resume=True, tiers=tiers, strategy=strategy)
     (drain,) = children_of(os.getpid())
     os.write(report, f"{session.step} {fingerprint(model)} {drain}\n".encode())
     while True:
@@ -127,8 +139,10 @@ def _objects(store: FolderStore, name: object) -> set[object]:
     return {each.name for each in read_manifest(store, name).objects}  # type: ignore[arg-type]
 
 
-def run(kills: int, seed: int, folder: Path) -> Counts:
-    """Run a campaign. Raises ``AssertionError`` with the seed."""
+def run(
+    kills: int, seed: int, folder: Path, codecs: Sequence[str | None] = (None,), strategy: Strategy | None = None
+) -> Counts:
+    """Run a campaign. ``codecs``: each life takes one of them. Raises ``AssertionError`` with the seed."""
     chance, reference = random.Random(seed), Reference()
     pool, tier = folder / "run.pool", folder / "tier"
     store = FolderStore(str(tier))
@@ -136,12 +150,13 @@ def run(kills: int, seed: int, folder: Path) -> Counts:
     least, is_lost = 0, False
     while n_killed < kills:
         every = chance.choice([1, 5, "0.05s", "0.2s"])
+        codec = chance.choice(codecs) if len(codecs) > 1 else codecs[0]
         reads, report = os.pipe()
         pid = os.fork()
         if not pid:
             os.close(reads)
             try:
-                life(pool, tier, report, every, chance.choice([0.0, 0.002]))
+                life(pool, tier, report, every, chance.choice([0.0, 0.002]), codec, strategy)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -199,11 +214,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--gradients", type=int, metavar="N", help="train with Gradients(base_every=N)")
+    parser.add_argument("--compress", action="store_true", help="each life compresses with zstd, with lz4, or not")
     args = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as name:
-        counts = run(args.kills, args.seed, Path(name))
+        codecs = (None, *CODECS) if args.compress else (None,)
+        strategy = None if args.gradients is None else Gradients(base_every=args.gradients)
+        counts = run(args.kills, args.seed, Path(name), codecs, strategy)
     seconds = time.monotonic() - began
     print(
         f"seed {args.seed}: {counts.kills} kills, {counts.lost_pools} pools lost, step {counts.last_step}: every state "

@@ -19,9 +19,13 @@ import torch
 from cli.calls import call_json
 from toys import same
 
+from lightck.tiers.decisions import complete
 from lightck.tiers.names import claim_name
 from tiers import kills
 from tiers.small_tiers import age, needed, states, store_of, tree
+
+ATTEMPTS = 3
+"""At most so many campaigns are run until the tier holds a checkpoint."""
 
 
 def run(rounds: int, n_kills: int, seed: int, folder: Path) -> int:
@@ -29,7 +33,10 @@ def run(rounds: int, n_kills: int, seed: int, folder: Path) -> int:
     tier, n_collected = folder / "tier", 0
     for each in range(rounds):
         where = f"seed {seed}, round {each}"
-        kills.run(n_kills, 1000 * seed + each, folder)
+        for attempt in range(ATTEMPTS):  # on a busy machine each drain may be killed before it has sent anything
+            kills.run(n_kills, 1000 * (seed + 100 * attempt) + each, folder)
+            if complete(store_of(tier).listing()):
+                break
         n_collected += _collected(tier, where)
     return n_collected
 

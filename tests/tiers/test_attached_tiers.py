@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import ForkedProgram
 from noisy_training import Noisy
 from toys import adam, everything, in_child, net, on_small_tmpfs, same, train
 
@@ -124,6 +125,21 @@ def test_the_first_checkpoint_and_those_that_are_due_by_their_step_are_sent(tmp_
         assert tier.seconds > 0
         assert abs(time.time() - tier.sent_at) < 60
     assert steps_in(tmp_path / "tier") == [1, 3, 6, 8], "the newest one is sent at close"
+
+
+def test_the_first_checkpoint_is_sent_though_the_loop_calls_nothing_after_its_commit(tmp_path):
+    """The drain has only begun then, and an epoch of evaluation may follow."""
+    tier = tmp_path / "tier"
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every="1h")])
+    with session:
+        train(model, optimizer, 1)
+        session.flush()
+        assert not tier.is_dir() or not steps_in(tier), "else the drain had begun before, and this shows nothing"
+        until(lambda: tier.is_dir() and steps_in(tier) == [1])
+        train(model, optimizer, 3, start=1)
+        session.flush()
+        until(is_ready(session))
+        assert steps_in(tier) == [1], "it was the first one, and the next one is due in an hour"
 
 
 def test_what_is_sent_is_what_the_pool_holds(tmp_path):
@@ -299,7 +315,7 @@ model = Noisy()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
 torch.manual_seed(1)
 with lightck.attach(model, sys.argv[1], optimizer=optimizer, resume=True,
-                    tiers=[lightck.Tier(sys.argv[2], every=sys.argv[4])]) as session:
+                    tiers=[lightck.Tier(sys.argv[2], every=sys.argv[4], rate=sys.argv[5] or None)]) as session:
     print(session.step, flush=True)
     while session.step < int(sys.argv[3]):
         model(torch.randn(8, 4)).square().mean().backward()
@@ -310,15 +326,19 @@ with lightck.attach(model, sys.argv[1], optimizer=optimizer, resume=True,
 """
 
 
+def _started(words: Sequence[str]) -> subprocess.Popen[str]:
+    tests = Path(__file__).resolve().parents[1]
+    path = os.pathsep.join([str(tests), str(tests / "cli"), str(tests.parent), *filter(None, sys.path)])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 @contextmanager
 def training(
-    pool: Path, tier: Path, n_steps: int, every: str = "0.05s", before: Sequence[str] = ()
-) -> Iterator[subprocess.Popen[str]]:
-    tests = Path(__file__).resolve().parents[1]
-    path = os.pathsep.join([str(tests), str(tests / "cli"), str(tests.parent)])
-    words = [*before, sys.executable, "-c", TRAINING, str(pool), str(tier), str(n_steps), every]
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pool: Path, tier: Path, n_steps: int, every: str = "0.05s", before: Sequence[str] = (), rate: str = ""
+) -> Iterator[subprocess.Popen[str] | ForkedProgram]:
+    words = [str(pool), str(tier), str(n_steps), every, rate]
+    process = _started([*before, sys.executable, "-c", TRAINING, *words]) if before else ForkedProgram(TRAINING, words)
     try:
         yield process
     finally:
@@ -344,27 +364,27 @@ def lightck_step(pool: Path) -> int:
 
 
 def test_a_training_goes_on_from_its_tier_exactly_when_its_pool_is_lost(tmp_path):
-    """Pool and process are lost three times; the end is that of a run without interruption."""
+    """Pool and process are lost twice; the end is that of a run without interruption."""
     whole, pool, tier = tmp_path / "whole.pool", tmp_path / "run.pool", tmp_path / "tier"
-    with training(whole, tmp_path / "other", 300) as process:
+    with training(whole, tmp_path / "other", 150) as process:
         assert process.wait(timeout=120) == 0, process.stderr.read()
     begun = []
-    for _ in range(3):
-        with training(pool, tier, 300) as process:
+    for _ in range(2):
+        with training(pool, tier, 150) as process:
             begun.append(int(process.stdout.readline()))
             until(lambda: lightck_step(pool) > begun[-1] + 30)
             process.kill()
             process.wait()
             until(lambda: not drains())
         pool.unlink()
-    with training(pool, tier, 300) as process:
+    with training(pool, tier, 150) as process:
         begun.append(int(process.stdout.readline()))
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
     assert begun == sorted(set(begun))
     assert "was made anew from step" in err
     one, other = lightck.recover(pool), lightck.recover(whole)
-    assert one.step == other.step == 300
+    assert one.step == other.step == 150
     assert same(one.model, other.model)
     assert same(one.optimizer, other.optimizer)
     assert same(lightck.recover(tier).model, one.model)
@@ -403,7 +423,7 @@ def test_a_new_drain_waits_for_that_of_a_killed_training(tmp_path):
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
     with training(pool, tier, 10**6) as process:
         process.stdout.readline()
-        until(lambda: lightck_step(pool) > 5)
+        until(lambda: lightck_step(pool) > 5 and tier.is_dir() and steps_in(tier))  # now it holds POOL.drain
         (orphan,) = drains()
         os.kill(orphan, signal.SIGSTOP)
         process.kill()
@@ -423,23 +443,27 @@ def test_a_new_drain_waits_for_that_of_a_killed_training(tmp_path):
 
 def test_a_forked_child_does_not_keep_the_drain(tmp_path):
     """A worker of a loader may outlive its training for some seconds."""
-    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
-
-    def work() -> int:
+    pool, tier, worker = tmp_path / "run.pool", tmp_path / "tier", tmp_path / "worker"
+    training = os.fork()
+    if not training:
         model, optimizer, session = attached(pool, [lightck.Tier(tier, every="1h")])
-        train(model, optimizer, 2)
+        until(is_ready(session))
+        trained(session, model, optimizer, 1)
+        train(model, optimizer, 1, start=1)
         session.flush()
         child = os.fork()
         if not child:
-            time.sleep(30)
+            time.sleep(60)
             os._exit(0)
+        worker.write_text(str(child))
         os.kill(os.getpid(), signal.SIGKILL)
-        return child
-
-    with suppress(Exception):
-        in_child(work)
-    until(lambda: not drains(), 10.0)
-    assert steps_in(tier) == [2]
+    os.waitpid(training, 0)
+    try:
+        until(lambda: not drains())
+        assert is_running(int(worker.read_text()))
+    finally:
+        os.kill(int(worker.read_text()), signal.SIGKILL)
+    assert steps_in(tier) == [1, 2], "the first one, and the newest one after the kill"
 
 
 @contextmanager
@@ -494,6 +518,17 @@ def test_sigterm_to_the_training_and_its_drain_sends_the_newest_checkpoint(tmp_p
         process.wait()
         until(lambda: not drains())
     assert lightck.recover(tier).step == lightck.recover(pool).step
+
+
+def test_a_signal_to_a_drain_that_has_just_begun_does_not_end_it(tmp_path, caplog):
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tmp_path / "tier", every="1h")])
+    (drain,) = drains()
+    os.kill(drain, signal.SIGTERM)
+    with session:
+        trained(session, model, optimizer, 2)
+        assert drains() == [drain]
+    assert steps_in(tmp_path / "tier")[-1] == 2
+    assert "started again" not in caplog.text
 
 
 def test_a_best_checkpoint_that_waits_for_the_drain_is_sent_at_close(tmp_path):
@@ -839,9 +874,17 @@ def test_a_folder_that_cannot_be_a_tier_is_an_error_at_attach(tmp_path):
         {"every": 1, "keep_best": ("loss", 3, "min")},
         {"every": 1, "keep_last": 2, "keep_best": ("loss", 0, "min")},
         {"every": 1, "format": "zip"},
+        {"every": 1, "compress": "gzip"},
+        {"every": 1, "compress": True},
+        {"every": 1, "format": "safetensors", "compress": "zstd"},
         {"every": 1, "what": "all"},
         {"every": 1, "keep_last": 2, "keep_every": 3, "spare_slot": False},
         {"every": "5min", "format": "safetensors"},
+        {"every": 1, "format": "safetensors", "rate": "1MB/s"},
+        {"every": 1, "rate": "1MB"},
+        {"every": 1, "rate": 0},
+        {"every": 1, "rate": True},
+        {"every": 1, "rate": float("nan")},
     ],
 )
 def test_wrong_options_of_a_tier_are_named(options):
@@ -861,6 +904,17 @@ def test_wrong_tiers_are_named(tmp_path):
     tier = lightck.Tier(tmp_path / "tier", every=1)
     with pytest.raises(ValueError, match="no URL of a tier"):
         lightck.Tier("ftp://host/run", every=1)
+    with pytest.raises(ValueError, match="'s3' in small letters"):
+        lightck.Tier("S3://bucket/run", every=1)
+    with pytest.raises(ValueError, match="name of a bucket has at least"):
+        lightck.Tier("s3://b/run", every=1)
+    with pytest.raises(ValueError, match="is a tuple"):
+        lightck.Tier(tmp_path, every=1, keep_last=2, keep_best=["loss", 1, "min"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"pool lies in memory.*tiers=\[lightck.Tier\('s3://bucket/run'"):
+        lightck.attach(net(64), "s3://bucket/run")
+    with pytest.raises(UnsupportedError, match='a tier with format="safetensors"'):
+        exported = lightck.Tier(tmp_path, every=1, format="safetensors")
+        attached(tmp_path / "run.pool", [exported], strategy=lightck.Gradients(4))
     for wrong in (tier, "folder", [str(tmp_path)]):
         with pytest.raises(TypeError, match="no list of tiers"):
             attached(tmp_path / "run.pool", wrong)
@@ -868,8 +922,6 @@ def test_wrong_tiers_are_named(tmp_path):
         attached(tmp_path / "run.pool", [tier, tier])
     with pytest.raises(ValueError, match="slots=8"):
         attached(tmp_path / "run.pool", [tier], slots=8)
-    with pytest.raises(UnsupportedError, match="tiers="):
-        attached(tmp_path / "run.pool", [tier], strategy=lightck.Gradients())
     _model, _optimizer, session = attached(tmp_path / "run.pool", [tier])
     with session:
         for wrong in ("low", True, None, torch.ones(2)):
@@ -937,11 +989,19 @@ def test_close_raises_if_the_newest_checkpoint_could_not_be_sent(tmp_path):
     tier.write_text("")
     train(model, optimizer, 1, start=1)
     with pytest.raises(
-        TierError, match=r"Step 2 could not be sent. The tier .* cannot be written.*holds step 1.*lightck copy"
+        TierError, match=r"Step 2 could not be sent. The tier .* cannot be written.*holds step 1.*lightck drain"
     ):
         session.close()
     assert lightck.recover(tmp_path / "run.pool").step == 2
     tier.unlink()
+
+
+def test_the_command_that_is_advised_compresses_as_the_tier_does():
+    assert lightck.Tier("/t", every=1).drain_command("/p/run.pool") == "lightck drain /p/run.pool /t"
+    assert (
+        lightck.Tier("/t", every=1, compress="lz4").drain_command("run.pool")
+        == "lightck drain run.pool /t --compress lz4"
+    )
 
 
 def test_a_tier_that_fails_for_long_is_an_error_in_the_loop(tmp_path, monkeypatch):

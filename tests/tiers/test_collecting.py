@@ -235,7 +235,10 @@ def test_a_tier_of_two_runs_is_refused(tier):
 def test_what_is_no_tier_is_refused(tmp_path):
     pool_with(tmp_path / "run.pool")
     (tmp_path / "folder").mkdir()
-    for path in ("run.pool", "folder", "missing"):
+    missing = call("gc", tmp_path / "missing")
+    assert missing.exit_code == FAILED
+    assert "There is nothing at" in missing.stderr
+    for path in ("run.pool", "folder"):
         result = call("gc", tmp_path / path)
         assert result.exit_code == FAILED
         assert "is no tier" in result.stderr

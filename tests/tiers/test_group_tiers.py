@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ import lightck
 from lightck.errors import RankError, TierClaimedError, UnsupportedError
 from lightck.pool.format.saved_by import saved_by
 from lightck.pool.reader import RejectedCheckpoint, open_pool
+from lightck.pool.storage.backends import backend_for
+from lightck.ranks.directory import existing_pools
 from lightck.restore.usable import checkpoints_of
 from lightck.tiers.decisions import complete, manifests_of, newest_complete
 from lightck.tiers.folder import FolderStore
@@ -71,6 +74,7 @@ def drains_have_ended(pools: Path) -> bool:
     return not any(pools.parent.rglob("*.pool.drain"))
 
 
+@cache
 def plain(name: str, updates: int = UPDATES) -> list[Run]:
     topology = TOPOLOGIES[name]
     return values(run_ranks(topology.n_ranks, body(topology, None, updates)))
@@ -85,7 +89,14 @@ def lost(pools: Path) -> None:
 # -- what is sent, and from where a group goes on
 
 
-@pytest.mark.parametrize("name", ["ddp split", "fsdp", "ddp split, 2 hosts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("ddp split", marks=pytest.mark.campaign),
+        "fsdp",
+        pytest.param("ddp split, 2 hosts", marks=pytest.mark.long),
+    ],
+)
 def test_a_group_without_its_pools_goes_on_from_the_tier_bit_identically(name, pools, tier):
     last = TOPOLOGIES[name].n_ranks - 1
     ended = trained(name, pools, tier, kill=(last, KILLED_AT))
@@ -109,6 +120,16 @@ def test_the_tier_counts_if_the_pool_of_one_rank_is_lost_and_holds_what_no_other
     runs = values(trained("fsdp", pools, tier))
     assert {run.began for run in runs} == {steps_in_first_claim(tier)[-1]}
     assert is_equal(runs, plain("fsdp"))
+
+
+@pytest.mark.usefixtures("pmdk")
+def test_lost_pmdk_pools_are_made_anew_as_such(pools, tier):
+    trained("fsdp", pools, tier, updates=20, backend="pmdk")
+    lost(pools)
+    runs = values(trained("fsdp", pools, tier, backend="pmdk"))
+    assert {run.began for run in runs} == {20}
+    assert is_equal(runs, plain("fsdp"))
+    assert {backend_for(str(path)).name for path in existing_pools(str(pools))} == {"pmdk"}
 
 
 def steps_in_first_claim(tier: Path) -> list[int]:
@@ -141,7 +162,7 @@ def test_pools_of_a_machine_that_was_replaced_lose_to_the_tier(pools, tier):
     assert is_equal(runs, plain("fsdp"))
 
 
-@pytest.mark.parametrize("n_ranks", [1, 3])
+@pytest.mark.parametrize("n_ranks", [pytest.param(1, marks=pytest.mark.campaign), 3])
 def test_another_number_of_ranks_goes_on_from_the_tier(n_ranks, pools, tier):
     runs = values(trained("fsdp", pools, tier, updates=20))
     lost(pools)
@@ -249,6 +270,7 @@ def test_a_checkpoint_that_lacks_the_part_of_a_rank_is_not_offered(pools, tier):
     assert lightck.recover(tier).step == older
 
 
+@pytest.mark.campaign
 def test_many_damaged_checkpoints_are_passed_over_for_a_whole_one_in_another_tier(pools, tier):
     """However many they are."""
     other = tier.with_name("other")
@@ -274,6 +296,44 @@ def test_a_tier_from_which_the_parts_of_a_rank_were_removed_is_no_beginning(pool
     assert "those of rank 0 are missing" in str(ended[0].error)
     assert all(one.error is not None for one in ended)
     assert not list(pools.glob("*.pool"))
+
+
+@pytest.mark.long
+def test_a_group_without_its_pools_goes_on_from_a_compressed_tier_bit_identically(pools, tier):
+    tiers = [lightck.Tier(tier, every="0.1s", compress="zstd")]
+    trained("fsdp", pools, tier, kill=(1, KILLED_AT), tiers=tiers)
+    lost(pools)
+    sent, listing = steps_in(tier), store_of(tier).listing()
+    assert {"zstd"} == set().union(*(read_manifest(store_of(tier), each).codecs for each in listing.manifests))
+    runs = values(trained("fsdp", pools, tier, tiers=tiers))
+    assert {run.began for run in runs} == {sent[-1]}
+    assert is_equal(runs, plain("fsdp"))
+
+
+# -- what is read again
+
+
+@pytest.mark.long
+def test_a_damaged_part_of_one_rank_is_written_anew_from_another_tier(pools, tier, tmp_path):
+    far = tmp_path / "far"
+    tiers = [lightck.Tier(tier, every=10, reread="0.3s"), lightck.Tier(far, every=10)]
+
+    def on_step(rank: int, step: int) -> None:
+        time.sleep(0.02)
+        if rank == 1 and step == 100:
+            until(lambda: set(steps_in(tier)) & set(steps_in(far)))
+            common = max(set(steps_in(tier)) & set(steps_in(far)))
+            (manifest,) = [
+                each for each in store_of(tier).listing().manifests if (each.step, each.writer.rank) == (common, 1)
+            ]
+            path = tier / str(read_manifest(store_of(tier), manifest).objects[0].name)
+            before = path.read_bytes()
+            path.write_bytes(bytes([before[0] ^ 1]) + before[1:])
+            until(lambda: path.read_bytes() == before)
+
+    runs = values(trained("fsdp", pools, tier, tiers=tiers, on_step=on_step))
+    assert is_equal(runs, plain("fsdp"))
+    assert [(run.stats.tiers[0].damaged, run.stats.tiers[0].mended) for run in runs] == [(0, 0), (1, 1)]
 
 
 # -- drains

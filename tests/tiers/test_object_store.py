@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -587,33 +588,57 @@ def first_step(process: subprocess.Popen[str]) -> int:
 
 
 def test_a_training_goes_on_from_the_store_exactly_when_its_machine_is_lost(tmp_path, bucket):
-    """Pool and process are lost three times, while every tenth request fails; the end is that of a run without
+    """Pool and process are lost twice, while every tenth request fails; the end is that of a run without
     interruption, bit by bit."""
     whole, pool = tmp_path / "whole.pool", tmp_path / "run.pool"
-    with training(whole, "", 200, {}) as process:
+    with training(whole, "", 120, {}) as process:
         assert process.wait(timeout=120) == 0, process.stderr.read()
     numbers = iter(range(10**9))
     bucket.proxy.rule = lambda _: Fault(status=503) if next(numbers) % 10 == 9 else None
     begun = []
-    for _ in range(3):
-        with training(pool, bucket.url, 200, bucket.options) as process:
+    for _ in range(2):
+        with training(pool, bucket.url, 120, bucket.options) as process:
             begun.append(first_step(process))
             until(lambda: lightck_step(pool) > begun[-1] + 20)
             process.kill()
             process.wait()
             until(lambda: not drains())
         pool.unlink()
-    with training(pool, bucket.url, 200, bucket.options) as process:
+    with training(pool, bucket.url, 120, bucket.options) as process:
         begun.append(first_step(process))
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
     assert begun == sorted(set(begun))
     assert "was made anew from step" in err
     one, other = lightck.recover(pool), lightck.recover(whole)
-    assert one.step == other.step == 200
+    assert one.step == other.step == 120
     assert same(one.model, other.model)
     assert same(one.optimizer, other.optimizer)
     assert same(lightck.recover(bucket.url, options=bucket.options).model, one.model)
+
+
+@pytest.mark.long
+def test_lightck_drain_sends_to_a_store_what_a_killed_drain_has_left(tmp_path, bucket):
+    pool = tmp_path / "run.pool"
+    with training(pool, bucket.url, 10**6, bucket.options) as process:
+        first_step(process)
+        until(lambda: steps_in(bucket))
+        for pid in drains():
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+    until(lambda: not drains())
+    newest = lightck.recover(pool).step
+    assert steps_in(bucket)[-1] < newest
+    numbers = iter(range(10**9))
+    bucket.proxy.rule = lambda _: Fault(status=503) if next(numbers) % 10 == 9 else None
+    given = [f"--store-option={key}={str(value).lower()}" for key, value in bucket.options.items()]
+    done = call("drain", pool, bucket.url, "--rate", "50MB/s", "--compress", "lz4", *given)
+    assert done.exit_code == 0, done.stderr
+    assert steps_in(bucket)[-1] == newest
+    assert same(lightck.recover(bucket.url, options=bucket.options).model, lightck.recover(pool).model)
+    again = call("drain", pool, bucket.url, *given)
+    assert "already" in again.stdout
 
 
 def test_a_near_folder_and_a_far_store_have_rates_of_their_own(tmp_path, bucket):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import ForkedProgram
 from preempted_training import start
 
 import lightck
@@ -31,27 +32,23 @@ def until(is_true: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 @contextmanager
-def training(pool: Path, tier: Path | None = None, **options: Any) -> Iterator[subprocess.Popen[str]]:
+def training(pool: Path, tier: Path | None = None, **options: Any) -> Iterator[ForkedProgram]:
     """A training that has made its first steps, unless ``n_steps`` is 0."""
     n_steps = options.pop("n_steps", 2)
     with start(pool=pool, tier=tier, until=options.pop("until", UNTIL), **options) as process:
-        try:
-            for _ in range(n_steps):
-                assert process.stdout.readline(), process.stderr.read()
-            yield process
-        finally:
-            if process.poll() is None:
-                process.kill()
+        for _ in range(n_steps):
+            assert process.stdout.readline(), process.stderr.read()
+        yield process
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+def ended(process: ForkedProgram) -> tuple[str, str]:
     """Wait for the end of a training. Returns its last line and its log."""
     said, logged = process.communicate(timeout=120)
     assert process.returncode == 0, logged
     return said.splitlines()[-1], logged
 
 
-def drain_of(process: subprocess.Popen[str]) -> int:
+def drain_of(process: ForkedProgram) -> int:
     found = [pid for pid in children_of(process.pid) if b"drain_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(found) == 1
     return found[0]
@@ -74,7 +71,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.campaign)])
 def test_a_signal_at_any_moment_stops_exactly_with_everything_in_pool_and_tier(folder, tmp_path, reference, seed):
     chance = random.Random(seed)
     pool, tier = folder / "run.pool", tmp_path / "tier"

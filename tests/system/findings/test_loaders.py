@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from resume.harness import Kill
+from sampling import every_second
 from torch.utils.data import DataLoader
 
 import lightck
@@ -22,16 +23,18 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "probe-before-the-loop",
-        "preview-before-the-loop",
-        "preview-with-a-generator-and-workers",
-        "preview-of-a-stateful-loader",
-        "preview-and-flush-between-passes",
-        "previews-of-two-loaders",
-        "preview-in-each-epoch",
-        "left-with-a-batch-that-is-not-used",
-    ],
+    every_second(
+        [
+            "probe-before-the-loop",
+            "preview-before-the-loop",
+            "preview-with-a-generator-and-workers",
+            "preview-of-a-stateful-loader",
+            "preview-and-flush-between-passes",
+            "previews-of-two-loaders",
+            "preview-in-each-epoch",
+            "left-with-a-batch-that-is-not-used",
+        ]
+    ),
 )
 def test_what_is_fetched_before_the_loop_does_not_use_up_the_position(name: str, bench: Bench) -> None:
     bench.exact(name)

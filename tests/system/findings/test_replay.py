@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from loader_host import Host
 from resume.harness import Kill
+from sampling import every_second
 from torch.utils.data import DataLoader
 
 from lightck.dataloader.replay import wants_skip
@@ -22,14 +23,16 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.parametrize(
     "name",
-    ["accelerate", "accelerate-workers", "accelerate-seedable", "accelerate-dispatcher", "accelerate-generator"],
+    every_second(
+        ["accelerate", "accelerate-workers", "accelerate-seedable", "accelerate-dispatcher", "accelerate-generator"]
+    ),
 )
 def test_loaders_of_accelerate(name: str, bench: Bench) -> None:
     bench.exact(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["accelerate-stateful", "accelerate-stateful-dispatcher", "accelerate-stateful-workers"]
+    "name", every_second(["accelerate-stateful", "accelerate-stateful-dispatcher", "accelerate-stateful-workers"])
 )
 def test_stateful_loaders_of_accelerate(name: str, bench: Bench) -> None:
     bench.exact(name)
@@ -75,7 +78,7 @@ def test_a_dataset_with_a_generator_of_its_own_is_found_behind_padding(bench: Be
     assert "the dataset has a random generator or a counter of its own" in refusal(bench, "padded", folder, update=9)
 
 
-@pytest.mark.parametrize("name", ["prefetcher-persistent", "prefetcher-persistent-augmented"])
+@pytest.mark.parametrize("name", every_second(["prefetcher-persistent", "prefetcher-persistent-augmented"]))
 def test_persistent_workers_inside_a_wrapper(name: str, bench: Bench) -> None:
     outcomes = bench.exact_or_reported(
         name, "has persistent workers, and the training goes on in a later pass", quiet=True
@@ -85,7 +88,7 @@ def test_persistent_workers_inside_a_wrapper(name: str, bench: Bench) -> None:
     assert not all(outcome.warnings for outcome in outcomes)
 
 
-@pytest.mark.parametrize("name", ["corrupt-samples", "corrupt-samples-workers"])
+@pytest.mark.parametrize("name", every_second(["corrupt-samples", "corrupt-samples-workers"]))
 def test_a_loop_that_passes_over_corrupt_samples(name: str, bench: Bench) -> None:
     assert bench.reference(name).saw["corrupt sample"] >= 6
     bench.exact(name)
@@ -102,7 +105,7 @@ def test_a_state_that_is_too_large_to_be_kept_with_each_pass_is_named(bench: Ben
     assert any("This state was not saved, because it has 1" in warning for warning in reported.warnings)
 
 
-@pytest.mark.parametrize("name", ["skipped", "skipped-workers"])
+@pytest.mark.parametrize("name", every_second(["skipped", "skipped-workers"]))
 def test_batches_that_are_skipped_in_the_sampler(name: str, bench: Bench, folder: Path) -> None:
     bench.exact(name)
     if name == "skipped":

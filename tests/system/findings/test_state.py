@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sampling import every_second
 
 from .harness import Bench
 from .programs.attach_changes_nothing import ALL
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.long
 # -- A14: attaching changes nothing ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", every_second(ALL))
 def test_attach_changes_no_bit_of_a_training(name: str, bench: Bench) -> None:
     is_quiet = name != "EightBit"  # it keeps a table outside its state, which is said
     bench.exact(f"attach-{name}", kills=[], quiet=is_quiet)

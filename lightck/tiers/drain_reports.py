@@ -1,0 +1,95 @@
+"""What a training hears from its drain of what was read again, and what it does about a damaged pool.
+
+    warn      of each text once
+    count     in ``Stats``, over all drains of the session
+    use       the slot of a damaged checkpoint next (``PoolWriter.give_up``)
+
+The last is said before a slot is chosen, and after each commit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from lightck.pool.writer import PoolWriter
+from lightck.stats import Meter, TierStats
+from lightck.tiers.drain_messages import DrainState, Reread, TierState
+
+log = logging.getLogger("lightck")
+_NONE: frozenset[int] = frozenset()
+
+
+class DrainReports:
+    """The reports of all drains of one session. All methods are called on the training thread. As a ``CommitDecision``
+    (``pipeline/decision.py``) it holds nothing: it is asked when a slot is about to be chosen."""
+
+    def __init__(self, meter: Meter, read: Callable[[], None]) -> None:
+        """``read``: reads what the drain has said since."""
+        self._meter, self._read = meter, read
+        self._before = Reread()
+        self._n_seen = 0
+        self._said: set[str] = set()
+        self._damaged: set[tuple[str, int, int]] = set()
+        """What the writer must hear: (uuid of the pool, slot, generation)."""
+        self._given_up: set[tuple[str, int, int]] = set()
+
+    def drain_begins(self) -> None:
+        """Another drain has been started, which counts from 0."""
+        meter = self._meter
+        self._before = Reread(meter.pool_rounds, meter.pool_bytes_reread, meter.pool_damaged)
+        self._n_seen = 0
+
+    def use(self, state: DrainState) -> None:
+        """Warn of what is new in the state of the drain."""
+        n_new = state.n_reports - self._n_seen
+        self._n_seen = state.n_reports
+        for text in state.reports[-n_new:] if n_new > 0 else ():
+            if text not in self._said:
+                self._said.add(text)
+                log.warning("lightck: %s", text)
+        if n_new > len(state.reports):
+            log.warning(
+                "lightck: %d more reports of damage in the tiers are left out. `lightck verify --deep TIER` names all",
+                n_new - len(state.reports),
+            )
+        self._damaged |= {(uuid, slot, generation) for uuid, slot, generation in state.damaged_slots} - self._given_up
+        before, pool, meter = self._before, state.pool, self._meter
+        meter.pool_rounds = before.rounds + pool.rounds
+        meter.pool_bytes_reread = before.nbytes + pool.nbytes
+        meter.pool_damaged = before.damaged + pool.damaged
+
+    def tell(self, writer: PoolWriter) -> None:
+        """Let the writer use the slots of damaged checkpoints next."""
+        uuid = writer.superblock.uuid.hex() if self._damaged else ""
+        for found in [each for each in self._damaged if each[0] == uuid]:
+            self._damaged.discard(found)
+            self._given_up.add(found)
+            writer.give_up(found[1], found[2])
+
+    def may_commit(self, closed_step: object) -> bool:
+        return True
+
+    def held(self, writer: PoolWriter) -> frozenset[int]:
+        self._read()
+        self.tell(writer)
+        return _NONE
+
+
+def added(before: TierStats, state: TierState) -> TierStats:
+    """Return what drains have done for a tier, the present one included."""
+    reread = state.reread
+    return TierStats(
+        before.root,
+        before.step if state.step is None else state.step,
+        before.checkpoints + state.checkpoints,
+        before.bytes_sent + state.sent_nbytes,
+        state.seconds or before.seconds,
+        state.sent_at or before.sent_at,
+        state.error,
+        state.failing_since,
+        rounds=before.rounds + reread.rounds,
+        bytes_reread=before.bytes_reread + reread.nbytes,
+        damaged=before.damaged + reread.damaged,
+        mended=before.mended + reread.mended,
+    )
