@@ -80,10 +80,11 @@ class GradientCopier(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Hold:
-    """A gradient whose copy is not validated yet. signatures: version counter and address of each tensor before the
-    update."""
+    """A gradient whose copy is not validated yet. dtensor: the DTensor that holds its local tensor; None: there is
+    none. signatures: version counter and address of each tensor before the update."""
 
     gradient: HeldGradient
+    dtensor: torch.Tensor | None
     history: GradientHistory
     index: int
     update: int
@@ -93,7 +94,7 @@ class _Hold:
     @property
     def was_written(self) -> bool:
         """Whether a version counter or an address has changed since the gradient was taken."""
-        return _signatures_of(self.gradient.tensors) != self.signatures
+        return _signatures_of(self.gradient.tensors, self.dtensor) != self.signatures
 
 
 @dataclass(slots=True, eq=False)
@@ -312,7 +313,9 @@ class ConsumedGradients(StepListener):
                 else:
                     history = self._classes.of_indexed(p)
                     gradient = gradients[name] = _indexed_gradient_of(name, local, form)
-                holds.append(_Hold(gradient, history, index, self._update, _signatures_of(gradient.tensors), []))
+                dtensor = None if grad is local or form is not None else grad
+                signatures = _signatures_of(gradient.tensors, dtensor)
+                holds.append(_Hold(gradient, dtensor, history, index, self._update, signatures, []))
         are_whole = [hold.history.n_validated < WHOLE_COPIES for hold in holds]
         expected = self._probation.read(index, [hold.gradient for hold in holds], are_whole)
         for hold, blocks in zip(holds, expected, strict=True):
@@ -342,7 +345,7 @@ class ConsumedGradients(StepListener):
         now = self._probation.read_whole([tensors for _, tensors in running.unobserved])
         for (hold, tensors), blocks in zip(running.unobserved, now, strict=True):
             is_equal = all(one.equals(other) for one, other in zip(hold.expected, blocks, strict=True))
-            if not is_equal or _signatures_of(tensors) != hold.signatures:
+            if not is_equal or _signatures_of(tensors, hold.dtensor) != hold.signatures:
                 hold.history.fix(GradientClass.WRITTEN_BY_STEP)
                 if hold.gradient in self._held:
                     self._overwritten(hold, "The step itself has changed it.")
@@ -378,8 +381,10 @@ def _indexed_gradient_of(name: str, local: torch.Tensor, form: IndexedGradient) 
     return HeldGradient(name, kind, tensors, local.stride(), shape=tuple(local.shape), n_used=form.n_used)
 
 
-def _signatures_of(tensors: tuple[torch.Tensor, ...]) -> list[tuple[int, int]]:
-    return [(version_counter_of(tensor), tensor.data_ptr()) for tensor in tensors]
+def _signatures_of(tensors: tuple[torch.Tensor, ...], dtensor: torch.Tensor | None) -> list[tuple[int, int]]:
+    """``dtensor``: a write to a DTensor moves its own version counter, and not that of its local tensor."""
+    found = [(version_counter_of(tensor), tensor.data_ptr()) for tensor in tensors]
+    return found if dtensor is None else [*found, (version_counter_of(dtensor), 0)]
 
 
 def _copy_of(value: object) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightck.errors import SessionError, StateChangedError
 from lightck.state.blocks import checksums
+from lightck.state.local_tensors import local_of
 from lightck.state.signatures import version_counter_of
 
 _NOT_COPIED = ("step", "_optimizer_")
@@ -27,8 +28,10 @@ BLOCK = 1 << 20
 """Bytes of a gradient that one checksum covers."""
 Group = dict[str, object]
 """One item of an optimizer's ``param_groups``, or only the options of an item."""
-StateSnapshot = dict[object, tuple[object, int]]
-"""One parameter's optimizer state: key -> (value, version counter of the value; 0 if the value is no tensor)."""
+Counters = tuple[int, int]
+"""See ``counters_of``."""
+StateSnapshot = dict[object, tuple[object, Counters]]
+"""One parameter's optimizer state: key -> (value, version counters of the value; zeros if the value is no tensor)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,12 +64,18 @@ class UsedGradient:
     layer: Layer
     param: torch.Tensor
     grad: torch.Tensor
-    grad_counter: int
-    """Version counter of the gradient before the update."""
+    grad_counters: Counters
+    """Version counters of the gradient before the update."""
     crcs: npt.NDArray[np.uint32] | None
     """Checksums of the gradient, one for each ``BLOCK`` bytes; None if the bytes are not compared."""
-    param_counter: int = 0
-    """Version counter of the parameter after its update."""
+    compares_param: bool = False
+    """Whether the bytes of the parameter are compared."""
+    param_counters: Counters = (0, 0)
+    """Version counters of the parameter after its update."""
+    param_address: int = 0
+    """Where the parameter lay then. An assignment to ``.data`` moves no counter."""
+    param_crcs: npt.NDArray[np.uint32] | None = None
+    """Checksums of the parameter then; None if the bytes are not compared."""
     state: StateSnapshot = field(default_factory=dict)
     """The parameter's optimizer state after its update."""
     is_hidden: bool = False
@@ -74,9 +83,16 @@ class UsedGradient:
     ``param.grad`` stays None."""
 
     def updated(self, optimizer: Optimizer) -> None:
-        """Record the version counter and the optimizer state of the parameter, right after its update."""
-        self.param_counter = self.param._version
+        """Record what the parameter and its optimizer state are right after the update."""
+        self.param_counters, self.param_address = counters_of(self.param), local_of(self.param).data_ptr()
+        self.param_crcs = crcs_of(self.param) if self.compares_param else None
         self.state = _snapshot(optimizer.state.get(self.param))
+
+    def moved(self) -> None:
+        """Take the gradient that ``param`` has now for the one that was used: torch has just written the same bits
+        there. (Its bytes are compared with ``crcs`` in ``step()``.)"""
+        if self.param.grad is not None and not self.is_hidden:
+            self.grad, self.grad_counters = self.param.grad, counters_of(self.param.grad)
 
     def changed(self, optimizer: Optimizer) -> str | None:
         """Return a phrase for a message that names what was changed since the update. Return None if nothing was
@@ -86,28 +102,46 @@ class UsedGradient:
         grad = self.param.grad
         if grad is None:
             return "gradients were removed"
-        if grad is not self.grad or grad._version != self.grad_counter:
+        if grad is not self.grad or counters_of(grad) != self.grad_counters:
             return "gradients were changed"
-        if self.crcs is not None and not np.array_equal(checksums(grad, BLOCK), self.crcs):
+        if self.crcs is not None and not np.array_equal(crcs_of(grad), self.crcs):  # type: ignore[arg-type]
             return "gradients were changed"
-        if self.param._version != self.param_counter:
+        if self._is_param_written:
             return "parameters were written"
         return None if _matches_snapshot(optimizer.state.get(self.param), self.state) else "optimizer state was changed"
 
+    @property
+    def _is_param_written(self) -> bool:
+        if counters_of(self.param) != self.param_counters or local_of(self.param).data_ptr() != self.param_address:
+            return True
+        return self.param_crcs is not None and not np.array_equal(crcs_of(self.param), self.param_crcs)  # type: ignore[arg-type]
+
+
+def crcs_of(tensor: torch.Tensor) -> npt.NDArray[np.uint32] | None:
+    """Return the checksums of a tensor's bytes, one for each ``BLOCK`` of them; None if its memory has gaps."""
+    local = local_of(tensor)
+    has_blocks = local.layout is torch.strided and local.is_contiguous() and not local.is_conj()
+    return checksums(local, BLOCK) if has_blocks else None
+
+
+def counters_of(tensor: torch.Tensor) -> Counters:
+    """Return the version counters of a tensor and of its local tensor: a write to a DTensor moves only the first."""
+    return version_counter_of(tensor), version_counter_of(local_of(tensor))
+
 
 def _snapshot(state: Mapping[object, object] | None) -> StateSnapshot:
-    return {key: (value, _version_counter_of(value)) for key, value in (state or {}).items()}
+    return {key: (value, _counters_of_value(value)) for key, value in (state or {}).items()}
 
 
 def _matches_snapshot(state: Mapping[object, object] | None, before: StateSnapshot) -> bool:
     now = _snapshot(state)
     return now.keys() == before.keys() and all(
-        value is before[key][0] and counter == before[key][1] for key, (value, counter) in now.items()
+        value is before[key][0] and counters == before[key][1] for key, (value, counters) in now.items()
     )
 
 
-def _version_counter_of(value: object) -> int:
-    return version_counter_of(value) if isinstance(value, torch.Tensor) else 0
+def _counters_of_value(value: object) -> Counters:
+    return counters_of(value) if isinstance(value, torch.Tensor) else (0, 0)
 
 
 def group_structure(optimizer: Optimizer) -> list[object]:
@@ -150,9 +184,9 @@ def step_layer(layer: Layer, optimizer: Optimizer, params: Sequence[torch.Tensor
 
 
 def tensors_of(optimizer: Optimizer, param: torch.Tensor) -> list[torch.Tensor]:
-    """Return a parameter and the tensors of its optimizer state."""
+    """Return a parameter and the tensors of its optimizer state: of a DTensor the local tensor."""
     state = optimizer.state.get(param)
-    return [param, *(v for v in (state or {}).values() if isinstance(v, torch.Tensor))]
+    return [local_of(param), *(local_of(v) for v in (state or {}).values() if isinstance(v, torch.Tensor))]
 
 
 class PartialUpdate:

@@ -3,6 +3,9 @@
 So the copy of a layer into the pool begins while other layers still compute. The method is LightCheck's ("LightCheck:
 A Cost-Efficient Checkpointing System for Distributed DNN Training with Persistent Memory", ICCD 2023).
 
+In a group of ranks the gradients are final when the ranks have reduced them: with ``fully_shard`` (FSDP2) inside the
+backward pass, with DistributedDataParallel at its end, bucket by bucket (``hooks/reduced_buckets.py``).
+
 Each layer has an optimizer of its own: an instance of the class of the user's optimizer, over the layer's parameters.
 This instance shares ``state`` with the user's optimizer, and copies the options of the user's optimizer before every
 update. So schedulers, ``state_dict`` and a resume see only the user's optimizer, and every element goes through the
@@ -17,7 +20,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 
 import torch
 from torch import nn
@@ -26,26 +28,29 @@ from torch.utils.hooks import RemovableHandle
 
 from lightck import sessions
 from lightck.errors import SessionError, UnsupportedError
-from lightck.events import StepListener
+from lightck.events import ReducedBucket, StepListener
 from lightck.hooks import own_hooks
 from lightck.hooks.layers import (
-    BLOCK,
     Layer,
     UsedGradient,
+    counters_of,
+    crcs_of,
     group_structure,
     make_layer,
     options_of,
     step_layer,
     tensors_of,
 )
-from lightck.state.blocks import checksums
+from lightck.hooks.layerwise_arguments import (
+    checked_training,
+    refuse_many_ranks,
+    refuse_scaled,
+)
+from lightck.hooks.reduced_buckets import CommHook, ReducedBuckets
+from lightck.state.blocks import compares_all
 from lightck.state.inventory import clean_prefixes
-from lightck.state.local_tensors import is_dtensor
-from lightck.state.optimizer_wrappers import has_hooks, inner_of
-from lightck.state.ranks import rank_and_world_size
+from lightck.state.local_tensors import params_of_fully_shard
 
-_NEEDS_ALL_GRADIENTS = (torch.optim.LBFGS, torch.optim.SparseAdam)
-"""Optimizers that cannot be stepped layer by layer."""
 _FULLY_COMPARED = 3
 """In the first ``_FULLY_COMPARED`` steps of a ``Layerwise``, the bytes of every gradient are compared."""
 _CURE = (
@@ -61,16 +66,25 @@ def layerwise_of(optimizer: object) -> Layerwise | None:
     return _layerwise_by_optimizer.get(optimizer) if isinstance(optimizer, Optimizer) else None
 
 
-def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
+def layerwise(
+    model: nn.Module, optimizer: Optimizer, *, comm_hook: CommHook | None = None, comm_state: object = None
+) -> Layerwise:
     """Update each layer of ``model`` inside ``backward()``, as soon as its gradients are final.
 
     The loop stays as it is: ``backward()``, then ``optimizer.step()``, which completes the update. The result is
     bit-identical. Call ``layerwise`` before :func:`lightck.attach`. Then the copy of each layer into the pool begins at
     the layer's update.
 
+    In a group of ranks each rank calls it. A layer is then updated as soon as the ranks have reduced its gradients,
+    while other layers are still communicated.
+
     Args:
-        model: each of its modules that has parameters of its own is a layer.
-        optimizer: an instance of a ``torch.optim`` class without wrappers, over CPU parameters, in one process.
+        model: each of its modules that has parameters of its own is a layer. In a group of ranks: the
+            DistributedDataParallel, or a model after ``fully_shard``.
+        optimizer: an instance of a ``torch.optim`` class without wrappers, over CPU parameters.
+        comm_hook: the communication hook of the DistributedDataParallel, in place of its ``register_comm_hook``, which
+            takes one hook only, and this place is needed. None: gradients are averaged as without a hook.
+        comm_state: the first argument of ``comm_hook``.
 
     Returns:
         The layers. A second call with the same model and optimizer returns the same object.
@@ -79,32 +93,44 @@ def layerwise(model: nn.Module, optimizer: Optimizer) -> Layerwise:
         UnsupportedError: this optimizer, or this training, needs all gradients at once. Clipping, GradScaler,
             a second ``backward()`` and ``step(closure)`` raise this error when they happen.
         SessionError: the model has an open session, or the optimizer updates the layers of another model.
-        TypeError: ``model`` is no module, or ``optimizer`` is no optimizer of torch.
+        TypeError: ``model`` is no module, ``optimizer`` is no optimizer of torch, or there is a ``comm_hook`` and no
+            DistributedDataParallel.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"layerwise(model=...) is a {type(model).__name__}. Pass the model, then its optimizer.")
-    _refuse(optimizer)
-    _refuse_parallel(model)
+    has_hook = comm_hook is not None or comm_state is not None
+    model, ddp, is_fully_sharded = checked_training(model, optimizer, has_hook=has_hook)
     known = layerwise_of(optimizer)
-    if known is not None and known.is_of(model):
+    if known is not None and known.is_of(model) and known.is_reduced_by(ddp, is_fully_sharded):
+        if ddp is not None:
+            ReducedBuckets.register(ddp, comm_hook, comm_state)  # raises if the hook is another one
         return known
     if sessions.has_open_session(model):
         raise SessionError(
             "This model has an open session, which expects all updates in step(). Layers that are updated earlier "
             "would be saved wrongly. Call lightck.layerwise() before lightck.attach()."
         )
-    if known is not None:
+    if known is not None and not known.is_of(model):
         raise SessionError(
             "This optimizer updates the layers of another model already. An optimizer can update the layers of one "
             "model only. First call remove() of the object that lightck.layerwise() returned for the other model."
         )
-    return Layerwise(model, optimizer)
+    if known is not None:
+        known.remove()  # the model has another DistributedDataParallel now, or was sharded
+    buckets = None if ddp is None else ReducedBuckets.register(ddp, comm_hook, comm_state)
+    return Layerwise(model, optimizer, buckets, is_fully_sharded)
 
 
 class Layerwise:
     """The layers of one model and optimizer, made by :func:`lightck.layerwise`."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, buckets: ReducedBuckets | None, is_fully_sharded: bool
+    ) -> None:
+        """Use ``layerwise``. ``buckets``: the hook of the DistributedDataParallel that reduces the gradients;
+        ``is_fully_sharded``: whether ``fully_shard`` does."""
+        self._buckets, self._is_fully_sharded = buckets, is_fully_sharded
+        self._computed: set[int] = set()
+        """ids of the parameters of which this rank has computed a gradient since the last ``step()``; only with
+        ``buckets``."""
         self._listeners: OrderedDict[int, tuple[weakref.ref[StepListener], int]] = OrderedDict()
         """id of a handle -> (weak reference to a listener, the optimizer's index in the listener's session)."""
         self._model = weakref.ref(model)
@@ -120,6 +146,10 @@ class Layerwise:
         """Number of steps in which this object has updated a layer."""
         self._accumulating = 0
         """Number of ``accumulate()`` blocks that are entered now."""
+        self._are_gradients_settled = False
+        """Whether ``gradients_moved`` will be called at the end of this backward pass; only with
+        ``is_fully_sharded``."""
+        self._compares_all = compares_all()
         self._structure: list[object] = []
         """The ``group_structure`` from which the layers were built."""
         self._param_handles: list[own_hooks.Handle] = []
@@ -133,6 +163,8 @@ class Layerwise:
             model.register_forward_pre_hook(own_hooks.ModuleHook(own_hooks.weak_hook(self._forward_begins))),
             own_hooks.HookFreeCopies(model),
         ]
+        if buckets is not None:
+            buckets.add(self)
         _layerwise_by_optimizer[optimizer] = self
 
     # -- what a user calls -------------------------------------------------------------------------------
@@ -176,6 +208,8 @@ class Layerwise:
             )
         own_hooks.remove(self._handles)
         own_hooks.remove(self._param_handles)
+        if self._buckets is not None:
+            self._buckets.remove(self)
         self._layers.clear()
         self._layer_of.clear()
         optimizer = self._optimizer()
@@ -183,8 +217,13 @@ class Layerwise:
             _layerwise_by_optimizer.pop(optimizer, None)
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether these are the layers of this model."""
+        """Whether these are the layers of this model (of the module inside a DistributedDataParallel)."""
         return self._model() is model
+
+    def is_reduced_by(self, ddp: object, is_fully_sharded: bool) -> bool:
+        """Whether this DistributedDataParallel (None: none), or ``fully_shard``, reduces the gradients."""
+        own = None if self._buckets is None else self._buckets.ddp
+        return own is ddp and is_fully_sharded == self._is_fully_sharded
 
     def add_listener(self, listener: StepListener, index: int) -> own_hooks.Handle:
         """Report updates inside the backward pass to ``listener``, until the returned handle is removed. ``index``: the
@@ -206,14 +245,18 @@ class Layerwise:
         self._layers.clear()
         self._layer_of.clear()
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        # Between unshard and reshard the modules hold other tensors, so fully_shard is asked for its parameters.
+        sharded = params_of_fully_shard(model) if self._is_fully_sharded else None
+        arrives = self.gradient_arrived if self._buckets is None else self._gradient_computed
         for prefix, module in clean_prefixes(model):
-            trained = {id(p): p for p in module._parameters.values() if p is not None and p.requires_grad}
+            own = module._parameters.values() if sharded is None else sharded.get(module, ())
+            trained = {id(p): p for p in own if p is not None and p.requires_grad}
             params = [p for key, p in trained.items() if key in group_of and key not in self._layer_of]
             if params:
                 layer = make_layer(prefix.rstrip(".") or type(model).__name__, params, group_of, optimizer)
                 self._layers.append(layer)
                 self._layer_of.update((id(p), layer) for p in params)
-                hook = own_hooks.weak_hook(self._gradient_arrived)
+                hook = own_hooks.weak_hook(arrives)
                 handles = [p.register_post_accumulate_grad_hook(hook) for p in params]  # type: ignore[no-untyped-call]
                 self._param_handles.extend(handles)
         self._structure = group_structure(optimizer)
@@ -227,9 +270,32 @@ class Layerwise:
 
     # -- in the backward pass ----------------------------------------------------------------------------
 
-    def _gradient_arrived(self, param: torch.Tensor) -> None:
-        """Update the layer of ``param`` if all gradients of the layer are final. torch calls this when ``param.grad``
-        is final."""
+    @property
+    def is_accumulating(self) -> bool:
+        """As ``GradientReceiver.is_accumulating``."""
+        return self._accumulating > 0
+
+    def has_computed(self, param: torch.Tensor) -> bool:
+        """As ``GradientReceiver.has_computed``."""
+        return id(param) in self._computed
+
+    def gradients_moved(self) -> None:
+        """As ``GradientReceiver.gradients_moved``."""
+        for used in self._used.values():
+            used.moved()
+
+    def buckets_reduced(self, buckets: Sequence[ReducedBucket]) -> None:
+        """As ``GradientReceiver.buckets_reduced``."""
+        for listener, _ in self._live_listeners():
+            listener.buckets_reduced(buckets)
+
+    def _gradient_computed(self, param: torch.Tensor) -> None:
+        """Note that this rank has computed a gradient, which is reduced later."""
+        self._computed.add(id(param))
+
+    def gradient_arrived(self, param: torch.Tensor) -> None:
+        """Update the layer of ``param`` if all gradients of the layer are final. Called when ``param.grad`` is
+        final: by torch, or by ``ReducedBuckets``."""
         optimizer = self._optimizer()
         if self._accumulating or optimizer is None:
             return
@@ -253,15 +319,21 @@ class Layerwise:
     def _update(self, layer: Layer, optimizer: Optimizer) -> None:
         listeners = self._live_listeners()
         if not self._used:
-            _refuse_many_ranks()
-            _refuse_scaled(optimizer)
+            if self._buckets is None and not self._is_fully_sharded:
+                refuse_many_ranks()
+            refuse_scaled(optimizer)
             # lightck's pre hook removes the used gradients, and its post hook puts them back. Other hooks must see the
             # gradients. So lightck's pre hook runs as the last pre hook, and its post hook as the first post hook.
             own_hooks.move_to_end(optimizer._optimizer_step_pre_hooks, self._step_hooks[0], last=True)
             own_hooks.move_to_end(optimizer._optimizer_step_post_hooks, self._step_hooks[1], last=False)
             self._updates += 1
+            self._are_gradients_settled = False
             for listener, index in listeners:
                 listener.layers_begin(index)
+        if self._is_fully_sharded and not self._are_gradients_settled and not own_hooks.is_in_nested_backward():
+            # fully_shard may add to gradients of other parameters later, in memory that has one counter for all.
+            own_hooks.call_after_backward(self.gradients_moved)
+            self._are_gradients_settled = True
         begin = time.monotonic_ns()
         params = [p for p in layer.params if p.grad is not None]
         self._record_used(layer, params)
@@ -273,8 +345,9 @@ class Layerwise:
 
     def _record_used(self, layer: Layer, params: Sequence[torch.Tensor]) -> None:
         """Record what the layer's update uses, so that ``step()`` can detect later changes. A write through ``.data``
-        moves no version counter, so the bytes of some gradients are compared as well: in the first ``_FULLY_COMPARED``
-        steps those of all layers, later those of the first updated layer and of at most one more layer.
+        moves no version counter, so the bytes of some gradients and parameters are compared as well: in the first
+        ``_FULLY_COMPARED`` steps and under ``LIGHTCK_CHECK=1`` those of all layers, later the gradients of the first
+        updated layer, and gradients and parameters of at most one more layer.
 
         The other layers take turns. The parameters are numbered in the order in which a step updates them. Each step
         chooses one number, and the next step chooses the number after it. A layer is compared if the number of its
@@ -282,12 +355,13 @@ class Layerwise:
         layer.used_options = [options_of(group) for group in layer.groups]
         first_number = len(self._used)  # the number of the layer's first parameter
         chosen_number = self._updates % max(len(self._layer_of), 1)
-        is_compared = self._updates <= _FULLY_COMPARED or first_number in (0, chosen_number)
+        compares_param = self._compares_all or self._updates <= _FULLY_COMPARED or first_number == chosen_number
+        compares_grad = compares_param or first_number == 0
         for p in params:
             grad = p.grad
             assert grad is not None
-            crcs = checksums(grad, BLOCK) if is_compared and grad.is_contiguous() and not grad.is_sparse else None
-            self._used[id(p)] = UsedGradient(layer, p, grad, grad._version, crcs)
+            crcs = crcs_of(grad) if compares_grad else None
+            self._used[id(p)] = UsedGradient(layer, p, grad, counters_of(grad), crcs, compares_param)
 
     # -- between backward() and step() -------------------------------------------------------------------
 
@@ -315,7 +389,7 @@ class Layerwise:
             )
         if not self._used:
             return
-        _refuse_scaled(optimizer)
+        refuse_scaled(optimizer)
         self._refuse_changed(optimizer)
         for used in self._used.values():
             used.is_hidden = True
@@ -328,9 +402,9 @@ class Layerwise:
             if what is not None:
                 raise UnsupportedError(
                     f"The {what} between backward() and step(), and the layer {layer.name!r} was updated inside "
-                    "backward(), before that change. Clipping, GradScaler, DistributedDataParallel, and anything else "
-                    "that changes gradients, parameters or options between backward() and step(), does not work with a "
-                    "layer-wise update. Change options before backward(), or leave out lightck.layerwise(). The newest "
+                    "backward(), before that change. Clipping, GradScaler, and anything else that changes "
+                    "gradients, parameters or options between backward() and step(), does not work with a layer-wise "
+                    "update. Change options before backward(), or leave out lightck.layerwise(). The newest "
                     "checkpoint is that of the step before. To go on from the layers as they are now, call forget() of "
                     "the object that lightck.layerwise() returned."
                 )
@@ -343,77 +417,8 @@ class Layerwise:
 
     def _reset(self) -> None:
         self._used.clear()
+        self._computed.clear()
         self._is_first_gradient = True
         for layer in self._layers:
             layer.arrived.clear()
             layer.used_options.clear()
-
-
-def _refuse(optimizer: object) -> None:
-    kind = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer) or not has_hooks(optimizer):
-        raise TypeError(f"layerwise(optimizer=...) is a {kind}. Pass an instance of a class of torch.optim.")
-    _refuse_many_ranks()
-    step = getattr(type(optimizer).step, "__wrapped__", None)
-    if step is None or not str(step.__module__).startswith("torch.optim.") or inner_of(optimizer):
-        raise UnsupportedError(
-            f"{kind} has a step() of its own, or wraps another optimizer. lightck cannot see whether such a step() "
-            "combines the gradients of several layers. Use a class of torch.optim itself, or leave out "
-            "lightck.layerwise()."
-        )
-    if isinstance(optimizer, _NEEDS_ALL_GRADIENTS) or any(g.get("differentiable") for g in optimizer.param_groups):
-        raise UnsupportedError(
-            f"{kind} needs the gradients of all layers at once, or was built with differentiable=True. Such an "
-            "optimizer cannot update layer by layer. Use another optimizer, or leave out lightck.layerwise()."
-        )
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(map(is_dtensor, params)):
-        raise UnsupportedError(
-            "The parameters are DTensors, and their modules compute with other tensors, which get the gradients. A "
-            "layer-wise update would not see them. Leave out lightck.layerwise()."
-        )
-    devices = {p.device.type for p in params}
-    if devices - {"cpu"}:
-        raise UnsupportedError(
-            f"The parameters lie on {', '.join(sorted(devices))}. A layer-wise update works on the CPU only. Leave "
-            "out lightck.layerwise()."
-        )
-
-
-def _refuse_many_ranks() -> None:
-    if rank_and_world_size() is not None:
-        raise UnsupportedError(
-            "This process is one of several ranks. Gradients are reduced after this process has computed them, and a "
-            "layer-wise update would use the unreduced ones. Leave out lightck.layerwise()."
-        )
-
-
-def _refuse_parallel(model: nn.Module) -> None:
-    """Refuse DistributedDataParallel, also with one rank, because it moves gradients into buckets after lightck's hooks
-    have received them."""
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        raise UnsupportedError(
-            "The model is wrapped in DistributedDataParallel, which replaces each gradient by the reduced one from "
-            "its buckets. A layer-wise update would use the gradient from before. Leave out DistributedDataParallel, "
-            "or lightck.layerwise()."
-        )
-
-
-def _refuse_scaled(optimizer: Optimizer) -> None:
-    # A scaler sets these attributes of a fused optimizer, before it calls ``step``.
-    has_scale = getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
-    # For other optimizers the call stack is searched. The check for changed gradients would not find a scaler, because
-    # ``unscale_`` moves no version counter.
-    if has_scale or own_hooks.is_called_by(_is_of_scaler):
-        raise UnsupportedError(
-            "A GradScaler calls step() of this optimizer. The scaler decides whether to skip a step only when all "
-            "gradients are computed, and a layer-wise update is made before that decision. Leave out "
-            "lightck.layerwise(), or the scaler (bfloat16 needs no scaler)."
-        )
-
-
-def _is_of_scaler(frame: FrameType) -> bool:
-    """Whether this frame runs a method of an enabled GradScaler. (A disabled GradScaler does nothing but call
-    ``step``.)"""
-    scaler = frame.f_locals.get("self") if frame.f_globals.get("__name__") == "torch.amp.grad_scaler" else None
-    return scaler is not None and bool(scaler.is_enabled())

@@ -241,6 +241,26 @@ def is_in_functional_call() -> bool:
     return is_called_by(lambda frame: frame.f_code is _FUNCTIONAL_CALL)
 
 
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+
+
+def is_in_nested_backward() -> bool:
+    """Whether a backward pass runs on this thread inside another one, as reentrant activation checkpointing makes it.
+    Its callbacks (``call_after_backward``) are called at its own end, and the outer pass goes on computing after
+    that."""
+    frame: FrameType | None = sys._getframe()
+    depth = 0
+    while frame is not None and depth < 2:
+        depth += frame.f_code is _RUN_BACKWARD
+        frame = frame.f_back
+    return depth >= 2
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Let autograd call this at the end of the backward pass that runs now, after the callbacks that are queued."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def is_in_backward() -> bool:
     """Whether a backward pass runs on this thread. If so, the caller is a hook of autograd, or a forward that
     activation checkpointing recomputes."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightck.errors import UnsupportedError
+from lightck.hooks.comm_hooks import OwnCommHook, averaged, name_of, owner_of, register, registered_hooks
 from lightck.hooks.compression import Kept
 from lightck.state.indexed_gradient import INDEX_DTYPE, INDEX_NBYTES, NUMEL_MAX
 from lightck.state.selection import BITS, kept_entries
@@ -24,7 +25,7 @@ ResidualOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From a parameter and its gradient to the residual of the parameter."""
 
 
-class TopKAllReduce:
+class TopKAllReduce(OwnCommHook):
     """The hook of one DistributedDataParallel. Removed (``remove``), it does what torch does without a hook: torch
     cannot unregister one."""
 
@@ -40,14 +41,10 @@ class TopKAllReduce:
         """Register the hook, and return it. ``residual_of``: None: no error feedback. Raises ``UnsupportedError`` if
         another hook is registered."""
         refuse_other_hook(ddp)
-        hook = next((one for function, _ in ddp._comm_hooks if (one := _own(function)) is not None), None)
+        hook = next((one for function in registered_hooks(ddp) if isinstance(one := owner_of(function), cls)), None)
         if hook is None:
             hook = cls(ddp.process_group)
-            try:
-                ddp.register_comm_hook(hook._group, hook._hook)
-            except RuntimeError as err:  # torch's own hooks in C++ leave no trace in Python
-                ddp._comm_hooks.pop()
-                raise _taken("of torch") from err
+            register(ddp, hook._hook, _taken)
         hook._kept, hook._residual_of = kept, residual_of
         return hook
 
@@ -56,12 +53,10 @@ class TopKAllReduce:
         self._kept = self._residual_of = None
 
     # torch compares the annotations of a hook with its own types, so these must be no strings.
-    def _hook(self, group, bucket):  # type: ignore[no-untyped-def]
+    def _hook(self, _, bucket):  # type: ignore[no-untyped-def]
         buffer = bucket.buffer()
         if self._kept is None or buffer.layout is not torch.strided or buffer.dtype not in BITS:
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook  # not in every torch
-
-            return allreduce_hook(group, bucket)
+            return averaged(bucket, self._group)
         return self._all_reduce(bucket, buffer, self._kept)
 
     def _all_reduce(self, bucket: Any, buffer: torch.Tensor, kept: Kept) -> Any:
@@ -118,16 +113,10 @@ def _parts(sent: torch.Tensor, k: int, dtype: torch.dtype) -> tuple[torch.Tensor
 def refuse_other_hook(ddp: Any) -> None:
     """Raise ``UnsupportedError`` if a DistributedDataParallel has a communication hook already, apart from one of an
     earlier session, which was removed."""
-    for function, _ in getattr(ddp, "_comm_hooks", ()):
-        own = _own(function)
-        if own is None or own._kept is not None:
-            raise _taken(getattr(function, "__qualname__", repr(function)))
-
-
-def _own(function: object) -> TopKAllReduce | None:
-    """Return the object of lightck whose method a communication hook is, or None."""
-    owner = getattr(function, "__self__", None)
-    return owner if isinstance(owner, TopKAllReduce) else None
+    for function in registered_hooks(ddp):
+        own = owner_of(function)
+        if not isinstance(own, TopKAllReduce) or own._kept is not None:
+            raise _taken(name_of(function))
 
 
 def _taken(name: str) -> UnsupportedError:

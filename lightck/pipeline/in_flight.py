@@ -23,6 +23,12 @@ _SOURCE_WAS_WRITTEN = (
 )
 
 
+SHARE_LEFT_MAX = 1 / 3
+"""In a group of ranks, the layers of a layer-wise update are copied while others are on the wire. If at most this share
+is left at the boundary, the training thread copies it there, and commits. The copy threads have idle priority: beside
+the next forward and backward of all ranks of a host they would get no processor for half a step."""
+
+
 @dataclass(slots=True)
 class InFlightCheckpoint:
     """A checkpoint that is not committed yet. The checkpoint is unvalidated until its job is released."""
@@ -33,6 +39,11 @@ class InFlightCheckpoint:
     needs_no_validation: bool
     """Whether no later write can reach the copies of the checkpoint. The host makes these copies at the boundary; a
     device makes them before it does any work that is queued after the boundary."""
+
+    def share_left(self) -> float:
+        """Return which share of the bytes that are copied in the background is not copied yet."""
+        nbytes = sum(live.written.nbytes for live in self.watched.lives)
+        return 1 - min(self.pending.job.info().nbytes / nbytes, 1) if nbytes else 0.0
 
     @property
     def n_jobs(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -47,6 +47,27 @@ def is_fully_sharded(module: nn.Module) -> bool:
     module below it, holds plain parameters in place of the DTensors that the optimizer updates."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return kind is not None and isinstance(module, kind)
+
+
+def params_of_fully_shard(model: nn.Module) -> Mapping[object, Sequence[torch.Tensor]]:
+    """Return the sharded parameters whose gradients ``fully_shard`` reduces, of each module that owns some, also while
+    the module is unsharded and holds other tensors. Raises ``UnsupportedError`` if this torch keeps them elsewhere."""
+    found: dict[object, list[torch.Tensor]] = {}
+    for module in filter(is_fully_sharded, model.modules()):
+        try:
+            state = module._get_fsdp_state()  # type: ignore[operator]
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # torch before 2.11
+                groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+            for group in groups:
+                for one in group.fsdp_params:
+                    found.setdefault(one._module_info.module, []).append(one.sharded_param)
+        except AttributeError as err:
+            raise UnsupportedError(
+                f"lightck does not know where torch {torch.__version__} keeps the parameters of fully_shard: {err}. "
+                "Leave out lightck.layerwise()."
+            ) from err
+    return found
 
 
 def stands_in(held: torch.Tensor, dtensor: torch.Tensor) -> bool:

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from captured import Captured, gradient_from
 from ranked import run_ranks, values
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from toys import forward, net
 
@@ -345,6 +348,29 @@ def test_gradients_that_are_zeroed_in_place(caplog):
     assert training.elsewhere_differs(training.from_late)
     (line,) = caplog.messages
     assert "Call zero_grad() without set_to_none=False" in line
+
+
+@pytest.mark.parametrize("writes_local", [False, True], ids=["DTensor", "local tensor"])
+def test_a_write_to_a_dtensor_gradient_is_found(tmp_path, writes_local):
+    """A write to a DTensor moves its version counter, and not that of its local tensor."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole = torch.ones(64, 4)  # of several blocks, of which one is read in turn
+        model = nn.ParameterList([nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])) for _ in range(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        training = captured(model, optimizer)
+        for number in range(STEPS):
+            for p in model:
+                p.grad = distribute_tensor(whole * number, mesh, [Shard(0)])
+            optimizer.step()
+        for p in model:
+            (p.grad.to_local() if writes_local else p.grad).mul_(2)
+        training.gate()
+        found = [{gradient.result for gradient in update.gradients()} for update in training.copies.updates]
+        assert found == [{CopyResult.VALIDATED}] * (STEPS - 1) + [{CopyResult.OVERWRITTEN}]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_tied_weights_have_one_gradient():

@@ -960,23 +960,53 @@ def test_several_ranks_are_refused():
         torch.distributed.destroy_process_group()
 
 
-def test_a_model_of_one_rank_in_parallel_is_refused():
-    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    torch.distributed.init_process_group("fake", rank=0, world_size=1, store=fake.FakeStore())
-    try:
-        model = nn.parallel.DistributedDataParallel(Deep())
-        optimizer = torch.optim.SGD(groups(model), lr=0.01)
-        with pytest.raises(UnsupportedError, match="DistributedDataParallel"):
-            lightck.layerwise(model, optimizer)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 def test_layers_of_an_attached_model_are_refused(pool):
     model = Deep()
     optimizer = torch.optim.SGD(groups(model), lr=0.01)
     with lightck.attach(model, pool), pytest.raises(SessionError, match="before"):
         lightck.layerwise(model, optimizer)
+
+
+def replaced_data(p: torch.Tensor) -> None:
+    p.data = p.data.add(p.data, alpha=-0.01)
+
+
+def written_by_numpy(p: torch.Tensor) -> None:
+    p.detach().numpy()[...] *= 0.99
+
+
+@pytest.mark.parametrize("first", [0, 5])
+@pytest.mark.parametrize(
+    "write", [lambda p: p.data.mul_(0.99), replaced_data, written_by_numpy], ids=["in place", "replaced", "numpy"]
+)
+def test_a_silent_write_to_a_parameter_between_backward_and_step_is_refused(monkeypatch, write, first):
+    """It comes after the layer's update then, and before the update of ``step()`` without layers."""
+    if first and write is not replaced_data:
+        monkeypatch.setenv("LIGHTCK_CHECK", "1")  # else the layers take turns
+    model = Deep()
+    optimizer = adamw(model)
+    lightck.layerwise(model, optimizer)
+    with pytest.raises(UnsupportedError, match="parameters were written"):
+        for number in range(first + 1):
+            optimizer.zero_grad()
+            model(batch(number)).square().sum().backward()
+            if number >= first:
+                write(model.inner.weight)
+            optimizer.step()
+    assert number == first
+
+
+def test_a_silent_write_to_a_parameter_is_found_in_turn():
+    model = Deep()
+    optimizer = adamw(model)
+    lightck.layerwise(model, optimizer)
+    with pytest.raises(UnsupportedError, match="parameters were written"):
+        for number in range(40):
+            optimizer.zero_grad()
+            model(batch(number), seldom=True).square().sum().backward()
+            if number > 5:
+                model.inner.weight.data.mul_(0.99)
+            optimizer.step()
 
 
 def test_a_saved_weight_that_a_fused_kernel_overwrites_is_seen_by_autograd():

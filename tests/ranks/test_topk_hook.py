@@ -142,7 +142,8 @@ def test_what_the_optimizer_consumes_fits_the_room_for_the_union_of_all_ranks():
     values(run_ranks(WORLD, body))
 
 
-def test_without_the_hook_ranks_reduce_as_before():
+@pytest.mark.parametrize("n_ranks", [WORLD, 3])
+def test_without_the_hook_ranks_reduce_as_before(n_ranks):
     """torch cannot unregister a hook, so it stays, and the next session takes it."""
 
     def body(rank: int) -> Tensors:
@@ -166,7 +167,21 @@ def test_without_the_hook_ranks_reduce_as_before():
         ddp(inputs(0, rank)).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
-    assert same(values(run_ranks(WORLD, body))[0], values(run_ranks(WORLD, plain))[0])
+    assert same(values(run_ranks(n_ranks, body))[0], values(run_ranks(n_ranks, plain))[0])
+
+
+def test_a_copy_of_a_ddp_can_be_made_and_reduces_as_without_a_hook():
+    def body(rank: int) -> bool:
+        ddp = DistributedDataParallel(net())
+        TopKAllReduce.register(ddp, lambda numel: 1)
+        other, plain = copy.deepcopy(ddp), DistributedDataParallel(net())
+        for one in (other, plain):
+            one(inputs(0, rank)).square().sum().backward()
+        is_same = same([p.grad for p in other.parameters()], [p.grad for p in plain.parameters()])
+        TopKAllReduce.register(other, lambda numel: 1)
+        return is_same
+
+    assert values(run_ranks(WORLD, body)) == [True] * WORLD
 
 
 def test_a_hook_that_is_taken_is_named():

@@ -17,6 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lightck
 from lightck.errors import DriftError, StateValueError, UnsupportedError
+from lightck.state.blocks import WHOLE_CHECKPOINTS
+from lightck.state.local_tensors import local_of
 
 UPDATES, KILLS = 7, (2, 5)
 WIDTH = 600
@@ -231,6 +233,46 @@ def test_frozen_parameters_are_left_out_until_an_update_changes_them(pool):
     assert torch.equal(lightck.recover(pool).model["first.weight"], everything(model, optimizer)[1])
 
 
+def scale(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.mul_(2)
+
+
+@pytest.mark.parametrize("build", [sharded, parallel])
+@pytest.mark.parametrize("writes_local", [False, True], ids=["DTensor", "local tensor"])
+def test_a_write_between_the_boundary_and_the_gate_is_found(pool, build, writes_local):
+    """A write to a DTensor moves its version counter, and not that of its local tensor."""
+    model = build(0)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, range(WHOLE_CHECKPOINTS + 1), session.end_step)
+        weight = model.first.weight
+        assert isinstance(weight, DTensor)
+        scale(weight.to_local() if writes_local else weight)
+        train(model, optimizer, range(UPDATES, UPDATES + 1), session.end_step)
+        session.flush()
+        assert session.stats().skipped == 1
+        expected = everything(model, optimizer)[1]
+    assert torch.equal(lightck.recover(pool).model["first.weight"], expected)
+
+
+@pytest.mark.parametrize("writes_local", [False, True], ids=["DTensor", "local tensor"])
+def test_a_frozen_parameter_that_is_written_is_in_the_next_checkpoint(pool, writes_local):
+    model = sharded(0)
+    model.first.weight.requires_grad_(False)
+    optimizer = adam(model)
+    with lightck.attach(model, pool, optimizer=optimizer) as session:
+        train(model, optimizer, range(6), session.end_step)
+        assert session.stats().left_out
+        model.reshard()
+        model.first.reshard()
+        scale(local_of(model.first.weight) if writes_local else model.first.weight)
+        train(model, optimizer, range(6, 7), session.end_step)
+        session.flush()
+        assert not session.stats().left_out
+    assert torch.equal(lightck.recover(pool).model["first.weight"], local(model.first.weight))
+
+
 def test_a_parameter_that_is_replaced_is_saved(pool):
     model = parallel(0)
     optimizer = adam(model)
@@ -271,8 +313,8 @@ def test_an_optimizer_of_another_model_beside_a_sharded_one_is_followed(pool):
     assert lightck.recover(pool).step == 2
 
 
-def test_a_layer_wise_update_of_dtensors_is_refused():
-    model = sharded(0)
+def test_a_layer_wise_update_of_dtensors_without_fully_shard_is_refused():
+    model = parallel(0)
     with pytest.raises(UnsupportedError, match=r"DTensors.*Leave out lightck\.layerwise"):
         lightck.layerwise(model, adam(model))
 
