@@ -18,6 +18,7 @@ from lightck.pool.format.group import GroupIdentity
 from lightck.pool.format.layout import Entry
 from lightck.pool.listener import CommitEvents, HeldCheckpoint
 from lightck.pool.reader import PoolReader
+from lightck.pool.slots import Slot
 from lightck.pool.storage.backend import Backend
 from lightck.pool.storage.durability import Durability
 from lightck.pool.storage.lock import PoolLock
@@ -99,6 +100,13 @@ class CurrentPool:
                 self.n_slots,
             )
             self.requested_slots = wanted
+
+    def place_of(self, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:
+        """Return writer, slot and generation of a checkpoint that a relayout carried over to the present file; None if
+        the file does not hold it."""
+        assert self.writer is not None, "the pool was moved"
+        found = (slot for slot in self.writer.slots.slots if generation is not None and slot.generation == generation)
+        return next(((self.writer, slot, slot.generation) for slot in found if slot.generation is not None), None)
 
     def ready_writer(self) -> PoolWriter:
         """The writer for the next checkpoint. Raises ``RelayoutNeededError`` if a relayout is needed first."""

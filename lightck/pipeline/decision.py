@@ -29,12 +29,16 @@ class CommitDecision(Protocol):
         ...
 
 
+class OthersPauseError(Exception):
+    """Another rank commits nothing for now, so this rank gives its checkpoint up instead of waiting for a slot."""
+
+
 class GroupDecision(CommitDecision, Protocol):
     """The decision of a group of ranks: it may hold all slots, until other ranks have committed."""
 
-    def wait_until(self, has_room: Callable[[], bool], pause: Callable[[], object]) -> None:
-        """Wait until ``has_room()`` is true, because other ranks have committed. ``pause`` is called repeatedly during
-        the wait."""
+    def wait_until(self, has_room: Callable[[], bool], pause: Callable[[], object]) -> bool:
+        """Wait until ``has_room()`` is true, because other ranks have committed, and return True. Return False if
+        another rank commits nothing for now. ``pause`` is called repeatedly during the wait."""
         ...
 
 
@@ -66,17 +70,20 @@ class Decisions:
 
     def wait_for_slot(self, has_slot: Callable[[], bool], pause: Callable[[], object]) -> bool:
         """Wait until ``has_slot()`` is true, because other ranks let this one overwrite a slot, and return True. Return
-        False at once if there are no other ranks."""
+        False at once if there are no other ranks. Raises ``OthersPauseError``."""
         if self._of_group is None:
             return False
-        self._of_group.wait_until(has_slot, pause)
+        if not self._of_group.wait_until(has_slot, pause):
+            raise OthersPauseError
         return True
 
     def wait_for_relayout(self, writer: PoolWriter, n_whole: int, pause: Callable[[], object]) -> None:
         """Wait until a file with room for so many whole checkpoints has room for the held checkpoints of ``writer`` and
-        for one more. Without other ranks it always has."""
-        if self._of_group is not None:
-            self._of_group.wait_until(lambda: len(self.held(writer)) < n_whole, pause)
+        for one more. Without other ranks it always has. Raises ``OthersPauseError``."""
+        if self._of_group is not None and not self._of_group.wait_until(
+            lambda: len(self.held(writer)) < n_whole, pause
+        ):
+            raise OthersPauseError
 
     def may_commit(self, closed_step: ClosedStep) -> bool:
         return all(one.may_commit(closed_step) for one in self._decisions)

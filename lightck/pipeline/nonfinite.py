@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class NonfiniteCheck(CommitDecision):
         """The step that was refused last; None if no step was refused."""
         self.reason: str | None = None
         """Why the last closed step was refused, as a clause; None if it was not refused."""
+        self.refused: Callable[[str], object] = lambda reason: None
+        """Called with the reason of each refusal."""
 
     def held(self, writer: PoolWriter) -> frozenset[int]:
         return frozenset()
@@ -72,6 +74,7 @@ class NonfiniteCheck(CommitDecision):
                 closed_step.step,
                 self.reason,
             )
+        self.refused(self.reason)
         if closed_step.step != self._refused:  # this method may be called more than once for a step
             self._meter.skipped += 1
         self._refused = closed_step.step

@@ -24,7 +24,7 @@ import torch
 from lightck.errors import LightckError, NoSpaceError
 from lightck.interrupts import Interrupted, raise_if_interrupted
 from lightck.pipeline.current_pool import CurrentPool
-from lightck.pipeline.decision import Decisions
+from lightck.pipeline.decision import Decisions, OthersPauseError
 from lightck.pipeline.eager_copies import EagerCopies
 from lightck.pipeline.guard import Rejection, Validator, WriteGuard, strike
 from lightck.pipeline.in_flight import SHARE_LEFT_MAX, InFlightCheckpoint, job_budget, seconds_left
@@ -155,15 +155,23 @@ class Pipeline:
             self.guard.check_left_out_tensors(self.pool.writer, updated)
 
     def begin_checkpoint(self, closed_step: ClosedStep) -> None:
-        """Begin to write the checkpoint of a closed step, if the commit decisions allow it. When this returns, the
-        copies at the boundary are made. In two cases this method also waits for the commit: if a relayout was needed,
-        and if the last checkpoint was given up in the pool of a rank."""
+        """Begin to write the checkpoint of a closed step, if the commit decisions allow it, and no other rank pauses.
+        When this returns, the copies at the boundary are made. In two cases this method also waits for the commit: if a
+        relayout was needed, and if the last checkpoint was given up in the pool of a rank."""
         self._collect_ended()
         self._newest = None
         self.guard.copied_at_boundary.update(closed_step.written_outside_step)
-        if not self.decisions.may_commit(closed_step):
-            self.eager.drop()
-            return
+        try:
+            if self.decisions.may_commit(closed_step):
+                self._begin_checkpoint(closed_step)
+                return
+        except OthersPauseError:
+            self._meter.skipped += 1
+        self.eager.drop()
+        self._was_given_up = True
+
+    def _begin_checkpoint(self, closed_step: ClosedStep) -> None:
+        """Do what ``begin_checkpoint`` does if the decisions allow it. Raises ``OthersPauseError``."""
         if self._kind_change is not None and self._changes_kind(self._kind_change, closed_step):
             return
         is_begun = self.eager.reservation is not None
@@ -346,7 +354,7 @@ class Pipeline:
             checkpoint = self.pool.relayout(entries, len(closed_step.state), commit_checkpoint)
             self._note_committed(checkpoint)
             self._newest = self._writer, checkpoint.pending.slot, checkpoint.pending.record.generation
-        except Interrupted:
+        except (Interrupted, OthersPauseError):
             # ``ready_writer`` has cleared the request for ``n_slots`` slots. The next attempt needs the request again.
             self.pool.requested_slots = self.pool.n_slots
             raise
@@ -405,7 +413,7 @@ class Pipeline:
                 generation = None if self._newest is None else self._newest[2]
                 self.eager.drop()
                 pool.relayout((), 0, lambda _: None)
-                self._newest = _slot_of(self._writer, generation)
+                self._newest = pool.place_of(generation)
             pool.requested_slots = None  # the pool has at least as many slots now as were requested
         except BaseException:
             pool.n_slots, pool.requested_slots = before
@@ -588,12 +596,3 @@ class Pipeline:
             self.guard.forget()
             self.events.closed()
             self.pool.close()
-
-
-def _slot_of(writer: PoolWriter, generation: int | None) -> tuple[PoolWriter, Slot, int] | None:
-    """Return writer, slot and generation of a checkpoint that a relayout carried over to this file; None if the file
-    does not hold it."""
-    for slot in writer.slots.slots:
-        if generation is not None and slot.generation == generation:
-            return writer, slot, generation
-    return None

@@ -32,6 +32,7 @@ from lightck.pool.writer import PoolWriter
 from lightck.ranks.copy_cadence import CopyCadence
 from lightck.ranks.copy_receiver import CopyReceiver
 from lightck.ranks.copy_sender import CopySender
+from lightck.ranks.paused_ranks import PausedRanks
 from lightck.ranks.publication import Publication
 from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView, reported
 from lightck.ranks.waiting import wait_until
@@ -232,6 +233,8 @@ class GroupRule(CommitListener):
         self._publication: Publication | None = None
         self._together: PoolView | None = None
         """What all ranks have together, as far as this rank has learnt it from ``_publication``."""
+        self.paused_ranks: PausedRanks | None = None
+        """Which ranks commit nothing for now (``pause_on_nonfinite=True``); None: all commit."""
 
     def keep_copies(self, sender: CopySender, every: int) -> None:
         """Copy checkpoints to another host from now on, as ``Knowledge`` says. ``follow`` was called before. ``every``:
@@ -264,15 +267,21 @@ class GroupRule(CommitListener):
             if not self.knowledge.may_overwrite(content) or (content is not None and content == copying)
         )
 
-    def wait_until(self, has_room: Callable[[], bool], pause: Callable[[], object]) -> None:
-        """Wait until ``has_room()``, which calls ``held``, is true. ``pause``: called at times, to let a signal's
-        handler run. Raises ``RankError`` after the timeout."""
+    def wait_until(self, has_room: Callable[[], bool], pause: Callable[[], object]) -> bool:
+        """Wait until ``has_room()``, which calls ``held``, is true, and return True. Return False as soon as another
+        rank pauses. ``pause``: called at times, to let a signal's handler run. Raises ``RankError`` after the
+        timeout."""
         began = time.monotonic()
+        gives_way = False
 
         def is_over() -> bool:
+            nonlocal gives_way
             for neighbour in self.neighbours:
                 neighbour.look_for_new_file()
-            return has_room() or self._waits_in_vain(began)
+            if has_room() or self._waits_in_vain(began):
+                return True
+            gives_way = self.paused_ranks is not None and self.paused_ranks.any_paused()
+            return gives_way
 
         try:
             wait_until(
@@ -290,6 +299,9 @@ class GroupRule(CommitListener):
             )
         finally:
             self.wait_seconds += time.monotonic() - began
+            if self.paused_ranks is not None:
+                self.paused_ranks.wait_ended(gives_way=gives_way)
+        return not gives_way
 
     def _waits_in_vain(self, began: float) -> bool:
         """Raise the error of the peer copies if this rank waits only because they have ended. Else return False."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightck.errors import UnsupportedError
+from lightck.errors import StateValueError, UnsupportedError
 from lightck.hooks.layerwise import layerwise_of
 from lightck.layout import Layout
 from lightck.pipeline.nonfinite import NonfiniteCheck
@@ -177,7 +177,8 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
         first = _first_step(found, arguments, is_rank_known)
         resumed = file.open(pipeline) if group_start is None else group_start.open(file, pipeline)
         if group_start is not None:
-            group_start.join(file, pipeline, participants.holds)
+            group_start.join(file, pipeline, participants.holds, participants.nonfinite_check)
+            cadence = group_start.agreed_cadence(arguments.save_options.interval, pipeline, resumed, meter) or cadence
         if resumed is not None:
             first.after_restore(resumed.has_recorded_options)
         steps = Steps(
@@ -200,11 +201,23 @@ def _attach(arguments: Arguments, group_start: GroupStart | None, *, is_rank_kno
         if group_start is not None:
             steps.add_early_gate()
             steps.commits.cross_check = cross_check_of(group_start.membership(), capture, pipeline)
-            if resumed is None:
-                session.flush()  # commits checkpoint 0, so that the ranks have a common checkpoint from the start
+            _commit_first(session, resumed)
             group_start.begin()
         undo.pop_all()
     return session
+
+
+def _commit_first(session: Session, resumed: Resumed | None) -> None:
+    """In a new training, commit checkpoint 0 of a rank, so that the ranks have a common checkpoint from the start.
+    Raises ``StateValueError`` if ``pause_on_nonfinite`` refuses it."""
+    if resumed is None:
+        session.flush()
+    if session.committed is None:
+        raise StateValueError(
+            f"The training begins with values that are not finite (pause_on_nonfinite=True): {session.paused_reason}. "
+            "The ranks of a group need a good checkpoint from the start. Nothing was trained yet. Look for the cause "
+            "of these values, or leave out pause_on_nonfinite=."
+        )
 
 
 def _refuse_by_strategy(arguments: Arguments, found: Found, *, is_rank_pool: bool) -> None:

@@ -12,14 +12,32 @@ def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
     options = arguments.save_options
     is_adaptive = type(options.interval) is not int
     refused = (
-        (is_adaptive, f"interval={options.interval!r}", "each rank would choose an interval of its own"),
+        (
+            is_adaptive and bool(options.tiers),
+            f"interval={options.interval!r} together with tiers=",
+            "the ranks agree on a step to send before they know whether it is saved",
+        ),
+        (
+            is_adaptive and options.replicas.count > 1,
+            f"interval={options.interval!r} together with replicas=",
+            "what is copied to another host is chosen by the number of the step",
+        ),
         (options.exports is not None, "keep=", "use `lightck export` on the directory, also while training runs"),
         (
             any(tier.keep_best is not None for tier in options.tiers),
             "Tier(keep_best=...)",
             "the ranks would have to agree on a step that has passed; keep_every= keeps steps that are known before",
         ),
-        (options.pause_on_nonfinite, "pause_on_nonfinite=True", "one rank could pause and another go on"),
+        (
+            options.pause_on_nonfinite and options.gradients is not None,
+            "pause_on_nonfinite=True together with strategy=Gradients()",
+            "an update that is not stored ends the chain of this rank, and not that of the others",
+        ),
+        (
+            options.pause_on_nonfinite and options.replicas.count > 1,
+            "pause_on_nonfinite=True together with replicas=",
+            "a rank that pauses copies nothing, and the others would wait for its copy",
+        ),
         (arguments.backend == "devdax", 'backend="devdax"', "a device holds one pool"),
         (options.replica is not None, "strategy=Replica()", "it makes no copies of tensors that ranks divide"),
         (
@@ -50,6 +68,7 @@ def arguments_to_compare(arguments: Arguments) -> dict[str, str]:
     options = arguments.save_options
     return {
         "interval=": repr(options.interval),
+        "pause_on_nonfinite=": repr(options.pause_on_nonfinite),
         "slots=": repr(options.slots),
         "resume=": repr(arguments.resume),
         "overwrite=": repr(arguments.overwrite),

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 import msgpack
 
 from lightck.errors import RankError, UnsupportedError, capitalized, listed
+from lightck.pipeline.nonfinite import NonfiniteCheck
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pool.format.group import ID_NBYTES, GroupIdentity
 from lightck.pool.format.structures import CommitRecord
@@ -52,6 +53,7 @@ from lightck.ranks.agreement import (
 )
 from lightck.ranks.meet import Meeting
 from lightck.ranks.neighbours import GroupRule, Neighbour
+from lightck.ranks.paused_ranks import PausedRanks
 from lightck.ranks.publication import Publication
 from lightck.ranks.rule import Adoption, CheckpointId, Knowledge, PoolView
 from lightck.restore.averages import describe_averaged
@@ -73,6 +75,7 @@ from lightck.session.group import (
     refuse_other_pools,
 )
 from lightck.session.group_arguments import arguments_to_compare
+from lightck.session.group_interval import AgreedCadence
 from lightck.session.group_tensors import (
     Stored,
     digest_of_lines,
@@ -81,6 +84,7 @@ from lightck.session.group_tensors import (
     lines_of,
     refuse_other_tensors,
 )
+from lightck.session.interval import Auto, Cadence
 from lightck.session.load_other_world import fetch_for_copy, load
 from lightck.session.lost_pool import (
     copy_into_new_pool,
@@ -99,6 +103,7 @@ from lightck.session.shares_of_others import restore_one_of
 from lightck.session.split import shares_of
 from lightck.session.tiers_of_group import TiersOfGroup
 from lightck.state.parts import mesh_of
+from lightck.stats import Meter
 from lightck.tiers.pin import Holds
 
 log = logging.getLogger("lightck")
@@ -148,6 +153,8 @@ class GroupStart:
     _pool_path: str = ""
     """Of this rank."""
     tiers: TiersOfGroup | None = None
+    _cadence: AgreedCadence | None = None
+    """With ``interval="auto"``: what the ranks agree on while training runs."""
 
     @classmethod
     @contextmanager
@@ -475,9 +482,9 @@ class GroupStart:
 
     # -- the group begins --------------------------------------------------------------------------------
 
-    def join(self, file: PoolFile, pipeline: Pipeline, holds: Holds) -> None:
+    def join(self, file: PoolFile, pipeline: Pipeline, holds: Holds, check: NonfiniteCheck | None) -> None:
         """Open the pools of the other ranks on this host, and add the commit rule of the group to the pipeline.
-        ``holds``: of this session."""
+        ``holds``, ``check``: of this session."""
         writer, self._pool_path = pipeline.pool.writer, file.path
         assert writer is not None, "a rank's pool exists from attach on"
         own = msgpack.packb([file.path, writer.superblock.uuid])
@@ -510,6 +517,22 @@ class GroupStart:
         )
         pipeline.decisions.add_group(self.rule)
         pipeline.events.add(self.rule)
+        if check is not None and self.group.world_size > 1:
+            paused = PausedRanks(self.group.connect(), self.meeting.key, self.group.rank, self.group.world_size)
+            self.rule.paused_ranks, check.refused = paused, paused.pause
+            pipeline.events.add(paused)
+
+    def agreed_cadence(
+        self, interval: object, pipeline: Pipeline, resumed: Resumed | None, meter: Meter
+    ) -> Cadence | None:
+        """Return the cadence that all ranks share, if the interval is not a fixed number; else None."""
+        if isinstance(interval, int) or self.group.world_size == 1:
+            return None
+        first_step = 1 + (0 if resumed is None else resumed.step)
+        auto = interval if isinstance(interval, Auto) else Auto()
+        self._cadence = AgreedCadence(auto, first_step, self.group.rank == 0, meter, self.meeting.timeout)
+        pipeline.events.add(self._cadence)
+        return self._cadence
 
     def membership(self) -> Membership:
         assert self.rule is not None, "join was called"
@@ -557,3 +580,5 @@ class GroupStart:
         copies.remove_old(Hosts.of(self._directory_ids))
         if self.tiers is not None:
             self.tiers.begin(self._save_options.fixed_interval)
+        if self._cadence is not None:
+            self._cadence.begin(self.group, self.meeting)

@@ -122,9 +122,9 @@ _AGREE_UP, _AGREE_DOWN = 3, 5
 """How many measurements in a row must agree before the cost is raised (``_AGREE_UP``) or lowered (``_AGREE_DOWN``)."""
 _LEFT_MIN = 0.25
 """The least share of the budget that is left for checkpoints, however much the hooks cost."""
-_SKIP_EVERY, _SKIP_SOON = 200, 4
+SKIP_SOON, _SKIP_EVERY = 4, 200
 """At an interval of 1: how many checkpoints in a row are saved before one is left out, so that a pair can be measured.
-``_SKIP_SOON`` applies while fewer than ``_AGREE_UP`` pairs are known, ``_SKIP_EVERY`` afterwards."""
+``SKIP_SOON`` applies while fewer than ``_AGREE_UP`` pairs are known, ``_SKIP_EVERY`` afterwards."""
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class Adaptive:
     _is_warned: bool = False
 
     def is_due(self, step: int, saved_step: int) -> bool:
-        self._decide()
+        self.interval = self.wanted()
         return step - saved_step >= min(self.interval + self._is_delayed(), self.auto.most)
 
     def will_be_due(self, step: int, saved_step: int) -> bool:
@@ -203,8 +203,8 @@ class Adaptive:
             self._measure(_Step(took - stall, stall, self._saved_in_a_row > 0))
         self._n_boundaries += 1
         self._last = now, stall_seconds
-        if not saved and self._saved_in_a_row > _SKIP_SOON:
-            # More than _SKIP_SOON checkpoints in a row were saved. No pair was measured meanwhile, so all are old.
+        if not saved and self._saved_in_a_row > SKIP_SOON:
+            # More than SKIP_SOON checkpoints in a row were saved. No pair was measured meanwhile, so all are old.
             self._extra.last.clear()
         self._saved_in_a_row = self._saved_in_a_row + 1 if saved else 0
         self._n_saved += saved
@@ -247,8 +247,8 @@ class Adaptive:
         whole = fixed + sorted(step.outside for step in self._steps)[len(self._steps) // 2]
         return fixed, fixed / whole if whole > 0 else 0.0
 
-    def _decide(self) -> None:
-        """Set the interval that the measured costs allow.
+    def wanted(self) -> int:
+        """Return the interval that the measured costs allow.
 
         If the stalls alone allow an interval of 1, the extra time decides between 1 and a larger interval. The extra
         time is measured in pairs, and there are few of them at an interval of 1. So the interval stays at 2 or less
@@ -258,19 +258,24 @@ class Adaptive:
         enters_or_leaves_1 = (wanted == 1) != (self.interval == 1)
         stalls_allow_1 = self._wanted_interval(0.0) == 1
         if (enters_or_leaves_1 or len(pairs) < _AGREE_UP) and stalls_allow_1:
-            if enters_or_leaves_1 and (wanted == 1 or self._saved_in_a_row > _SKIP_SOON):
+            if enters_or_leaves_1 and (wanted == 1 or self._saved_in_a_row > SKIP_SOON):
                 # If the interval becomes 1, pairs that were measured at a larger interval do not apply. If it was 1,
-                # the pairs are old, because more than _SKIP_SOON checkpoints in a row were saved since.
+                # the pairs are old, because more than SKIP_SOON checkpoints in a row were saved since.
                 pairs.clear()
             wanted = wanted if len(pairs) >= _AGREE_UP else min(wanted, 2)  # 2: each checkpoint gives a pair
-        self.interval = min(wanted, self.auto.most)
+        return min(wanted, self.auto.most)
+
+    @property
+    def saved_between_skips(self) -> int:
+        """At an interval of 1: how many checkpoints in a row are saved before one is left out."""
+        return SKIP_SOON if len(self._extra.last) < _AGREE_UP else _SKIP_EVERY
 
     def _is_delayed(self) -> bool:
         """Whether the next checkpoint is delayed by one step. At an interval of 1 the delay leaves out one
         checkpoint."""
         if self.interval > 1:
             return self._n_saved % 2 == 1
-        return self._saved_in_a_row >= (_SKIP_SOON if len(self._extra.last) < _AGREE_UP else _SKIP_EVERY)
+        return self._saved_in_a_row >= self.saved_between_skips
 
     def _wanted_interval(self, extra: float) -> int:
         """Return the smallest interval that keeps within the budget. ``extra``: by how many seconds a checkpoint makes

@@ -65,10 +65,7 @@ def attached(pools: Path, **options: Any) -> Callable[[int], Any]:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"interval": "auto"}, UnsupportedError, r"interval='auto' is not supported in a group"),
-        ({"interval": lightck.Auto()}, UnsupportedError, "is not supported in a group"),
         ({"keep": lightck.Keep(every=2, to="kept")}, UnsupportedError, "keep= is not supported in a group"),
-        ({"pause_on_nonfinite": True}, UnsupportedError, "pause_on_nonfinite=True is not supported in a group"),
         ({"backend": "devdax"}, UnsupportedError, 'backend="devdax" is not supported in a group'),
         ({"strategy": lightck.Replica()}, UnsupportedError, r"strategy=Replica\(\) is not supported in a group"),
         ({"slots": 2}, ValueError, "slots=2: in a group of ranks a pool has at least 3 slots"),

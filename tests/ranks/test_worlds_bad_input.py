@@ -252,8 +252,24 @@ def test_another_model_is_refused_and_stays_as_it_was(pools):
 def test_a_world_of_one_says_what_it_cannot_do(pools):
     worlds.train("ddp 2", pools, STEPS)
     model, optimizer = build(worlds.World(1))
-    with pytest.raises(UnsupportedError, match=r"interval='auto' is not supported.*attach it to a file"):
-        lightck.attach(model, pools, optimizer=optimizer, resume=True, interval="auto")
+    with pytest.raises(UnsupportedError, match=r"Replica\(\) is not supported.*attach it to a file"):
+        lightck.attach(model, pools, optimizer=optimizer, resume=True, strategy=lightck.Replica())
+
+
+def test_a_world_of_one_chooses_its_interval_and_pauses_alone(pools):
+    worlds.train("ddp 2", pools, STEPS)
+    model, optimizer = build(worlds.World(1))
+    with lightck.attach(
+        model, pools, optimizer=optimizer, resume=True, interval="auto", pause_on_nonfinite=True
+    ) as session:
+        begin = session.step
+        with torch.no_grad():
+            next(model.parameters()).view(-1)[0] = float("nan")
+        optimizer.zero_grad()
+        optimizer.step()
+        session.end_step()
+        assert session.paused_reason is not None
+    assert lightck.recover(pools).step == begin
 
 
 def test_pools_of_two_trainings_are_refused(pools):

@@ -1,0 +1,148 @@
+"""``interval="auto"`` in a group of ranks: rank 0 measures and proposes, and all ranks follow one schedule.
+
+Rank 0 has an ``Adaptive``, as a single process has. When its interval differs from the one in force, rank 0 proposes a
+pattern that begins some checkpoints ahead (``ranks/agreed_interval.py`` says why no rank is left behind).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from lightck.errors import RankError
+from lightck.interrupts import raise_if_interrupted, retry_interrupted
+from lightck.pool.listener import CommitListener
+from lightck.ranks.agreed_interval import Pattern, Schedule
+from lightck.ranks.agreed_step import PASSED, Proposal, StepAgreement
+from lightck.ranks.meet import Meeting
+from lightck.ranks.waiting import wait_until
+from lightck.session.group import Group
+from lightck.session.interval import SKIP_SOON, Adaptive, Auto
+from lightck.stats import Meter
+
+_LEAD_MIN = 2
+"""How many checkpoints ahead a pattern begins at least."""
+_LATENCY_SECONDS = 0.3
+"""How long the ranks take to agree, at most, as a rule: a pattern begins no sooner."""
+_LEAD_FACTOR_MAX = 64
+_LOWER = 0.8
+"""The interval is lowered only to less than this share of the present one, so that it does not change all the time."""
+_PAUSES = (0.0002, 0.01)
+"""Seconds between two looks for a verdict that a step waits for: at first, and at most."""
+
+
+class AgreedCadence(CommitListener):
+    """The ``Cadence`` of one rank. Rank 0 measures."""
+
+    def __init__(self, auto: Auto, first_step: int, is_first_rank: bool, meter: Meter, timeout: float) -> None:
+        """``first_step``: the first step of this session. ``timeout``: seconds of the longest wait for a verdict."""
+        self._auto, self._meter, self._timeout = auto, meter, timeout
+        self._adaptive = Adaptive(auto) if is_first_rank else None
+        self.schedule = Schedule(Pattern(first_step, 1, SKIP_SOON if auto.most > 1 else 0))
+        self._propose: Callable[[Proposal], None] | None = None
+        self._is_asking, self._lead_factor = False, 1
+        self._step, self._step_seconds = first_step - 1, math.inf
+        """The newest step about which this rank has decided, and how long the fastest step took."""
+        self._at = math.nan
+        """When the last boundary was."""
+        self._close: Callable[[], None] = lambda: None
+
+    def begin(self, group: Group, meeting: Meeting) -> None:
+        """Agree with the other ranks from now on. All ranks call this."""
+
+        def key(what: str, rank: int) -> str:
+            return meeting.key(f"interval-{what}", rank)
+
+        agreement = StepAgreement(group.connect(), key, group.rank, group.world_size, self)
+        self._close = agreement.close
+        if self._adaptive is not None:
+            self._propose = agreement.propose
+
+    def closed(self) -> None:
+        """End the helper thread."""
+        self._close()
+
+    # -- the helper thread
+
+    def answer(self, proposal: Proposal) -> int:
+        return self.schedule.answer(proposal)
+
+    def decided(self, proposal: Proposal, verdict: int) -> None:
+        self.schedule.decided(proposal, verdict)
+        if verdict == PASSED:  # it was too near
+            self._lead_factor = min(2 * self._lead_factor, _LEAD_FACTOR_MAX)
+        self._is_asking = False
+
+    # -- the training thread
+
+    @property
+    def interval(self) -> int:
+        return self.schedule.pattern_at(self._step).interval
+
+    def is_due(self, step: int, saved_step: int) -> bool:
+        self._step = max(self._step, step)
+        found = self.schedule.is_due(step, saved_step)
+        return self._when_known(step, saved_step) if found is None else found
+
+    def will_be_due(self, step: int, saved_step: int) -> bool:
+        return self.schedule.is_due(step, saved_step) or False
+
+    def boundary_passed(self, now: float, stall_seconds: float, saved: bool) -> None:
+        if self._adaptive is None:
+            return
+        if now > self._at:
+            self._step_seconds = min(self._step_seconds, now - self._at)
+        self._at = now
+        self._adaptive.boundary_passed(now, stall_seconds, saved)
+        self._adaptive.interval = self.interval
+        wanted = self._wanted(self._adaptive)
+        if self._propose is not None and not self._is_asking and self.schedule.is_settled:
+            present = self.schedule.pattern_at(self._step)
+            if _is_worth(wanted, present):
+                lead = max(_LEAD_MIN * present.reaches_back(), math.ceil(_LATENCY_SECONDS / self._step_seconds))
+                self._is_asking = True
+                self._propose(Proposal(self._step + lead * self._lead_factor, (wanted.interval, wanted.skip)))
+
+    def _wanted(self, adaptive: Adaptive) -> Pattern:
+        """Return what the measurements ask for."""
+        interval, most = adaptive.wanted(), self._auto.most
+        if interval > 1:
+            return Pattern(0, interval, int(interval < most))
+        return Pattern(0, 1, 0 if most == 1 else adaptive.saved_between_skips)
+
+    def _when_known(self, step: int, saved_step: int) -> bool:
+        """Wait for the verdict on a pattern that begins at this step or before, and return whether the step is due."""
+        found: list[bool] = []
+
+        def is_known() -> bool:
+            answer = self.schedule.is_due(step, saved_step)
+            found.extend([] if answer is None else [answer])
+            return answer is not None
+
+        with self._meter.wait():
+            retry_interrupted(
+                lambda: wait_until(
+                    is_known,
+                    timeout=self._timeout,
+                    pauses=_PAUSES,
+                    report=lambda seconds: None,
+                    error=lambda: _no_verdict(step, self._timeout),
+                    between=raise_if_interrupted,
+                )
+            )
+        return found[-1]
+
+
+def _is_worth(wanted: Pattern, present: Pattern) -> bool:
+    """Whether the ranks are to agree on another pattern than the present one."""
+    if 1 < wanted.interval < present.interval:
+        return wanted.interval <= _LOWER * present.interval
+    return (wanted.interval, wanted.skip) != (present.interval, present.skip)
+
+
+def _no_verdict(step: int, timeout: float) -> RankError:
+    return RankError(
+        f"For {timeout:g} seconds (timeout=) the ranks did not agree on the interval from step {step} on "
+        '(interval="auto"). Look for an error of another rank, or of the store of the process group. The checkpoints '
+        "that all ranks have are intact."
+    )
