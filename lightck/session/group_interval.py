@@ -7,7 +7,9 @@ pattern that begins some checkpoints ahead (``ranks/agreed_interval.py`` says wh
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 from lightck.errors import RankError
 from lightck.interrupts import raise_if_interrupted, retry_interrupted
@@ -41,8 +43,10 @@ class AgreedCadence(CommitListener):
         self.schedule = Schedule(Pattern(first_step, 1, SKIP_SOON if auto.most > 1 else 0))
         self._propose: Callable[[Proposal], None] | None = None
         self._is_asking, self._lead_factor = False, 1
-        self._step, self._step_seconds = first_step - 1, math.inf
-        """The newest step about which this rank has decided, and how long the fastest step took."""
+        self._step = first_step - 1
+        """The newest step about which this rank has decided."""
+        self._seconds: deque[float] = deque(maxlen=15)
+        """How long the last steps took."""
         self._at = math.nan
         """When the last boundary was."""
         self._close: Callable[[], None] = lambda: None
@@ -91,7 +95,7 @@ class AgreedCadence(CommitListener):
         if self._adaptive is None:
             return
         if now > self._at:
-            self._step_seconds = min(self._step_seconds, now - self._at)
+            self._seconds.append(now - self._at)
         self._at = now
         self._adaptive.boundary_passed(now, stall_seconds, saved)
         self._adaptive.interval = self.interval
@@ -99,9 +103,14 @@ class AgreedCadence(CommitListener):
         if self._propose is not None and not self._is_asking and self.schedule.is_settled:
             present = self.schedule.pattern_at(self._step)
             if _is_worth(wanted, present):
-                lead = max(_LEAD_MIN * present.reaches_back(), math.ceil(_LATENCY_SECONDS / self._step_seconds))
                 self._is_asking = True
-                self._propose(Proposal(self._step + lead * self._lead_factor, (wanted.interval, wanted.skip)))
+                first = self._step + self._lead(present) * self._lead_factor
+                self._propose(Proposal(first, (wanted.interval, wanted.skip)))
+
+    def _lead(self, present: Pattern) -> int:
+        """Return in how many steps a proposed pattern begins."""
+        steps = math.ceil(_LATENCY_SECONDS / median(self._seconds)) if self._seconds else 0
+        return max(_LEAD_MIN * present.reaches_back(), steps)
 
     def _wanted(self, adaptive: Adaptive) -> Pattern:
         """Return what the measurements ask for."""
