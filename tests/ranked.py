@@ -49,10 +49,12 @@ def run_ranks(
     ends_others_after: float = 0.0,
     has_group: bool = True,
     communication: str = "gloo",
+    seconds_max: float = SECONDS_MAX,
 ) -> list[Ended]:
     """Run ``body(rank)`` in one process per rank, and return how each of them ended. ``ends_others_after``: when a rank
     is killed, kill the others after so many seconds, as a launcher does. ``has_group``: whether the ranks join a
-    process group first, of this backend for ``communication``."""
+    process group first, of this backend for ``communication``. ``seconds_max``: an error is raised if they take
+    longer."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = {}
         for rank in range(n_ranks):
@@ -63,7 +65,7 @@ def run_ranks(
                 _child(rank, n_ranks, body, write, Path(folder), communication if has_group else "")
             os.close(write)
             ranks[rank] = pid, read
-        return _ended(ranks, ends_others_after)
+        return _ended(ranks, ends_others_after, seconds_max)
 
 
 def _child(rank: int, n_ranks: int, body: Callable[[int], Any], write: int, folder: Path, communication: str) -> None:
@@ -84,10 +86,10 @@ def _child(rank: int, n_ranks: int, body: Callable[[int], Any], write: int, fold
     os._exit(0)  # no destructors: gloo's waits for other ranks, which may be gone
 
 
-def _ended(ranks: dict[int, tuple[int, int]], ends_others_after: float) -> list[Ended]:
+def _ended(ranks: dict[int, tuple[int, int]], ends_others_after: float, seconds_max: float) -> list[Ended]:
     data: dict[int, bytearray] = {rank: bytearray() for rank in ranks}
     ended = {}
-    deadline = time.monotonic() + SECONDS_MAX
+    deadline = time.monotonic() + seconds_max
     first_death: float | None = None
     open_pipes = {read: rank for rank, (_, read) in ranks.items()}
     while open_pipes:
@@ -108,7 +110,7 @@ def _ended(ranks: dict[int, tuple[int, int]], ends_others_after: float) -> list[
             for read in list(open_pipes):
                 os.kill(ranks[open_pipes[read]][0], signal.SIGKILL)
         if is_late:
-            raise TimeoutError(f"ranks {sorted(open_pipes.values())} did not end within {SECONDS_MAX:g} seconds")
+            raise TimeoutError(f"ranks {sorted(open_pipes.values())} did not end within {seconds_max:g} seconds")
     return [ended[rank] for rank in sorted(ended)]
 
 

@@ -109,9 +109,9 @@ class PausedRanks(CommitListener):
             )
 
     def closed(self) -> None:
-        """Say that this rank pauses no more, and end the helper. Returns after a second even if the store does not
-        answer."""
-        self._reason, self._is_asked, self._is_closing = "", False, True
+        """End the helper. A rank that pauses until its session is closed pauses for the others for ever: none of them
+        is to wait for it. Returns after a second even if the store does not answer."""
+        self._is_asked, self._is_closing = False, True
         self._wake.set()
         self._thread.join(_JOIN_SECONDS)
 

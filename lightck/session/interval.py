@@ -227,15 +227,15 @@ class Adaptive:
         fixed, share = self._fixed()
         if share > (1 - _LEFT_MIN) * self.auto.budget:
             self._is_warned = True
+            enough = math.ceil(200 * share) / 100
             log.warning(
                 'lightck: interval="auto" will cost more than its budget of %g %%: lightck\'s hooks alone cost %.1f %% '
                 "of each step (%.0f us), and a quarter of the budget is always kept for checkpoints. Make steps "
-                "longer (a larger batch), or pass a larger budget: "
-                "interval=lightck.Auto(budget=%.2f)",
+                "longer (a larger batch)%s",
                 100 * self.auto.budget,
                 100 * share,
                 1e6 * fixed,
-                math.ceil(200 * share) / 100,
+                f", or pass a larger budget: interval=lightck.Auto(budget={enough:.2f})" if enough < 1 else "",
             )
 
     def _fixed(self) -> tuple[float, float]:

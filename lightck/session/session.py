@@ -315,15 +315,24 @@ class Session:
 
         ``recover(path, step=pin.step)`` returns the checkpoint, now and after a crash. The first pin may move the pool
         to a larger file. With ``pause_on_nonfinite`` the last checkpoint with finite values is held. In a group every
-        rank calls it, at the same step; what only some ranks hold is not kept for ``recover``.
+        rank calls it, at the same step; what only some ranks hold is not kept for ``recover``. So a rank of a group
+        raises ``SessionError`` if the current step is not committed because a rank pauses.
         """
         self.flush()
+        self._refuse_pin_while_paused()
         participants = self._steps.commits.participants
         with self._steps.meter.stall("pin"):
             pinned: list[Hold] = []
             self._steps.commits.run(lambda: pinned.append(participants.pin(self._pipeline)))
         self._check_usable()
         return Pin(pinned[0], participants.holds.release)
+
+    def _refuse_pin_while_paused(self) -> None:
+        if self._membership is not None and self.paused_reason is not None and self.committed != self.step:
+            raise SessionError(
+                f"Step {self.step} cannot be pinned, because it is not committed: {self.paused_reason}. The ranks of a "
+                "group pin one step together. Pin when session.paused_reason is None on all ranks."
+            )
 
     @_exclusive
     def close(self, *, done: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from toys import same
 
 import lightck
-from lightck.errors import RankError, StateValueError, UnsupportedError
+from lightck.errors import RankError, SessionError, StateValueError, UnsupportedError
 from ranks.pausing import STUCK, Pausing, explore
 
 SAFE = [
@@ -138,6 +139,35 @@ def test_a_kill_while_a_rank_pauses_comes_back_to_the_last_good_checkpoint_of_al
     for one, other in zip(resumed, whole, strict=True):
         assert one["begin"] == 4
         assert same(one["model"], other["model"])
+
+
+def test_a_rank_that_ends_while_it_pauses_is_not_waited_for(tmp_path):
+    """No collective holds the ranks together: rank 1 closes its session long before rank 0 needs another slot."""
+
+    def body(rank: int) -> tuple[int, str]:
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        session = lightck.attach(model, tmp_path / "pools", optimizer=optimizer, pause_on_nonfinite=True, timeout=20)
+        for number in range(12):
+            optimizer.zero_grad()
+            model(torch.ones(4, 6)).pow(2).mean().backward()
+            optimizer.step()
+            if rank == 1 and number + 1 >= 5:
+                model.average[2] = float("inf")
+            session.end_step()
+            if rank == 0 and number == 3:
+                time.sleep(2)
+        with pytest.raises(SessionError, match="cannot be pinned, because it is not committed"):
+            session.pin()
+        waited = session.stats().rank_wait_seconds
+        session.close()
+        assert waited < 10
+        return session.step, str(session.paused_reason)
+
+    found = values(run_ranks(2, body))
+    assert [step for step, _ in found] == [12, 12]
+    assert found[0][1].startswith("rank 1 commits nothing")
+    assert lightck.recover(tmp_path / "pools").step == 4
 
 
 def test_shards_that_break_on_one_rank(tmp_path):

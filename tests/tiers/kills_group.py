@@ -78,7 +78,7 @@ def reference(last: int) -> list[list[str]]:
             update(model, optimizer, rank, step)
         return found
 
-    return ranked.values(run_ranks(N_RANKS, run))
+    return ranked.values(run_ranks(N_RANKS, run, seconds_max=max(120.0, 0.5 * last)))
 
 
 def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int) -> None:
