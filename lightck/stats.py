@@ -64,6 +64,9 @@ class Stats:
     collective_seconds: float = 0.0
     """Time in which reductions of gradients were under way: in each backward pass from the first launch to the last
     end. Only counted for a layer-wise update under DistributedDataParallel, else 0."""
+    collective_bytes_copied: int = 0
+    """Bytes that lightck copied in ``collective_seconds``: what it adds to the traffic of memory while gradients are on
+    the wire."""
     rank_wait_seconds: float = 0.0
     """The part of ``wait_seconds`` in which this rank waited for other ranks: it may overwrite an older checkpoint only
     after they have committed a newer one. 0 without a group."""
@@ -238,7 +241,7 @@ class Meter:
         self.replica_drift: float | None = None
         self.replica_drift_tensor: str | None = None
         self.replica_renewed = 0
-        self.collective_seconds = 0.0
+        self.collective_seconds, self.collective_bytes_copied = 0.0, 0
         self.kept = self.holds_honored = self.holds_overrun = 0
         self.strategy = strategy
         self.strategy_reason: str | None = None

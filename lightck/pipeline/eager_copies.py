@@ -81,6 +81,11 @@ class EagerCopies:
     def reservation(self) -> Reservation | None:
         return None if self._begun is None else self._begun.reservation
 
+    @property
+    def nbytes_stored(self) -> int:
+        """How many bytes the eager copies of the present update have stored so far."""
+        return 0 if self._begun is None else self._begun.reservation.nbytes_stored
+
     def reusable(self, background: Sequence[Live], numbers: Sequence[int]) -> tuple[npt.NDArray[np.int64], int]:
         """Return the record numbers of the eager copies that the checkpoint can use, and the number of eager copies
         that it cannot use. The caller copies a tensor with an unusable copy again, to the same place. If there is such

@@ -52,6 +52,11 @@ class Reservation:
             self.has_header = True
         return job is not None
 
+    @property
+    def nbytes_stored(self) -> int:
+        """How many bytes the copies have stored so far."""
+        return sum(part.info().nbytes for part in self.parts)
+
     def wait(self) -> None:
         """Wait until all started copies are done, and copy on this thread meanwhile. Raises ``BackgroundError``."""
         for part in self.parts:

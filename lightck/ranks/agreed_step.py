@@ -22,24 +22,17 @@ in its keys, and is not read.
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
 from lightck.ranks.meet import Store
+from lightck.ranks.store_thread import PAUSE_SECONDS_MAX, StoreThread
 
-log = logging.getLogger("lightck")
 _POLL_SECONDS = 0.1
 """How often a rank looks for a proposal. In a group of more than ``_RANKS`` ranks the time is longer in proportion."""
 _RANKS = 64
-_PAUSES = (0.001, 0.1)
-"""Seconds between two reads of the store while an answer or a verdict is expected: at first, and at most."""
-_RETRY_SECONDS = 1.0
-_JOIN_SECONDS = 1.0
-"""``close`` waits at most so long for the helper thread, which may be in a call of the store."""
 
 
 class Proposal(NamedTuple):
@@ -68,7 +61,7 @@ class Participant(Protocol):
         ...
 
 
-class StepAgreement:
+class StepAgreement(StoreThread):
     """The agreements of one group, on one rank."""
 
     def __init__(
@@ -76,7 +69,8 @@ class StepAgreement:
     ) -> None:
         """``store``: over a connection that belongs to this object from now on. ``key``: (what, rank) -> key of the
         store."""
-        self._store, self._rank, self._participant = store, rank, participant
+        super().__init__(store, "lightck-agree")
+        self._rank, self._participant = rank, participant
         self._proposal_key, self._verdict_key = key("step-proposal", 0), key("step-verdict", 0)
         self._answer_keys = [key("step-answer", one) for one in range(world_size)]
         self._to_propose: Proposal | None = None
@@ -85,11 +79,8 @@ class StepAgreement:
         self._answered: Proposal | None = None
         """A proposal that this rank has answered, as long as its verdict is not known."""
         self._own_answer, self._is_answer_written = ACCEPTED, False
-        self._is_failing = self._is_closing = False
         self._poll_seconds = _POLL_SECONDS * max(1.0, world_size / _RANKS)
-        self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lightck-agree", daemon=True)
-        self._thread.start()
+        self._begin()
 
     # -- the training thread -----------------------------------------------------------------------------
 
@@ -100,36 +91,16 @@ class StepAgreement:
 
     def close(self) -> None:
         """End the helper. Returns after a second even if the store does not answer."""
-        self._is_closing = True
-        self._wake.set()
-        self._thread.join(_JOIN_SECONDS)
+        self._end()
 
     # -- the helper --------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        pause = _PAUSES[0]
-        while not self._is_closing:
-            try:
-                is_new = self._advance()
-                self._is_failing = False
-            except Exception as err:  # of the store
-                self._failed(err)
-                is_new, pause = False, _RETRY_SECONDS
-            pause = _PAUSES[0] if is_new else min(2 * pause, self._pause_max)
-            if self._wake.wait(pause if self._is_failing or self._expects_news else None):
-                self._wake.clear()
+    def _longest_pause(self) -> float | None:
+        if self._answered is not None:
+            return PAUSE_SECONDS_MAX
+        return self._poll_seconds if self._rank else None
 
-    @property
-    def _expects_news(self) -> bool:
-        return self._rank != 0 or self._answered is not None
-
-    @property
-    def _pause_max(self) -> float:
-        if self._is_failing:
-            return _RETRY_SECONDS
-        return self._poll_seconds if self._answered is None else _PAUSES[1]
-
-    def _advance(self) -> bool:
+    def _exchange(self) -> bool:
         """Do the next thing that can be done. Returns whether there was one."""
         if self._answered is not None:
             self._write_answer()
@@ -187,8 +158,3 @@ class StepAgreement:
             return None
         found: list[Any] = msgpack.unpackb(self._store.multi_get([key])[0])
         return found
-
-    def _failed(self, err: Exception) -> None:
-        if not self._is_failing:
-            log.debug("lightck: the store of the process group cannot be used (%s: %s)", type(err).__name__, err)
-        self._is_failing = True

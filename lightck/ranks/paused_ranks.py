@@ -26,7 +26,6 @@ no rank paused. The ranks are restarted: keys of the earlier attempt have anothe
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
 import msgpack
@@ -34,36 +33,31 @@ import msgpack
 from lightck.pool.listener import CommitListener
 from lightck.pool.writer import PoolWriter
 from lightck.ranks.meet import Store
+from lightck.ranks.store_thread import PAUSE_SECONDS_MAX, StoreThread
 
 log = logging.getLogger("lightck")
-_PAUSES = (0.001, 0.1)
-"""Seconds between two reads of the store while a rank waits: at first, and at most."""
-_RETRY_SECONDS = 1.0
-_JOIN_SECONDS = 1.0
-"""``close`` waits at most so long for the helper thread, which may be in a call of the store."""
 _REASON_MAX = 300
 """The longest reason that is written, in characters."""
 
 
-class PausedRanks(CommitListener):
+class PausedRanks(StoreThread, CommitListener):
     """Which ranks of a group pause, as far as this rank knows."""
 
     def __init__(self, store: Store, key: Callable[[str, int], str], rank: int, world_size: int) -> None:
         """``store``: over a connection that belongs to this object from now on. ``key``: (what, rank) -> key of the
         store."""
-        self._store, self._rank = store, rank
+        super().__init__(store, "lightck-paused", exchanges_last=True)
+        self._rank = rank
         self._keys = [key("paused", one) for one in range(world_size)]
         self._reason = self._written = ""
         """Why this rank pauses (empty: it does not), and what the store says."""
         self._reasons: dict[int, str] = {}
         """Other rank -> why it pauses, as it was read last."""
-        self._is_asked = self._is_closing = self._is_failing = False
-        """``_is_asked``: whether the training thread waits for news."""
+        self._is_asked = False
+        """Whether the training thread waits for news."""
         self._named: dict[int, str] = {}
         """The reasons for which this rank gave checkpoints up last; a warning has named them."""
-        self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lightck-paused", daemon=True)
-        self._thread.start()
+        self._begin()
 
     # -- the training thread -----------------------------------------------------------------------------
 
@@ -111,28 +105,15 @@ class PausedRanks(CommitListener):
     def closed(self) -> None:
         """End the helper. A rank that pauses until its session is closed pauses for the others for ever: none of them
         is to wait for it. Returns after a second even if the store does not answer."""
-        self._is_asked, self._is_closing = False, True
-        self._wake.set()
-        self._thread.join(_JOIN_SECONDS)
+        self._is_asked = False
+        self._end()
 
     # -- the helper --------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        pause, is_last = _PAUSES[0], False
-        while not is_last:
-            is_last = self._is_closing
-            try:
-                self._exchange()
-                self._is_failing = False
-                pause = min(2 * pause, _PAUSES[1])
-            except Exception as err:  # of the store
-                self._failed(err)
-                pause = _RETRY_SECONDS
-            if not is_last and self._wake.wait(pause if self._is_failing or self._is_asked else None):
-                self._wake.clear()
-                pause = _PAUSES[0]
+    def _longest_pause(self) -> float | None:
+        return PAUSE_SECONDS_MAX if self._is_asked else None
 
-    def _exchange(self) -> None:
+    def _exchange(self) -> bool:
         reason = self._reason
         if reason != self._written:
             self._store.set(self._keys[self._rank], msgpack.packb(reason))
@@ -143,8 +124,4 @@ class PausedRanks(CommitListener):
             found = self._store.multi_get([key for _, key in there]) if there else []
             reasons = {rank: str(msgpack.unpackb(data)) for (rank, _), data in zip(there, found, strict=True)}
             self._reasons = {rank: why for rank, why in reasons.items() if why}
-
-    def _failed(self, err: Exception) -> None:
-        if not self._is_failing:
-            log.debug("lightck: the store of the process group cannot be used (%s: %s)", type(err).__name__, err)
-        self._is_failing = True
+        return False

@@ -20,7 +20,6 @@ store has another nonce in its keys, and is not read.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 
@@ -28,19 +27,13 @@ import msgpack
 
 from lightck.ranks.meet import Store
 from lightck.ranks.rule import CheckpointId, PoolView
+from lightck.ranks.store_thread import PAUSE_SECONDS_MAX, StoreThread
 
 log = logging.getLogger("lightck")
-_PAUSES = (0.001, 0.1)
-"""Seconds between two reads of the store while news are expected: at first, and at most. They double, so news are found
-after at most twice the time that they took."""
 _UNCHANGED_SECONDS = 0.25
 """After so many seconds without news from rank 0, a helper reads the views of all ranks itself, as often as that. In a
 group of more than ``_RANKS`` ranks the time is longer in proportion, because each of them reads that many values."""
 _RANKS = 64
-_RETRY_SECONDS = 1.0
-"""Seconds between two attempts to use a store that fails."""
-_JOIN_SECONDS = 1.0
-"""``close`` waits at most so long for the helper thread, which may be in a call of the store."""
 
 
 def packed(view: PoolView) -> bytes:
@@ -57,20 +50,19 @@ def unpacked(data: bytes) -> PoolView:
     )
 
 
-class Publication:
+class Publication(StoreThread):
     """The views of all ranks of a group, exchanged by a helper thread."""
 
     def __init__(self, store: Store, key: Callable[[str, int], str], rank: int, world_size: int, own: PoolView) -> None:
         """``store``: over a connection that belongs to this object from now on. ``key``: (what, rank) -> key of the
         store. ``own``: what this rank's pool holds now."""
+        super().__init__(store, "lightck-ranks", exchanges_last=True)
         self.together = PoolView.of(())
         """What all ranks, this one included, have together, as far as this rank has read."""
         self.views: Mapping[int, PoolView] = {}
         """Other rank -> its view, as far as this rank has read. Empty until this rank has read the views of all ranks
         itself."""
-        self.error: Exception | None = None
-        """The error of the last attempt to use the store; None if that succeeded."""
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._rank, self._world_size = rank, world_size
         self._keys = [key("view", one) for one in range(world_size)]
         self._together_key, self._copy_every_key = key("together", 0), key("copy-every", 0)
         self._copied: frozenset[CheckpointId] = frozenset()
@@ -83,10 +75,7 @@ class Publication:
         self._unchanged_seconds = _UNCHANGED_SECONDS * max(1.0, world_size / _RANKS)
         self._read_at = time.monotonic()
         """When this rank last had news, published some, or read the views of all ranks."""
-        self._is_closing = False
-        self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lightck-ranks", daemon=True)
-        self._thread.start()
+        self._begin()
 
     # -- the training thread -----------------------------------------------------------------------------
 
@@ -107,37 +96,18 @@ class Publication:
 
     def close(self) -> None:
         """Publish what was left last, and end the helper. Returns after a second even if the store does not answer."""
-        self._is_closing = True
-        self._wake.set()
-        self._thread.join(_JOIN_SECONDS)
+        self._end()
 
     # -- the helper --------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        pause = _PAUSES[0]
-        while True:
-            is_last = self._is_closing
-            try:
-                is_new = self._exchange()
-                self.error = None
-            except Exception as err:  # of the store: no rank needs it before it waits for others
-                self._failed(err)
-                is_new, pause = False, _RETRY_SECONDS
-            if is_last:
-                return
-            pause = _PAUSES[0] if is_new else pause
-            if self._wake.wait(pause if self._expects_news() else None):
-                self._wake.clear()
-                pause = _PAUSES[0]
-            pause = min(2 * pause, _PAUSES[1])
+    def _longest_pause(self) -> float | None:
+        return PAUSE_SECONDS_MAX if self._expects_news() else None
 
     def _expects_news(self) -> bool:
-        """Whether another rank lacks, as far as is known, what this one has committed last, or the store failed."""
+        """Whether another rank lacks, as far as is known, what this one has committed last."""
         newest_copy = max(self._copied, default=None)
-        return (
-            self.error is not None
-            or self._own.newest not in self.together.committed
-            or (newest_copy is not None and newest_copy not in self.together.copied)
+        return self._own.newest not in self.together.committed or (
+            newest_copy is not None and newest_copy not in self.together.copied
         )
 
     def _exchange(self) -> bool:
@@ -183,16 +153,6 @@ class Publication:
         views = [unpacked(data) for data in self._store.multi_get(self._keys)]
         self.views = {rank: view for rank, view in enumerate(views) if rank != self._rank}
         return PoolView.together(views)
-
-    def _failed(self, err: Exception) -> None:
-        if self.error is None:
-            log.debug(
-                "lightck: the store of the process group cannot be used (%s: %s), so this rank does not see new "
-                "checkpoints of ranks on other hosts. lightck tries again",
-                type(err).__name__,
-                err,
-            )
-        self.error = err
 
 
 def _is_older(one: PoolView, other: PoolView) -> bool:

@@ -377,6 +377,7 @@ class Steps(StepListener):
         if buckets:
             end = max(bucket.end for bucket in buckets)
             self.meter.collective_seconds += 1e-9 * (end - min(bucket.begin for bucket in buckets))
+            self.meter.collective_bytes_copied += self.pipeline.eager.nbytes_stored
 
     def layers_abandoned(self, index: int) -> None:
         self.partial_update.end(index)

@@ -124,7 +124,7 @@ def test_nothing_is_decided_without_the_answer_of_a_rank():
 def test_no_rank_acts_at_a_step_that_another_has_not_accepted_whatever_the_store_does(seed, monkeypatch):
     """Training threads run ahead meanwhile, at speeds of their own."""
     print(f"seed {seed}")
-    monkeypatch.setattr("lightck.ranks.agreed_step._RETRY_SECONDS", 0.002)
+    monkeypatch.setattr("lightck.ranks.store_thread._RETRY_SECONDS", 0.002)
     chance = random.Random(seed)
     ranks = [Rank() for _ in range(4)]
     agreements = begun(ranks, Store(chance, fails=0.1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import ranked
 import torch
+import torch.distributed as dist
 from ranked import run_ranks, values
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -374,6 +376,44 @@ class Recomputed(nn.Module):
         return self.out(x) if ends_outside else x
 
 
+# torch compares the annotations of a hook with its own types, so these must be no strings.
+def slow_to_end(state, bucket):
+    """Reduces, and lets the last bucket of a pass arrive late."""
+    future = torch.futures.Future()
+    buffer, is_last = bucket.buffer(), bucket.is_last()
+
+    def reduce() -> None:
+        dist.all_reduce(buffer)
+        buffer.div_(dist.get_world_size())
+        if is_last:
+            time.sleep(0.3)
+        future.set_result(buffer)
+
+    worker.submit(reduce)
+    return future
+
+
+worker = ThreadPoolExecutor(1)  # one thread: the ranks reduce the buckets in one order
+
+
+def test_stats_say_how_much_is_copied_while_gradients_are_on_the_way(pools):
+    def run(rank: int) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+        called = DistributedDataParallel(model, bucket_cap_mb=4)
+        optimizer = momentum(model.parameters())
+        lightck.layerwise(called, optimizer, comm_hook=slow_to_end)
+        with lightck.attach(model, pools, optimizer=optimizer, timeout=60) as session:
+            for _ in range(4):
+                called(torch.randn(2, 1024)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return session.stats()
+
+    for stats in values(run_ranks(2, run)):
+        assert 8 << 20 <= stats.collective_bytes_copied <= stats.bytes_written
+
+
 @pytest.mark.parametrize("ends_outside", [True, False])
 def test_nothing_is_updated_at_the_end_of_a_backward_pass_inside_another_one(ends_outside):
     def trains(has_layers: bool) -> Callable[[int], list[torch.Tensor]]:
@@ -413,6 +453,7 @@ def test_stats_and_a_trace_say_when_gradients_are_on_the_way(pools):
 
     for stats, bars, n_updates in values(run_ranks(2, run)):
         assert stats.collective_seconds > 0
+        assert 0 <= stats.collective_bytes_copied <= stats.bytes_written
         n_buckets = len(bars) // 2
         assert n_buckets > 2
         assert [bar.name for bar in bars] == [f"bucket {i}" for i in range(n_buckets)] * 2
