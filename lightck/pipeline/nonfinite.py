@@ -28,6 +28,11 @@ log = logging.getLogger("lightck")
 
 WINDOW = 64
 """How many values of each tensor are checked for one checkpoint. A tensor with fewer values is checked whole."""
+_LAST_GOOD = (
+    "The last good checkpoint stays in the pool, and no newer one is committed until all values are finite again. To "
+    "go back to the good one, stop the training and start it again with resume=True."
+)
+_NOTHING_GOOD = "No step is committed until all values are finite."
 BLOCK = 1 << 18
 """The largest number of further values, all of one tensor, that are checked for one checkpoint."""
 
@@ -68,11 +73,10 @@ class NonfiniteCheck(CommitDecision):
             return True
         if before is None:
             log.warning(
-                "lightck: step %d is not committed: %s. The last good checkpoint stays in the pool, and no newer one "
-                "is committed until all values are finite again. To go back to the good one, stop the training and "
-                "start it again with resume=True.",
+                "lightck: step %d is not committed: %s. %s",
                 closed_step.step,
                 self.reason,
+                _LAST_GOOD if closed_step.step else _NOTHING_GOOD,
             )
         self.refused(self.reason)
         if closed_step.step != self._refused:  # this method may be called more than once for a step

@@ -103,9 +103,11 @@ class PausedRanks(StoreThread, CommitListener):
             )
 
     def closed(self) -> None:
-        """End the helper. A rank that pauses until its session is closed pauses for the others for ever: none of them
-        is to wait for it. Returns after a second even if the store does not answer."""
+        """End the helper. A rank whose last checkpoint was given up pauses for the others for ever when its session is
+        closed: none of them is to wait for it. Returns after a second even if the store does not answer."""
         self._is_asked = False
+        if self._named and not self._reason:
+            self._reason = "its session was closed while another rank paused"
         self._end()
 
     # -- the helper --------------------------------------------------------------------------------------

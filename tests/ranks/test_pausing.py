@@ -170,6 +170,33 @@ def test_a_rank_that_ends_while_it_pauses_is_not_waited_for(tmp_path):
     assert lightck.recover(tmp_path / "pools").step == 4
 
 
+def test_a_rank_that_ends_while_another_one_pauses_is_not_waited_for_either(tmp_path):
+    """Rank 0 gives its checkpoints up and ends, far ahead. The values of rank 1 are finite again later."""
+
+    def body(rank: int) -> float:
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        session = lightck.attach(model, tmp_path / "pools", optimizer=optimizer, pause_on_nonfinite=True, timeout=20)
+        for number in range(16):
+            optimizer.zero_grad()
+            model(torch.ones(4, 6)).pow(2).mean().backward()
+            optimizer.step()
+            good = model.average[2].item()
+            is_broken = rank == 1 and 5 <= number + 1 < 10
+            if is_broken:
+                model.average[2] = float("inf")
+            session.end_step()
+            if rank == 1 and number + 1 == 6:
+                time.sleep(4)  # rank 0 ends meanwhile
+            if is_broken:
+                model.average[2] = good
+        session.close()
+        return session.stats().rank_wait_seconds
+
+    assert max(values(run_ranks(2, body))) < 10
+    assert lightck.recover(tmp_path / "pools").step == 4
+
+
 def test_shards_that_break_on_one_rank(tmp_path):
     """The gather of the next step spreads the broken value: from then on no rank commits."""
 
