@@ -19,7 +19,8 @@ paused has committed a checkpoint that is newer than what the waiting rank holds
 rank finds a slot (``never_common``). ``tests/ranks/test_pausing.py`` runs this through every interleaving of small
 groups, with news that come late.
 
-*Failure cases.* The store fails: the helper tries again each second. A rank that waits until its timeout raises as if
+*Failure cases.* A rank is closed after it gave its last checkpoint up: it pauses for ever, and none waits for it. The
+store fails: the helper tries again each second. A rank that waits until its timeout raises as if
 no rank paused. The ranks are restarted: keys of the earlier attempt have another nonce.
 """
 
@@ -53,6 +54,8 @@ class PausedRanks(StoreThread, CommitListener):
         """Why this rank pauses (empty: it does not), and what the store says."""
         self._reasons: dict[int, str] = {}
         """Other rank -> why it pauses, as it was read last."""
+        self._found: dict[int, str] = {}
+        """What ``any_paused`` has found last. (The helper may read something newer at any moment.)"""
         self._is_asked = False
         """Whether the training thread waits for news."""
         self._named: dict[int, str] = {}
@@ -79,7 +82,8 @@ class PausedRanks(StoreThread, CommitListener):
         if not self._is_asked:
             self._is_asked, self._reasons = True, {}
             self._wake.set()
-        return bool(self._reasons)
+        self._found = self._reasons
+        return bool(self._found)
 
     @property
     def reason(self) -> str | None:
@@ -94,7 +98,7 @@ class PausedRanks(StoreThread, CommitListener):
         self._is_asked = False
         if not gives_way:
             return
-        is_new, self._named = not self._named, dict(self._reasons)
+        is_new, self._named = not self._named, dict(self._found)
         if is_new:
             log.warning(
                 "lightck: this rank commits no checkpoint for now: %s. The newest checkpoint that all ranks have stays "

@@ -6,6 +6,7 @@ pattern that begins some checkpoints ahead (``ranks/agreed_interval.py`` says wh
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from lightck.session.group import Group
 from lightck.session.interval import SKIP_SOON, Adaptive, Auto
 from lightck.stats import Meter
 
+log = logging.getLogger("lightck")
 _LEAD_MIN = 2
 """How many checkpoints ahead a pattern begins at least."""
 _LATENCY_SECONDS = 0.3
@@ -134,7 +136,12 @@ class AgreedCadence(CommitListener):
                     is_known,
                     timeout=self._timeout,
                     pauses=_PAUSES,
-                    report=lambda seconds: None,
+                    report=lambda seconds: log.warning(
+                        "lightck: this rank has waited %.0f seconds until all ranks agree on the interval from step %d "
+                        "on. A rank that stands still, or the store of the process group, holds them up",
+                        seconds,
+                        step,
+                    ),
                     error=lambda: _no_verdict(step, self._timeout),
                     between=raise_if_interrupted,
                 )
