@@ -37,7 +37,7 @@ import lightck can catch. Each message gives the fact, the reason and the cure, 
     ├── ReplayError                   (RuntimeError)        an update cannot be made again, or not with the same bits
     ├── ExportError                   (OSError)             an exported file could not be written
     │   ├── ExportExistsError         (FileExistsError)     the file exists (pass overwrite), or is a pool
-    │   ├── KeepError                 (OSError)             keep= could not export a checkpoint
+    │   ├── KeepError                 (OSError)             a checkpoint could not be exported
     │   └── TraceError                (OSError)             session.trace() could not write its file
     ├── TierError                     (OSError)             a tier cannot be read or written
     │   └── TierClaimedError          (OSError)             another process, or another run, has the tier
@@ -241,7 +241,8 @@ class ExportExistsError(ExportError, FileExistsError):
 
 
 class KeepError(ExportError):
-    """A checkpoint could not be exported by ``keep=``. The pool is intact, and the training may go on."""
+    """A checkpoint could not be exported during a training (``Tier(format="safetensors")``). The pool is intact, and
+    the training may go on."""
 
 
 class TraceError(ExportError):

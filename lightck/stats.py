@@ -97,7 +97,7 @@ class Stats:
     left_out: int = 0
     """The number of tensors that the newest checkpoint did not write, because its slot held the same bytes already."""
     kept: int = 0
-    """The number of checkpoints that ``keep=`` exported."""
+    """The number of checkpoints that were exported (``Tier(format="safetensors")``)."""
     holds_honored: int = 0
     """How often lightck passed over a slot because another process was reading the checkpoint in it."""
     holds_overrun: int = 0

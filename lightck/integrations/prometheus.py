@@ -34,7 +34,7 @@ _COUNTERS = (
     _Of("slowdown_seconds", "slowdown_seconds", "Estimate of how much longer the loop's own operations took."),
     _Of("cpu_seconds", "cpu_seconds", "CPU time of all threads and hooks of lightck."),
     _Of("skipped", "skipped", "Checkpoints and updates that were skipped; see Stats.skipped."),
-    _Of("kept", "exports", "Checkpoints that were exported (keep=)."),
+    _Of("kept", "exports", "Checkpoints that were exported as files."),
     _Of("holds_honored", "holds_honored", "Slots that were passed over because a reader held them."),
     _Of("holds_overrun", "holds_overrun", "Held slots that were overwritten because the training needed them."),
     _Of("pool_rounds", "pool_reread_rounds", "How often everything in the pool was read again."),

@@ -22,7 +22,7 @@ from lightck.strategy.full import FullState
 from lightck.strategy.gradients import Gradients
 from lightck.strategy.replica import Replica
 from lightck.tiers.drain_link import n_spare_slots
-from lightck.tiers.keep import Keep
+from lightck.tiers.keep import Keep, warn_deprecated
 from lightck.tiers.open_store import is_url, open_store
 from lightck.tiers.tier import Tier, checked_tiers
 
@@ -110,12 +110,17 @@ class SaveOptions:
         if slots is not None and (type(slots) is not int or not 2 <= slots <= SLOTS_MAX):
             raise ValueError(f"slots={slots!r}: a pool has 2 to {SLOTS_MAX} slots.")
         if keep is not None and not isinstance(keep, Keep):
-            raise TypeError(f"keep is a {type(keep).__name__}. Pass lightck.Keep(every=1000, last=3, to=folder).")
+            raise TypeError(
+                f"keep is a {type(keep).__name__}. Leave keep= out, and pass "
+                'tiers=[lightck.Tier(folder, every=1000, keep_last=3, format="safetensors")].'
+            )
         tiers = checked_tiers(self.tiers_given)
         for each in self.tiers:
             open_store(each.root, each.options)  # what is missing for it is said before anything is made
         if keep is not None and any(each.is_export for each in tiers):
-            raise ValueError('keep= is a tier with format="safetensors". Pass one of them.')
+            raise ValueError('keep= is a tier with format="safetensors". Pass the tier only.')
+        if keep is not None:
+            warn_deprecated(keep)
         spare = (self.exports is not None) + n_spare_slots(self.tiers)
         if slots is not None and slots + spare > SLOTS_MAX:
             raise ValueError(

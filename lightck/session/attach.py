@@ -120,8 +120,8 @@ def attach(
         strategy: what a checkpoint holds: ``FullState()`` (default), ``Gradients(...)``, ``Replica()``, or ``"auto"``.
         backend: ``"file"``, ``"pmdk"`` or ``"devdax"``; ``"auto"`` chooses by the path and the medium.
         require: ``"process"``, ``"os"`` or ``"power"``: refuse a medium that does not survive that failure.
-        slots: room for so many checkpoints, 2 to 8; default: as before, else 2 (group: 3 or 4). ``keep=`` adds 1.
-        keep: export checkpoints at an interval: ``lightck.Keep(every=1000, last=3, to=folder)``.
+        slots: room for so many checkpoints, 2 to 8; default: as before, else 2 (group: 3 or 4). Tiers may add some.
+        keep: deprecated; ``Tier(..., format="safetensors")`` writes the same files.
         tiers: send whole checkpoints to folders or object stores: ``[lightck.Tier(folder, every="5min")]``.
         pause_on_nonfinite: commit no checkpoint if the GradScaler's scale, or a value that is checked, is not finite.
         staging: how tensors on a device are sent: ``lightck.Host()``, ``Direct()``, ``Device()``; by default the best.

@@ -22,7 +22,11 @@ def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
             f"interval={options.interval!r} together with replicas=",
             "what is copied to another host is chosen by the number of the step",
         ),
-        (options.exports is not None, "keep=", "use `lightck export` on the directory, also while training runs"),
+        (
+            options.exports is not None,
+            'Tier(format="safetensors")',
+            "use `lightck export` on the directory, also while training runs",
+        ),
         (
             any(tier.keep_best is not None for tier in options.tiers),
             "Tier(keep_best=...)",

@@ -1,5 +1,5 @@
-"""Retention (``keep=``): once in every ``Keep.every`` updates a committed checkpoint is exported to a folder, in the
-background.
+"""Retention: a tier with ``format="safetensors"``, and ``keep=``, which it replaces. Once in every ``Keep.every``
+updates a committed checkpoint is exported to a folder, in the background.
 
 The checkpoint to export is held in its slot. A separate thread reads and verifies the checkpoint, and writes a
 safetensors file that appears complete or not at all. The training thread starts the export, and waits for it only at a
@@ -16,6 +16,7 @@ import os
 import re
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from hashlib import blake2b
@@ -38,17 +39,20 @@ from lightck.tiers.pin import Hold, Holds
 _NAME = re.compile(r"step-(\d{8,})\.safetensors")
 _MARK = "lightck_kept_by"
 """Key in a file's metadata; its value identifies the pool."""
+_STACKLEVEL = 7
+"""Frames between the warning of ``warn_deprecated`` and the caller of ``attach``."""
 _HEADER_NBYTES_MAX = 100_000_000
 """The largest header that the safetensors library reads."""
 _CURE = (
-    "keep= writes safetensors files only. Attach without keep=, and export when you want to: "
+    "Exports during a training are safetensors files. Attach without them, and export when you want to: "
     'lightck.export_checkpoint(lightck.recover(pool_path), file, format="torch").'
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which checkpoints ``attach(..., keep=...)`` exports, as ``step-00001000.safetensors`` and so on."""
+    """Which checkpoints ``attach(..., keep=...)`` exports, as ``step-00001000.safetensors`` and so on. Deprecated: use
+    ``lightck.Tier(..., format="safetensors")``, which writes the same files."""
 
     _: KW_ONLY
     every: int
@@ -69,6 +73,18 @@ class Keep:
         if self.last is not None and (type(self.last) is not int or self.last < 1):
             raise ValueError(f"Keep(last={self.last!r}): `last` is a number of files, an int of at least 1, or None.")
         check_what(self.what)
+
+
+def warn_deprecated(keep: Keep) -> None:
+    """Warn that ``keep=`` is deprecated, and name the tier that writes the same files."""
+    what = "" if keep.what == "model" else f", what={keep.what!r}"
+    last = "" if keep.last is None else f", keep_last={keep.last}"
+    warnings.warn(
+        "attach(keep=lightck.Keep(...)) will be removed in the next release. A tier writes the same files: "
+        f'tiers=[lightck.Tier({os.fspath(keep.to)!r}, every={keep.every}{last}, format="safetensors"{what})].',
+        FutureWarning,
+        stacklevel=_STACKLEVEL,
+    )
 
 
 def refuse_unexportable(keep: Keep, entries: Iterable[Entry]) -> None:
@@ -114,7 +130,7 @@ class Retention(CommitListener):
             raise self._folder_error(err) from err
 
     def _folder_error(self, err: OSError) -> KeepError:
-        fact = f"Checkpoints cannot be exported to {str(self._folder)!r} (keep=)"
+        fact = f"Checkpoints cannot be exported to {str(self._folder)!r}"
         return _error(fact, err.strerror or str(err), err)
 
     def adopted(self, writer: PoolWriter, step: int) -> None:
@@ -186,7 +202,7 @@ class Retention(CommitListener):
 
     def _failed(self, step: int, err: Exception) -> None:
         reason = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
-        fact = f"The checkpoint of step {step} could not be exported (keep=)"
+        fact = f"The checkpoint of step {step} could not be exported to {str(self._folder)!r}"
         self._is_reported, self._failure = False, _error(fact, reason, err)
 
     def _release_ended(self) -> None:
@@ -219,7 +235,8 @@ class Retention(CommitListener):
         path = self._folder / f"step-{record.step:08d}.safetensors"
         if os.path.lexists(path) and not self._is_own(path):
             raise ExportExistsError(
-                f"{str(path)!r} exists, was not written by keep= for this pool, and is not overwritten: move it away"
+                f"{str(path)!r} exists, was not exported by a training of this pool, and is not overwritten. Move it "
+                "away"
             )
         stored = reader.checkpoint(record)
         chosen = choose(parse(stored), self._keep.what, lambda name: load_tensor(stored, name), _CURE)

@@ -58,8 +58,9 @@ class Tier:
     pool too. What is damaged is written anew from another copy, or is named in a warning. None: nothing is read
     again."""
     format: str | None = None
-    """None: whole checkpoints, from which a training goes on exactly. ``"safetensors"``: files for other programs, as
-    ``lightck.Keep`` writes them; ``every`` is then a number of updates, and only ``keep_last`` and ``what`` count."""
+    """None: whole checkpoints, from which a training goes on exactly. ``"safetensors"``: files for other programs,
+    ``step-00001000.safetensors`` and so on; ``every`` is then a number of updates, and only ``keep_last`` and ``what``
+    count."""
     what: str = "model"
     """With ``format="safetensors"``: ``"model"``, or ``"all"`` (model, optimizer, state and random states)."""
     compress: str | None = None

@@ -65,7 +65,11 @@ def attached(pools: Path, **options: Any) -> Callable[[int], Any]:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"keep": lightck.Keep(every=2, to="kept")}, UnsupportedError, "keep= is not supported in a group"),
+        (
+            {"keep": lightck.Keep(every=2, to="kept")},
+            UnsupportedError,
+            r"Tier\(format=\"safetensors\"\) is not supported in a group",
+        ),
         ({"backend": "devdax"}, UnsupportedError, 'backend="devdax" is not supported in a group'),
         ({"strategy": lightck.Replica()}, UnsupportedError, r"strategy=Replica\(\) is not supported in a group"),
         ({"slots": 2}, ValueError, "slots=2: in a group of ranks a pool has at least 3 slots"),

@@ -256,13 +256,18 @@ def test_a_checkpoint_that_is_saved_again_is_full(training, pool):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"slots": 3}, {"interval": "auto"}, {"interval": lightck.Auto()}, {"keep": lightck.Keep(every=2, to="/tmp/x")}],
+    [
+        {"slots": 3},
+        {"interval": "auto"},
+        {"interval": lightck.Auto()},
+        {"tiers": [lightck.Tier("/tmp/x", every=2, format="safetensors")]},
+    ],
     ids=str,
 )
 def test_arguments_that_do_not_go_together_are_refused(pool, arguments):
     model = net()
     adam(model)
-    with pytest.raises(UnsupportedError, match=next(iter(arguments))):
+    with pytest.raises(UnsupportedError, match="Tier" if "tiers" in arguments else next(iter(arguments))):
         lightck.attach(model, pool, strategy=Gradients(), **arguments)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import gc
 import os
@@ -261,12 +262,29 @@ def test_files_of_others_are_never_touched(pool, folder, to):
     assert not file(to, 2).exists()
 
 
+def test_keep_is_deprecated_and_the_tier_that_the_warning_names_writes_the_same_files(pool, to, folder):
+    with pytest.warns(FutureWarning, match="will be removed") as warned:
+        model, optimizer, session = started(pool, lightck.Keep(every=2, to=to, last=1, what="all"))
+    assert warned[0].filename == started.__code__.co_filename
+    train(model, optimizer, 4)
+    session.close()
+    tiers = eval(str(warned[0].message).split("tiers=")[1].removesuffix("."), {"lightck": lightck})
+    other = folder / "other.pool"
+    model = net()
+    optimizer = adam(model)
+    with lightck.attach(model, other, optimizer=optimizer, tiers=[dataclasses.replace(tiers[0], root=folder / "tier")]):
+        train(model, optimizer, 4)
+    assert tiers[0].path == str(to)
+    assert names(to) == names(folder / "tier")
+    assert same(safetensors.torch.load_file(file(to, 4)), safetensors.torch.load_file(file(folder / "tier", 4)))
+
+
 def test_name_that_is_taken_by_a_file_of_others_is_reported(pool, to):
     to.mkdir()
     file(to, 2).write_text("mine")
     model, optimizer, session = started(pool, lightck.Keep(every=2, to=to))
     train(model, optimizer, 2)
-    with pytest.raises(KeepError, match=r"step 2 could not be exported.*was not written by keep="):
+    with pytest.raises(KeepError, match=r"step 2 could not be exported.*was not exported by a training of this pool"):
         session.close()
     assert file(to, 2).read_text() == "mine"
 
@@ -309,7 +327,7 @@ def test_wrong_options_are_refused(options, to):
 
 def test_wrong_arguments_are_refused(pool, to):
     model = net()
-    with pytest.raises(TypeError, match=r"lightck\.Keep"):
+    with pytest.raises(TypeError, match="pass tiers="):
         lightck.attach(model, pool, keep=1000)
     with pytest.raises(ValueError, match="1 more than slots= says for these"):
         lightck.attach(model, pool, slots=8, keep=lightck.Keep(every=1, to=to))
