@@ -26,6 +26,7 @@ import pytest
 import slow_transfers
 import torch
 from hypothesis import settings
+from sampling import halve
 
 from lightck.pool.engine import Job
 from lightck.pool.format.structures import MIB
@@ -74,6 +75,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         config.stash[_LEFT_OUT] = True
         return True
     return None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    halve(items)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

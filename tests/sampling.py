@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import product
 from typing import Any
@@ -19,3 +20,37 @@ def every_second(*axes: Iterable[Any]) -> list[Any]:
         is_left_out = sum(index for index, _ in each) % 2
         found.append(pytest.param(*(value for _, value in each), marks=pytest.mark.campaign if is_left_out else ()))
     return found
+
+
+HALVED = (
+    "crash/suite/test_campaigns_kill.py",
+    "crash/suite/test_flips.py",
+    "crash/suite/test_gradient_flips.py",
+    "crash/suite/test_hostile.py",
+    "crash/suite/test_mutants.py",
+    "crash/suite/test_power_cut.py",
+    "crash/suite/test_recovery_mutants.py",
+    "restore/test_replay_bits.py",
+    "session/test_replica.py",
+    "system/findings/test_loaders.py",
+    "system/findings/test_replay.py",
+    "system/findings/test_state.py",
+    "system/findings/test_updates.py",
+    "system/resume/test_gradients.py",
+    "system/resume/test_resume.py",
+)
+"""Files whose long tests have so many parameters that CI runs every second one: those beside have the mark
+``campaign``."""
+
+
+def halve(items: Iterable[pytest.Item]) -> None:
+    """Give every second long test with parameters of the files in ``HALVED`` the mark ``campaign``."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        path = item.path.as_posix()
+        is_one_of_many = path.endswith(HALVED) and hasattr(item, "callspec")
+        if is_one_of_many and item.get_closest_marker("long") and not item.get_closest_marker("campaign"):
+            name = f"{path}::{item.name.partition('[')[0]}"
+            seen[name] += 1
+            if seen[name] % 2 == 0:
+                item.add_marker(pytest.mark.campaign)
