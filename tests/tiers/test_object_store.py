@@ -552,7 +552,8 @@ from noisy_training import Noisy
 model = Noisy()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
 torch.manual_seed(1)
-tiers = [lightck.Tier(sys.argv[2], every="0.05s", options=json.loads(sys.stdin.readline()))] if sys.argv[2] else None
+tiers = [lightck.Tier(sys.argv[2], every="0.05s", options=json.loads(sys.stdin.readline()))] if sys.argv[2] else []
+tiers += [lightck.Tier(near, every="0.05s", keep_last=2) for near in sys.argv[4:]]
 with lightck.attach(model, sys.argv[1], optimizer=optimizer, resume=True, tiers=tiers) as session:
     print(session.step, flush=True)
     while session.step < int(sys.argv[3]):
@@ -565,11 +566,13 @@ with lightck.attach(model, sys.argv[1], optimizer=optimizer, resume=True, tiers=
 
 
 @contextmanager
-def training(pool: Path, url: str, n_steps: int, options: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+def training(
+    pool: Path, url: str, n_steps: int, options: dict[str, Any], *folders: Path
+) -> Iterator[subprocess.Popen[str]]:
     tests = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", TRAINING, str(pool), url, str(n_steps)]
+    words = [sys.executable, "-c", TRAINING, str(pool), url, str(n_steps), *map(str, folders)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(words, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     process.stdin.write(json.dumps(options) + "\n")
