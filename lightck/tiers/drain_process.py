@@ -23,7 +23,6 @@ found by their names, and what is not named is removed later).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
@@ -45,6 +44,7 @@ from lightck.pool.format.saved_by import saved_by
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.tiers.claiming import claim_of
+from lightck.tiers.drain_lock import DrainLock
 from lightck.tiers.drain_messages import (
     ANNOUNCING_SIGNALS,
     PROCESS_NAME,
@@ -105,8 +105,8 @@ class DrainProcess:
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._is_closing = self._is_alone = self._is_unreported = False
         self._is_urgent = self._is_urgent_for_fed = False
-        """Whether the newest checkpoint is to be sent now, because this machine or job may be about to end: to all
-        tiers; to those that are fed."""
+        """Whether the newest checkpoint is to be sent now, because this machine or job may be about to end: at
+        once; when the store that is fed has got the present one."""
         self._persists = False
         """Whether the training will not wait for the end: then attempts go on as after a killed one."""
         self._reported_at = 0.0
@@ -198,6 +198,8 @@ class DrainProcess:
             select.select([self._connection], [], [], seconds)
             self._read()
             self._report_progress()
+            if self._is_feeding:
+                self._serve_others()
 
     def _pace(self, outlet: Outlet, nbytes: int) -> None:
         """Wait until a piece may be put to a tier. 0 bytes: earlier ones are waited for."""
@@ -236,12 +238,11 @@ class DrainProcess:
         self._is_no_longer_busy()
 
     def _send_due(self, due: list[Outlet], now: float) -> None:
-        if due:
-            self._send(due)
         for each in due:
             each.lacks_first = False
-            if not each.n_failures:
-                each.next_at = now + (each.settings.every_seconds or 0.0)
+            each.next_at = now + (each.settings.every_seconds or 0.0)  # later, if this attempt fails
+        if due:
+            self._send(due)
 
     def _is_no_longer_busy(self) -> None:
         if self._state.is_busy:
@@ -298,14 +299,19 @@ class DrainProcess:
     def _send(self, outlets: Iterable[Outlet], generation: int | None = None, *, is_last: bool = False) -> None:
         """Send one checkpoint to these tiers, and remove what need not stay. ``generation``: of the checkpoint; None:
         the newest. ``is_last``: the training has ended, so the checkpoint from which it went on counts too."""
-        direct = [each for each in outlets if not self._can_feed(each)]
+        outlets = list(outlets)
         fed = [each for each in outlets if self._can_feed(each)]
+        direct = [each for each in outlets if each not in fed and not (each.is_fed and self._is_feeding)]
+        self._is_urgent_for_fed |= len(fed) + len(direct) < len(outlets)  # when the store has got the present one
         if fed and self._feeder is not None and self._feeder not in direct:
             direct.insert(0, self._feeder)
         if direct:
             self._send_directly(direct, generation, is_last=is_last)
         if fed and not self._plan_to_feed(fed, generation):
-            self._send_directly(fed, generation, is_last=is_last)
+            if self._is_feeding:
+                self._is_urgent_for_fed = True
+            else:
+                self._send_directly(fed, generation, is_last=is_last)
         self._feed()
 
     def _can_feed(self, outlet: Outlet) -> bool:
@@ -371,11 +377,11 @@ class DrainProcess:
             if self._offer is not None and not self._is_queue_full:
                 (generation, numbers), self._offer = self._offer, None
                 self._send([self._outlets[number] for number in numbers], generation)
-            now, is_urgent = time.monotonic(), self._is_urgent and not self._is_of_group
-            if is_urgent:
-                self._is_urgent, self._is_urgent_for_fed = False, True
-            others = [each for each in self._outlets if not each.is_fed and not self._is_of_group]
-            self._send_due([each for each in others if is_urgent or self._is_due(each, now)], now)
+            if self._is_urgent and not self._is_of_group:
+                self._is_urgent = False
+                self._send(self._outlets)
+            now = time.monotonic()
+            self._send_due([each for each in self._outlets if not each.is_fed and self._is_due(each, now)], now)
             if not self._is_queue_full:
                 self._is_no_longer_busy()
         finally:
@@ -452,6 +458,8 @@ class DrainProcess:
             is_over = not self._is_of_group or not outlet.n_failures or outlet.is_damage or time.monotonic() > until
             while not is_over and time.monotonic() < outlet.next_at:
                 self._wait()
+                if self._is_feeding:
+                    self._serve_others()
                 is_over = self._is_closing or self._is_alone
             if is_over:
                 return True
@@ -484,7 +492,9 @@ class DrainProcess:
             if not stored.owns_slot():
                 return False
             is_damage = isinstance(err, DamagedError)
-            self._failed(outlet, f"The checkpoint of step {stored.step} is damaged: {err}" if is_damage else str(err))
+            where = "" if self._feeder is None or not outlet.to_feed else f" in {self._feeder.settings.root!r}"
+            text = f"The checkpoint of step {stored.step}{where} is damaged: {err}" if is_damage else str(err)
+            self._failed(outlet, text)
             outlet.is_damage = is_damage
             return True
         outlet.sent, outlet.n_failures = (stored.record.payload_generation, metrics), 0
@@ -535,39 +545,6 @@ class DrainProcess:
         outlet.state.error = reason
         outlet.state.failing_since = outlet.state.failing_since or time.time()
         self._report()
-
-
-class DrainLock:
-    """The file ``POOL.drain``, which a drain locks while it works."""
-
-    def __init__(self, pool: str) -> None:
-        self._path, self._fd = f"{pool}.drain", -1
-
-    def take(self) -> bool:
-        """Lock the file. Returns False if another drain holds it. Where no file can be made, nothing is locked."""
-        if self._fd >= 0:
-            return True
-        try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-        except OSError:
-            return True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(fd), os.stat(self._path, follow_symlinks=False)):
-                self._fd = fd
-                return True
-        except OSError:
-            pass
-        os.close(fd)
-        return False
-
-    def release(self) -> None:
-        """Remove the file, and unlock it."""
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
-            os.close(self._fd)
-            self._fd = -1
 
 
 def main(fd: int) -> None:

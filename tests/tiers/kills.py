@@ -1,6 +1,6 @@
 """Kill trainings and their drains, lose pools, and compare with a training that was never interrupted.
 
-    cd tests; python -m tiers.kills --kills 1000 --seed 1 [--compress]
+    cd tests; python -m tiers.kills --kills 1000 --seed 1 [--compress] [--store]
 
 Each life is a forked child that attaches with ``resume=True`` and a tier, says which state it has restored, and trains.
 After a random time the trainer, its drain, or both are killed; then the pool is lost in some cases.
@@ -8,14 +8,19 @@ After a random time the trainer, its drain, or both are killed; then the pool is
 Checked after each life: the restored state is, bit by bit, that of the uninterrupted training at its step; a life
 without a pool begins at the newest complete checkpoint of the tier; a life with one never begins below it; each object
 that a manifest of the tier names is there.
+
+With ``--store`` there is also a tier in an object store on this machine, which is fed from the folder. Then the folder
+is lost in some cases too, and a life begins at the newest complete checkpoint of the store.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -24,9 +29,10 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from toys import in_child
 
 import lightck
 from lightck.pipeline.plan import Strategy
@@ -35,6 +41,8 @@ from lightck.tiers import drain_link
 from lightck.tiers.codecs import CODECS
 from lightck.tiers.decisions import complete, newest_complete
 from lightck.tiers.folder import FolderStore
+from lightck.tiers.open_store import open_store
+from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import read_manifest
 
 os.environ["LIGHTCK_KILLS"] = str(os.getpid())
@@ -95,12 +103,13 @@ def life(
     pause: float,
     codec: str | None = None,
     strategy: Strategy | None = None,
+    others: Sequence[lightck.Tier] = (),
 ) -> None:
     """Train until something kills this process."""
     drain_link.GRACE_SECONDS = 0.5
     model, optimizer = build()
     torch.manual_seed(1)
-    tiers = [lightck.Tier(tier, every=every, keep_last=2, compress=codec)]
+    tiers = [lightck.Tier(tier, every=every, keep_last=2, compress=codec), *others]
     session = lightck.attach(model, pool, optimizer=optimizer, resume=True, tiers=tiers, strategy=strategy)
     (drain,) = children_of(os.getpid())
     os.write(report, f"{session.step} {fingerprint(model)} {drain}\n".encode())
@@ -122,7 +131,7 @@ def is_running(pid: int) -> bool:
     return False
 
 
-def check_tier(store: FolderStore) -> int:
+def check_tier(store: Store) -> int:
     """Return the number of complete checkpoints, of which no object may be missing."""
     for _ in range(100):  # a drain may delete something between the listing and a read
         listing = store.listing()
@@ -135,12 +144,41 @@ def check_tier(store: FolderStore) -> int:
     return len(complete(listing))
 
 
-def _objects(store: FolderStore, name: object) -> set[object]:
+def _objects(store: Store, name: object) -> set[object]:
     return {each.name for each in read_manifest(store, name).objects}  # type: ignore[arg-type]
 
 
+class Far(NamedTuple):
+    """A tier in an object store. The library of stores does not work in a process whose parent has used it, so it is
+    used in children only."""
+
+    url: str
+    options: dict[str, Any]
+
+    def tier(self, every: int | str) -> lightck.Tier:
+        return lightck.Tier(self.url, every=every, keep_last=2, options=self.options)
+
+    def newest(self) -> int:
+        """Check that nothing is missing, and return the step of the newest complete checkpoint; 0: there is none."""
+
+        def checked() -> int:
+            store = open_store(self.url, self.options)
+            check_tier(store)
+            found = newest_complete(store.listing())
+            return 0 if found is None else found.step
+
+        found = in_child(checked)
+        assert isinstance(found, int)
+        return found
+
+
 def run(
-    kills: int, seed: int, folder: Path, codecs: Sequence[str | None] = (None,), strategy: Strategy | None = None
+    kills: int,
+    seed: int,
+    folder: Path,
+    codecs: Sequence[str | None] = (None,),
+    strategy: Strategy | None = None,
+    far: Far | None = None,
 ) -> Counts:
     """Run a campaign. ``codecs``: each life takes one of them. Raises ``AssertionError`` with the seed."""
     chance, reference = random.Random(seed), Reference()
@@ -151,12 +189,13 @@ def run(
     while n_killed < kills:
         every = chance.choice([1, 5, "0.05s", "0.2s"])
         codec = chance.choice(codecs) if len(codecs) > 1 else codecs[0]
+        others = [] if far is None else [far.tier(chance.choice([1, "0.2s", "0.5s"]))]
         reads, report = os.pipe()
         pid = os.fork()
         if not pid:
             os.close(reads)
             try:
-                life(pool, tier, report, every, chance.choice([0.0, 0.002]), codec, strategy)
+                life(pool, tier, report, every, chance.choice([0.0, 0.002]), codec, strategy, others)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -188,7 +227,12 @@ def run(
         n_checkpoints = check_tier(store)
         newest = newest_complete(store.listing())
         least = 0 if newest is None else newest.step
+        if is_lost and far is not None and chance.random() < 0.5:
+            shutil.rmtree(tier)
+            least = far.newest()
     wait_for_drains()
+    if far is not None:
+        far.newest()
     return Counts(n_killed, n_lost, n_checkpoints, begun)
 
 
@@ -210,19 +254,36 @@ def _drains() -> list[int]:
     return found
 
 
+def far_store() -> Far:
+    """Start moto's server in this process, and make a bucket."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    os.environ["AWS_ACCESS_KEY_ID"] = os.environ["AWS_SECRET_ACCESS_KEY"] = "campaign"
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    endpoint = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
+    client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    client.create_bucket(Bucket="campaign")
+    return Far("s3://campaign/run7", {"endpoint": endpoint, "region": "us-east-1", "allow_http": True})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--gradients", type=int, metavar="N", help="train with Gradients(base_every=N)")
     parser.add_argument("--compress", action="store_true", help="each life compresses with zstd, with lz4, or not")
+    parser.add_argument("--store", action="store_true", help="an object store, too, which is fed from the folder")
     args = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as name:
         codecs = (None, *CODECS) if args.compress else (None,)
         strategy = None if args.gradients is None else Gradients(base_every=args.gradients)
-        counts = run(args.kills, args.seed, Path(name), codecs, strategy)
+        far = far_store() if args.store else None
+        counts = run(args.kills, args.seed, Path(name), codecs, strategy, far)
     seconds = time.monotonic() - began
     print(
         f"seed {args.seed}: {counts.kills} kills, {counts.lost_pools} pools lost, step {counts.last_step}: every state "

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,6 +115,26 @@ def test_while_the_store_takes_its_time_no_slot_is_held_and_the_folder_gets_what
     assert far_steps(bucket) == [1, 4], "while one is sent, the newest one waits"
     assert steps_in(tmp_path / "near") == [1, 2, 3, 4]
     assert same(dict(recovered(bucket.url, bucket).model), everything(model)["model"])
+
+
+def test_the_folder_gets_no_more_than_is_due_while_the_store_takes_its_time(tmp_path, bucket):
+    tiers = [lightck.Tier(tmp_path / "near", every="3s"), far(bucket, every="3s")]
+    model, optimizer, session = attached(tmp_path / "run.pool", tiers)
+    with session:
+        until(is_ready(session))
+        trained(session, model, optimizer, 1)
+        until(lambda: reported(session, 1) == 1)
+        with blocked(bucket) as has_come:
+            train(model, optimizer, 1, start=1)
+            session.flush()
+            assert has_come.wait(60)
+            began = time.monotonic()
+            for _ in range(12):
+                train(model, optimizer, 1, start=session.step)
+                session.flush()
+                time.sleep(0.1)
+            took = time.monotonic() - began
+            assert len(steps_in(tmp_path / "near")) <= 3 + took / 3
 
 
 def test_checkpoints_that_are_to_stay_wait_for_the_store_all_of_them(tmp_path, bucket):

@@ -26,7 +26,7 @@ from lightck.cli import main
 from lightck.cli.base import BAD, FAILED, OK
 from lightck.errors import TierClaimedError, TierError, UnsupportedError
 from lightck.tiers import follow
-from lightck.tiers.drain_process import DrainLock
+from lightck.tiers.drain_lock import DrainLock
 from lightck.tiers.follow import Follower, Report
 from lightck.tiers.late_drain import Delivered, LateDrain, Pools, SupersededError
 from lightck.tiers.open_store import open_store
