@@ -158,18 +158,22 @@ class Far(NamedTuple):
     def tier(self, every: int | str) -> lightck.Tier:
         return lightck.Tier(self.url, every=every, keep_last=2, options=self.options)
 
-    def newest(self) -> int:
-        """Check that nothing is missing, and return the step of the newest complete checkpoint; 0: there is none."""
+    def newest(self) -> tuple[str, int]:
+        """Check that nothing is missing, and return what ``newest_in`` does."""
 
-        def checked() -> int:
+        def checked() -> tuple[str, int]:
             store = open_store(self.url, self.options)
             check_tier(store)
-            found = newest_complete(store.listing())
-            return 0 if found is None else found.step
+            return newest_in(store)
 
-        found = in_child(checked)
-        assert isinstance(found, int)
-        return found
+        claim, step = in_child(checked)
+        return claim, step
+
+
+def newest_in(store: Store) -> tuple[str, int]:
+    """Return claim and step of the newest complete checkpoint: what is larger is newer."""
+    found = newest_complete(store.listing())
+    return ("", 0) if found is None else (str(found.claim), found.step)
 
 
 def run(
@@ -225,11 +229,13 @@ def run(
             wait_for_drains()
             pool.unlink()
         n_checkpoints = check_tier(store)
-        newest = newest_complete(store.listing())
-        least = 0 if newest is None else newest.step
-        if is_lost and far is not None and chance.random() < 0.5:
-            shutil.rmtree(tier)
-            least = far.newest()
+        found = [newest_in(store)]
+        if is_lost and far is not None:
+            found.append(far.newest())
+            if chance.random() < 0.5:
+                shutil.rmtree(tier)
+                del found[0]
+        _, least = max(found)
     wait_for_drains()
     if far is not None:
         far.newest()
