@@ -5,8 +5,6 @@
     wait         for an offer, for the time of a tier, or for the end of the training
     hold, send   the checkpoint to each tier for which it is due, one after the other, compressed if the tier says so
                  (``sending.py``)
-    feed         an object store is sent what lies in a folder tier then, so that no slot is held meanwhile
-                 (``feeding.py``). Between two pieces, folders get what is due for them
     pace         at the rate of a tier, until a signal has come or the training was killed
     retain       remove from the tier what need not stay (``decisions.py``)
     end          the training is closed, or is gone: send the newest checkpoint to each tier that lacks it, and end
@@ -23,12 +21,16 @@ found by their names, and what is not named is removed later).
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import math
 import os
+import random
 import select
 import signal
 import socket
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -44,24 +46,22 @@ from lightck.pool.format.saved_by import saved_by
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
 from lightck.tiers.claiming import claim_of
-from lightck.tiers.drain_lock import DrainLock
 from lightck.tiers.drain_messages import (
     ANNOUNCING_SIGNALS,
     PROCESS_NAME,
     DrainSettings,
     DrainState,
+    TierSettings,
+    TierState,
     receive_message,
     send_message,
 )
-from lightck.tiers.feeding import checkpoint_in_tier
 from lightck.tiers.held_checkpoint import OverwrittenError, held, record_of
 from lightck.tiers.last_of_group import generations_at_end
-from lightck.tiers.names import TierCheckpoint, Writer
-from lightck.tiers.open_store import is_url, open_store
-from lightck.tiers.outlet import PAUSE_SECONDS, Outlet, pause_after
+from lightck.tiers.names import ManifestName, TierCheckpoint, Writer
+from lightck.tiers.open_store import open_store
 from lightck.tiers.rates import Pacer
 from lightck.tiers.rereading import Rereading
-from lightck.tiers.tier_manifest import TierManifest
 from lightck.tiers.tier_writer import TierWriter
 
 NICENESS = 10
@@ -69,16 +69,47 @@ _POLL_SECONDS = 1.0
 """How often the process looks whether the training still lives, if the socket does not say so."""
 _PROGRESS_SECONDS = 1.0
 """How often progress is reported."""
+_PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 1.0, 60.0
+"""The pause after a failed attempt doubles from one to the other."""
 _PAUSE_SECONDS_MAX_AT_END, _PAUSE_SECONDS_ALONE = 5.0, 0.2
 _ORPHAN_SECONDS_MAX = 600.0
 """How long the process outlives its training."""
 _OTHER_SECONDS_MAX, _OTHER_SECONDS_MAX_AT_END = 30.0, 5.0
 """How long the process waits for the drain of an earlier training: usually, and when its own training has ended."""
-_FEED_MAX = 4
-"""How many checkpoints may wait to be sent from one tier to another; then the training offers no more."""
 _N_ATTEMPTS_AT_END, _N_OVERTAKEN_MAX = 3, 20
 _N_METRICS_MAX = 1000
 """Of how many steps the metrics are remembered."""
+
+
+@dataclass
+class _Outlet:
+    """One tier."""
+
+    settings: TierSettings
+    pacer: Pacer
+    writer: TierWriter | None = None
+    """None: nothing was written yet."""
+    state: TierState = field(default_factory=TierState)
+    next_at: float = 0.0
+    """When a checkpoint is due by time, or the next attempt may be made: seconds of ``time.monotonic``."""
+    n_failures: int = 0
+    """How many attempts have failed since the last success. Then the next one sends the newest checkpoint."""
+    is_damage: bool = False
+    """Whether the last attempt failed because the checkpoint is damaged, so that another attempt does not help."""
+    lacks_first: bool = False
+    """Whether the first checkpoint was committed while this process could not take it. Then it is due now."""
+    sent: tuple[int, Mapping[str, float] | None] | None = None
+    """Generation of the newest checkpoint that was sent, and the metrics with which it was."""
+
+    def hashes(self) -> Mapping[ManifestName, bytes]:
+        """SHA-256 of each manifest that was written."""
+        return {} if self.writer is None else self.writer.hashes
+
+    def is_due(self, now: float) -> bool:
+        if self.state.is_superseded:
+            return False
+        is_timed = self.settings.every_seconds is not None or self.n_failures > 0
+        return (is_timed and now >= self.next_at) or (self.lacks_first and not self.n_failures)
 
 
 class DrainProcess:
@@ -90,13 +121,8 @@ class DrainProcess:
         assert claim is not None, "the training has made it"
         self._own = Writer(claim, settings.rank, settings.world_size)
         self._outlets = [
-            Outlet(each, Pacer(each.bytes_per_second, wait=self._wait_for_rate)) for each in settings.tiers
+            _Outlet(each, Pacer(each.bytes_per_second, wait=self._wait_for_rate)) for each in settings.tiers
         ]
-        self._feeder = next((each for each in self._outlets if not is_url(each.settings.root)), None)
-        """The folder tier from which object stores are fed; None: there is none."""
-        for each in self._outlets:
-            each.is_fed = self._feeder is not None and is_url(each.settings.root)
-        self._is_feeding = self._is_serving_others = False
         self._state = DrainState(tiers=[each.state for each in self._outlets])
         self._rereading = Rereading(settings, self._own, self._state, [each.hashes for each in self._outlets])
         self._offer: tuple[int, list[int]] | None = None
@@ -104,9 +130,8 @@ class DrainProcess:
         it is due."""
         self._metrics: dict[int, Mapping[str, float]] = {}
         self._is_closing = self._is_alone = self._is_unreported = False
-        self._is_urgent = self._is_urgent_for_fed = False
-        """Whether the newest checkpoint is to be sent now, because this machine or job may be about to end: at
-        once; when the store that is fed has got the present one."""
+        self._is_urgent = False
+        """Whether the newest checkpoint is to be sent now, because this machine or job may be about to end."""
         self._persists = False
         """Whether the training will not wait for the end: then attempts go on as after a killed one."""
         self._reported_at = 0.0
@@ -198,16 +223,11 @@ class DrainProcess:
             select.select([self._connection], [], [], seconds)
             self._read()
             self._report_progress()
-            if self._is_feeding:
-                self._serve_others()
 
-    def _pace(self, outlet: Outlet, nbytes: int) -> None:
-        """Wait until a piece may be put to a tier. 0 bytes: earlier ones are waited for."""
-        if nbytes:
-            outlet.pacer.spend(nbytes)
-            self._report_progress()
-        if outlet.is_fed and outlet.to_feed:
-            self._serve_others()
+    def _pace(self, outlet: _Outlet, nbytes: int) -> None:
+        """Wait until a piece may be put to a tier."""
+        outlet.pacer.spend(nbytes)
+        self._report_progress()
 
     def _report_progress(self) -> None:
         self._state.progress += 1
@@ -228,28 +248,22 @@ class DrainProcess:
         if offer is not None:
             generation, numbers = offer
             self._send([self._outlets[number] for number in numbers], generation)
-        is_urgent = self._is_urgent or self._is_urgent_for_fed
-        self._is_urgent = self._is_urgent_for_fed = False
+        is_urgent, self._is_urgent = self._is_urgent, False
         due = [each for each in self._outlets if not self._is_of_group and (is_urgent or self._is_due(each, now))]
         if is_urgent and self._is_of_group:
             for last in self._generations_at_end():
                 self._send(self._outlets, last)
-        self._send_due(due, now)
-        self._is_no_longer_busy()
-
-    def _send_due(self, due: list[Outlet], now: float) -> None:
-        for each in due:
-            each.lacks_first = False
-            each.next_at = now + (each.settings.every_seconds or 0.0)  # later, if this attempt fails
         if due:
             self._send(due)
-
-    def _is_no_longer_busy(self) -> None:
+        for each in due:
+            each.lacks_first = False
+            if not each.n_failures:
+                each.next_at = now + (each.settings.every_seconds or 0.0)
         if self._state.is_busy:
             self._state.is_busy = False
             self._report()
 
-    def _is_due(self, outlet: Outlet, now: float) -> bool:
+    def _is_due(self, outlet: _Outlet, now: float) -> bool:
         """Whether a tier is due by its time. In a group of ranks the trainings watch the time, and this process only
         that of the next attempt."""
         return outlet.is_due(now) and (not self._is_of_group or outlet.n_failures > 0)
@@ -294,103 +308,11 @@ class DrainProcess:
             is_last = n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone and not self._persists
             if not left or is_last or time.monotonic() > until:
                 break
-            time.sleep(min(PAUSE_SECONDS * 2 ** (n_attempts - 1), _PAUSE_SECONDS_MAX_AT_END))
+            time.sleep(min(_PAUSE_SECONDS * 2 ** (n_attempts - 1), _PAUSE_SECONDS_MAX_AT_END))
 
-    def _send(self, outlets: Iterable[Outlet], generation: int | None = None, *, is_last: bool = False) -> None:
+    def _send(self, outlets: Iterable[_Outlet], generation: int | None = None, *, is_last: bool = False) -> None:
         """Send one checkpoint to these tiers, and remove what need not stay. ``generation``: of the checkpoint; None:
         the newest. ``is_last``: the training has ended, so the checkpoint from which it went on counts too."""
-        outlets = list(outlets)
-        fed = [each for each in outlets if self._can_feed(each)]
-        direct = [each for each in outlets if each not in fed and not (each.is_fed and self._is_feeding)]
-        self._is_urgent_for_fed |= len(fed) + len(direct) < len(outlets)  # when the store has got the present one
-        if fed and self._feeder is not None and self._feeder not in direct:
-            direct.insert(0, self._feeder)
-        if direct:
-            self._send_directly(direct, generation, is_last=is_last)
-        if fed and not self._plan_to_feed(fed, generation):
-            if self._is_feeding:
-                self._is_urgent_for_fed = True
-            else:
-                self._send_directly(fed, generation, is_last=is_last)
-        self._feed()
-
-    def _can_feed(self, outlet: Outlet) -> bool:
-        feeder = self._feeder
-        return outlet.is_fed and feeder is not None and not feeder.n_failures and not feeder.state.is_superseded
-
-    def _plan_to_feed(self, outlets: list[Outlet], generation: int | None) -> bool:
-        """Plan to send to these tiers what the folder tier has received. Returns False if it did not receive it."""
-        feeder = self._feeder
-        sent = None if feeder is None or feeder.writer is None or feeder.n_failures else feeder.writer.newest
-        if sent is None or generation not in (None, sent.manifest.record.payload_generation):
-            return False
-        for each in outlets:
-            if self._is_sent(sent.manifest.record, each):
-                each.n_failures = 0
-            elif sent.manifest not in each.to_feed:
-                if len(each.to_feed) > 1 and not self._needs_each(each):
-                    each.to_feed.pop()  # the newer one will do
-                each.to_feed.append(sent.manifest)
-        return True
-
-    def _needs_each(self, outlet: Outlet) -> bool:
-        """Whether each checkpoint that is due must be sent: ranks send the same ones."""
-        return self._is_of_group or outlet.settings.keep_every is not None or outlet.settings.keep_best is not None
-
-    def _feed(self) -> None:
-        """Send to the object stores what is planned. No slot is held, so the training may offer more meanwhile."""
-        if self._is_feeding:
-            return
-        self._is_feeding = True
-        try:
-            while (outlet := next((each for each in self._outlets if each.to_feed), None)) is not None:
-                self._state.is_busy = self._is_closing or self._is_queue_full
-                self._report()
-                self._feed_one(outlet, outlet.to_feed[0])
-                outlet.to_feed.popleft()
-        finally:
-            self._is_feeding = False
-
-    @property
-    def _is_queue_full(self) -> bool:
-        return any(len(each.to_feed) >= _FEED_MAX for each in self._outlets)
-
-    def _feed_one(self, outlet: Outlet, manifest: TierManifest) -> None:
-        feeder = None if self._feeder is None else self._feeder.writer
-        assert feeder is not None, "it was planned"
-        try:
-            with checkpoint_in_tier(feeder.store, manifest) as stored:
-                self._send_until_it_is_there(outlet, stored)
-        except (DamagedError, PoolError, TierError) as err:
-            self._failed(outlet, f"The checkpoint of step {manifest.step} cannot be read from a tier: {err}")
-            outlet.is_damage = True
-        if outlet.is_damage:  # or it was removed: this tier is too slow to be fed
-            outlet.is_fed = outlet.is_damage = False
-
-    def _serve_others(self) -> None:
-        """Called between two pieces for a store that is fed: send to the folders what is due for them."""
-        if self._is_serving_others or self._is_closing or self._is_alone:
-            return
-        self._is_serving_others = True
-        try:
-            self._read()
-            if self._offer is not None and not self._is_queue_full:
-                (generation, numbers), self._offer = self._offer, None
-                self._send([self._outlets[number] for number in numbers], generation)
-            if self._is_urgent and not self._is_of_group:
-                self._is_urgent = False
-                self._send(self._outlets)
-            now = time.monotonic()
-            self._send_due([each for each in self._outlets if not each.is_fed and self._is_due(each, now)], now)
-            if not self._is_queue_full:
-                self._is_no_longer_busy()
-        finally:
-            self._is_serving_others = False
-
-    def _send_directly(
-        self, outlets: Iterable[Outlet], generation: int | None = None, *, is_last: bool = False
-    ) -> None:
-        """Send a checkpoint from the pool: as ``_send``."""
         left = [each for each in outlets if not each.state.is_superseded]
         self._state.is_busy = True
         self._report()
@@ -424,8 +346,8 @@ class DrainProcess:
         self._report()
 
     def _send_from(
-        self, reader: PoolReader, outlets: list[Outlet], generation: int | None, *, is_last: bool
-    ) -> list[Outlet]:
+        self, reader: PoolReader, outlets: list[_Outlet], generation: int | None, *, is_last: bool
+    ) -> list[_Outlet]:
         """Send one checkpoint of an open pool. Returns the tiers that lack it because it was overwritten meanwhile.
         Raises ``DamagedError`` and ``PoolError``."""
         record = record_of(reader, generation)
@@ -450,7 +372,7 @@ class DrainProcess:
             return outlets
         return []
 
-    def _send_until_it_is_there(self, outlet: Outlet, stored: StoredCheckpoint) -> bool:
+    def _send_until_it_is_there(self, outlet: _Outlet, stored: StoredCheckpoint) -> bool:
         """Send a held checkpoint to a tier. A rank of a group tries again and again, because the other ranks send this
         checkpoint too, and no other one helps. Returns False if it was overwritten meanwhile."""
         until = time.monotonic() + _ORPHAN_SECONDS_MAX
@@ -458,18 +380,16 @@ class DrainProcess:
             is_over = not self._is_of_group or not outlet.n_failures or outlet.is_damage or time.monotonic() > until
             while not is_over and time.monotonic() < outlet.next_at:
                 self._wait()
-                if self._is_feeding:
-                    self._serve_others()
                 is_over = self._is_closing or self._is_alone
             if is_over:
                 return True
         return False
 
-    def _is_sent(self, record: CommitRecord, outlet: Outlet) -> bool:
+    def _is_sent(self, record: CommitRecord, outlet: _Outlet) -> bool:
         """Whether a checkpoint, with what was logged at its step, was sent to a tier."""
         return outlet.sent == (record.payload_generation, self._metrics.get(record.step))
 
-    def _belongs(self, stored: StoredCheckpoint, outlet: Outlet, *, is_last: bool) -> bool:
+    def _belongs(self, stored: StoredCheckpoint, outlet: _Outlet, *, is_last: bool) -> bool:
         """Whether a checkpoint is of this training, and is not in the tier yet. Raises ``DamagedError``."""
         generation, parent = stored.record.payload_generation, self._settings.parent
         if self._is_sent(stored.record, outlet):
@@ -478,7 +398,7 @@ class DrainProcess:
             return True
         return is_last and parent is not None and not outlet.settings.has_parent and parent.generation == generation
 
-    def _send_to(self, outlet: Outlet, stored: StoredCheckpoint) -> bool:
+    def _send_to(self, outlet: _Outlet, stored: StoredCheckpoint) -> bool:
         """Send a held checkpoint to a tier. Returns False if it was overwritten meanwhile."""
         began, metrics = time.monotonic(), self._metrics.get(stored.step)
         try:
@@ -492,9 +412,7 @@ class DrainProcess:
             if not stored.owns_slot():
                 return False
             is_damage = isinstance(err, DamagedError)
-            where = "" if self._feeder is None or not outlet.to_feed else f" in {self._feeder.settings.root!r}"
-            text = f"The checkpoint of step {stored.step}{where} is damaged: {err}" if is_damage else str(err)
-            self._failed(outlet, text)
+            self._failed(outlet, f"The checkpoint of step {stored.step} is damaged: {err}" if is_damage else str(err))
             outlet.is_damage = is_damage
             return True
         outlet.sent, outlet.n_failures = (stored.record.payload_generation, metrics), 0
@@ -508,7 +426,7 @@ class DrainProcess:
         self._retain(outlet, writer)
         return True
 
-    def _writer_of(self, outlet: Outlet) -> TierWriter:
+    def _writer_of(self, outlet: _Outlet) -> TierWriter:
         """Return what writes to a tier; at its first use, read what lies in the tier already."""
         if outlet.writer is None:
             store = open_store(outlet.settings.root, outlet.settings.options)
@@ -527,7 +445,7 @@ class DrainProcess:
             outlet.writer = writer
         return outlet.writer
 
-    def _retain(self, outlet: Outlet, writer: TierWriter) -> None:
+    def _retain(self, outlet: _Outlet, writer: TierWriter) -> None:
         """Remove what need not stay. What could not be removed is removed after the next checkpoint."""
         before = outlet.state.error
         try:
@@ -538,13 +456,52 @@ class DrainProcess:
         if outlet.state.error != before:
             self._report()
 
-    def _failed(self, outlet: Outlet, reason: str) -> None:
+    def _failed(self, outlet: _Outlet, reason: str) -> None:
         """Plan the next attempt."""
         outlet.n_failures += 1
         outlet.next_at = time.monotonic() + pause_after(outlet.n_failures)
         outlet.state.error = reason
         outlet.state.failing_since = outlet.state.failing_since or time.time()
         self._report()
+
+
+def pause_after(n_failures: int) -> float:
+    """Return how many seconds to wait after so many failed attempts (1 or more) before the next one."""
+    doublings = min(n_failures - 1, 16)  # a tier may fail for days
+    return min(math.ldexp(_PAUSE_SECONDS, doublings), _PAUSE_SECONDS_MAX) * random.uniform(0.5, 1.0)
+
+
+class DrainLock:
+    """The file ``POOL.drain``, which a drain locks while it works."""
+
+    def __init__(self, pool: str) -> None:
+        self._path, self._fd = f"{pool}.drain", -1
+
+    def take(self) -> bool:
+        """Lock the file. Returns False if another drain holds it. Where no file can be made, nothing is locked."""
+        if self._fd >= 0:
+            return True
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(self._path, follow_symlinks=False)):
+                self._fd = fd
+                return True
+        except OSError:
+            pass
+        os.close(fd)
+        return False
+
+    def release(self) -> None:
+        """Remove the file, and unlock it."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            os.close(self._fd)
+            self._fd = -1
 
 
 def main(fd: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -16,7 +16,6 @@ from lightck.tiers.store import Store
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 Buffer = npt.NDArray[np.uint8]
-_LOOK_SECONDS = 0.2
 
 
 def in_order(call: Callable[[_Item], _Result], items: Iterable[_Item], n: int) -> Generator[_Result, None, None]:
@@ -41,9 +40,9 @@ def in_order(call: Callable[[_Item], _Result], items: Iterable[_Item], n: int) -
 class Puts:
     """Puts of pieces, up to ``store.n_parallel`` at once, each from a buffer that nobody writes to meanwhile."""
 
-    def __init__(self, store: Store, nbytes: int, waiting: Callable[[], object]) -> None:
-        """``nbytes``: the size of the largest piece. ``waiting``: called now and then while puts are waited for."""
-        self._store, self._nbytes, self._waiting = store, nbytes, waiting
+    def __init__(self, store: Store, nbytes: int) -> None:
+        """``nbytes``: the size of the largest piece."""
+        self._store, self._nbytes = store, nbytes
         self._free: list[Buffer] = []
         self._n_made = 0
         self._started: dict[Future[None], Buffer] = {}
@@ -56,7 +55,7 @@ class Puts:
             self._n_made += 1
             self._free.append(np.empty(self._nbytes, np.uint8))
         if not self._free:
-            self._collect(self._wait(FIRST_COMPLETED))
+            self._collect(wait(self._started, return_when=FIRST_COMPLETED).done)
         return self._free[-1]
 
     def put(self, name: str, data: memoryview) -> None:
@@ -69,15 +68,7 @@ class Puts:
 
     def finish(self) -> None:
         """Wait until all pieces are stored. Raises the error of a put that failed."""
-        self._collect(self._wait(ALL_COMPLETED))
-
-    def _wait(self, return_when: str) -> set[Future[None]]:
-        """Wait for one put, or for all, and return those that have ended."""
-        while True:
-            found = wait(self._started, _LOOK_SECONDS, return_when)
-            if not found.not_done or (found.done and return_when == FIRST_COMPLETED):
-                return found.done
-            self._waiting()
+        self._collect(set(self._started))
 
     def _collect(self, ended: set[Future[None]]) -> None:
         for each in ended:
@@ -91,9 +82,9 @@ class Puts:
 
 
 @contextmanager
-def puts_to(store: Store, nbytes: int, waiting: Callable[[], object]) -> Iterator[Puts]:
+def puts_to(store: Store, nbytes: int) -> Iterator[Puts]:
     """Yield ``Puts``. At the end nothing is in flight, whatever was raised."""
-    puts = Puts(store, nbytes, waiting)
+    puts = Puts(store, nbytes)
     try:
         yield puts
         puts.finish()

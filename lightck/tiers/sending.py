@@ -90,14 +90,15 @@ class _Outgoing:
     new: dict[str, SentObject] = field(default_factory=dict)
     """Content -> an object that was put for this checkpoint. A second one with these bytes is not put."""
     pace: Callable[[int], object] = lambda _: None
-    """Called with the number of bytes before each put, and with 0 now and then while puts are waited for."""
+    """Called with the number of bytes before each put; it may wait."""
     is_manifest_begun: bool = False
     """Whether the manifest may be stored: then its objects stay."""
 
     def withdraw(self) -> None:
-        """Remove what was put, as far as the store takes it, because the checkpoint was not sent whole."""
-        for name in [] if self.is_manifest_begun else self.put_names:
-            with suppress(TierError):
+        """Remove what was put, because the checkpoint was not sent whole; end if the store fails: each of thousands of
+        objects might wait for a store that is not there. (``retain`` removes later what no manifest names.)"""
+        with suppress(TierError):
+            for name in [] if self.is_manifest_begun else self.put_names:
                 self.store.delete(str(name))
 
     def add_piece(self, data: memoryview, coding: Coding | None, key: str, puts: Puts) -> int:
@@ -171,9 +172,8 @@ def send(
     """Send a checkpoint, which the caller holds. ``nonce``: eight hexadecimal digits that were never used for this
     writer. ``earlier``: the objects of its manifests; a piece that one of them holds is not sent again, however it is
     compressed there. ``advance`` is called with the number of bytes of each piece of the tensors, and ``pace`` with
-    that of each put, before it, and with 0 now and then while puts are waited for. ``codec``: how other pieces are
-    compressed (``codecs.py``); None: not at all. Raises ``DamagedError`` if the checkpoint is damaged or was
-    overwritten, ``PoolIOError``, and ``TierError``."""
+    that of each put, before it. ``codec``: how other pieces are compressed (``codecs.py``); None: not at all. Raises
+    ``DamagedError`` if the checkpoint is damaged or was overwritten, ``PoolIOError``, and ``TierError``."""
     out = _Outgoing(store, writer, nonce, earlier, codec, pace=pace)
     try:
         return _send(stored, out, written_by, metrics or {}, advance)
@@ -244,7 +244,7 @@ def _send_frame(stored: StoredCheckpoint, out: _Outgoing) -> None:
 
 
 def _send_tensors(stored: StoredCheckpoint, out: _Outgoing, advance: Callable[[int], None]) -> None:
-    with puts_to(out.store, min(OBJECT_NBYTES_MAX, _nbytes_of(stored)), lambda: out.pace(0)) as puts:
+    with puts_to(out.store, min(OBJECT_NBYTES_MAX, _nbytes_of(stored))) as puts:
         _send_pieces(stored, out, puts, advance)
 
 

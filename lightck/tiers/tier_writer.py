@@ -50,27 +50,25 @@ class TierWriter:
         codec: str | None = None,
     ) -> None:
         """``written_by``: this release of lightck. ``retention``: which checkpoints stay; None: all. ``grace``: how
-        many seconds a checkpoint that was replaced stays readable. ``pace``: as for ``send``; it
-        may wait. ``codec``: how objects are compressed (``codecs.py``); None: not at all. Raises
+        many seconds a checkpoint that was replaced stays readable. ``pace``: called with the number of bytes before
+        each put, and may wait. ``codec``: how objects are compressed (``codecs.py``); None: not at all. Raises
         ``TierError``, also if the library for that is missing."""
         refuse_missing_libraries([codec])
-        self.store, self.writer, self._pace, self._codec = store, writer, pace, codec
-        self._written_by, self._retention, self._grace = written_by, retention, grace
+        self.writer, self._pace, self._codec = writer, pace, codec
+        self._store, self._written_by, self._retention, self._grace = store, written_by, retention, grace
         self._began = store.now()
         """The time of the store when this writer began."""
         self._earlier = Sent()
         self._contents: dict[ManifestName, frozenset[ObjectName]] = {}
         """The objects that a manifest names, of each that was read or written."""
         self._metrics: dict[TierCheckpoint, Mapping[str, float]] = {}
-        self.newest: SentCheckpoint | None = None
-        """What was sent last."""
         self.hashes: dict[ManifestName, bytes] = {}
         """SHA-256 of each manifest that this object has written, and not removed."""
 
     def use_own(self) -> None:
         """Read what an earlier process has written below the same prefix, so that it is not sent again. Raises
         ``TierError``."""
-        for name in self.store.listing().manifests:
+        for name in self._store.listing().manifests:
             manifest = self._read(name) if name.writer == self.writer else None
             if manifest is not None:
                 self._earlier.add(manifest)
@@ -87,7 +85,7 @@ class TierWriter:
     def _read(self, name: ManifestName) -> TierManifest | None:
         """Return a manifest; None if it is damaged, and nothing of it can be used."""
         try:
-            return read_manifest(self.store, name)
+            return read_manifest(self._store, name)
         except DamagedError:
             return None
 
@@ -102,7 +100,7 @@ class TierWriter:
         self.refuse_superseded()
         sent = send(
             stored,
-            self.store,
+            self._store,
             self.writer,
             secrets.token_hex(4),
             self._earlier,
@@ -115,27 +113,26 @@ class TierWriter:
         self._earlier.add(sent.manifest)
         self._remember(sent.name, sent.manifest)
         self.hashes[sent.name] = sent.manifest_hash
-        self.newest = sent
         return sent
 
     def refuse_superseded(self) -> None:
         """Raise ``TierClaimedError`` if a higher claim exists."""
-        if is_superseded(self.store.listing(), self.writer.claim):
-            raise _superseded(self.store, self.writer.claim)
+        if is_superseded(self._store.listing(), self.writer.claim):
+            raise _superseded(self._store, self.writer.claim)
 
     def retain(self) -> int:
         """Delete what need not stay, and return how many files were deleted. Raises ``TierError``."""
         if self._retention is None:
             return 0
-        path = read_claim(self.store, self.writer.claim).path
+        path = read_claim(self._store, self.writer.claim).path
         n_deleted = 0
         while True:
-            now = self.store.now()  # before the listing: so nothing looks older than it is
-            listing = replace(self.store.listing(), now=now)
+            now = self._store.now()  # before the listing: so nothing looks older than it is
+            listing = replace(self._store.listing(), now=now)
             stays = kept(listing, self._retention, self.writer.claim, path, self._metrics_of(listing))
             manifests = manifests_to_delete(listing, stays, self.writer, self._grace)
             for manifest in manifests:
-                self.store.delete(str(manifest))
+                self._store.delete(str(manifest))
                 self._contents.pop(manifest, None)
                 self.hashes.pop(manifest, None)
             n_deleted += len(manifests)
@@ -144,7 +141,7 @@ class TierWriter:
         named = self._named(listing)
         objects = objects_to_delete(listing, named, self.writer, self._began, self._grace)
         for each in objects:
-            self.store.delete(str(each))
+            self._store.delete(str(each))
         self._earlier.forget(set(objects))
         return n_deleted + len(objects)
 
@@ -173,7 +170,7 @@ class TierWriter:
 
     def _objects_of(self, name: ManifestName) -> frozenset[ObjectName]:
         if name not in self._contents:
-            self._remember(name, read_manifest(self.store, name))
+            self._remember(name, read_manifest(self._store, name))
         return self._contents[name]
 
     def _remember(self, name: ManifestName, manifest: TierManifest) -> None:

@@ -9,8 +9,8 @@ Checked after each life: the restored state is, bit by bit, that of the uninterr
 without a pool begins at the newest complete checkpoint of the tier; a life with one never begins below it; each object
 that a manifest of the tier names is there.
 
-With ``--store`` there is also a tier in an object store on this machine, which is fed from the folder. Then the folder
-is lost in some cases too, and a life begins at the newest complete checkpoint of the store.
+With ``--store`` there is also a tier in an object store on this machine. Then the folder is lost in some cases too, and
+a life begins at the newest complete checkpoint of the store.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--gradients", type=int, metavar="N", help="train with Gradients(base_every=N)")
     parser.add_argument("--compress", action="store_true", help="each life compresses with zstd, with lz4, or not")
-    parser.add_argument("--store", action="store_true", help="an object store, too, which is fed from the folder")
+    parser.add_argument("--store", action="store_true", help="a tier in an object store, too")
     args = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()

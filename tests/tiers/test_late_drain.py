@@ -26,11 +26,10 @@ from lightck.cli import main
 from lightck.cli.base import BAD, FAILED, OK
 from lightck.errors import TierClaimedError, TierError, UnsupportedError
 from lightck.tiers import follow
-from lightck.tiers.drain_lock import DrainLock
+from lightck.tiers.drain_process import DrainLock, pause_after
 from lightck.tiers.follow import Follower, Report
 from lightck.tiers.late_drain import Delivered, LateDrain, Pools, SupersededError
 from lightck.tiers.open_store import open_store
-from lightck.tiers.outlet import pause_after
 from lightck.tiers.tier_manifest import read_manifest
 from tiers.kills import check_tier, children_of, is_running
 from tiers.test_attached_tiers import (

@@ -320,6 +320,24 @@ def test_four_objects_are_got_at_once(pieces, bucket, tmp_path):
     assert call("diff", pieces, tmp_path / "again.pool").exit_code == OK
 
 
+def test_a_store_that_takes_no_deletion_is_not_asked_for_each_piece(pieces, bucket):
+    """There may be thousands, and each would wait for a store that is not there."""
+    n_puts = iter(range(10**6))
+
+    def rule(request: Request) -> Fault | None:
+        if request.method in ("POST", "DELETE") or (is_data_put(request) and next(n_puts) >= 5):
+            return Fault(status=403)
+        return None
+
+    bucket.proxy.rule = rule
+    assert copied(pieces, bucket.url, bucket=bucket).exit_code == FAILED
+    assert len([each for each in bucket.proxy.seen if each.request.method in ("POST", "DELETE")]) == 1
+
+
+def is_data_put(request: Request) -> bool:
+    return request.method == "PUT" and "/data/" in request.path
+
+
 def test_a_piece_that_fails_leaves_no_manifest_and_no_piece(pieces, bucket):
     """Also those that were in flight with it are withdrawn, after they have ended."""
     n_puts = iter(range(10**6))
@@ -552,8 +570,7 @@ from noisy_training import Noisy
 model = Noisy()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
 torch.manual_seed(1)
-tiers = [lightck.Tier(sys.argv[2], every="0.05s", options=json.loads(sys.stdin.readline()))] if sys.argv[2] else []
-tiers += [lightck.Tier(near, every="0.05s", keep_last=2) for near in sys.argv[4:]]
+tiers = [lightck.Tier(sys.argv[2], every="0.05s", options=json.loads(sys.stdin.readline()))] if sys.argv[2] else None
 with lightck.attach(model, sys.argv[1], optimizer=optimizer, resume=True, tiers=tiers) as session:
     print(session.step, flush=True)
     while session.step < int(sys.argv[3]):
@@ -566,13 +583,11 @@ with lightck.attach(model, sys.argv[1], optimizer=optimizer, resume=True, tiers=
 
 
 @contextmanager
-def training(
-    pool: Path, url: str, n_steps: int, options: dict[str, Any], *folders: Path
-) -> Iterator[subprocess.Popen[str]]:
+def training(pool: Path, url: str, n_steps: int, options: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
     tests = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", TRAINING, str(pool), url, str(n_steps), *map(str, folders)]
+    words = [sys.executable, "-c", TRAINING, str(pool), url, str(n_steps)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(words, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     process.stdin.write(json.dumps(options) + "\n")
