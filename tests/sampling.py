@@ -23,21 +23,33 @@ def every_second(*axes: Iterable[Any]) -> list[Any]:
 
 
 HALVED = (
+    "bench/test_results.py",
+    "bench/test_rivals.py",
+    "cli/test_process.py",
     "crash/suite/test_campaigns_kill.py",
     "crash/suite/test_flips.py",
     "crash/suite/test_gradient_flips.py",
+    "crash/suite/test_gradient_power_cut.py",
     "crash/suite/test_hostile.py",
     "crash/suite/test_mutants.py",
     "crash/suite/test_power_cut.py",
     "crash/suite/test_recovery_mutants.py",
+    "demo/test_demo.py",
+    "ranks/test_coupled_units.py",
+    "ranks/test_deepspeed_oracle.py",
+    "ranks/test_gradients.py",
+    "ranks/test_split.py",
     "restore/test_replay_bits.py",
     "session/test_replica.py",
+    "system/findings/test_kinds.py",
     "system/findings/test_loaders.py",
     "system/findings/test_replay.py",
     "system/findings/test_state.py",
     "system/findings/test_updates.py",
     "system/resume/test_gradients.py",
     "system/resume/test_resume.py",
+    "tiers/test_late_drain.py",
+    "tiers/test_preempted_trainings.py",
 )
 """Files whose long tests have so many parameters that CI runs every second one: those beside have the mark
 ``campaign``."""

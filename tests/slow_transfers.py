@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from lightck.pipeline import sources, write_table
-from lightck.session import cross_check, replica_arguments, replica_updates, split
+from lightck.session import cross_check, replica_arguments, replica_updates, split, state_marks, strategy_choice
 from lightck.state import buffers, device_transfers, unit_replicas
 from lightck.state.device_transfers import Arrival, DeviceTransfer, Pair, raw
 
@@ -208,8 +208,12 @@ def _passed() -> Arrival:
 _NOTHING = _passed()
 
 
+_IMPORTED_LATE = state_marks, strategy_choice
+
+
 def install(patch: pytest.MonkeyPatch, transfer_of: Callable[[torch.Tensor], DeviceTransfer | None]) -> None:
-    """Replace ``transfer_of`` wherever it is used."""
+    """Replace ``transfer_of`` wherever a device is used. (A module that is imported for the first time meanwhile would
+    keep the replacement. ``_IMPORTED_LATE`` are such.)"""
     of_replica = replica_arguments, replica_updates, unit_replicas
     for module in (device_transfers, write_table, sources, buffers, cross_check, split, *of_replica):
         patch.setattr(module, "transfer_of", transfer_of)
