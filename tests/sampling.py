@@ -55,13 +55,39 @@ HALVED = (
 ``campaign``."""
 
 
+HALVED_WHOLLY = (
+    "dataloader/test_loader.py",
+    "integrations/test_accelerate.py",
+    "integrations/test_deepspeed.py",
+    "integrations/test_lightning.py",
+    "integrations/test_transformers.py",
+    "pipeline/test_staging.py",
+    "pipeline/test_wait_policy.py",
+    "ranks/test_fetched_blocks.py",
+    "ranks/test_gradients.py",
+    "ranks/test_layerwise.py",
+    "ranks/test_layout.py",
+    "ranks/test_lost_pool.py",
+    "ranks/test_model.py",
+    "ranks/test_peer_copies.py",
+    "ranks/test_relayout.py",
+    "ranks/test_split.py",
+    "ranks/test_split_mesh.py",
+    "ranks/test_stages.py",
+    "ranks/test_worlds.py",
+    "ranks/test_worlds_hosts.py",
+    "system/findings/test_follow.py",
+)
+"""Files of which the same is true of all tests with parameters."""
+
+
 def halve(items: Iterable[pytest.Item]) -> None:
-    """Give every second long test with parameters of the files in ``HALVED`` the mark ``campaign``."""
+    """Give every second of these tests the mark ``campaign``, beginning with the second one of each function."""
     seen: Counter[str] = Counter()
     for item in items:
         path = item.path.as_posix()
-        is_one_of_many = path.endswith(HALVED) and hasattr(item, "callspec")
-        if is_one_of_many and item.get_closest_marker("long") and not item.get_closest_marker("campaign"):
+        is_chosen = path.endswith(HALVED_WHOLLY) or (path.endswith(HALVED) and item.get_closest_marker("long"))
+        if is_chosen and hasattr(item, "callspec") and not item.get_closest_marker("campaign"):
             name = f"{path}::{item.name.partition('[')[0]}"
             seen[name] += 1
             if seen[name] % 2 == 0:
