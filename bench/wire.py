@@ -1,9 +1,9 @@
 """Checkpoints of two ranks that are joined by a slow wire: python bench/wire.py [--out DIR] [--load wire-bound] ...
 
 Each rank is a process, as if on a host of its own, and the rate between the two is limited (``bench/wire_limit.py``). A
-model is trained by DistributedDataParallel or by FSDP2, with a checkpoint at every
-fourth step, in several ways: *plain* (``lightck.attach``), *layerwise* (``lightck.layerwise`` too), or with a rival,
-called at the same steps. Each figure is of one run:
+model is trained by DistributedDataParallel or by FSDP2, with a checkpoint at every fourth step, in several ways:
+*plain* (``lightck.attach``), *layerwise* (``lightck.layerwise`` too), or with a rival, called at the same steps. Each
+figure is of one run:
 
 - *Window*: from the end of ``optimizer.step()`` to the commit of that step, as a share of a step. What happens in the
   window is lost if the process is killed in it. Of a rival: to the moment when it reports the checkpoint as saved.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -200,7 +200,11 @@ class Other:
 class Training:
     """A model of a load, its optimizer, and what saves it."""
 
-    def __init__(self, kind: str, way: str, load: Load, folder: Path, reductions: Reductions) -> None:
+    def __init__(
+        self, kind: str, way: str, load: Load, folder: Path, reductions: Reductions, limit: Callable[[], None]
+    ) -> None:
+        """``limit``: is called in the first steps, in which connections are made."""
+        self.limit = limit
         torch.manual_seed(0)
         self.load, self.of, self.reductions = load, MODELS[load.model], reductions
         model: Any = self.of.model()
@@ -239,6 +243,8 @@ class Training:
         times.ends.append(time.perf_counter())
         times.launched.append(reductions.first)
         times.reduced.append(reductions.last)
+        if number <= 2 * INTERVAL:
+            self.limit()
 
     def watched(self, body: Callable[[], None]) -> None:
         """Run ``body``, and note meanwhile when checkpoints are complete."""
@@ -265,17 +271,15 @@ def _shard(model: Any) -> None:
 
 
 def train(kind: str, way: str, load: Load, steps: int, folder: Path, limit: Callable[[], None]) -> list[Times]:
-    """One training. ``limit`` is called when there are new connections."""
+    """One training. ``limit``: as for ``Training``."""
     reductions = Reductions()
     if kind == "fsdp":
         reductions.watch_fsdp()
-    training = Training(kind, way, load, folder, reductions)
+    training = Training(kind, way, load, folder, reductions, limit)
 
     def run() -> None:
         for number in range(1, steps + 1):
             training.step(number)
-            if number <= 2 * INTERVAL:
-                limit()
         training.saver.close()
 
     training.watched(run)
@@ -287,13 +291,11 @@ def compare(ways: tuple[str, str], load: Load, steps: int, folder: Path, limit: 
     step of a turn is committed before the turn ends."""
     reductions = Reductions()
     folders = (folder.with_name(f"{folder.name}-{way}") for way in ("a", "b"))
-    trainings = [Training("ddp", way, replace(load), one, reductions) for way, one in zip(ways, folders, strict=True)]
+    trainings = [Training("ddp", way, load, one, reductions, limit) for way, one in zip(ways, folders, strict=True)]
     for first in range(1 - INTERVAL // 2, steps, INTERVAL):  # a turn: quiet, with a checkpoint, copies, quiet
         for training in trainings:
             for number in range(max(first, 1), first + INTERVAL):
                 training.step(number)
-                if number <= 2 * INTERVAL:
-                    limit()
     for training in trainings:
         training.saver.close()
     return [training.times for training in trainings]

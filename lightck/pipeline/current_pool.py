@@ -94,8 +94,8 @@ class CurrentPool:
         wanted = slots + self.spare_slots if slots is not None else max(self.n_slots, 2 + self.spare_slots)
         if wanted != self.n_slots:
             log.info(
-                "lightck: slots= or tiers= needs %d slots, and the pool has %d. When the first step closes, the pool "
-                "is written anew with as many slots as needed, under the same path",
+                "lightck: slots=, tiers= or keep= needs %d slots, and the pool has %d. When the first step closes, the "
+                "pool is written anew with as many slots as needed, under the same path",
                 wanted,
                 self.n_slots,
             )

@@ -63,6 +63,11 @@ class SaveOptions:
         return exported[0] if exported else self.keep
 
     @property
+    def exports_argument(self) -> str:
+        """What asks for ``exports``, as the user has written it."""
+        return "keep=" if self.keep is not None else 'Tier(format="safetensors")'
+
+    @property
     def gradients(self) -> Gradients | None:
         """The strategy, if it stores gradients."""
         return self.strategy if isinstance(self.strategy, Gradients) else None

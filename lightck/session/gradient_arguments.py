@@ -166,7 +166,7 @@ def _refuse_other_arguments(options: SaveOptions, *, is_rank_pool: bool) -> None
             any(each.needs_certain_steps for each in options.tiers),
             "a certain checkpoint cannot be held until it is sent",
         ),
-        'Tier(format="safetensors")': (
+        options.exports_argument: (
             options.exports is not None,
             "a checkpoint that is kept would need the records of other steps too",
         ),

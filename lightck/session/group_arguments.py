@@ -24,7 +24,7 @@ def refuse_unsupported(arguments: Arguments, world_size: int) -> None:
         ),
         (
             options.exports is not None,
-            'Tier(format="safetensors")',
+            options.exports_argument,
             "use `lightck export` on the directory, also while training runs",
         ),
         (

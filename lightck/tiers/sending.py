@@ -96,7 +96,8 @@ class _Outgoing:
 
     def withdraw(self) -> None:
         """Remove what was put, because the checkpoint was not sent whole; end if the store fails: each of thousands of
-        objects might wait for a store that is not there. (``retain`` removes later what no manifest names.)"""
+        objects might wait for a store that is not there. (``retain`` or ``lightck gc`` removes later what no manifest
+        names.)"""
         with suppress(TierError):
             for name in [] if self.is_manifest_begun else self.put_names:
                 self.store.delete(str(name))

@@ -65,8 +65,9 @@ def attached(pools: Path, **options: Any) -> Callable[[int], Any]:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"keep": lightck.Keep(every=2, to="kept")}, UnsupportedError, "keep= is not supported in a group"),
         (
-            {"keep": lightck.Keep(every=2, to="kept")},
+            {"tiers": [lightck.Tier("kept", every=2, format="safetensors")]},
             UnsupportedError,
             r"Tier\(format=\"safetensors\"\) is not supported in a group",
         ),

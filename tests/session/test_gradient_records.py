@@ -260,6 +260,7 @@ def test_a_checkpoint_that_is_saved_again_is_full(training, pool):
         {"slots": 3},
         {"interval": "auto"},
         {"interval": lightck.Auto()},
+        {"keep": lightck.Keep(every=2, to="/tmp/x")},
         {"tiers": [lightck.Tier("/tmp/x", every=2, format="safetensors")]},
     ],
     ids=str,
