@@ -142,6 +142,8 @@ static bool make_team(void)
 static void *keep_team(void *arg)
 {
     lck_engine *engine = arg;
+    /* Named here, not by the thread that starts it: the team's other thread inherits the name that is set by then. */
+    (void)pthread_setname_np(pthread_self(), "lightck-openmp");
     for (bool kept = false;;) {
         uint32_t seen = atomic_load(&engine->pulse);
         bool stop = atomic_load(&engine->stop);
@@ -168,7 +170,6 @@ static int32_t start(lck_engine *engine)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (error != 0)
         return status_sys(error);
-    (void)pthread_setname_np(engine->team, "lightck-openmp");
     atomic_store(&engine->has_team, true);
     return LCK_OK;
 }

@@ -250,7 +250,7 @@ def test_the_extra_team_exists_only_while_a_checkpoint_with_passive_waiting_is_c
         Engine, "set_passive_waiting", lambda engine, on: turns.append(on) or set_passive_waiting(engine, on)
     )
     before = alive()
-    model = net(8 * BIG)  # half a second of copies: a busy machine takes its time to start threads
+    model = net(16 * BIG)  # a second of copies: a busy machine takes its time to start threads
     optimizer = adam(model)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         train(model, optimizer, 4)  # its gate ends the third checkpoint: every one was starved
