@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lightck.pool.format.structures import (
     COMMIT_RECORD_NBYTES,
@@ -74,6 +74,14 @@ class Blocks(NamedTuple):
     name: str
     first: int
     nbytes: int
+
+
+class BlockSource(Protocol):
+    """What a reader asks before it reads payload that its file may lack."""
+
+    def require(self, stored: StoredCheckpoint, places: Sequence[tuple[str, int, int, int]]) -> None:
+        """Bring these blocks (see ``StoredCheckpoint.read_blocks``) into the file, or raise an error."""
+        ...
 
 
 class PartialCopy:

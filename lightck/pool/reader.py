@@ -46,7 +46,7 @@ from lightck.pool.format.structures import (
     unpack_slot_header,
     uuid_words,
 )
-from lightck.pool.partial_copy import PartialCopy
+from lightck.pool.partial_copy import BlockSource
 from lightck.pool.slot_locks import hold
 from lightck.pool.storage import emulation
 from lightck.pool.storage.backend import Container
@@ -92,8 +92,8 @@ class PoolReader:
         self.damaged: set[tuple[int, int]] = set()
         """(number of the tensor record, generation) of what was read from a pool with gradient records and failed its
         checks."""
-        self.partial: PartialCopy | None = None
-        """Which payload the file has, if it is a partial copy of a pool; None if it is the pool."""
+        self.partial: BlockSource | None = None
+        """What knows which payload the file has, if the file lacks some; None if it is the pool."""
         self.superblock = self._read_superblock()
         self.group: GroupIdentity | None = None
         """The identity of a rank's pool, whose entries may have pieces; None if the pool is not that of a rank."""

@@ -28,6 +28,7 @@ from lightck.pool.format.boxes import Box, Ints
 from lightck.pool.format.layout import ITEM_NBYTES, Entry, contiguous_stride, is_dense
 from lightck.pool.format.pieces import Piece, is_flat
 from lightck.pool.format.structures import CommitRecord, DamagedError
+from lightck.pool.partial_copy import PartialCopy
 from lightck.pool.reader import StoredCheckpoint
 from lightck.restore.averages import mean_of
 from lightck.restore.contents import empty_for, load_tensor
@@ -216,16 +217,17 @@ class Relocated:
             damaged = None
             for position in sorted({*wholes, *boxes}):
                 stored = self.logical.of_ranks[position]
-                if stored.reader.partial is None:
+                partial = stored.reader.partial
+                if not isinstance(partial, PartialCopy):
                     continue
                 assert isinstance(stored, StoredCheckpoint), "pools with gradient records are not copied in part"
                 blocks = [(name, 0, stored.entries[name].nbytes) for name, _ in wholes.get(position, ())]
                 blocks += blocks_of(stored, boxes.get(position, []))
-                error = stored.reader.partial.damage_in(stored, blocks)
+                error = partial.damage_in(stored, blocks)
                 if error is not None:
                     damaged = position, error
                     break
-                stored.reader.partial.want(stored, blocks)
+                partial.want(stored, blocks)
             if damaged is None:
                 return
             self._avoid(*damaged, names)

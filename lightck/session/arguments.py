@@ -21,10 +21,9 @@ from lightck.session.replicas import Replicas
 from lightck.strategy.full import FullState
 from lightck.strategy.gradients import Gradients
 from lightck.strategy.replica import Replica
-from lightck.tiers.drain_link import n_spare_slots
 from lightck.tiers.keep import Keep, warn_deprecated
 from lightck.tiers.open_store import is_url, open_store
-from lightck.tiers.tier import Tier, checked_tiers
+from lightck.tiers.tier import Tier, checked_tiers, n_spare_slots
 
 AUTO_STRATEGY = "auto"
 """``attach(..., strategy="auto")``: see ``strategy_choice.py``."""

@@ -73,7 +73,7 @@ from lightck.state.optimizer_wrappers import enabled_scalers
 from lightck.state.storable import check_objects
 from lightck.stats import Meter
 from lightck.tiers.claiming import GoesOnFrom, claim_of
-from lightck.tiers.drain_link import DrainLink
+from lightck.tiers.drains import Drains
 from lightck.tiers.keep import Keep, Retention
 from lightck.tiers.pin import Holds
 from lightck.tiers.session_claim import claim_for_session, run_of_new_training
@@ -318,7 +318,8 @@ def _commit_participants(file: PoolFile, meter: Meter, group_start: GroupStart |
 
     holds = Holds(options.replicas.slots_min if file.is_rank_pool else 2, at_hand)
     keeper = Retention(options.exports, file.path, meter, holds) if options.exports is not None else None
-    tiers = DrainLink(options.tiers, file.path, meter, holds) if options.tiers else None
+    may_feed = group_start is None
+    tiers = Drains(options.tiers, file.path, meter, holds, may_feed=may_feed) if options.tiers else None
     if tiers is not None and group_start is None:
         _follow_tiers(file, tiers)
     elif tiers is not None and group_start is not None:
@@ -328,7 +329,7 @@ def _commit_participants(file: PoolFile, meter: Meter, group_start: GroupStart |
     )
 
 
-def _follow_tiers(file: PoolFile, tiers: DrainLink) -> None:
+def _follow_tiers(file: PoolFile, tiers: Drains) -> None:
     """Make the pool anew if a tier holds a newer checkpoint, and let the tiers be claimed before anything is saved."""
     if file.arguments.resume:
         bring_newest(file.path, file.backend, tiers.stores)
@@ -374,7 +375,7 @@ def _first_step(found: Found, arguments: Arguments, is_rank_known: bool) -> Firs
     return FirstStep(found.optimizers, found.state, "scheduler" in arguments.declined, scheduled, is_rank_known)
 
 
-def _start(session: Session, path: str, resumed: Resumed | None, arguments: Arguments, tiers: DrainLink | None) -> None:
+def _start(session: Session, path: str, resumed: Resumed | None, arguments: Arguments, tiers: Drains | None) -> None:
     """Start the drain, set the restored random states, and log what is saved and at which step the training starts."""
     if tiers is not None:
         tiers.start()

@@ -25,7 +25,7 @@ from lightck.session.capture import Capture
 from lightck.session.cross_check import CrossCheck
 from lightck.session.interval import Cadence
 from lightck.stats import Meter
-from lightck.tiers.drain_link import DrainLink
+from lightck.tiers.drains import Drains
 from lightck.tiers.keep import Retention
 from lightck.tiers.pin import Hold, Holds
 
@@ -36,7 +36,7 @@ class CommitParticipants:
 
     holds: Holds = field(default_factory=Holds)
     keeper: Retention | None = None
-    tiers: DrainLink | None = None
+    tiers: Drains | None = None
     nonfinite_check: NonfiniteCheck | None = None
 
     def register_with(self, pipeline: Pipeline) -> None:

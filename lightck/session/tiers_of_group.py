@@ -20,7 +20,7 @@ from lightck.restore.contents import Contents
 from lightck.session.capture import Capture
 from lightck.session.group import Group
 from lightck.tiers.claiming import GoesOnFrom, claim_of, read_claim
-from lightck.tiers.drain_link import DrainLink
+from lightck.tiers.drains import Drains
 from lightck.tiers.group_schedule import GroupSchedule
 from lightck.tiers.session_claim import Claimed, claim_for_session, run_of_new_training
 from lightck.tiers.store import Store
@@ -34,7 +34,7 @@ _SEEN_SECONDS_MAX, _PAUSE_SECONDS = 10.0, 0.2
 class TiersOfGroup:
     """The tiers of one session of a group, on this rank."""
 
-    def __init__(self, link: DrainLink, tiers: Sequence[Tier], group: Group, meeting: Meeting) -> None:
+    def __init__(self, link: Drains, tiers: Sequence[Tier], group: Group, meeting: Meeting) -> None:
         self._link, self._tiers, self._group, self._meeting = link, tiers, group, meeting
 
     def run_of_new_training(self, run_id: bytes) -> bytes:

@@ -1,8 +1,8 @@
 """Which checkpoint of several tiers is the newest, and how it compares with that of a pool.
 
 Checkpoints of one run are ordered by (claim, incarnation, step), all three as the checkpoint itself says. So a pool
-that went on from an old checkpoint, on a machine that was replaced, is older than what its successor has sent, even if
-its step is larger. On a tie the pool is taken, because nothing must be fetched then.
+that continued from an old checkpoint, on a machine that was replaced, is older than what its successor has sent, even
+if its step is larger. On a tie the pool is taken, because nothing must be fetched then.
 
 A checkpoint of a group has one manifest for each rank. All ranks of one checkpoint have one incarnation, because they
 have agreed on it; parts that differ in it belong to different histories, and are never put together.

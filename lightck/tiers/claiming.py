@@ -65,11 +65,11 @@ class GoesOnFrom(NamedTuple):
 
 
 NEWEST = GoesOnFrom(NUMBER_MAX)
-"""The training goes on from the newest checkpoint in the tier."""
+"""The training continues from the newest checkpoint in the tier."""
 
 
 def claim_tier(store: Store, run: str, written_by: str) -> Claim:
-    """Claim a tier for a run, which goes on from the newest checkpoint in it. Raises ``TierError``, also if the tier
+    """Claim a tier for a run, which continues from the newest checkpoint in it. Raises ``TierError``, also if the tier
     holds another run."""
     return claim_tiers([store], run, written_by, NEWEST)
 

@@ -200,7 +200,7 @@ class _Collection:
             if not may_collect(listing, claim, is_stopped=self.is_stopped, grace=self.grace):
                 continue
             if _may_be_gone_on_from(self.store, listing, claim, contents):
-                reason = "a training may go on from a pool that names it, and it says which checkpoints came before"
+                reason = "a training may continue from a pool that names it, and it says which checkpoints came before"
                 self.leave(CLAIM, [claim_name(claim)], reason)
                 continue
             self.remove(CLAIM, [claim_name(claim)])
@@ -237,9 +237,9 @@ def _named(
 def _may_be_gone_on_from(
     store: Store, listing: Listing, claim: Claim, contents: Mapping[ManifestName, TierManifest]
 ) -> bool:
-    """Whether a training may go on from a pool whose newest claim is ``claim``, and reads in its file which checkpoints
-    of this tier came before. No training does if a checkpoint here is of a training with a higher claim: it is newer
-    than the pool. (What ``lightck copy`` has sent is of the training, not of the claim below which it lies.)"""
+    """Whether a training may continue from a pool whose newest claim is ``claim``, and reads in its file which
+    checkpoints of this tier came before. No training does if a checkpoint here is of a training with a higher claim: it
+    is newer than the pool. (What ``lightck copy`` has sent is of the training, not of the claim where it lies.)"""
     if any((claim_of(each.claim) or Claim(0, "")) > claim for each in contents.values()):
         return False
     found = claim_if_there(store, claim)

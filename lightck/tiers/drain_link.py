@@ -11,7 +11,7 @@ training was killed. In a group of ranks only the checkpoints on which all have 
 (``group_schedule.py``), and rank 0 makes the claim for all.
 
 Invariant: the training waits for the drain only at ``finish``. The drain and what waits for it need no more slots than
-``n_spare_slots``: a checkpoint is held here until the drain holds it, by a hold that the training may break
+``Drains.n_spare_slots``: a checkpoint is held here until the drain holds it, by a hold that the training may break
 (``pool/slot_locks.py``).
 """
 
@@ -22,22 +22,24 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from lightck.errors import TierClaimedError, TierError
 from lightck.pool.listener import CommitListener
 from lightck.pool.writer import PoolWriter
-from lightck.stats import Meter, TierStats
+from lightck.stats import TierStats
 from lightck.tiers.claiming import GoesOnFrom, release
 from lightck.tiers.codecs import refuse_missing_libraries
 from lightck.tiers.decisions import GRACE_SECONDS
 from lightck.tiers.drain_messages import DrainSettings, DrainState, Parent, TierSettings
-from lightck.tiers.drain_reports import DrainReports, added
+from lightck.tiers.drain_reports import DrainReports, TierMeter, added, not_sent_error
 from lightck.tiers.drain_start import DrainHandle
+from lightck.tiers.due_steps import DueSteps
 from lightck.tiers.group_schedule import GroupSchedule
 from lightck.tiers.logged_metrics import LoggedMetrics
+from lightck.tiers.offer import Offer
 from lightck.tiers.open_store import open_store
 from lightck.tiers.pin import Hold, Holds
+from lightck.tiers.place import Place
 from lightck.tiers.session_claim import Claimed
 from lightck.tiers.tier import Tier
 
@@ -57,30 +59,31 @@ _CLOSING_SECONDS_MIN = 1.0
 
 
 class DrainLink(CommitListener):
-    """The tiers of one session. All methods are called on the training thread."""
+    """The tiers of one drain. All methods are called on the training thread."""
 
-    def __init__(self, tiers: Sequence[Tier], pool: str, meter: Meter, holds: Holds) -> None:
-        self._tiers, self._pool, self._meter, self._holds = tiers, pool, meter, holds
+    def __init__(self, tiers: Sequence[Tier], pool: str, meter: TierMeter, holds: Holds, place: Place) -> None:
+        """``place``: of this drain among those of the session."""
+        self._tiers, self._pool, self._meter, self._holds, self._place = tiers, pool, meter, holds, place
         self._pid = os.getpid()
         refuse_missing_libraries(each.compress for each in tiers)  # else the drain would miss it, much later
         self.stores = [open_store(each.path, each.options) for each in tiers]
         self._settings: DrainSettings | None = None
         self._handle: DrainHandle | None = None
         self._started_at, self._n_restarts, self._has_given_up = 0.0, 0, False
-        self._last_due = [0] * len(tiers)
-        """For each tier the step of the last checkpoint that was due by its step, or lies in the tier."""
-        self._is_empty, self._has_asked_for_first = [True] * len(tiers), False
-        """Whether the tier holds no checkpoint: then the first one is sent at once."""
+        self._due = DueSteps(tiers, self._place.feeds)
+        self._has_asked_for_first = False
+        self._fresh_from, self._is_fresh_reported = 0, True
+        """The step of the newest checkpoint when others were struck: it and older ones may hold old bytes."""
         self._schedule: GroupSchedule | None = None
         """What the ranks of a group send; None in a single process, and until the group has begun."""
         self._stop_agreeing: Callable[[], None] = lambda: None
-        self._planned: _Offer | None = None
+        self._planned: Offer | None = None
         """In a group: the checkpoint that is held until it is known whether all ranks send it."""
-        self._offer: _Offer | None = None
+        self._offer: Offer | None = None
         """The checkpoint that the drain is to send next."""
         self._is_offered = False
         """Whether it was reported to the drain."""
-        self._waiting: _Offer | None = None
+        self._waiting: Offer | None = None
         """The one after it."""
         self._last_offered: tuple[int, Mapping[str, float] | None] | None = None
         """Generation and metrics of the last checkpoint that was to be sent."""
@@ -92,6 +95,7 @@ class DrainLink(CommitListener):
         self._n_failures = [0] * len(tiers)
         self._raised: set[int] = set()
         self._is_superseded = [False] * len(tiers)
+        self._n_in_folder = [0] * len(tiers)
         self._is_miss_reported = False
         self._states: list[TierStats] = [TierStats(each.path) for each in tiers]
         self._before = list(self._states)
@@ -105,10 +109,6 @@ class DrainLink(CommitListener):
 
     def __str__(self) -> str:
         return " and ".join(f"{each.path} (every {each.every})" for each in self._tiers)
-
-    @property
-    def n_spare_slots(self) -> int:
-        return n_spare_slots(self._tiers)
 
     @property
     def keeps_best(self) -> bool:
@@ -132,8 +132,7 @@ class DrainLink(CommitListener):
         if goes_on_from is not None:
             named = "" if goes_on_from.claim is None else str(goes_on_from.claim)
             parent = Parent(named, goes_on_from.step, generation)
-        self._is_empty = list(claimed.is_empty)
-        self._last_due = [step or 0 for step in claimed.newest]
+        self._due.begin(claimed.newest, claimed.is_empty)
         self._states = [TierStats(tier.path, step) for tier, step in zip(self._tiers, claimed.newest, strict=True)]
         self._show()
         self._settings = DrainSettings(
@@ -141,11 +140,17 @@ class DrainLink(CommitListener):
             claimed.claim,
             release(),
             parent,
-            tuple(_settings_of(*each) for each in zip(self._tiers, claimed.has_parent, strict=True)),
+            tuple(
+                TierSettings.of(tier, has_parent=is_there)
+                for tier, is_there in zip(self._tiers, claimed.has_parent, strict=True)
+            ),
             GRACE_SECONDS,
             rank,
             len(pools_of_ranks),
             tuple(each for each in pools_of_ranks if each),
+            self._place.number,
+            tuple(TierSettings.of(each, has_parent=False) for each in self._place.other_tiers),
+            self._place.fed_from,
         )
 
     def agree(self, schedule: GroupSchedule, stop: Callable[[], None]) -> None:
@@ -157,6 +162,15 @@ class DrainLink(CommitListener):
         """For each tier the step of its newest checkpoint; None if it holds none."""
         return [each.step for each in self._states]
 
+    def n_sent(self, number: int) -> int:
+        """How many checkpoints a tier has got."""
+        return self._states[number].checkpoints
+
+    def takes_nothing(self, number: int) -> bool:
+        """Whether a tier fails, belongs to somebody else now, or has no drain any more."""
+        is_failing = self._states[number].failing_since is not None
+        return is_failing or self._is_superseded[number] or self._has_given_up
+
     def is_ready(self) -> bool:
         """Whether the drain could take a checkpoint now. Called on any thread."""
         handle = self._handle
@@ -167,12 +181,18 @@ class DrainLink(CommitListener):
         assert self._settings is not None, "the tiers are claimed"
         self._before, self._has_asked_for_first = list(self._states), False
         self.reports.drain_begins()
-        self._handle, self._started_at = DrainHandle(self._settings), time.monotonic()
+        tiers = (
+            replace(tier, newest_step=each.step) for tier, each in zip(self._settings.tiers, self._states, strict=True)
+        )
+        self._handle = DrainHandle(replace(self._settings, tiers=tuple(tiers)))
+        self._started_at = time.monotonic()
         for step, metrics in self._metrics.of_steps.items():
             self._handle.send({"metrics": metrics, "step": step})
         if self._signal_grace is not None:
             self._handle.send({"grace": self._signal_grace})
-        if any(each.needs_certain_steps for each in self._tiers):
+        self._is_fresh_reported = not self._fresh_from
+        self._report_fresh()
+        if any(each.needs_certain_steps for each in self._tiers) and not self._place.is_fed:
             self._wait_until_ready(self._handle)
 
     @staticmethod
@@ -192,8 +212,27 @@ class DrainLink(CommitListener):
             return
         if self._settings.world_size > 1:
             self._follow_schedule(writer, step)
-        elif due := self._due_at(step):
+        elif due := self._due.at(step, self._metrics.at(step) or {}):
             self._offer_checkpoint(writer, step, due)
+
+    def follow(self, step: int) -> None:
+        """A checkpoint is committed. What this drain is to send comes into the folder."""
+        self._newest = step
+        self.read()
+        self._report_fresh()
+
+    def look(self) -> None:
+        """Something has come into the folder."""
+        if self._handle is not None:
+            self._handle.send({"look": True})
+
+    def struck(self, slots: Sequence[int]) -> None:
+        self._fresh_from, self._is_fresh_reported = self._newest, not self._place.is_fed
+        self._report_fresh()
+
+    def _report_fresh(self) -> None:
+        if not self._is_fresh_reported and self._handle is not None:
+            self._is_fresh_reported = self._handle.send({"fresh_from": self._fresh_from})
 
     def _follow_schedule(self, writer: PoolWriter, step: int) -> None:
         """Hold the checkpoint if the ranks have planned to send this step; offer it when all do."""
@@ -208,8 +247,8 @@ class DrainLink(CommitListener):
             assert slot is not None, "a checkpoint was committed"
             generation = writer.slots.slots[slot].generation
             assert generation is not None, "its content is known"
-            hold = self._holds.take_slot(writer, slot) if self.n_spare_slots else None
-            self._planned = _Offer(step, generation, list(plan.items), hold)
+            hold = self._hold(writer, slot)
+            self._planned = Offer(step, generation, list(plan.items), hold)
         if self._planned is not None and (is_agreed := schedule.verdict()) is not None:
             if is_agreed:
                 self._offer, self._is_offered, self._planned = self._planned, False, None
@@ -235,19 +274,6 @@ class DrainLink(CommitListener):
                 roots,
             )
 
-    def _due_at(self, step: int) -> list[int]:
-        """Return the numbers of the tiers for which the checkpoint of a step is due."""
-        due = []
-        logged = self._metrics.at(step) or {}
-        for number, tier in enumerate(self._tiers):
-            every, last = tier.every_steps, self._last_due[number]
-            is_due = self._is_empty[number] or (every is not None and step // every > last // every)
-            is_due |= tier.keep_every is not None and step % tier.keep_every == 0
-            is_due |= tier.keep_best is not None and tier.keep_best[0] in logged
-            if is_due:
-                due.append(number)
-        return due
-
     def _offer_checkpoint(self, writer: PoolWriter, step: int, due: list[int]) -> None:
         """Hold the newest checkpoint, and tell the drain; if it is busy, only if certain tiers need this checkpoint.
         (Otherwise one that is committed when the drain is ready will do.)"""
@@ -260,38 +286,42 @@ class DrainLink(CommitListener):
             return
         if self._handle.state.is_busy or self._offer is not None:
             self._ask_for_first(due)
-            due = [number for number in due if self._is_certain(number, step)]
+            due = [number for number in due if self._due.is_certain(number, step, metrics or {})]
             # The drain holds one, or is about to take the one that was offered; and one can wait.
             if due and (self._waiting is not None or (self._offer is not None and not self._is_offered)):
                 self._count_missed(step, due)
                 return
             if not due:
                 return
-        offer = _Offer(step, generation, due, self._holds.take_slot(writer, slot) if self.n_spare_slots else None)
+        offer = Offer(step, generation, due, self._hold(writer, slot))
         self._last_offered = generation, metrics
         if self._offer is None:
             self._offer, self._is_offered = offer, False
         else:
             self._waiting = offer
         for number in due:
-            self._last_due[number], self._is_empty[number] = step, False
+            self._due.taken(number, step)
         self._tell()
         self._show()
 
     def _ask_for_first(self, due: list[int]) -> None:
         """Let the drain take the first checkpoint of a tier by itself when it can: the next commit may be far away."""
-        first = [number for number in due if self._is_empty[number]]
+        first = [number for number in due if self._due.is_empty[number]]
         if first and not self._has_asked_for_first and self._handle is not None:
             self._has_asked_for_first = self._handle.send({"first": first})
 
-    def _is_certain(self, number: int, step: int) -> bool:
-        tier = self._tiers[number]
-        if tier.keep_every is not None and step % tier.keep_every == 0:
-            return True
-        return tier.keep_best is not None and tier.keep_best[0] in (self._metrics.at(step) or {})
+    def _hold(self, writer: PoolWriter, slot: int) -> Hold | None:
+        """Hold a checkpoint for the drain, if the pool has a slot for that."""
+        return self._holds.take_slot(writer, slot) if self._place.may_hold() else None
+
+    @property
+    def n_holds(self) -> int:
+        """How many checkpoints are held until the drain holds them."""
+        return sum(each is not None and each.hold is not None for each in (self._offer, self._waiting, self._planned))
 
     def _count_missed(self, step: int, numbers: list[int]) -> None:
-        roots = " and ".join(repr(self._tiers[number].path) for number in numbers)
+        tiers = [each for number in numbers for each in (self._tiers[number], *self._place.feeds.get(number, ()))]
+        roots = " and ".join(repr(each.path) for each in tiers)
         log.warning(
             "lightck: the checkpoint of step %d, for which keep_every or keep_best asked, is not sent to the tier %s: "
             "one is being sent, and one waits. If this comes again, ask for fewer checkpoints, or use a faster folder",
@@ -353,6 +383,7 @@ class DrainLink(CommitListener):
                 self.ask_for_newest()
                 asked_at = now
             handle.wait(max(0.0, min(0.2, deadline - now)))
+        self.read(may_start=False)  # the time may have been over before
         return [each.root for each in self._states if (each.step or 0) < step]
 
     def names(self) -> str:
@@ -397,17 +428,22 @@ class DrainLink(CommitListener):
                 self._warned.discard(number)
                 self._raised.discard(number)
                 log.warning("lightck: checkpoints are sent to the tier %r again", self._tiers[number].path)
-            if self._is_empty[number] and each.checkpoints and each.step is not None:  # the drain took it by itself
-                self._last_due[number], self._is_empty[number] = each.step, False
+            if self._due.is_empty[number] and each.checkpoints and each.step is not None:  # the drain took it by itself
+                self._due.taken(number, each.step)
         if state.tiers:
             self._states = [added(before, each) for before, each in zip(self._before, state.tiers, strict=True)]
             self._is_superseded = [each.is_superseded for each in state.tiers]
+            self._n_in_folder = [each.waiting for each in state.tiers]
         self._show()
 
     def _show(self) -> None:
         offers = [each for each in (self._offer, self._waiting) if each is not None]
         self._meter.tiers = tuple(
-            replace(each, failures=self._n_failures[number], waiting=sum(number in one.tiers for one in offers))
+            replace(
+                each,
+                failures=self._n_failures[number],
+                waiting=self._n_in_folder[number] + sum(number in one.tiers for one in offers),
+            )
             for number, each in enumerate(self._states)
         )
 
@@ -487,15 +523,7 @@ class DrainLink(CommitListener):
         return None
 
     def _error(self, number: int) -> TierError:
-        stats = self._states[number]
-        newest = "no checkpoint yet" if stats.step is None else f"step {stats.step}"
-        reason = str(stats.error).partition(". ")[0].rstrip(".")
-        return TierError(
-            f"Step {self._newest} could not be sent. {reason}. The tier holds {newest}; the pool and its checkpoints "
-            "are intact. Look at the folder or store (that it is there, its owner, the space); then go on, and the "
-            "newest checkpoint is sent again; or send it by hand when the training has ended: "
-            f"{self._tiers[number].drain_command(self._pool)}."
-        )
+        return not_sent_error(self._tiers[number], self._states[number], self._newest, self._pool)
 
     # -- at the end
 
@@ -564,37 +592,3 @@ class DrainLink(CommitListener):
             self._stop_agreeing()
         self._schedule = None
         self._drop_planned()
-
-
-class _Offer(NamedTuple):
-    """A checkpoint that the drain is to send."""
-
-    step: int
-    generation: int
-    tiers: list[int]
-    """The numbers of the tiers for which it is due."""
-    hold: Hold | None
-    """None: the pool has no slot for it to be held in, so the training may overwrite it before the drain holds it."""
-
-
-def n_spare_slots(tiers: Sequence[Tier]) -> int:
-    """Return how many slots a pool needs more because of its tiers: one that the drain holds, and one for a checkpoint
-    that must be sent and waits until the drain is ready."""
-    if not any(each.spare_slot for each in tiers):
-        return 0
-    return 2 if any(each.needs_certain_steps for each in tiers) else 1
-
-
-def _settings_of(tier: Tier, has_parent: bool) -> TierSettings:
-    return TierSettings(
-        tier.path,
-        tier.every_seconds,
-        tier.keep_last,
-        tier.keep_every,
-        tier.keep_best,
-        has_parent=has_parent,
-        bytes_per_second=tier.bytes_per_second,
-        options=dict(tier.options or {}),
-        compress=tier.compress,
-        reread_seconds=tier.reread_seconds,
-    )

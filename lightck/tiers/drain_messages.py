@@ -8,6 +8,8 @@ training -> drain    once a ``DrainSettings``; then
                      ``{"persists": true}``: it will not wait for the end for long, so attempts go on without it
                      ``{"newest": true}``: send the newest checkpoint now
                      ``{"grace": seconds}``: signals may announce the end so long before it
+                     ``{"look": true}``: the folder from which this drain is fed has got a checkpoint
+                     ``{"fresh_from": step}``: checkpoints of this step and of earlier ones may hold old bytes
 drain -> training    a ``DrainState``. It holds everything that the training must know, so that a message may be
                      left out if a later one follows
 """
@@ -18,9 +20,12 @@ import json
 import signal
 import socket
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightck.tiers.decisions import KeepBest, Retention
+
+if TYPE_CHECKING:
+    from lightck.tiers.tier import Tier
 
 DRAIN_MODULE = "lightck.tiers.drain_process"
 """What the command line of a drain names."""
@@ -41,6 +46,8 @@ class TierSettings:
     root: str
     every_seconds: float | None
     """None: the training offers checkpoints when they are due."""
+    every_steps: int | None
+    """None: a checkpoint is due by time."""
     keep_last: int | None
     keep_every: int | None
     keep_best: tuple[str, int, str] | None
@@ -53,6 +60,24 @@ class TierSettings:
     compress: str | None = None
     reread_seconds: float | None = None
     """In which time everything in the tier is read again; None: it is not."""
+    newest_step: int | None = None
+    """Of the checkpoint that the tier holds when the drain begins; None: there is none."""
+
+    @classmethod
+    def of(cls, tier: Tier, *, has_parent: bool) -> TierSettings:
+        return cls(
+            tier.path,
+            tier.every_seconds,
+            tier.every_steps,
+            tier.keep_last,
+            tier.keep_every,
+            tier.keep_best,
+            has_parent,
+            tier.bytes_per_second,
+            dict(tier.options or {}),
+            tier.compress,
+            tier.reread_seconds,
+        )
 
     @property
     def retention(self) -> Retention:
@@ -85,6 +110,12 @@ class DrainSettings:
     world_size: int = 1
     pools_of_ranks: tuple[str, ...] = ()
     """The pools of all ranks of the group, if they lie in one directory; else empty."""
+    number: int = 0
+    """Of this drain among those of its training. Number 0 reads the pool again."""
+    other_tiers: tuple[TierSettings, ...] = ()
+    """The tiers of the training that its other drains serve."""
+    fed_from: int | None = None
+    """Number of the folder among ``other_tiers`` from which the only tier of this drain is fed (``feeding.py``)."""
 
     def packed(self) -> dict[str, Any]:
         return asdict(self)
@@ -92,12 +123,15 @@ class DrainSettings:
     @classmethod
     def unpacked(cls, message: dict[str, Any]) -> DrainSettings:
         parent = None if message["parent"] is None else Parent(**message["parent"])
-        tiers = tuple(
-            TierSettings(**{**each, "keep_best": each["keep_best"] and tuple(each["keep_best"])})
-            for each in message["tiers"]
-        )
+        both: dict[str, Any] = {
+            key: tuple(
+                TierSettings(**{**each, "keep_best": each["keep_best"] and tuple(each["keep_best"])})
+                for each in message[key]
+            )
+            for key in ("tiers", "other_tiers")
+        }
         pools = tuple(message["pools_of_ranks"])
-        return cls(**{**message, "parent": parent, "tiers": tiers, "pools_of_ranks": pools})
+        return cls(**{**message, **both, "parent": parent, "pools_of_ranks": pools})
 
 
 @dataclass
@@ -129,6 +163,8 @@ class TierState:
     """Why the last attempt failed; None after a success."""
     failing_since: float | None = None
     is_superseded: bool = False
+    waiting: int = 0
+    """Checkpoints that the tier is to be sent from a folder."""
     reread: Reread = field(default_factory=Reread)
 
 

@@ -1,10 +1,13 @@
 """The drain: a process that sends checkpoints of a running training to its tiers. It runs without torch.
 
     settings     come over the socket, never by the command line, which others can read
-    lock         POOL.drain: one drain per pool. That of a training that was killed finishes first, if it does so soon
+    lock         POOL.drain (``drain_lock.py``). The drain of a training that was killed finishes first, if it does so
+                 soon
     wait         for an offer, for the time of a tier, or for the end of the training
     hold, send   the checkpoint to each tier for which it is due, one after the other, compressed if the tier says so
                  (``sending.py``)
+    feed         an object store that has a drain of its own: what lies in a folder is sent to it, and the pool is left
+                 alone (``feeding.py``)
     pace         at the rate of a tier, until a signal has come or the training was killed
     retain       remove from the tier what need not stay (``decisions.py``)
     end          the training is closed, or is gone: send the newest checkpoint to each tier that lacks it, and end
@@ -21,16 +24,13 @@ found by their names, and what is not named is removed later).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
-import random
 import select
 import signal
 import socket
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -45,32 +45,38 @@ from lightck.errors import (
 from lightck.pool.format.saved_by import saved_by
 from lightck.pool.format.structures import CommitRecord, DamagedError
 from lightck.pool.reader import PoolReader, StoredCheckpoint, open_pool
+from lightck.tiers.checkpoint_in_tier import FolderUnreachableError, checkpoint_in_tier
 from lightck.tiers.claiming import claim_of
+from lightck.tiers.drain_lock import DrainLock
 from lightck.tiers.drain_messages import (
     ANNOUNCING_SIGNALS,
     PROCESS_NAME,
     DrainSettings,
     DrainState,
-    TierSettings,
-    TierState,
     receive_message,
     send_message,
 )
+from lightck.tiers.due_steps import Metrics
+from lightck.tiers.feeding import LOOK_SECONDS, Feed
+from lightck.tiers.folder import FolderStore
 from lightck.tiers.held_checkpoint import OverwrittenError, held, record_of
 from lightck.tiers.last_of_group import generations_at_end
 from lightck.tiers.names import ManifestName, TierCheckpoint, Writer
 from lightck.tiers.open_store import open_store
+from lightck.tiers.outlet import Outlet
+from lightck.tiers.pauses import PAUSE_SECONDS, pause_after
 from lightck.tiers.rates import Pacer
 from lightck.tiers.rereading import Rereading
+from lightck.tiers.tier_manifest import read_manifest
 from lightck.tiers.tier_writer import TierWriter
 
 NICENESS = 10
+_NICENESS_FED = 5
+"""So much more for a drain that is fed from a folder: at the end the folder gets the newest checkpoint first."""
 _POLL_SECONDS = 1.0
 """How often the process looks whether the training still lives, if the socket does not say so."""
 _PROGRESS_SECONDS = 1.0
 """How often progress is reported."""
-_PAUSE_SECONDS, _PAUSE_SECONDS_MAX = 1.0, 60.0
-"""The pause after a failed attempt doubles from one to the other."""
 _PAUSE_SECONDS_MAX_AT_END, _PAUSE_SECONDS_ALONE = 5.0, 0.2
 _ORPHAN_SECONDS_MAX = 600.0
 """How long the process outlives its training."""
@@ -79,37 +85,6 @@ _OTHER_SECONDS_MAX, _OTHER_SECONDS_MAX_AT_END = 30.0, 5.0
 _N_ATTEMPTS_AT_END, _N_OVERTAKEN_MAX = 3, 20
 _N_METRICS_MAX = 1000
 """Of how many steps the metrics are remembered."""
-
-
-@dataclass
-class _Outlet:
-    """One tier."""
-
-    settings: TierSettings
-    pacer: Pacer
-    writer: TierWriter | None = None
-    """None: nothing was written yet."""
-    state: TierState = field(default_factory=TierState)
-    next_at: float = 0.0
-    """When a checkpoint is due by time, or the next attempt may be made: seconds of ``time.monotonic``."""
-    n_failures: int = 0
-    """How many attempts have failed since the last success. Then the next one sends the newest checkpoint."""
-    is_damage: bool = False
-    """Whether the last attempt failed because the checkpoint is damaged, so that another attempt does not help."""
-    lacks_first: bool = False
-    """Whether the first checkpoint was committed while this process could not take it. Then it is due now."""
-    sent: tuple[int, Mapping[str, float] | None] | None = None
-    """Generation of the newest checkpoint that was sent, and the metrics with which it was."""
-
-    def hashes(self) -> Mapping[ManifestName, bytes]:
-        """SHA-256 of each manifest that was written."""
-        return {} if self.writer is None else self.writer.hashes
-
-    def is_due(self, now: float) -> bool:
-        if self.state.is_superseded:
-            return False
-        is_timed = self.settings.every_seconds is not None or self.n_failures > 0
-        return (is_timed and now >= self.next_at) or (self.lacks_first and not self.n_failures)
 
 
 class DrainProcess:
@@ -121,10 +96,19 @@ class DrainProcess:
         assert claim is not None, "the training has made it"
         self._own = Writer(claim, settings.rank, settings.world_size)
         self._outlets = [
-            _Outlet(each, Pacer(each.bytes_per_second, wait=self._wait_for_rate)) for each in settings.tiers
+            Outlet(each, Pacer(each.bytes_per_second, wait=self._wait_for_rate)) for each in settings.tiers
         ]
         self._state = DrainState(tiers=[each.state for each in self._outlets])
         self._rereading = Rereading(settings, self._own, self._state, [each.hashes for each in self._outlets])
+        self._lock = DrainLock(settings.pool, settings.number)
+        self._feed: Feed | None = None
+        """What lies in the folder from which the only tier is fed; None also before the store was reached."""
+        self._looks_at = 0.0
+        """When the folder is listed next."""
+        self._fresh_from = 0
+        """Checkpoints of this step and of earlier ones are not sent from the folder any more."""
+        self._fed_step: int | None = None
+        """Of the checkpoint that is being sent from the folder."""
         self._offer: tuple[int, list[int]] | None = None
         """Generation of a checkpoint that the training holds for this process, and the numbers of the tiers for which
         it is due."""
@@ -145,7 +129,7 @@ class DrainProcess:
 
     def run(self) -> None:
         """Serve the training until it ends."""
-        lock = DrainLock(self._settings.pool)
+        lock = self._lock
         try:
             began = time.monotonic()
             while not lock.take():
@@ -154,8 +138,9 @@ class DrainProcess:
                     break  # two drains disturb each other's holds, and nothing else
                 self._wait()
             while not self._is_closing and not self._is_alone:
+                lock.take()
                 self._serve()
-                self._wait(self._rereading.next_at)
+                self._wait(min(self._rereading.next_at, self._looks_at if self.is_fed else math.inf))
                 self._reread()
             self._serve()  # what was offered before the end
             self._finish(time.monotonic() + _ORPHAN_SECONDS_MAX)
@@ -205,6 +190,9 @@ class DrainProcess:
             self._is_urgent |= "newest" in message
             self._persists |= "persists" in message
             self._grace = message.get("grace", self._grace)
+            self._fresh_from = message.get("fresh_from", self._fresh_from)
+            if "look" in message:
+                self._looks_at = 0.0
             if "newest" in message or "persists" in message:  # a signal has come, and so much time is left
                 self._lift_rates()
         self._is_alone |= os.getppid() != self._parent_pid
@@ -224,10 +212,14 @@ class DrainProcess:
             self._read()
             self._report_progress()
 
-    def _pace(self, outlet: _Outlet, nbytes: int) -> None:
+    def _pace(self, outlet: Outlet, nbytes: int) -> None:
         """Wait until a piece may be put to a tier."""
         outlet.pacer.spend(nbytes)
         self._report_progress()
+        if self._fed_step is not None:  # this may take long, and there is no slot that says that bytes are stale
+            self._read()
+            if self._fed_step <= self._fresh_from:
+                raise DamagedError("it may hold old bytes, because lightck noticed a write too late")
 
     def _report_progress(self) -> None:
         self._state.progress += 1
@@ -253,6 +245,8 @@ class DrainProcess:
         if is_urgent and self._is_of_group:
             for last in self._generations_at_end():
                 self._send(self._outlets, last)
+        if self.is_fed and not is_urgent:
+            due = self._serve_from_folder(self._outlets[0], is_time=bool(due))
         if due:
             self._send(due)
         for each in due:
@@ -263,7 +257,114 @@ class DrainProcess:
             self._state.is_busy = False
             self._report()
 
-    def _is_due(self, outlet: _Outlet, now: float) -> bool:
+    @property
+    def is_fed(self) -> bool:
+        """Whether the only tier is fed from a folder."""
+        return self._settings.fed_from is not None
+
+    def _serve_from_folder(self, outlet: Outlet, *, is_time: bool, newest_first: bool = False) -> list[Outlet]:
+        """Send the tier one checkpoint that has come into the folder. ``is_time``: whether one is due by time, or by
+        the time of the next attempt. Returns the tier if it is to be sent the pool's newest checkpoint instead."""
+        now, is_retry = time.monotonic(), outlet.n_failures > 0
+        if not is_time and now < self._looks_at:
+            return []
+        self._looks_at = now + LOOK_SECONDS
+        if outlet.state.is_superseded or (is_retry and not is_time):
+            return []
+        feed = self._feed_of(outlet)
+        if feed is None:
+            return []
+        feed.look(self._fresh_from)
+        if outlet.state.step is not None:
+            feed.passed(outlet.state.step)  # it may come from the pool
+        outlet.state.waiting = feed.n_waiting
+        name = feed.choose(is_time=is_time, newest_first=newest_first)
+        if name is None:
+            if is_retry:
+                outlet.has_recovered()
+            return [outlet] if is_time and (is_retry or not self._waits_for_folder(outlet, feed, now)) else []
+        try:
+            metrics = self._send_from_folder(outlet, feed, name)
+        except (FolderUnreachableError, TierError):  # of the folder, whose own drain reports it
+            feed.postpone(name)
+            return [outlet] if is_time else []
+        except (DamagedError, PoolError) as err:
+            self._state.report(
+                f"The checkpoint of step {name.step} could not be read in {str(feed.folder)!r}: {err}. "
+                f"{outlet.settings.root!r} is sent the pool's newest one instead"
+            )
+            feed.done(name, None)
+            self._looks_at = 0.0
+            return [outlet]
+        if outlet.n_failures or outlet.state.is_superseded:
+            return []
+        feed.done(name, metrics)
+        outlet.lacks_first, outlet.state.waiting = False, feed.n_waiting
+        if is_time and feed.newest is None:
+            outlet.next_at = now + (outlet.settings.every_seconds or 0.0)
+        self._looks_at = 0.0  # there may be more, but what the training has said meanwhile comes first
+        return []
+
+    def _finish_folder(self, until: float) -> None:
+        """Send what the tier needs and the folder has, if it is not there yet. After a kill the drain of the folder may
+        still be sending. ``until``: when to give up after a kill."""
+        outlet, n_attempts = self._outlets[0], 0
+        while not outlet.state.is_superseded and not (self._is_alone and time.monotonic() > until):
+            is_coming = self._is_alone and self._lock.is_another_at_work(0)
+            self._looks_at = 0.0
+            self._serve_from_folder(outlet, is_time=outlet.n_failures > 0)
+            if not self._is_alone:
+                self._read()
+            if outlet.n_failures:
+                n_attempts += 1
+                if n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone and not self._persists:
+                    break
+                time.sleep(min(PAUSE_SECONDS * 2 ** min(n_attempts, 8), _PAUSE_SECONDS_MAX_AT_END))
+            elif self._feed is None or not self._feed.n_waiting:
+                if not is_coming:
+                    break
+                time.sleep(_PAUSE_SECONDS_ALONE)
+
+    def _waits_for_folder(self, outlet: Outlet, feed: Feed, now: float) -> bool:
+        """Whether a tier that is due by time waits for the next checkpoint of the folder: for one period at most after
+        the last one came there."""
+        period = outlet.settings.every_seconds or 0.0
+        if now >= feed.came_at + period:
+            return False
+        outlet.next_at = self._looks_at = now + min(LOOK_SECONDS, period)
+        return True
+
+    def _feed_of(self, outlet: Outlet) -> Feed | None:
+        """Return what lies in the folder; None if it is not known, because the store was not reached."""
+        if self._feed is None:
+            assert self._settings.fed_from is not None, "asked before"
+            try:
+                writer = self._writer_of(outlet)
+            except TierError as err:
+                self._failed(outlet, str(err))
+                return None
+            folder = FolderStore(self._settings.other_tiers[self._settings.fed_from].root)
+            self._feed = Feed(folder, self._own, outlet.settings, writer.sent())
+        return self._feed
+
+    def _send_from_folder(self, outlet: Outlet, feed: Feed, name: ManifestName) -> Metrics:
+        """Send a checkpoint that lies in the folder, and return the metrics with which it is sent. Raises
+        ``DamagedError``, ``PoolError`` and ``TierError`` if it cannot be read there; if the store fails, the next
+        attempt is planned."""
+        self._state.is_busy, self._fed_step = True, name.step
+        self._report()
+        try:
+            manifest = read_manifest(feed.folder, name)
+            if manifest.metrics:
+                self._metrics.setdefault(name.step, manifest.metrics)
+            metrics = self._metrics.get(name.step, {})
+            with checkpoint_in_tier(feed.folder, manifest) as stored:
+                self._send_to(outlet, stored)
+        finally:
+            self._fed_step = None
+        return metrics
+
+    def _is_due(self, outlet: Outlet, now: float) -> bool:
         """Whether a tier is due by its time. In a group of ranks the trainings watch the time, and this process only
         that of the next attempt."""
         return outlet.is_due(now) and (not self._is_of_group or outlet.n_failures > 0)
@@ -292,8 +393,12 @@ class DrainProcess:
 
     def _finish(self, until: float) -> None:
         """Send the newest checkpoint to each tier that lacks it. ``until``: when to give up."""
+        if self.is_fed and self._is_closing:  # the folder has got the newest one before
+            self._serve_from_folder(self._outlets[0], is_time=True, newest_first=True)
         for generation in self._generations_at_end():
             self._finish_with(generation, until)
+        if self.is_fed:
+            self._finish_folder(until)
         self._state.is_busy, self._state.is_done = False, True
         self._report()
 
@@ -308,9 +413,9 @@ class DrainProcess:
             is_last = n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone and not self._persists
             if not left or is_last or time.monotonic() > until:
                 break
-            time.sleep(min(_PAUSE_SECONDS * 2 ** (n_attempts - 1), _PAUSE_SECONDS_MAX_AT_END))
+            time.sleep(min(PAUSE_SECONDS * 2 ** (n_attempts - 1), _PAUSE_SECONDS_MAX_AT_END))
 
-    def _send(self, outlets: Iterable[_Outlet], generation: int | None = None, *, is_last: bool = False) -> None:
+    def _send(self, outlets: Iterable[Outlet], generation: int | None = None, *, is_last: bool = False) -> None:
         """Send one checkpoint to these tiers, and remove what need not stay. ``generation``: of the checkpoint; None:
         the newest. ``is_last``: the training has ended, so the checkpoint from which it went on counts too."""
         left = [each for each in outlets if not each.state.is_superseded]
@@ -332,7 +437,7 @@ class DrainProcess:
             )
         except PoolNotFoundError:  # not made yet, or removed: there is nothing to send
             for each in left:
-                each.n_failures = 0
+                each.has_recovered()
         except (PoolError, UnsupportedError, DamagedError) as err:
             for each in left:
                 self._failed(each, f"The checkpoint cannot be read: {err}")
@@ -346,14 +451,14 @@ class DrainProcess:
         self._report()
 
     def _send_from(
-        self, reader: PoolReader, outlets: list[_Outlet], generation: int | None, *, is_last: bool
-    ) -> list[_Outlet]:
+        self, reader: PoolReader, outlets: list[Outlet], generation: int | None, *, is_last: bool
+    ) -> list[Outlet]:
         """Send one checkpoint of an open pool. Returns the tiers that lack it because it was overwritten meanwhile.
         Raises ``DamagedError`` and ``PoolError``."""
         record = record_of(reader, generation)
         if record is None or all(self._is_sent(record, each) for each in outlets):
             for each in outlets:
-                each.n_failures = 0
+                each.has_recovered()
             if record is not None and generation is not None:
                 self._answer(generation)
             return []
@@ -365,14 +470,14 @@ class DrainProcess:
                     self._answer(generation)
                 for number, each in enumerate(outlets):
                     if not self._belongs(stored, each, is_last=is_last):
-                        each.n_failures = 0  # there is nothing left to try again
+                        each.has_recovered()  # there is nothing left to try again
                     elif not self._send_until_it_is_there(each, stored):
                         return outlets[number:]
         except OverwrittenError:
             return outlets
         return []
 
-    def _send_until_it_is_there(self, outlet: _Outlet, stored: StoredCheckpoint) -> bool:
+    def _send_until_it_is_there(self, outlet: Outlet, stored: StoredCheckpoint) -> bool:
         """Send a held checkpoint to a tier. A rank of a group tries again and again, because the other ranks send this
         checkpoint too, and no other one helps. Returns False if it was overwritten meanwhile."""
         until = time.monotonic() + _ORPHAN_SECONDS_MAX
@@ -385,11 +490,11 @@ class DrainProcess:
                 return True
         return False
 
-    def _is_sent(self, record: CommitRecord, outlet: _Outlet) -> bool:
+    def _is_sent(self, record: CommitRecord, outlet: Outlet) -> bool:
         """Whether a checkpoint, with what was logged at its step, was sent to a tier."""
         return outlet.sent == (record.payload_generation, self._metrics.get(record.step))
 
-    def _belongs(self, stored: StoredCheckpoint, outlet: _Outlet, *, is_last: bool) -> bool:
+    def _belongs(self, stored: StoredCheckpoint, outlet: Outlet, *, is_last: bool) -> bool:
         """Whether a checkpoint is of this training, and is not in the tier yet. Raises ``DamagedError``."""
         generation, parent = stored.record.payload_generation, self._settings.parent
         if self._is_sent(stored.record, outlet):
@@ -398,7 +503,7 @@ class DrainProcess:
             return True
         return is_last and parent is not None and not outlet.settings.has_parent and parent.generation == generation
 
-    def _send_to(self, outlet: _Outlet, stored: StoredCheckpoint) -> bool:
+    def _send_to(self, outlet: Outlet, stored: StoredCheckpoint) -> bool:
         """Send a held checkpoint to a tier. Returns False if it was overwritten meanwhile."""
         began, metrics = time.monotonic(), self._metrics.get(stored.step)
         try:
@@ -409,15 +514,19 @@ class DrainProcess:
             self._report()
             return True
         except (DamagedError, PoolError, TierError) as err:
+            if self._fed_step is not None and not isinstance(err, TierError):
+                raise
             if not stored.owns_slot():
                 return False
             is_damage = isinstance(err, DamagedError)
             self._failed(outlet, f"The checkpoint of step {stored.step} is damaged: {err}" if is_damage else str(err))
             outlet.is_damage = is_damage
             return True
-        outlet.sent, outlet.n_failures = (stored.record.payload_generation, metrics), 0
-        state = outlet.state
-        state.step, state.sent_at, state.seconds = stored.step, time.time(), time.monotonic() - began
+        generation, state, outlet.n_failures = stored.record.payload_generation, outlet.state, 0
+        if outlet.sent is None or generation >= outlet.sent[0]:
+            outlet.sent = generation, metrics
+        state.step = max(stored.step, state.step or 0)
+        state.sent_at, state.seconds = time.time(), time.monotonic() - began
         state.checkpoints += 1
         state.sent_nbytes += sent.nbytes
         if state.failing_since is not None:
@@ -426,7 +535,7 @@ class DrainProcess:
         self._retain(outlet, writer)
         return True
 
-    def _writer_of(self, outlet: _Outlet) -> TierWriter:
+    def _writer_of(self, outlet: Outlet) -> TierWriter:
         """Return what writes to a tier; at its first use, read what lies in the tier already."""
         if outlet.writer is None:
             store = open_store(outlet.settings.root, outlet.settings.options)
@@ -445,7 +554,7 @@ class DrainProcess:
             outlet.writer = writer
         return outlet.writer
 
-    def _retain(self, outlet: _Outlet, writer: TierWriter) -> None:
+    def _retain(self, outlet: Outlet, writer: TierWriter) -> None:
         """Remove what need not stay. What could not be removed is removed after the next checkpoint."""
         before = outlet.state.error
         try:
@@ -456,52 +565,13 @@ class DrainProcess:
         if outlet.state.error != before:
             self._report()
 
-    def _failed(self, outlet: _Outlet, reason: str) -> None:
+    def _failed(self, outlet: Outlet, reason: str) -> None:
         """Plan the next attempt."""
         outlet.n_failures += 1
         outlet.next_at = time.monotonic() + pause_after(outlet.n_failures)
         outlet.state.error = reason
         outlet.state.failing_since = outlet.state.failing_since or time.time()
         self._report()
-
-
-def pause_after(n_failures: int) -> float:
-    """Return how many seconds to wait after so many failed attempts (1 or more) before the next one."""
-    doublings = min(n_failures - 1, 16)  # a tier may fail for days
-    return min(math.ldexp(_PAUSE_SECONDS, doublings), _PAUSE_SECONDS_MAX) * random.uniform(0.5, 1.0)
-
-
-class DrainLock:
-    """The file ``POOL.drain``, which a drain locks while it works."""
-
-    def __init__(self, pool: str) -> None:
-        self._path, self._fd = f"{pool}.drain", -1
-
-    def take(self) -> bool:
-        """Lock the file. Returns False if another drain holds it. Where no file can be made, nothing is locked."""
-        if self._fd >= 0:
-            return True
-        try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
-        except OSError:
-            return True
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(fd), os.stat(self._path, follow_symlinks=False)):
-                self._fd = fd
-                return True
-        except OSError:
-            pass
-        os.close(fd)
-        return False
-
-    def release(self) -> None:
-        """Remove the file, and unlock it."""
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.unlink(self._path)
-            os.close(self._fd)
-            self._fd = -1
 
 
 def main(fd: int) -> None:
@@ -516,6 +586,9 @@ def main(fd: int) -> None:
         settings = receive_message(connection)
         if settings:
             process = DrainProcess(connection, DrainSettings.unpacked(settings), parent_pid)
+            if process.is_fed:
+                with contextlib.suppress(OSError):
+                    os.nice(_NICENESS_FED)
             for number in ANNOUNCING_SIGNALS:
                 signal.signal(number, process.terminated)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ANNOUNCING_SIGNALS)  # ``drain_start.py`` has blocked them

@@ -11,20 +11,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
+from lightck.errors import TierError
 from lightck.pool.writer import PoolWriter
-from lightck.stats import Meter, TierStats
+from lightck.stats import TierStats
 from lightck.tiers.drain_messages import DrainState, Reread, TierState
+from lightck.tiers.tier import Tier
 
 log = logging.getLogger("lightck")
 _NONE: frozenset[int] = frozenset()
+
+
+class TierMeter(Protocol):
+    """Where figures of the tiers and of the pool's rounds are written: the ``Meter`` of the session, or a part."""
+
+    tiers: tuple[TierStats, ...]
+    pool_rounds: int
+    pool_bytes_reread: int
+    pool_damaged: int
 
 
 class DrainReports:
     """The reports of all drains of one session. All methods are called on the training thread. As a ``CommitDecision``
     (``pipeline/decision.py``) it holds nothing: it is asked when a slot is about to be chosen."""
 
-    def __init__(self, meter: Meter, read: Callable[[], None]) -> None:
+    def __init__(self, meter: TierMeter, read: Callable[[], None]) -> None:
         """``read``: reads what the drain has said since."""
         self._meter, self._read = meter, read
         self._before = Reread()
@@ -92,4 +104,15 @@ def added(before: TierStats, state: TierState) -> TierStats:
         bytes_reread=before.bytes_reread + reread.nbytes,
         damaged=before.damaged + reread.damaged,
         mended=before.mended + reread.mended,
+    )
+
+
+def not_sent_error(tier: Tier, stats: TierStats, step: int, pool: str) -> TierError:
+    """Return the error for a tier that could not be sent the checkpoint of a step."""
+    newest = "no checkpoint yet" if stats.step is None else f"step {stats.step}"
+    reason = str(stats.error).partition(". ")[0].rstrip(".")
+    return TierError(
+        f"Step {step} could not be sent. {reason}. The tier holds {newest}; the pool and its checkpoints are intact. "
+        "Look at the folder or store (that it is there, its owner, the space); then go on, and the newest checkpoint "
+        f"is sent again; or send it by hand when the training has ended: {tier.drain_command(pool)}."
     )

@@ -32,7 +32,6 @@ from lightck.pool.storage.failures import as_io_error, undo_on_error
 from lightck.pool.storage.file import FileBackend
 from lightck.pool.storage.lock import PoolLock
 from lightck.pool.storage.memory import MemoryBackend
-from lightck.restore.contents import unpack_dict
 from lightck.tiers.codecs import refuse_missing_libraries
 from lightck.tiers.in_flight import in_order
 from lightck.tiers.object_copies import content_of
@@ -53,6 +52,8 @@ def stale_after(store: Store, manifest: TierManifest) -> int | None:
     """Return what a checkpoint says of older ones of its pool: those whose generation is larger than this number are
     stale, because lightck noticed a write too late; None: it says nothing. Raises ``DamagedError``,
     ``CorruptPoolError`` and ``TierError``."""
+    from lightck.restore.contents import unpack_dict  # loads torch, which the drain does without
+
     superblock, record = Superblock.unpack(manifest.superblock), manifest.record
     at = superblock.manifest_at(record.slot, record.manifest_index)
     for run in manifest.runs:
@@ -99,7 +100,7 @@ def filled_pool(
     """Make a pool from a checkpoint in a temporary file beside ``path``, whose lock the caller holds. ``publish`` of
     the container that is yielded gives the file its name; without it, nothing is left at the end of the block.
     ``backend``, and what is raised: as for ``fetch``."""
-    refuse_missing_libraries(manifest.codecs)  # no reason to go on from an older checkpoint
+    refuse_missing_libraries(manifest.codecs)  # no reason to continue from an older checkpoint
     superblock, table = _frame(store, manifest)
     container = (backend or FileBackend()).create(path, superblock.nbytes)
     with closing(container):

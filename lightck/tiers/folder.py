@@ -20,7 +20,7 @@ from lightck.errors import TierError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.storage.file import sync_folder
 from lightck.tiers.decisions import Listing
-from lightck.tiers.names import Claim, parse
+from lightck.tiers.names import Claim, ManifestName, Writer, parse
 from lightck.tiers.store import TEMPORARY_PREFIX, TemporaryFile, is_own
 
 _NO_LINK = (errno.ENOENT, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EXDEV, errno.ENOTSUP, errno.ENOSYS)
@@ -80,6 +80,14 @@ class FolderStore:
         with self._errors("cannot be listed"):
             names = list(self._names(self.root, "", _DEPTH))
             return Listing.of(names, time.time())
+
+    def manifests_of(self, writer: Writer) -> list[ManifestName]:
+        """Return the manifests of one writer, in the order of their steps, without a listing of everything. Raises
+        ``TierError``."""
+        with self._errors("cannot be listed"):
+            prefix = f"{writer}/steps"
+            found = [parse(f"{prefix}/{each.name}") for each in _entries(os.path.join(self.root, prefix))]
+            return sorted(each for each in found if isinstance(each, ManifestName))
 
     def now(self) -> float:
         """Return the time at which a file would be written now, by the clock of the file system: that of a server may

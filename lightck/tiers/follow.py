@@ -37,8 +37,8 @@ from lightck.errors import (
     UnsupportedError,
 )
 from lightck.pool.format.structures import KIND_CHECKPOINT, DamagedError
-from lightck.tiers.drain_process import pause_after
 from lightck.tiers.late_drain import Delivered, LateDrain, Newest, Pools, SupersededError
+from lightck.tiers.pauses import pause_after
 
 _POLL_SECONDS, _LOCK_POLL_SECONDS = 1.0, 0.1
 _PAUSE_SECONDS_MAX_AT_END = 5.0

@@ -34,7 +34,7 @@ from lightck.ranks.directory import open_worlds
 from lightck.tiers.claiming import claim_if_there, claim_of
 from lightck.tiers.codecs import refuse_missing_libraries
 from lightck.tiers.decisions import Listing, highest_claim, is_superseded
-from lightck.tiers.drain_process import DrainLock
+from lightck.tiers.drain_lock import DrainLock
 from lightck.tiers.held_checkpoint import OverwrittenError, held
 from lightck.tiers.last_of_group import generations_at_end
 from lightck.tiers.names import Claim, TierCheckpoint, Writer

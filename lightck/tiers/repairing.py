@@ -67,7 +67,7 @@ class Unrepaired(NamedTuple):
 
 @dataclass
 class Repaired:
-    """What was mended. objects: of a tier. step: of the checkpoint from which a pool was made anew; None: none was."""
+    """What was mended. objects: of a tier. step: of the checkpoint from which a pool was rebuilt; None: none was."""
 
     objects: list[SentObject] = field(default_factory=list)
     step: int | None = None
@@ -199,8 +199,8 @@ def _examined(path: str, progress: Progress) -> _Pool:
             kind = "has gradient records" if reader.superblock.has_gradients else "is that of a rank"
             raise UnsupportedError(
                 f"The pool {path!r} {kind}, and lightck repairs no such pool. Nothing was written. lightck verify "
-                f"{path} says which of its own checkpoints can be recovered; ranks go on from their tier by themselves "
-                "(attach(..., resume=True, tiers=[...])) if a pool is gone."
+                f"{path} says which of its own checkpoints can be recovered; ranks continue from their tier by "
+                "themselves (attach(..., resume=True, tiers=[...])) if a pool is gone."
             )
         return _examined_checkpoints(reader, progress)
 
@@ -229,7 +229,7 @@ def _refuse_other_run(path: str, pool: _Pool, tiers: Sequence[Store]) -> None:
     if pool.run is None and pool.uuid is not None and not any(_has_pool(store, pool.uuid) for store in tiers):
         raise TierClaimedError(
             f"No checkpoint of the pool {path!r} says of which run it is, and no tier that was named holds one of this "
-            "very pool. So it may be of another run. Nothing was changed. To go on from the tier nevertheless, move "
+            "very pool. So it may be of another run. Nothing was changed. To continue from the tier nevertheless, move "
             f"the pool away, and make a new one: lightck copy {tiers[0]} {path}."
         )
     for store in tiers:
@@ -266,6 +266,6 @@ def _empty_error(tiers: Sequence[Store]) -> NoCheckpointError:
 def _is_newest_error(path: str, order: Order) -> PoolError:
     return PoolError(
         f"The pool {path!r} is damaged, but its step {order.step} is intact, and nothing newer lies in the tier. "
-        "Nothing was changed. attach(..., resume=True) goes on from that step; to write it into a new pool: lightck "
+        "Nothing was changed. attach(..., resume=True) continues from that step; to write it into a new pool: lightck "
         f"compact {path} NEW."
     )

@@ -89,6 +89,7 @@ class Rereading:
         """``own``: what the drain writes below. ``state``: where what was found is written. ``hashes``: returns for
         each tier the SHA-256 of the manifests that this process has written."""
         self._settings, self._state = settings, state
+        self._tiers = (*settings.tiers, *settings.other_tiers)
         self._places: list[_Place] = []
         self._stores: dict[int, Store] = {}
         self._said: tuple[object, ...] = ()
@@ -101,7 +102,8 @@ class Rereading:
                     self._store(number), own, period, reread, state.report, self._copies_for(number), hashes[number]
                 )
                 self._places.append(_Place(work.round, period, reread, state.tiers[number]))
-        if given := [period for period in periods if period is not None]:
+        given = [each.reread_seconds for each in self._tiers if each.reread_seconds is not None]
+        if given and not settings.number:
             pool = PoolRereading(settings.pool, min(given), state, is_of_group=settings.world_size > 1)
             self._places.append(_Place(pool.round, min(given), state.pool))
 
@@ -127,13 +129,13 @@ class Rereading:
 
     def _store(self, number: int) -> Store:
         if number not in self._stores:
-            tier = self._settings.tiers[number]
+            tier = self._tiers[number]
             self._stores[number] = open_store(tier.root, tier.options)
         return self._stores[number]
 
     def _copies_for(self, number: int) -> Callable[[ObjectName, Mapping[ManifestName, TierManifest]], bytes | None]:
         """Return what finds the bytes of an object of a tier elsewhere: in the pool, or in another tier."""
-        others = [each for each in range(len(self._settings.tiers)) if each != number]
+        others = [each for each in range(len(self._tiers)) if each != number]
         random.shuffle(others)
 
         def find(name: ObjectName, naming: Mapping[ManifestName, TierManifest]) -> bytes | None:

@@ -126,7 +126,7 @@ class TierRereading:
         self._count(name)
         self._warn(
             [name.checkpoint],
-            f"its manifest {name}: {reason}. A recovery passes it over. Manifests are not written anew, because "
+            f"its manifest {name}: {reason}. A recovery skips it. Manifests are not written anew, because "
             "nothing says which bytes they had; the next checkpoints are not affected. Look at the medium",
         )
 

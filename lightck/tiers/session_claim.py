@@ -23,6 +23,15 @@ class Claimed(NamedTuple):
     has_parent: Sequence[bool]
     """Whether the checkpoint from which the training goes on is there."""
 
+    def of_tiers(self, numbers: Sequence[int]) -> Claimed:
+        """Return what it says of some of the tiers."""
+        return Claimed(
+            self.claim,
+            [self.newest[number] for number in numbers],
+            [self.is_empty[number] for number in numbers],
+            [self.has_parent[number] for number in numbers],
+        )
+
 
 def run_of_new_training(stores: Sequence[Store], run: str) -> str:
     """Return the id of a training that begins now: ``run``, or that of a claim in the tiers below which nothing was
@@ -34,7 +43,7 @@ def run_of_new_training(stores: Sequence[Store], run: str) -> str:
         if complete(listing):
             raise TierClaimedError(
                 f"The tier {str(store)!r} holds checkpoints, and this training begins anew. Nothing was changed. "
-                "Pass attach(..., resume=True) to go on from the newest of them; or choose another folder, because "
+                "Pass attach(..., resume=True) to continue from the newest of them; or choose another folder, because "
                 "a tier holds one run."
             )
         if listing.claims:

@@ -24,8 +24,8 @@ class Tier:
     checkpoints, in a process of its own: ``lightck.Tier("/ckpt/run7", every="5min", keep_last=3)``, or
     ``lightck.Tier("s3://bucket/run7", every="1h", keep_last=3)`` (with ``pip install 'lightck[stores]'``).
 
-    ``recover(root)`` reads them, and ``attach(..., resume=True, tiers=[...])`` goes on from the newest one if the pool
-    is lost.
+    ``recover(root)`` reads them, and ``attach(..., resume=True, tiers=[...])`` continues from the newest one if the
+    pool is lost.
     """
 
     root: str | os.PathLike[str]
@@ -193,6 +193,14 @@ def _check_best(best: object) -> None:
         f'Tier(keep_best={best!r}): `keep_best` is a tuple: (name of a metric, how many, "min" or "max"), for example '
         '("val_loss", 3, "min").'
     )
+
+
+def n_spare_slots(tiers: Sequence[Tier]) -> int:
+    """Return how many slots a pool needs more because of its tiers: one that the drain holds, and one for a checkpoint
+    that must be sent and waits until the drain is ready."""
+    if not any(each.spare_slot for each in tiers):
+        return 0
+    return 2 if any(each.needs_certain_steps for each in tiers) else 1
 
 
 def checked_tiers(tiers: object) -> tuple[Tier, ...]:

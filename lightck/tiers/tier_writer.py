@@ -74,6 +74,11 @@ class TierWriter:
                 self._earlier.add(manifest)
                 self._remember(name, manifest)
 
+    def sent(self) -> dict[int, Mapping[str, float]]:
+        """Return the steps of the checkpoints below the own prefix that this object has read or written, each with its
+        metrics."""
+        return {each.step: self._metrics[each.checkpoint] for each in self._contents if each.writer == self.writer}
+
     def use_parent(self, parent: ManifestName, generation: int) -> None:
         """Read the manifest of the checkpoint from which the training went on, so that its objects are copied inside
         the store. ``generation``: of that checkpoint in the pool; a manifest of another one is not used. Raises
@@ -140,9 +145,9 @@ class TierWriter:
                 break
         named = self._named(listing)
         objects = objects_to_delete(listing, named, self.writer, self._began, self._grace)
+        self._earlier.forget(set(objects))  # before: if one cannot be deleted, others are gone already
         for each in objects:
             self._store.delete(str(each))
-        self._earlier.forget(set(objects))
         return n_deleted + len(objects)
 
     def _metrics_of(self, listing: Listing) -> Mapping[TierCheckpoint, Mapping[str, float]]:

@@ -180,7 +180,7 @@ def test_a_scrape_from_another_thread_disturbs_nothing_and_counters_never_fall(p
             each.join()
     assert (errors, falls) == ([], [])
     assert lightck.recover(pool).step == lightck.recover(tmp_path / "tier").step == 150
-    assert session._steps.commits.participants.tiers._n_restarts == 0
+    assert session._steps.commits.participants.tiers._links[0]._n_restarts == 0
 
 
 def test_the_drain_is_asked_by_one_thread_at_a_time_and_not_after_close(pool, tmp_path, monkeypatch):
@@ -211,7 +211,7 @@ def test_the_drain_is_asked_by_one_thread_at_a_time_and_not_after_close(pool, tm
 def test_a_scrape_starts_no_drain_and_the_training_does(pool, tmp_path):
     model, optimizer, session, registry = watched(pool, tiers=[lightck.Tier(tmp_path / "tier", every=1)])
     train(model, optimizer, 2)
-    link = session._steps.commits.participants.tiers
+    link = session._steps.commits.participants.tiers._links[0]
     handle = link._handle
     os.kill(handle._process.pid, signal.SIGKILL)
     while not handle.has_ended(1.0):

@@ -2,8 +2,8 @@
 
     cd tests; python -m tiers.claims --rounds 1000 --root s3://BUCKET/claims --option endpoint=http://127.0.0.1:8080 ...
 
-Each round has a root of its own below ``--root``. The processes of a run go on from nothing, and claim it at the same
-moment, as often as ``claim_tier`` does. No store is asked for an atomic create: names are unique.
+Each round has a root of its own below ``--root``. The processes of a run continue from nothing, and claim it at the
+same moment, as often as ``claim_tier`` does. No store is asked for an atomic create: names are unique.
 
 Checked after each round: there is one newest claim, and a process has it; no two processes have the same one; each
 claim says what the one process wrote that made it, and none is missing: nothing was overwritten, and nothing deleted.

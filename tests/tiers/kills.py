@@ -111,8 +111,8 @@ def life(
     torch.manual_seed(1)
     tiers = [lightck.Tier(tier, every=every, keep_last=2, compress=codec), *others]
     session = lightck.attach(model, pool, optimizer=optimizer, resume=True, tiers=tiers, strategy=strategy)
-    (drain,) = children_of(os.getpid())
-    os.write(report, f"{session.step} {fingerprint(model)} {drain}\n".encode())
+    drains = ",".join(map(str, children_of(os.getpid())))
+    os.write(report, f"{session.step} {fingerprint(model)} {drains}\n".encode())
     while True:
         update(model, optimizer)
         session.end_step()
@@ -208,12 +208,13 @@ def run(
         with os.fdopen(reads) as said:
             line = said.readline().split()
             assert len(line) == 3, f"seed {seed}, kill {n_killed}: the life ended before it began"
-            begun, restored, drain = int(line[0]), line[1], int(line[2])
+            begun, restored, drains = int(line[0]), line[1], [int(each) for each in line[2].split(",")]
             where = f"seed {seed}, kill {n_killed}: begun at step {begun}"
             assert restored == reference.at(begun), f"{where}: other bits than the uninterrupted training"
             assert begun == least if is_lost else begun >= least, f"{where}: the tier held step {least}"
             time.sleep(chance.uniform(0.0, 0.5))
-            for victim in chance.choice([[pid], [drain], [pid, drain], [drain, pid]]):
+            drain = chance.choice(drains)
+            for victim in chance.choice([[pid], [drain], [pid, *drains], [*drains, pid], [drain, pid]]):
                 with suppress(ProcessLookupError):
                     os.kill(victim, signal.SIGKILL)
                 n_killed += 1

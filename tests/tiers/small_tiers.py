@@ -36,7 +36,7 @@ def session_until(folder: Path, step: int, **options: Any) -> None:
 
 def wait_for_drain(session: lightck.Session) -> None:
     """Wait until the drain has nothing to do."""
-    link, deadline = session._steps.commits.participants.tiers, time.monotonic() + 60
+    link, deadline = session._steps.commits.participants.tiers._links[0], time.monotonic() + 60
     while link._handle is None or link._handle.state.is_busy or link._offer is not None:
         assert time.monotonic() < deadline, "it was not sent in time"
         session.stats()

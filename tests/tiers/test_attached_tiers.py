@@ -84,12 +84,12 @@ def attached(path: Path, tiers: Sequence[lightck.Tier], **options: Any) -> tuple
 
 
 def is_ready(session: lightck.Session) -> Callable[[], bool]:
-    """Whether the drain has nothing to do."""
-    link = session._steps.commits.participants.tiers
+    """Whether the drains have nothing to do."""
+    links = session._steps.commits.participants.tiers._links
 
     def asked() -> bool:
         session.stats()
-        return link._handle is not None and not link._handle.state.is_busy and link._offer is None
+        return all(each._handle and not each._handle.state.is_busy and each._offer is None for each in links)
 
     return asked
 
@@ -385,7 +385,7 @@ def test_a_training_goes_on_from_its_tier_exactly_when_its_pool_is_lost(tmp_path
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
     assert begun == sorted(set(begun))
-    assert "was made anew from step" in err
+    assert "was rebuilt from step" in err
     one, other = lightck.recover(pool), lightck.recover(whole)
     assert one.step == other.step == 150
     assert same(one.model, other.model)
@@ -742,7 +742,7 @@ def test_a_pool_that_is_newer_than_its_tier_is_taken(tmp_path, caplog):
     model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)], resume=True)
     with session:
         assert session.step == 5
-        assert "made anew" not in caplog.text
+        assert "rebuilt" not in caplog.text
     assert steps_in(tier) == [3, 5]
 
 

@@ -412,7 +412,7 @@ def test_a_missing_library_is_named_with_its_cure_before_anything_is_done(codec,
 
 
 def test_a_training_that_needs_a_compressed_checkpoint_does_not_begin_without_the_library(made, tmp_path, no_library):
-    """It does not go on from an older checkpoint either, or from the beginning."""
+    """It does not continue from an older checkpoint either, or from the beginning."""
     tier = lightck.Tier(made / "zstd", every=1)
     with pytest.raises(TierError, match=CURE):
         train_until(tmp_path, 3, tier=tier)

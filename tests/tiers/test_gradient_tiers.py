@@ -94,7 +94,7 @@ def test_a_training_goes_on_from_its_tier_when_its_pool_is_lost(tmp_path, caplog
     model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)], resume=True)
     with session:
         assert session.step == 5
-        assert "was made anew from step 5" in caplog.text
+        assert "was rebuilt from step 5" in caplog.text
         trained(session, model, optimizer, 5)
         end = everything(model, optimizer)
     model, optimizer, session = attached(tmp_path / "other.pool", None)
@@ -126,7 +126,7 @@ def test_trainings_whose_pool_and_process_are_lost_go_on_exactly(tmp_path):
         pool.unlink()
     step, err = run(pool, tier, None)
     assert [*begun, step] == sorted({*begun, step})
-    assert "was made anew from step" in err
+    assert "was rebuilt from step" in err
     assert lightck.recover(pool).step == 150
     assert same(held_by(lightck.recover(pool)), held_by(lightck.recover(whole)))
     assert same(held_by(lightck.recover(tier)), held_by(lightck.recover(whole)))

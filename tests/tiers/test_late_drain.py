@@ -26,10 +26,11 @@ from lightck.cli import main
 from lightck.cli.base import BAD, FAILED, OK
 from lightck.errors import TierClaimedError, TierError, UnsupportedError
 from lightck.tiers import follow
-from lightck.tiers.drain_process import DrainLock, pause_after
+from lightck.tiers.drain_lock import DrainLock
 from lightck.tiers.follow import Follower, Report
 from lightck.tiers.late_drain import Delivered, LateDrain, Pools, SupersededError
 from lightck.tiers.open_store import open_store
+from lightck.tiers.pauses import pause_after
 from lightck.tiers.tier_manifest import read_manifest
 from tiers.kills import check_tier, children_of, is_running
 from tiers.test_attached_tiers import (
@@ -315,7 +316,7 @@ def test_a_tier_that_another_machine_has_claimed_is_refused_and_what_is_there_is
     pool, tier = left_by(tmp_path, 4)
     zombie = copied_pool(pool, "zombie.pool")
     pool.unlink()
-    left_by(tmp_path, 3, resume=True)  # it goes on from step 1, which is in the tier
+    left_by(tmp_path, 3, resume=True)  # it continues from step 1, which is in the tier
     (drain,) = late(zombie, tier)
     with pytest.raises(SupersededError, match="lacks step 4, and a newer training has made the claim") as found:
         drain.send()
@@ -344,7 +345,7 @@ def test_wrong_usage_is_named(tmp_path):
 
 @pytest.mark.long
 def test_a_follower_sends_what_trainings_leave_that_are_killed_with_their_drains(tmp_path):
-    """It starts before the pool exists. The pool is lost in between, and each training goes on from the tier."""
+    """It starts before the pool exists. The pool is lost in between, and each training continues from the tier."""
     pool, tier = tmp_path / "run.pool", tmp_path / "tier"
     with follower(pool, tier) as process:
         assert process.stderr.readline() == f"waiting for the first checkpoint in {pool}\n"
@@ -632,3 +633,24 @@ def test_followers_on_two_hosts_send_the_parts_of_their_ranks_and_the_group_goes
     plain = values(run_ranks(4, body(TOPOLOGIES[name], None, 60)))
     assert {run.began for run in values(runs)} == {newest}
     assert is_equal(values(runs), plain)
+
+
+def test_drains_of_one_training_share_the_lock_and_whoever_sends_by_hand_has_it_alone(tmp_path):
+    pool = str(tmp_path / "run.pool")
+    first, second, again, by_hand = DrainLock(pool, 0), DrainLock(pool, 1), DrainLock(pool, 1), DrainLock(pool)
+    assert first.take()
+    assert second.take()
+    assert not again.take()
+    assert not by_hand.take()
+    assert first.is_another_at_work(1)
+    assert not second.is_another_at_work(2)
+    first.release()
+    second.release()
+    assert not by_hand.take(), "the second drain of the next training shares it already"
+    assert again.take()
+    again.release()
+    assert not Path(f"{pool}.drain").exists()
+    assert by_hand.take()
+    assert not first.take()
+    by_hand.release()
+    assert not Path(f"{pool}.drain").exists()

@@ -570,10 +570,10 @@ from noisy_training import Noisy
 model = Noisy()
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
 torch.manual_seed(1)
-tiers = [lightck.Tier(sys.argv[2], every="0.05s", options=json.loads(sys.stdin.readline()))] if sys.argv[2] else None
+tiers = [lightck.Tier(**{"every": "0.05s", **each}) for each in json.loads(sys.stdin.readline())]
 with lightck.attach(model, sys.argv[1], optimizer=optimizer, resume=True, tiers=tiers) as session:
     print(session.step, flush=True)
-    while session.step < int(sys.argv[3]):
+    while session.step < int(sys.argv[2]):
         model(torch.randn(8, 4)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -583,14 +583,18 @@ with lightck.attach(model, sys.argv[1], optimizer=optimizer, resume=True, tiers=
 
 
 @contextmanager
-def training(pool: Path, url: str, n_steps: int, options: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+def training(
+    pool: Path, url: str, n_steps: int, options: dict[str, Any], near: Path | None = None, **of_store: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """``near``: a folder that is a tier too. ``of_store``: more options of the store's tier."""
+    tiers = ([{"root": str(near)}] if near else []) + ([{"root": url, "options": options, **of_store}] if url else [])
     tests = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", TRAINING, str(pool), url, str(n_steps)]
+    words = [sys.executable, "-c", TRAINING, str(pool), str(n_steps)]
     pipe = subprocess.PIPE
     process = subprocess.Popen(words, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    process.stdin.write(json.dumps(options) + "\n")
+    process.stdin.write(json.dumps(tiers) + "\n")
     process.stdin.flush()
     try:
         yield process
@@ -627,7 +631,7 @@ def test_a_training_goes_on_from_the_store_exactly_when_its_machine_is_lost(tmp_
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
     assert begun == sorted(set(begun))
-    assert "was made anew from step" in err
+    assert "was rebuilt from step" in err
     one, other = lightck.recover(pool), lightck.recover(whole)
     assert one.step == other.step == 120
     assert same(one.model, other.model)
@@ -731,7 +735,7 @@ def test_secrets_are_in_no_command_line_log_error_pool_or_object(tmp_path, bucke
             until(lambda: session.stats().tiers[0].failing_since is None, 60)
             trained(session, model, optimizer, 1)
             assert session.stats().tiers[0].error is None
-        texts.append(repr(session._steps.commits.participants.tiers._handle.state))
+        texts.append(repr(session._steps.commits.participants.tiers._links[0]._handle.state))
         bucket.proxy.rule = lambda _: Fault(status=403, code="AccessDenied")
         train(model, optimizer, 1, start=session.step)
         for ask in (

@@ -1,4 +1,4 @@
-"""A lost PMDK pool is made anew from its tier, as a PMDK pool."""
+"""A lost PMDK pool is rebuilt from its tier, as a PMDK pool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_lost_pmdk_pool_is_made_anew_from_its_tier(folder, caplog):
     model, optimizer, session = attached(pool, tiers, backend="pmdk", resume=True)
     with session:
         assert session.step == 5
-        assert "was made anew from step 5" in caplog.text
+        assert "was rebuilt from step 5" in caplog.text
         assert backend_for(str(pool)).name == "pmdk"
         trained(session, model, optimizer, 3)
         end = everything(model, optimizer)

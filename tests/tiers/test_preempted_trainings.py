@@ -106,7 +106,7 @@ def test_a_signal_at_any_moment_stops_exactly_with_everything_in_pool_and_tier(f
             assert step_in(pool) == int(last.split()[-1]) == step_in(tier), logged
             assert "session.should_stop is True" in logged
         if chance.random() < 0.3:
-            pool.unlink()  # the next one goes on from the tier
+            pool.unlink()  # the next one continues from the tier
     assert last == reference
 
 

@@ -122,7 +122,7 @@ def test_every_byte_that_is_put_is_paced_before_it_is_put(tmp_path):
 def process_and_training() -> tuple[DrainProcess, socket.socket]:
     """A drain in this process, and the training's end of the connection."""
     own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    tier = TierSettings("/nowhere", None, None, None, None, has_parent=False, bytes_per_second=5.0)
+    tier = TierSettings("/nowhere", None, None, None, None, None, has_parent=False, bytes_per_second=5.0)
     settings = DrainSettings("/nowhere.pool", "000001-9f3a61c2", "test", None, (tier,), 1.0)
     return DrainProcess(own, DrainSettings.unpacked(settings.packed()), os.getppid()), other
 

@@ -1,0 +1,86 @@
+"""Read a checkpoint of a tier as if it lay in its pool, piece by piece, so that it can be sent to another tier.
+
+Everything but the bytes of tensors is put into anonymous memory (``fetching.py``). A piece of tensors is fetched when
+it is read, verified by the checksums of the pool as any read is, and freed before the next one.
+
+Failure case: an object is damaged, cannot be read, or was removed, which happens an hour after a newer checkpoint has
+replaced this one. While tensors are read, each of these is a ``DamagedError``: what they are sent to has not failed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+from lightck.errors import TierError
+from lightck.pool.format.structures import DamagedError
+from lightck.pool.reader import StoredCheckpoint
+from lightck.pool.storage import holes
+from lightck.tiers.fetching import frame_to_memory
+from lightck.tiers.object_copies import content_of
+from lightck.tiers.store import Store
+from lightck.tiers.tier_manifest import Run, TierManifest
+
+
+class FolderUnreachableError(DamagedError):
+    """The tier in which the checkpoint lies cannot be read at the moment. Internal."""
+
+
+@contextmanager
+def checkpoint_in_tier(store: Store, manifest: TierManifest) -> Iterator[StoredCheckpoint]:
+    """Yield a checkpoint that lies whole in a tier. It takes the memory of one piece (32 MiB). Raises ``DamagedError``,
+    ``PoolIOError`` and ``TierError``; while it is read, ``DamagedError`` and ``PoolIOError``."""
+    with closing(frame_to_memory(store, manifest)) as reader:
+        reader.partial = _Pieces(store, manifest, reader.container.fd)
+        yield reader.checkpoint(manifest.record)
+
+
+class _Pieces:
+    """As a ``BlockSource``: writes what is read to its place in memory."""
+
+    def __init__(self, store: Store, manifest: TierManifest, fd: int) -> None:
+        self._store, self._manifest, self._fd = store, manifest, fd
+        self._runs = sorted(run for run in manifest.runs if manifest.objects[run.object].key)
+        self._offsets = [run.offset for run in self._runs]
+        self._runs_of: defaultdict[int, list[Run]] = defaultdict(list)
+        for run in self._runs:
+            self._runs_of[run.object].append(run)
+        self._there: set[int] = set()
+        """The numbers of the objects whose bytes are in memory."""
+
+    def require(self, stored: StoredCheckpoint, places: Sequence[tuple[str, int, int, int]]) -> None:
+        needed = {run.object for name, first, nbytes, _ in places for run in self._over(stored, name, first, nbytes)}
+        for number in self._there - needed:
+            self._free(number)
+        for number in sorted(needed - self._there):
+            self._fetch(number)
+        self._there = needed
+
+    def _over(self, stored: StoredCheckpoint, name: str, first: int, nbytes: int) -> list[Run]:
+        """Return the runs in which these blocks lie. (Runs do not overlap.)"""
+        begin, end = stored.range_of(name, first, nbytes)
+        at = max(0, bisect_right(self._offsets, begin) - 1)
+        return [run for run in self._runs[at : bisect_left(self._offsets, end)] if begin < run.offset + run.nbytes]
+
+    def _fetch(self, number: int) -> None:
+        try:
+            data = memoryview(content_of(self._store, self._manifest.objects[number]))
+        except TierError as err:
+            raise FolderUnreachableError(str(err)) from err
+        for run in self._runs_of[number]:
+            piece = data[run.begin : run.begin + run.nbytes]
+            if os.pwrite(self._fd, piece, run.offset) != run.nbytes:
+                raise DamagedError(f"its object {number} is shorter than its manifest says")
+
+    def _free(self, number: int) -> None:
+        """Free the pages of an object that hold nothing else. (What is freed with a page of a neighbour would read as
+        damaged.)"""
+        for run in self._runs_of[number]:
+            begin = -(-run.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = (run.offset + run.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if begin < end:
+                holes.punch(self._fd, begin, end - begin)

@@ -1,0 +1,136 @@
+"""Which checkpoints of a folder tier are sent to an object store.
+
+An object store may take hours for what a folder takes in seconds. Sent from the folder, it holds no slot of the pool
+meanwhile, and keeps no other tier waiting.
+
+    look    list what this training has written to the folder (``FolderStore.manifests_of``)
+    choose  the newest checkpoint, if one is due by its step or by time; in turn with it those that the store needs and
+            no other one will do, oldest first
+    done    it lies in the store, or is damaged or gone: it is not chosen again
+
+Failure case: the folder gets no more checkpoints, or gets them rarely. A store whose time has come is sent the pool's
+newest if none has come into the folder for as long as ``every`` says (``drain_process.py``); by steps, the training
+offers it the pool's, because it knows that the folder fails (``drains.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+from lightck.errors import TierError
+from lightck.pool.format.structures import DamagedError
+from lightck.tiers.drain_messages import TierSettings
+from lightck.tiers.due_steps import Metrics, is_certain, is_due
+from lightck.tiers.folder import FolderStore
+from lightck.tiers.names import ManifestName, Writer
+from lightck.tiers.tier_manifest import read_manifest
+
+LOOK_SECONDS = 5.0
+"""How often the folder is listed if the training does not say that something has come."""
+
+
+class Feed:
+    """What lies in the folder for the store."""
+
+    def __init__(self, folder: FolderStore, own: Writer, settings: TierSettings, sent: Mapping[int, Metrics]) -> None:
+        """``own``: the writer below whose prefix the checkpoints lie, in both. ``settings``: of the store. ``sent``:
+        the steps that the store holds below that prefix, each with its metrics."""
+        self.folder, self._own, self._settings = folder, own, settings
+        self._sent = dict(sent)
+        self._begun_at = max(self._sent, default=0)
+        """The newest step that an earlier process has sent below the prefix."""
+        self._last = max(self._sent, default=settings.newest_step)
+        """The step of the last checkpoint that was due by its step, or lies in the store; None: there is none."""
+        self._seen: set[ManifestName] = set()
+        self._certain: list[ManifestName] = []
+        """What the store needs, and no other one will do."""
+        self._due: ManifestName | None = None
+        self.newest: ManifestName | None = None
+        """The newest checkpoint, if the store has no newer one."""
+        self._is_certain_next = True
+        self.came_at = time.monotonic()
+        """When the last checkpoint was found in the folder, or when this began."""
+
+    @property
+    def n_waiting(self) -> int:
+        """How many checkpoints are to be sent."""
+        is_counted = self._due is None or self.newest is None or self.newest in self._certain
+        return len(self._certain) + (not is_counted)
+
+    def look(self, fresh_from: int) -> None:
+        """List the folder. What cannot be read now is found again later. ``fresh_from``: checkpoints of this step and
+        of earlier ones may hold old bytes."""
+        with suppress(TierError):
+            for name in self.folder.manifests_of(self._own):
+                if name not in self._seen:
+                    with suppress(TierError):
+                        self._found(name, fresh_from)
+
+    def _found(self, name: ManifestName, fresh_from: int) -> None:
+        metrics = self._metrics_of(name)
+        self._seen.add(name)
+        self.came_at = time.monotonic()
+        if name.step <= fresh_from:
+            return
+        needs_it = is_certain(self._settings, name.step, metrics or {}) and not self._was_removed(name.step, metrics)
+        if name.step in self._sent and not (needs_it and metrics not in (None, self._sent[name.step])):
+            return
+        if needs_it:
+            self._certain.append(name)
+        if self.newest is None or name.step > self.newest.step:
+            self.newest = name
+        if self._last is None or is_due(self._settings, name.step, self._last):
+            self._due, self._last = name, name.step
+
+    def _metrics_of(self, name: ManifestName) -> Metrics | None:
+        """Return the metrics of a checkpoint; None if the store does not ask for any. Raises ``TierError``."""
+        if self._settings.keep_best is None:
+            return None
+        with suppress(DamagedError):  # it is found again if the checkpoint is sent
+            return read_manifest(self.folder, name).metrics
+        return {}
+
+    def _was_removed(self, step: int, metrics: Metrics | None) -> bool:
+        """Whether an earlier process has sent the checkpoint, and has removed it, because there are better ones."""
+        best, every = self._settings.keep_best, self._settings.keep_every
+        if best is None or step > self._begun_at or (every is not None and step % every == 0):
+            return False
+        name, n, mode = best
+        sign = 1 if mode == "max" else -1
+        value = (metrics or {}).get(name)
+        there = [sign * each[name] for each in self._sent.values() if name in each]
+        return value is not None and sum(each > sign * value for each in there) >= n
+
+    def choose(self, *, is_time: bool, newest_first: bool = False) -> ManifestName | None:
+        """Return what is to be sent next; None: nothing. If the newest checkpoint is due, and others are needed, they
+        take turns. ``is_time``: whether one is due by time. ``newest_first``: it need not take turns."""
+        newest = self.newest if is_time or self._due is not None else None
+        if self._certain and (newest is None or (self._is_certain_next and not newest_first)):
+            return self._certain[0]
+        return newest
+
+    def postpone(self, name: ManifestName) -> None:
+        """A checkpoint cannot be read at the moment."""
+        if name in self._certain:
+            self._certain.append(self._certain.pop(self._certain.index(name)))
+        self._is_certain_next = not self._is_certain_next
+
+    def done(self, name: ManifestName, metrics: Metrics | None) -> None:
+        """A checkpoint lies in the store, with these metrics, or is damaged or gone (None)."""
+        if metrics is not None:
+            self._sent[name.step] = metrics
+        self._is_certain_next = name not in self._certain
+        self._certain = [each for each in self._certain if each != name]
+        if self.newest == name:
+            self.newest = None
+        self.passed(name.step)
+
+    def passed(self, step: int) -> None:
+        """The store holds a checkpoint of this step: older ones are not due any more."""
+        if self._due is not None and self._due.step <= step:
+            self._due = None
+        if self.newest is not None and self.newest.step <= step:
+            self.newest = None
+        self._last = step if self._last is None else max(self._last, step)

@@ -1,0 +1,27 @@
+"""The place of one drain among those of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lightck.tiers.tier import Tier
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which tiers a drain does not serve, and what it has to do with them (``drains.py``)."""
+
+    may_hold: Callable[[], bool]
+    """Whether one more slot may be held for a drain."""
+    number: int = 0
+    other_tiers: Sequence[Tier] = ()
+    """What the other drains serve."""
+    fed_from: int | None = None
+    """Number of the folder among ``other_tiers`` from which the only tier is fed."""
+    feeds: Mapping[int, Sequence[Tier]] = field(default_factory=dict)
+    """For the number of a tier of this drain, the tiers that other drains feed from it."""
+
+    @property
+    def is_fed(self) -> bool:
+        return self.fed_from is not None
