@@ -1,9 +1,9 @@
 """Save every few steps with torch.distributed.checkpoint into a pool, on one process or on several ranks with FSDP2.
 
     python examples/train_dcp.py --crash-at 30  # it kills itself in the 30th step ...
-    python examples/train_dcp.py                # ... and goes on from its last save
+    python examples/train_dcp.py                # ... and continues from its last save
     torchrun --standalone --nproc-per-node 2 examples/train_dcp.py --path pools --crash-at 30
-    torchrun --standalone --nproc-per-node 3 examples/train_dcp.py --path pools  # three go on from what two saved
+    torchrun --standalone --nproc-per-node 3 examples/train_dcp.py --path pools  # three continue from what two saved
 
 It needs torch and lightck. Between two saves a crash loses steps; lightck.attach loses none (examples/train_ranks.py).
 """

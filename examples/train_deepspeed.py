@@ -5,8 +5,8 @@
     torchrun --standalone --nproc-per-node 2 examples/train_deepspeed.py      # kill it whenever you like ...
     torchrun --standalone --nproc-per-node 2 examples/train_deepspeed.py      # ... and run it again
 
-With another number of ranks, or another ``--stage``, it goes on from the same pools. A real script differs in the model
-and the data only. lightck is in the lines marked with ``<-``.
+With another number of ranks, or another ``--stage``, it continues from the same pools. A real script differs in the
+model and the data only. lightck is in the lines marked with ``<-``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train a small convolutional network with BatchNorm on scikit-learn's handwritten digits (8 x 8 pixels).
 
     python examples/train_digits.py              # kill it whenever you like ...
-    python examples/train_digits.py              # ... and run it again: it goes on from the step it had reached
+    python examples/train_digits.py              # ... and run it again: it continues from the step it had reached
     python examples/train_digits.py --pool none  # the same training without lightck, which is then never imported
 
 It needs torch, scikit-learn and lightck.

@@ -1,7 +1,7 @@
 """Train a small GPT-2 style model, byte by byte, on the sources of Python's standard library.
 
     python examples/train_gpt.py                # kill it whenever you like ...
-    python examples/train_gpt.py                # ... and run it again: it goes on from the step it had reached
+    python examples/train_gpt.py                # ... and run it again: it continues from the step it had reached
     python examples/train_gpt.py --pool none    # the same training without lightck, which is then never imported
 
 It needs torch, numpy and lightck.

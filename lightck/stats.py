@@ -99,7 +99,7 @@ class Stats:
     kept: int = 0
     """The number of checkpoints that were exported (``Tier(format="safetensors")``)."""
     holds_honored: int = 0
-    """How often lightck passed over a slot because another process was reading the checkpoint in it."""
+    """How often lightck skipped a slot because another process was reading the checkpoint in it."""
     holds_overrun: int = 0
     """How often lightck wrote to a slot although another process held it to read the checkpoint in it, because the
     training needed the slot. That process sees this and starts again; one slot more (``attach(..., slots=)``) avoids

@@ -30,7 +30,7 @@ def command(pool: str, new: str, step: int | None, as_json: bool) -> int:
         print_json({**facts, "rejected": [str(each) for each in done.rejected]})
         return OK
     for each in done.rejected:
-        print_line(f"passed over: {each}")
+        print_line(f"skipped: {each}")
     again = f"; {count(done.updates, 'update')} made again" if done.updates else ""
     sizes = f"{size(done.nbytes)} in {new} (the old pool has {size(done.old_nbytes)})"
     print_line(f"step {done.step}: {count(done.tensors, 'tensor')}, {sizes}{again}")

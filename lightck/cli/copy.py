@@ -128,7 +128,7 @@ def _print(done: Copied, as_json: bool, *, in_one_line: bool = False) -> None:
             print_json(facts)
         return
     for each in done.rejected:
-        print_line(f"passed over: {each}")
+        print_line(f"skipped: {each}")
     written = "" if done.sent_nbytes >= done.nbytes else f" ({size(done.sent_nbytes)} were written)"
     print_line(f"step {done.step}: {size(done.nbytes)} in {done.path}{written}")
 

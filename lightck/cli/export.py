@@ -65,7 +65,7 @@ def command(
         )
         return OK
     for each in checkpoint.rejected:
-        print_line(f"passed over: {each}")
+        print_line(f"skipped: {each}")
     if done.tied:
         print_line("tied tensors, written once: " + listed(f"{name} = {stored}" for name, stored in done.tied.items()))
     print_line(f"step {checkpoint.step}: {count(done.tensors, 'tensor')}, {size(done.nbytes)} in {done.path} ({kind})")

@@ -177,7 +177,7 @@ def _show(facts: Facts, step: int | None, show_contents: Callable[[Facts], None]
     ):
         print_line(line)
     print_line()
-    head = ("claim", "by", "goes on from", "checkpoints", "size")
+    head = ("claim", "by", "continues from", "checkpoints", "size")
     for line in columns([head, *map(_claim_row, claims)], right=(3, 4)):
         print_line(line)
     print_line()

@@ -35,7 +35,7 @@ def command(path: str, sources: tuple[str, ...], as_json: bool) -> int:
     """Mend POOL_OR_TIER from OTHER, which is only read.
 
     In a tier each object is read, and a damaged one is written anew: under the same name, with the same bytes, which
-    its SHA-256 proves. A damaged pool, which no process may have open, is made anew from the newest checkpoint of the
+    its SHA-256 proves. A damaged pool, which no process may have open, is rebuilt from the newest checkpoint of the
     tier OTHER; the old file stays until the new one is verified.
 
     Exit status 1 if something damaged is left.
@@ -86,13 +86,13 @@ def _facts(path: str, done: Repaired) -> Facts:
 
 def _show(path: str, done: Repaired) -> None:
     for reason in done.rejected:
-        print_line(f"passed over: {reason}")
+        print_line(f"skipped: {reason}")
     for each in done.objects:
         print_line(f"written anew: {each.name} ({size(each.nbytes)})")
     for rest in done.left:
         print_line(f"damaged still: {rest.name}: {rest.reason}")
     if done.step is not None:
-        print_verdict(f"{path} was made anew from step {done.step}.", good=True)
+        print_verdict(f"{path} was rebuilt from step {done.step}.", good=True)
     elif done.left:
         print_verdict(f"{count(len(done.left), 'file')} in {path} could not be repaired.", good=False)
     elif done.objects:

@@ -37,7 +37,7 @@ def command(directory: str, to: str, n_ranks: int, replicated: bool, step: int |
         print_json({**facts, "rejected": [str(each) for each in done.rejected]})
         return OK
     for each in done.rejected:
-        print_line(f"passed over: {each}")
+        print_line(f"skipped: {each}")
     if done.restarted:
         print_line(f"note: {describe_restarted(done.restarted)}")
     if done.averaged:

@@ -266,7 +266,7 @@ def places_of(reader: PoolReader) -> Places:
 
 def first_usable(checkpoints: tuple[FoundCheckpoint, ...], step: int | None) -> FoundCheckpoint | None:
     """Return the first readable checkpoint in the order of recovery, or None if there is none. If ``step`` is None,
-    dead checkpoints are passed over."""
+    dead checkpoints are skipped."""
     readable = (each for each in checkpoints if each.stored is not None)
     return next((each for each in readable if step is not None or each.is_offered), None)
 

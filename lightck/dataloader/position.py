@@ -67,7 +67,7 @@ def _from_bytes(value: object) -> tuple[torch.Tensor, ...]:
 def corrupt(reason: str) -> CorruptPoolError:
     """Return the error for a damaged position. ``reason``: a clause for the message."""
     return CorruptPoolError(
-        f"The saved position of a loader is damaged: {reason}. Go on from an older step, if the pool holds one: "
+        f"The saved position of a loader is damaged: {reason}. Continue from an older step, if the pool holds one: "
         "lightck.recover(path, model, optimizer, step=N), and then attach."
     )
 

@@ -98,7 +98,7 @@ class Positions:
                 _described(left),
                 f"the training begins a new pass over {_loader_names(without)}, for which no position is saved"
                 if without
-                else "the training does not go on from that position",
+                else "the training does not continue from that position",
             )
         else:
             log.info(

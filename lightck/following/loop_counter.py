@@ -96,7 +96,7 @@ class LoopCounterCheck:
         self._is_over = True
         where = f" in pass {later[0].restored_epoch + 1} over loader {later[0].name!r}" if later else ""
         log.warning(
-            "lightck: The training goes on from step %d%s, and the loop has read neither session.step nor "
+            "lightck: The training continues from step %d%s, and the loop has read neither session.step nor "
             "loader.epoch. A loop that counts from 0, such as range(steps) or range(epochs), makes too many updates. "
             "Count from session.step; over a session loader, write `for epoch in range(loader.epoch, epochs)`",
             self._step,
@@ -117,8 +117,8 @@ class LoopCounterCheck:
         else:
             fact = "and has not read session.step since its first update"
         log.warning(
-            "lightck: The training goes on from step %d in pass %d over loader %r, but the loop seems to count passes "
-            "from 0: it has never read loader.epoch, %s. Such a loop, for example range(epochs), makes too many "
+            "lightck: The training continues from step %d in pass %d over loader %r, but the loop seems to count "
+            "passes from 0: it has never read loader.epoch, %s. Such a loop, for example range(epochs), makes too many "
             "updates. Write `for epoch in range(loader.epoch, epochs)`. If your loop does not count passes from 0, "
             "ignore this warning; reading loader.epoch once silences it",
             self._step,

@@ -405,8 +405,8 @@ class Layerwise:
                     "backward(), before that change. Clipping, GradScaler, and anything else that changes "
                     "gradients, parameters or options between backward() and step(), does not work with a layer-wise "
                     "update. Change options before backward(), or leave out lightck.layerwise(). The newest "
-                    "checkpoint is that of the step before. To go on from the layers as they are now, call forget() of "
-                    "the object that lightck.layerwise() returned."
+                    "checkpoint is that of the step before. To continue from the layers as they are now, call forget() "
+                    "of the object that lightck.layerwise() returned."
                 )
 
     def _step_post(self, *_: object) -> None:

@@ -45,7 +45,7 @@ def attach(
     resume: bool = True,
     **options: Any,
 ) -> lightck.Session:
-    """Make every finished update of what an Accelerator has prepared survive a crash, and go on from the pool.
+    """Make every finished update of what an Accelerator has prepared survive a crash, and continue from the pool.
 
     Call it after ``accelerator.prepare`` and ``accelerator.register_for_checkpointing``, and iterate over
     ``session.loader(loader)`` in place of the prepared ``loader``.
@@ -56,7 +56,7 @@ def attach(
         model: if several models are prepared: the module that contains them all (``nn.ModuleDict`` of them).
         state: name -> further object with ``state_dict`` and ``load_state_dict``. Schedulers are found, and registered
             objects have the names ``registered 0``, ``registered 1``, ...
-        resume: go on from what the pool holds. False: raise ``CheckpointExistsError`` if it holds a checkpoint.
+        resume: continue from what the pool holds. False: raise ``CheckpointExistsError`` if it holds a checkpoint.
         options: other keywords of ``lightck.attach``. ``optimizer`` is what was prepared.
 
     Raises:

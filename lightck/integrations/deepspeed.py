@@ -127,7 +127,7 @@ def attach(
     resume: bool = True,
     **options: Any,
 ) -> lightck.Session:
-    """Make every finished step of a DeepSpeed engine survive a crash, and go on from the pools.
+    """Make every finished step of a DeepSpeed engine survive a crash, and continue from the pools.
 
     Call it on all ranks, after ``deepspeed.initialize`` and before the first forward. Iterate over
     ``session.loader(loader)``, and call ``engine(batch)``, ``engine.backward(loss)`` and ``engine.step()`` as ever.
@@ -136,7 +136,7 @@ def attach(
         engine: what ``deepspeed.initialize`` returned first.
         pool_path: the directory of the ranks' pools, made if it does not exist. With a single rank: a file.
         state: name -> further object with ``state_dict`` and ``load_state_dict``. The engine's scheduler is found.
-        resume: go on from what the pools hold. False: raise ``CheckpointExistsError`` if they hold a checkpoint.
+        resume: continue from what the pools hold. False: raise ``CheckpointExistsError`` if they hold a checkpoint.
         options: other keywords of ``lightck.attach``. ``optimizer`` and ``layout`` are the engine's.
 
     Raises:

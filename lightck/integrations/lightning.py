@@ -83,13 +83,13 @@ _REFUSED_CALLBACKS = {
 class LightckCallback(pl.Callback):  # type: ignore[misc]
     """Makes every finished update of ``Trainer.fit`` survive a crash.
 
-    The pool is opened in ``fit``. If it holds a checkpoint, the training goes on from there: weights, optimizers,
+    The pool is opened in ``fit``. If it holds a checkpoint, the training continues from there: weights, optimizers,
     schedulers, random states, batches, loops, logged metrics, and the states of callbacks and data module are those of
     the run before.
 
     Args:
         pool_path: the pool's file, made if it does not exist. In a group of ranks: a directory.
-        resume: go on from what the pool holds. False: ``fit`` refuses to, by ``CheckpointExistsError``.
+        resume: continue from what the pool holds. False: ``fit`` refuses to, by ``CheckpointExistsError``.
         options: other keywords of ``lightck.attach``. ``optimizer`` is the Trainer's.
 
     ``fit`` raises ``UnsupportedError`` for a release, a strategy, a callback or an argument with which a resume would
@@ -127,7 +127,7 @@ class LightckCallback(pl.Callback):  # type: ignore[misc]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self._fit is not None and self.session is not None:
-            self._options.pop("overwrite", None)  # a second fit goes on from this one
+            self._options.pop("overwrite", None)  # a second fit continues from this one
         self.on_exception()
 
 
@@ -140,7 +140,7 @@ def attach(
     resume: bool = True,
     **options: Any,
 ) -> lightck.Session:
-    """Make every finished update of a loop with Fabric survive a crash, and go on from the pool.
+    """Make every finished update of a loop with Fabric survive a crash, and continue from the pool.
 
     Call it after ``fabric.setup``, and iterate over ``session.loader(loader)`` in place of ``loader``.
 
@@ -151,7 +151,7 @@ def attach(
             several: the module that contains them all.
         state: name -> further object with ``state_dict`` and ``load_state_dict``. Optimizers, schedulers and the
             GradScaler are found.
-        resume: go on from what the pool holds. False: raise ``CheckpointExistsError`` if it holds a checkpoint.
+        resume: continue from what the pool holds. False: raise ``CheckpointExistsError`` if it holds a checkpoint.
         options: other keywords of ``lightck.attach``.
 
     Raises:

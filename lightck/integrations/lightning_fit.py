@@ -211,7 +211,7 @@ class Fit:
             return
         if not self._resume:
             raise CheckpointExistsError(
-                f"The pool {self.path!r} holds step {step}, and resume=False is given. Leave it out to go on from "
+                f"The pool {self.path!r} holds step {step}, and resume=False is given. Leave it out to continue from "
                 "there, or pass overwrite=True to discard what the pool holds."
             )
         if STATE_NAME not in state:
@@ -292,13 +292,13 @@ class Fit:
             if ours > theirs:
                 raise CheckpointExistsError(
                     f"ckpt_path={self.trainer.ckpt_path!r} holds step {theirs}, and the pool {self.path!r} holds step "
-                    f"{ours}, which would be lost. Leave out ckpt_path to go on from the pool, or pass overwrite=True "
-                    "to LightckCallback to discard what the pool holds."
+                    f"{ours}, which would be lost. Leave out ckpt_path to continue from the pool, or pass "
+                    "overwrite=True to LightckCallback to discard what the pool holds."
                 )
         self.found = None
         self._options["overwrite"] = True
         log.warning(
-            "lightck: the training goes on from Lightning's checkpoint %s (ckpt_path). The pool %s begins anew there",
+            "lightck: the training continues from Lightning's checkpoint %s (ckpt_path). The pool %s begins anew there",
             self.trainer.ckpt_path,
             self.path,
         )

@@ -35,7 +35,7 @@ _COUNTERS = (
     _Of("cpu_seconds", "cpu_seconds", "CPU time of all threads and hooks of lightck."),
     _Of("skipped", "skipped", "Checkpoints and updates that were skipped; see Stats.skipped."),
     _Of("kept", "exports", "Checkpoints that were exported as files."),
-    _Of("holds_honored", "holds_honored", "Slots that were passed over because a reader held them."),
+    _Of("holds_honored", "holds_honored", "Slots that were skipped because a reader held them."),
     _Of("holds_overrun", "holds_overrun", "Held slots that were overwritten because the training needed them."),
     _Of("pool_rounds", "pool_reread_rounds", "How often everything in the pool was read again."),
     _Of("pool_bytes_reread", "pool_reread_bytes", "Bytes of the pool that were read again."),

@@ -56,7 +56,7 @@ _FOLDER_AHEAD_MAX = 3
 class PoolCheckpointManager(CheckpointManager):  # type: ignore[misc]
     """torchtitan's checkpoint manager, and a pool in which every finished step survives a crash.
 
-    The pool is used beside torchtitan's folders, whose options are inherited. A restart goes on from the pool.
+    The pool is used beside torchtitan's folders, whose options are inherited. A restart continues from the pool.
 
     Raises while the trainer is built:
         UnsupportedError: a release of torchtitan that lightck does not know.
@@ -77,7 +77,7 @@ class PoolCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
         options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
         """Keywords of ``lightck.attach``, such as ``interval``, ``strategy`` and ``replicas``; not for the command
-        line. ``resume=False``: refuse to go on from a pool with a checkpoint."""
+        line. ``resume=False``: refuse to continue from a pool with a checkpoint."""
 
     def __init__(self, config: Config, **components: Any) -> None:
         """Called by the trainer. ``components``: what it hands to each checkpoint manager."""
@@ -181,7 +181,7 @@ class PoolCheckpointManager(CheckpointManager):  # type: ignore[misc]
             return
         raise CheckpointExistsError(
             f"The pool {self._pool!r} holds step {pool_step} of a training, and {fact}. Nothing was trained. To go on "
-            "from the folder, name another pool (checkpoint.pool), or remove this one; to go on from the pool, name "
+            "from the folder, name another pool (checkpoint.pool), or remove this one; to continue from the pool, name "
             "another folder (checkpoint.folder)."
         )
 

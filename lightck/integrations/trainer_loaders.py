@@ -12,7 +12,7 @@ class LoaderOwner(Protocol):
     """What a loader needs of ``TrainerSession``."""
 
     found: Any
-    """Not None if the training goes on from the pool."""
+    """Not None if the training continues from the pool."""
 
     def loader_of(self, loader: Any) -> Any:
         """Return the session's loader, which iterates over the Trainer's."""

@@ -103,13 +103,13 @@ def attach(
     """Make every finished update of a ``Trainer`` survive a crash.
 
     Call it once, after the Trainer was built and before ``trainer.train()``. The pool is opened in ``train()``. If it
-    holds a checkpoint, the training goes on from there: weights, optimizer, scheduler, random states, batches, log
+    holds a checkpoint, the training continues from there: weights, optimizer, scheduler, random states, batches, log
     history, best metric, and the state of callbacks that have one are those of the run before.
 
     Args:
         trainer: a Trainer of transformers, or of a library whose trainers are Trainers (``Seq2SeqTrainer``, TRL).
         pool_path: the pool's file, made if it does not exist. In a group of ranks: a directory.
-        resume: go on from what the pool holds. False: raise ``CheckpointExistsError`` if it holds a checkpoint.
+        resume: continue from what the pool holds. False: raise ``CheckpointExistsError`` if it holds a checkpoint.
         options: other keywords of ``lightck.attach``. ``optimizer`` is the Trainer's.
 
     Raises:
@@ -362,7 +362,7 @@ class TrainerSession:
             step, state = checkpoint.step, checkpoint.state
         if not self._resume:
             raise CheckpointExistsError(
-                f"The pool {self.path!r} holds step {step}, and resume=False is given. Leave it out to go on from "
+                f"The pool {self.path!r} holds step {step}, and resume=False is given. Leave it out to continue from "
                 "there, or pass overwrite=True to discard what the pool holds."
             )
         if STATE_NAME not in state:
@@ -385,21 +385,21 @@ class TrainerSession:
         if not os.path.isfile(file):
             raise NoCheckpointError(
                 f"resume_from_checkpoint={folder!r} is no checkpoint of the Trainer: it has no "
-                f"{trainer_module.TRAINER_STATE_NAME}. Leave resume_from_checkpoint out, and the training goes on from "
-                "the pool."
+                f"{trainer_module.TRAINER_STATE_NAME}. Leave resume_from_checkpoint out, and the training continues "
+                "from the pool."
             )
         state = TrainerState.load_from_json(file)
         if step is not None and step > state.global_step:
             raise CheckpointExistsError(
                 f"resume_from_checkpoint={folder!r} holds step {state.global_step}, and the pool {self.path!r} holds "
-                f"step {step}, which would be lost. Leave out resume_from_checkpoint to go on from the pool, or pass "
-                "overwrite=True to attach to discard what the pool holds."
+                f"step {step}, which would be lost. Leave out resume_from_checkpoint to continue from the pool, or "
+                "pass overwrite=True to attach to discard what the pool holds."
             )
         self.found = None
         self._options["overwrite"] = True
         log.warning(
-            "lightck: the training goes on from the Trainer's checkpoint %s, as resume_from_checkpoint says. The pool "
-            "%s begins anew there",
+            "lightck: the training continues from the Trainer's checkpoint %s, as resume_from_checkpoint says. The "
+            "pool %s begins anew there",
             folder,
             self.path,
         )
@@ -455,7 +455,7 @@ class TrainerSession:
             **options,
         )
         self.callbacks.watch()  # now, because callbacks set attributes in on_train_begin too
-        self._options.pop("overwrite", None)  # a second train() goes on from this one
+        self._options.pop("overwrite", None)  # a second train() continues from this one
         if self.is_finished:
             log.warning(
                 "lightck: the training in the pool %s is finished (step %d). Nothing is trained; the Trainer only ends "

@@ -313,7 +313,7 @@ class GradientLog:
         return cls(base_every, turns, in_group, step, bases, (), (), bases, (0,) * n_records)
 
     def adopted(self, checkpoint: LoggedCheckpoint) -> GradientLog:
-        """The log after a training went on from a checkpoint. ``checkpoint.bases`` are the bases from which it was
+        """The log after a training continued from a checkpoint. ``checkpoint.bases`` are the bases from which it was
         recovered. What a crash has left in the other homes is not known, so older bases do not count."""
         bases = checkpoint.bases.without_older(np.ones(len(self.turn), np.bool_))
         bases = replace(bases, written=bases.step)

@@ -135,8 +135,8 @@ class GradientWriter(PoolWriter):
         self._chain: dict[int, ChainEntry] = {}
         """Generation of a record that the log still has -> its chain entry."""
         self.certain_generation = 0
-        """Generation of the newest checkpoint that this session went on from, or that is full: no update of the session
-        leads to it. 0: there is none."""
+        """Generation of the newest checkpoint that this session continued from, or that is full: no update of the
+        session leads to it. 0: there is none."""
         self._plan: RecordPlan | None = None
         self._sentinels, self.commits_next = NO_SENTINELS, True
 
@@ -401,7 +401,7 @@ class GradientWriter(PoolWriter):
         self._chain = {entry.generation: entry for entry in checkpoint.part.chain}
         self._chain[record.payload_generation] = chain_entry_of(record)
         self.log = self.log.adopted(logged)
-        self.certain_generation = record.payload_generation  # the training goes on from what was restored
+        self.certain_generation = record.payload_generation  # the training continues from what was restored
         self.skipped(logged.step, np.zeros(len(self.units.names), np.bool_))
 
     def _damaged_units(self, checkpoint: GradientCheckpoint) -> Mask:

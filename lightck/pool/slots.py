@@ -159,7 +159,7 @@ class SlotChoice(NamedTuple):
     slot: Slot | None
     """None: no slot is free before a checkpoint in flight has ended."""
     n_passed_over: int = 0
-    """Number of slots that were passed over because readers hold them."""
+    """Number of slots that were skipped because readers hold them."""
     is_overrun: bool = False
     """Whether a reader holds the slot, which the training needs nevertheless."""
 

@@ -335,7 +335,7 @@ class PoolWriter:
         return self.slots.choose(held)
 
     def choose_slot(self, choose: Callable[[frozenset[int]], Slot | None]) -> SlotChoice:
-        """Return the slot for the next checkpoint. Slots that other processes read are passed over, while the training
+        """Return the slot for the next checkpoint. Slots that other processes read are skipped, while the training
         has enough others. ``choose``: returns the best free slot that is not in this set."""
         if not self.has_whole_checkpoints:
             return SlotChoice(choose(frozenset()))

@@ -84,7 +84,7 @@ class Schedule:
     # -- the training thread
 
     def is_due(self, step: int, saved_step: int) -> bool | None:
-        """Whether a step is saved, or one behind ``saved_step`` that was passed over; None: it is not known yet, and
+        """Whether a step is saved, or one behind ``saved_step`` that was skipped; None: it is not known yet, and
         the caller asks again. ``saved_step``: the step that was saved last."""
         with self._lock:
             if self._pending is not None and step >= self._pending.first:

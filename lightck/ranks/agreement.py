@@ -125,7 +125,7 @@ def decide(
     lost. A checkpoint is then common if all other ranks have it.
     """
     held = [report.ids for report in reports]
-    # A random number is added, so that two trainings that go on from copies of one directory get different
+    # A random number is added, so that two trainings that continue from copies of one directory get different
     # incarnations.
     incarnation = next_incarnation(report.incarnation for report in reports) + _random_number(reports)
     if overwrite or not any(held):
@@ -139,7 +139,7 @@ def decide(
     if not resume:
         raise CheckpointExistsError(
             f"The directory holds checkpoints ({_listed_steps(reports)}). They are neither loaded nor overwritten "
-            "unasked. Pass attach(..., resume=True) on all ranks to go on from the newest checkpoint that all ranks "
+            "unasked. Pass attach(..., resume=True) on all ranks to continue from the newest checkpoint that all ranks "
             "have, or overwrite=True to discard them."
         )
     if len(runs) > 1:
@@ -272,7 +272,7 @@ def describe_lost(ranks: Sequence[int]) -> str:
 
 
 def new_world(reports: Sequence[Report], adopted: CheckpointId, run_id: bytes, incarnation: int) -> Start:
-    """Return how a group begins that goes on from a checkpoint of another world. ``adopted``: that checkpoint, which
+    """Return how a group begins that continues from a checkpoint of another world. ``adopted``: that checkpoint, which
     all ranks have loaded. ``incarnation``: the largest one in the directory."""
     return Start(
         adopted, next_incarnation([incarnation]) + _random_number(reports), run_id, reports[0].new_ids[ID_NBYTES:]
@@ -291,7 +291,7 @@ def _nothing_common(reports: Sequence[Report]) -> RankError:
         )
     elif set.intersection(*steps):
         cure = (
-            "Steps with the same number are of different histories: the training went on from two copies of these "
+            "Steps with the same number are of different histories: the training continued from two copies of these "
             "pools, or from different steps. Put the pools of one history into the directory"
         )
     return RankError(

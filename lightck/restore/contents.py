@@ -196,7 +196,7 @@ class Contents:
     """Whether it was saved without a session, and when it was saved its rank had no pool in this world yet. So if pools
     of this world are missing, a kill may have come before all ranks had made theirs, and an older world counts."""
     not_exact: str = ""
-    """Why a training that goes on from this checkpoint is not the one that saved it; empty if it is."""
+    """Why a training that continues from this checkpoint is not the one that saved it; empty if it is."""
     run_id: str = ""
     """32 hexadecimal digits: which training saved it. Empty in the pool of a rank, and in that of an older lightck."""
     claim: str = ""

@@ -119,7 +119,7 @@ def recover_readers(
             tensors = _tensors_of(model, None)
             if tensors.parts or tensors.is_stage:
                 raise UnsupportedError(
-                    f"The model holds parts of tensors, and {name!r} is a tier. Nothing was restored. Go on from it "
+                    f"The model holds parts of tensors, and {name!r} is a tier. Nothing was restored. Continue from it "
                     "with attach(model, directory, resume=True, tiers=[...]) on all ranks; or fetch its newest "
                     f"checkpoint: lightck copy {name} DIRECTORY, and recover from the directory."
                 )

@@ -88,7 +88,7 @@ class ReplayedCheckpoint:
 
     @cached_property
     def not_exact(self) -> str:
-        """Why a training that goes on from this checkpoint may not be the one that saved it: updates were made again
+        """Why a training that continues from this checkpoint may not be the one that saved it: updates were made again
         by another torch or processor, or residuals of ``TopK`` are older than the checkpoint. Empty if it is the same.
         Updates are made again for it, as for ``entries``."""
         return "; ".join(filter(None, (self._other_conditions, self._older_residuals)))
@@ -182,7 +182,7 @@ class ReplayedCheckpoint:
         return found
 
     def find_damaged_bases(self) -> None:
-        """Let the reader know which bases are damaged, before a training goes on from this checkpoint."""
+        """Let the reader know which bases are damaged, before a training continues from this checkpoint."""
         find_damaged_bases(self._checkpoint)
 
     def hold(self) -> AbstractContextManager[None]:

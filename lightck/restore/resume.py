@@ -31,7 +31,7 @@ log = logging.getLogger("lightck")
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a session goes on from: ``session.recovered``."""
+    """What a session continues from: ``session.recovered``."""
 
     step: int
     """The step of the restored checkpoint."""

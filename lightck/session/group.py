@@ -168,7 +168,7 @@ def ensure_directory(path: str | os.PathLike[str]) -> str:
         raise PoolPathError(
             f"{directory!r} is a file. In a process group each rank has a pool of its own, so pool_path names a "
             "directory, which attach creates. Choose another path; or pass group=False, to save this process "
-            "alone. To go on from the pool of a single process, make a directory, move the pool there under the "
+            "alone. To continue from the pool of a single process, make a directory, move the pool there under the "
             f"name {pool_name(0, 1)}, and pass the directory."
         )
     return directory
@@ -176,7 +176,7 @@ def ensure_directory(path: str | os.PathLike[str]) -> str:
 
 def refuse_other_pools(directory: str) -> None:
     """Raise ``PoolPathError`` if the directory has no pool of a rank, and a pool under another name: whoever put it
-    there expects that the training goes on from it."""
+    there expects that the training continues from it."""
     if pools_in(directory):
         return
     for name in sorted(os.listdir(directory)):
@@ -184,8 +184,8 @@ def refuse_other_pools(directory: str) -> None:
         if not name.startswith(".") and os.path.isfile(path) and backend_for(path).recognises(path):
             raise PoolPathError(
                 f"The directory {directory!r} has no pool of a rank, but it holds the pool {name!r}. Nothing was "
-                f"changed. To go on from the pool of a single process, give it the name {pool_name(0, 1)}; to begin a "
-                "new training, pass another directory."
+                f"changed. To continue from the pool of a single process, give it the name {pool_name(0, 1)}; to begin "
+                "a new training, pass another directory."
             )
 
 

@@ -1,4 +1,4 @@
-"""At attach of a group: go on from the newest checkpoint of the ranks' pools and their tiers.
+"""At attach of a group: continue from the newest checkpoint of the ranks' pools and their tiers.
 
     report     for each directory, one rank says which checkpoints its pools and peer copies hold; rank 0 names the
                checkpoints of the tiers, one after the other, newest first. So all ranks come to the same decision
@@ -295,7 +295,7 @@ def _bring(
             return next(filter(None, reasons))
         for container in new:
             container.publish()
-        meeting.exchange("pools that were made anew", b"")
+        meeting.exchange("pools that were rebuilt", b"")
         _remove_others(directory, group, hosts, one)
         meeting.exchange("pools that were removed", b"")
     return ""
@@ -335,13 +335,14 @@ def _remove_others(directory: str, group: Group, hosts: Hosts, one: _Offered) ->
             with ExitStack() as locked:
                 locked.callback(PoolLock(path).release)
                 backend_for(path).discard(path)
-            log.warning("lightck: the pool %r was removed: the pools were made anew from a tier", path)
+            log.warning("lightck: the pool %r was removed: the pools were rebuilt from a tier", path)
 
 
 def _name_a_cure(group: Group, in_pools: _InPools, store: Store, one: _Offered) -> None:
     if group.rank == 0:
         log.warning(
-            "lightck: the pool %r cannot be used, and step %d is in the tier %r. To go on from it, move the pool away",
+            "lightck: the pool %r cannot be used, and step %d is in the tier %r. To continue from it, move the "
+            "pool away",
             in_pools.unreadable[0],
             one.step,
             str(store),
@@ -354,7 +355,7 @@ def _report(group: Group, store: Store, one: _Offered, in_pools: _InPools, reaso
     for reason in reasons:
         log.warning("lightck: a newer checkpoint of a tier cannot be used, and an older one is fetched: %s", reason)
     log.warning(
-        "lightck: the pools of all ranks were made anew from step %d of the tier %r (claim %s), because %s. Updates "
+        "lightck: the pools of all ranks were rebuilt from step %d of the tier %r (claim %s), because %s. Updates "
         "after that step, if there were any, are lost",
         one.step,
         str(store),

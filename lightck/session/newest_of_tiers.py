@@ -1,4 +1,4 @@
-"""At attach: go on from the newest checkpoint of the pool and its tiers.
+"""At attach: continue from the newest checkpoint of the pool and its tiers.
 
     compare    the pool's newest checkpoint, and those of the tiers, by (claim, incarnation, step)
     fetch      if one of a tier is newer: make the pool anew from it. The old file stays until the new one is whole
@@ -72,7 +72,7 @@ def _name_a_cure(path: str, stores: Sequence[Store]) -> None:
     newest = next(newest_of_all(stores, []), None)
     if newest is not None:
         log.warning(
-            "lightck: the pool %r cannot be used, and %s is there. To go on from it, move the pool away",
+            "lightck: the pool %r cannot be used, and %s is there. To continue from it, move the pool away",
             path,
             newest,
         )
@@ -101,7 +101,7 @@ def _newest_of(reader: PoolReader) -> _InPool:
         try:
             by = saved_by(stored.state)
         except DamagedError:
-            continue  # the restore passes it over too
+            continue  # the restore skips it too
         order = Order.of(by.claim, stored.header.incarnation, stored.step)
         return _InPool(order, by.run_id or reader.superblock.uuid.hex())
     raise PoolError("no checkpoint of the pool can be read")
@@ -122,7 +122,7 @@ def _tell(path: str, in_pool: _InPool | None, found: Candidate, rejected: Sequen
         log.warning("lightck: a newer checkpoint of a tier cannot be used, and an older one is fetched: %s", reason)
     had = "was not there" if in_pool is None else f"held step {in_pool.order.step} of an older claim or incarnation"
     log.warning(
-        "lightck: the pool %r %s, and was made anew from %s. Updates after that step, if there were any, are lost",
+        "lightck: the pool %r %s, and was rebuilt from %s. Updates after that step, if there were any, are lost",
         path,
         had,
         found,

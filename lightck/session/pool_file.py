@@ -228,8 +228,8 @@ class PoolFile:
             held = f"step {records[0].step}" if records else "checkpoints that cannot be read"
             raise CheckpointExistsError(
                 f"The pool {self.path!r} holds {held}. lightck.attach neither loads nor overwrites a checkpoint "
-                "unasked. Pass attach(..., resume=True) to go on from the newest checkpoint, restore it yourself with "
-                "lightck.recover(path, model, ...), or pass overwrite=True to discard all checkpoints of the pool."
+                "unasked. Pass attach(..., resume=True) to continue from the newest checkpoint, restore it yourself "
+                "with lightck.recover(path, model, ...), or pass overwrite=True to discard all checkpoints of the pool."
             )
         refuse_part(reader)
         self._refuse_missing_optimizer(reader)
@@ -307,7 +307,7 @@ class PoolFile:
         except DamagedError as err:
             raise CheckpointExistsError(
                 f"Step {known.contents.step}, which this model was restored from, is no longer in {self.path!r}: "
-                f"{err}. A training has gone on in the pool since. Use attach(..., resume=True) to go on from its "
+                f"{err}. A training has gone on in the pool since. Use attach(..., resume=True) to continue from its "
                 "newest step, or overwrite=True to discard it."
             ) from err
         self.capture.built.use_record(known.contents.built)

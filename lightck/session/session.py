@@ -143,7 +143,7 @@ class Session:
     @property
     def copied(self) -> int | None:
         """The newest step that this rank knows to be in the peer copies of all ranks (``replicas=2``), or None. If a
-        host is lost, the training goes on from this step or a later one."""
+        host is lost, the training continues from this step or a later one."""
         known = None if self._membership is None else self._membership.rule.knowledge.copied
         return None if known is None else known.step
 

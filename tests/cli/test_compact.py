@@ -125,7 +125,7 @@ def test_a_checkpoint_that_is_damaged_is_passed_over(good, folder):
     damage(good, "model/0.weight", [4])
     result = call("compact", good, folder / "new.pool")
     assert result.exit_code == OK
-    assert result.stdout.startswith("passed over: step 4 ")
+    assert result.stdout.startswith("skipped: step 4 ")
     assert lightck.recover(folder / "new.pool").step == 3
 
 

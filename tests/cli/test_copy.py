@@ -1,4 +1,4 @@
-"""``lightck copy``: a checkpoint of a tier is whole or is not offered, and a training goes on from it bit by bit."""
+"""``lightck copy``: a checkpoint of a tier is whole or is not offered, and a training continues from it bit by bit."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path):
     copied(tmp_path / "run.pool", tmp_path / "tier")
     next(path for path in objects_in(tmp_path / "tier") if path not in before).unlink()
     out = copied(tmp_path / "tier", tmp_path / "new.pool")
-    assert "passed over: step 4 (claim 000002-" in out
+    assert "skipped: step 4 (claim 000002-" in out
     assert "is gone" in out
     assert lightck.recover(tmp_path / "new.pool").step == 3
 
@@ -372,7 +372,7 @@ def test_a_later_step_that_was_sent_before_is_named(tmp_path):
     copied(tmp_path / "run.pool", tmp_path / "tier", "--step", "2")
     out = copied(tmp_path / "tier", tmp_path / "new.pool")
     assert lightck.recover(tmp_path / "new.pool").step == 2
-    assert "passed over: step 3 of claim 000001-" in out
+    assert "skipped: step 3 of claim 000001-" in out
 
 
 @pytest.mark.parametrize("what", ["longer", "folder", "link"])
@@ -388,7 +388,7 @@ def test_what_is_no_file_of_the_right_size_is_passed_over(tmp_path, what):
         path.rename(tmp_path / "elsewhere")
         path.mkdir() if what == "folder" else path.symlink_to(tmp_path / "elsewhere")
     out = copied(tmp_path / "tier", tmp_path / "new.pool")
-    assert "passed over: step 3 (claim 000002-" in out
+    assert "skipped: step 3 (claim 000002-" in out
 
 
 def test_a_file_that_appears_while_a_pool_is_made_stays(tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def test_whatever_is_killed_the_tier_is_whole_and_the_training_goes_on_from_it(t
         copied(tier, new)
         fetched.append(lightck.recover(new).step)
         assert fetched == sorted(fetched), f"seed {seed}: the tier went back"
-        if chance.random() < 0.5:  # the machine is lost, and the training goes on from the tier
+        if chance.random() < 0.5:  # the machine is lost, and the training continues from the tier
             pool.unlink()
             new.rename(pool)
     pool.unlink(missing_ok=True)

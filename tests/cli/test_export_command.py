@@ -122,6 +122,6 @@ def test_what_was_passed_over_is_said(good, tmp_path):
     damage(good, "model/0.weight", [4])
     result = call("export", good, tmp_path / "it.safetensors")
     assert result.exit_code == 0
-    assert "passed over: step 4" in result.stdout
+    assert "skipped: step 4" in result.stdout
     assert "step 3: " in result.stdout
     assert call("export", good, tmp_path / "other.safetensors", "--step", 4).exit_code == 1

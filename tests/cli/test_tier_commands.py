@@ -222,7 +222,7 @@ def test_a_stale_checkpoint_is_named_and_not_offered(tier, monkeypatch):
     monkeypatch.setattr(Candidate, "refuse_stale", refuse_stale)
     status, found = call_json("verify", tier)
     assert (status, found["recoverable_step"], found["checkpoints"][0]["stale"]) == (OK, 4, True)
-    assert "recovery passes over it" in call("verify", tier).stdout
+    assert "recovery skips it" in call("verify", tier).stdout
     assert call_json("inspect", tier)[1]["shown"]["step"] == 4
 
 
@@ -407,5 +407,5 @@ def test_export_passes_over_a_damaged_checkpoint_and_says_so(tier, tmp_path):
     flip(tensors_of(tier, 5))
     result = call("export", tier, tmp_path / "model.safetensors")
     assert result.exit_code == OK
-    assert "passed over: step 5" in result.stdout
+    assert "skipped: step 5" in result.stdout
     assert "step 4: 4 tensors" in result.stdout

@@ -212,7 +212,7 @@ def damaged_record(recorder: Recorder, strategy: Gradients) -> None:
 
 
 def going_back(recorder: Recorder, strategy: Gradients) -> None:
-    """The user goes on from an older step: the newer ones are dead from then on."""
+    """The user continues from an older step: the newer ones are dead from then on."""
     model, optimizer = with_momentum()
     with recorder.attach(model, optimizer, strategy=strategy):
         train(recorder, model, optimizer, 7)
@@ -416,7 +416,7 @@ def flushed_between(recorder: Recorder, strategy: Gradients) -> None:
 
 
 def adoption_between(recorder: Recorder, strategy: Gradients) -> None:
-    """The loop dies between two commits, and goes on from the last one: its later records are of no use."""
+    """The loop dies between two commits, and continues from the last one: its later records are of no use."""
     for steps in (8, 5, 4):
         model, optimizer = with_momentum()
         session = recorder.attach(model, optimizer, resume=True, strategy=strategy, interval=3)

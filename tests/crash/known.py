@@ -252,7 +252,7 @@ Aside: TypeAlias = Callable[[int, lightck.Session, Known, torch.optim.Optimizer]
 def train(
     plan: Plan, path: str, tell: Tell, *, steps: int, slots: int, backend: str, aside: Aside | None = None
 ) -> None:
-    """Go on from what the pool holds, for ``steps`` updates, and close. Tells all that it does; ``aside`` is called
+    """Continue from what the pool holds, for ``steps`` updates, and close. Tells all that it does; ``aside`` is called
     after each update. ``slots``: not of a pool with gradient records.
 
     Raises ``AssertionError`` where what was restored is not what its step holds."""

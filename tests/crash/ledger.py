@@ -76,7 +76,7 @@ class Ledger:
                 return 0
             raise BrokenError(f"recovery failed: {type(err).__name__}: {err}") from err
         if step is None and not self.least <= checkpoint.step <= self.most:
-            passed_over = "; ".join(map(str, checkpoint.rejected)) or "nothing was passed over"
+            passed_over = "; ".join(map(str, checkpoint.rejected)) or "nothing was skipped"
             raise BrokenError(
                 f"step {checkpoint.step} was recovered, {self.least} to {self.most} were possible ({passed_over})"
             )

@@ -24,7 +24,7 @@ CHECKPOINTS = {"step": 0, "grow": 1, "outgrow": 2}
 which it outgrew the pool, so that a new file replaces it."""
 OTHERS = ("reopen", "crash", "overwrite", "back", "relayout", "pin", "release")
 """Close and resume; die before the newest checkpoint is committed, and resume; close and discard what is there; close,
-and go on from the oldest checkpoint that the pool holds; close, and resume with one slot more; hold the newest
+and continue from the oldest checkpoint that the pool holds; close, and resume with one slot more; hold the newest
 checkpoint; release it."""
 NUMEL, GROWN, OUTGROWN = 16, 3000, 400_000
 

@@ -3,7 +3,7 @@
 A *crash image* is a file that a crash at one moment of the trace may leave behind, under a persistence model: what
 was durable, and any of the contents that the model allows for the rest (``cuts`` says which are built). Each is
 recovered by the shipped ``lightck.recover`` and has to keep the promise: nothing that was acknowledged is lost, nothing
-is returned that was never begun, every tensor is exact, ``lightck verify`` agrees, and a training goes on from it. An
+is returned that was never begun, every tensor is exact, ``lightck verify`` agrees, and a training continues from it. An
 image that differs from another one only in bytes that recovery does not read is not recovered again.
 
 One rule cannot be seen in an image, since checksums would hide that it is broken: where fences order, a slot's header
@@ -143,7 +143,7 @@ class _Check:
             file.close()
 
     def add(self, nested: Report) -> None:
-        """Of a training that went on from an image."""
+        """Of a training that continued from an image."""
         self.images += nested.images
         self.distinct += nested.distinct
         self.recovered += nested.recovered

@@ -903,7 +903,7 @@ DAMAGE = [
 def test_damage(checkpoint, key, value):
     position = values.unpack(checkpoint)["loaders"]["train"]
     position[key] = value
-    with pytest.raises(CorruptPoolError, match="Go on from an older step"):
+    with pytest.raises(CorruptPoolError, match="Continue from an older step"):
         SessionLoader(IN_PROCESS["generator"](), Host(), "train", position)
 
 
@@ -918,7 +918,7 @@ def test_damage_deep_inside(checkpoint):
 
 
 class Kept:
-    """Returns the same torch iterator in each pass, which goes on from pass to pass."""
+    """Returns the same torch iterator in each pass, which continues from pass to pass."""
 
     def __init__(self) -> None:
         self.batches = iter(DataLoader(range(10_000), batch_size=2))

@@ -1,5 +1,5 @@
 """Processes that are killed within repeated ``dcp.save``: what is in the pool afterwards is one of the
-last two saves, bit for bit, and the next process goes on from there in the same pool.
+last two saves, bit for bit, and the next process continues from there in the same pool.
 
 A kill comes at a store of the native library, or at a line of lightck's Python code, both drawn from a seed. The states
 grow, shrink, and change their keys and their placement, so that kills also come while a pool moves to a new file."""

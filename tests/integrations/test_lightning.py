@@ -376,7 +376,7 @@ def test_ckpt_path_counts_if_it_is_given(folder, pool, caplog):
         trainer, module, data = trainer_of("plain", folder / "one", LightckCallback(pool), saves, max_epochs=1)
         trainer.fit(module, **data)
         trainer, module, data = trainer_of("plain", folder / "two", LightckCallback(pool), max_epochs=2)
-        with pytest.raises(CheckpointExistsError, match="Leave out ckpt_path to go on from the pool"):
+        with pytest.raises(CheckpointExistsError, match="Leave out ckpt_path to continue from the pool"):
             trainer.fit(module, **data, ckpt_path=folder / "saved" / "saved.ckpt")
         trainer, module, data = trainer_of(
             "plain", folder / "three", LightckCallback(pool, overwrite=True), max_epochs=2
@@ -385,7 +385,7 @@ def test_ckpt_path_counts_if_it_is_given(folder, pool, caplog):
         return trainer.global_step, lightck.recover(pool).step, caplog.text
 
     step, in_pool, logged = in_child(from_a_file)
-    assert "goes on from Lightning's checkpoint" in logged
+    assert "continues from Lightning's checkpoint" in logged
     assert step == 20
     assert in_pool == step - 6
 

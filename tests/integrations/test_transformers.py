@@ -207,7 +207,7 @@ def test_the_trainers_own_checkpoint_is_used_where_it_is_asked_for(folder, pool,
     is_same, step, logged = in_child(own)
     assert is_same
     assert step == 5  # the pool's own count of updates begins there
-    assert "goes on from the Trainer's checkpoint" in logged
+    assert "continues from the Trainer's checkpoint" in logged
 
 
 def test_a_missing_checkpoint_of_the_trainer_is_named(folder, pool):

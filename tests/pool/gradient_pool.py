@@ -271,7 +271,7 @@ class Writer:
     # -- after a crash
 
     def adopt(self, found: Recovered) -> None:
-        """Go on from this checkpoint. May end in the middle, as every write may."""
+        """Continue from this checkpoint. May end in the middle, as every write may."""
         reader = Reader(self.medium.places)
         lines = reader.commit_log()
         self.generation = max(self.generation, lines.generation, *reader.header_generations(), 0) + 1

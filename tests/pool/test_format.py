@@ -710,7 +710,7 @@ class Writer:
         return line
 
     def restart(self, adopted: CommitRecord) -> CommitRecord:
-        """A new process goes on from this line: what it knows is what lies in the ring and in the headers."""
+        """A new process continues from this line: what it knows is what lies in the ring and in the headers."""
         contents = self.slots.contents()
         generation = max(self.commit_log.generation, *(g or 0 for g in contents.values())) + 1
         incarnation = self.commit_log.incarnation + 1

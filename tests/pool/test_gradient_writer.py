@@ -75,7 +75,7 @@ class Training:
 
     @contextmanager
     def opened(self) -> Iterator[GradientWriter]:
-        """The writer. If the pool has a checkpoint, the training goes on from it."""
+        """The writer. If the pool has a checkpoint, the training continues from it."""
         kind = backend_for(str(self.path))
         with ExitStack() as stack:
             engine = Engine(1)
@@ -313,7 +313,7 @@ def test_a_random_life(folder, seed):
         if training.acknowledged is not None:
             check(training)
         else:
-            return  # nothing was committed, so there is no state to go on from
+            return  # nothing was committed, so there is no state to continue from
 
 
 @pytest.mark.parametrize("seed", range(12))

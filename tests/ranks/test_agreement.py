@@ -69,7 +69,7 @@ def test_histories_that_went_on_from_two_copies_have_nothing_in_common():
         for n in (1, 2)
     )
     assert one != other
-    with pytest.raises(RankError, match="of different histories: the training went on from two copies"):
+    with pytest.raises(RankError, match="of different histories: the training continued from two copies"):
         decide([report((one, 9), (one, 10)), report((other, 9), (other, 10))], resume=True, overwrite=False)
 
 

@@ -231,7 +231,7 @@ def test_pools_of_two_histories_that_began_with_one_copy_are_refused_on_all_rank
     shutil.copy(copy / "rank-00001-of-00002.pool", pools)
     for found in errors(2, attached(pools, resume=True)):
         assert isinstance(found, RankError)
-        assert "of different histories: the training went on from two copies of these pools" in str(found)
+        assert "of different histories: the training continued from two copies of these pools" in str(found)
 
 
 def test_a_pool_that_was_copied_over_another_is_named_on_all_ranks(pools):

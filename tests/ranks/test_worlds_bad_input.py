@@ -343,7 +343,7 @@ def test_two_histories_in_one_directory_are_refused(pools):
 
 
 def test_a_pool_under_another_name_is_not_overlooked(pools):
-    """Else a training that was to go on from it would begin anew without a word."""
+    """Else a training that was to continue from it would begin anew without a word."""
     pools.mkdir()
     model, optimizer = build(worlds.World(1))
     with lightck.attach(model, pools / "one.pool", optimizer=optimizer):

@@ -199,7 +199,7 @@ def test_a_model_that_recover_has_restored_goes_on(pool):
 
 @pytest.mark.parametrize("restores_itself", [False, True], ids=["attach restores", "recover restores"])
 def test_older_base_that_was_used_is_kept_until_the_next_checkpoint(pool, restores_itself):
-    """The base of a unit is damaged. The training goes on from the older one, and the next checkpoint must not be
+    """The base of a unit is damaged. The training continues from the older one, and the next checkpoint must not be
     written over it before it commits: here, the process ends when all units are in their homes, and nothing else."""
     model = net()
     optimizer = adamw(model)

@@ -53,7 +53,7 @@ def state_replaced(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("write", [in_place, replaced, state_in_place, state_replaced])
 def test_write_between_boundary_and_forward_belongs_to_the_next_step(pool, write):
-    """The loop makes it again when it goes on from the boundary. The first one costs its checkpoint, with a reason;
+    """The loop makes it again when it continues from the boundary. The first one costs its checkpoint, with a reason;
     from then on the tensor is copied at the boundary itself."""
     model = net(BIG)
     optimizer = adam(model)
@@ -483,7 +483,7 @@ def test_stale_checkpoints_are_struck_when_the_right_one_is_committed_and_not_be
     assert found == {8: COMMITTED}
     again = frozen_run(image, resume=True)
     with again[2]:
-        assert held_steps(image) == [8], "who goes on from the right one strikes the others"
+        assert held_steps(image) == [8], "who continues from the right one strikes the others"
     damage(damaged, "model/head.weight", [8])
     with pytest.raises(CorruptPoolError, match="old bytes"):
         lightck.recover(damaged)
@@ -607,7 +607,7 @@ def decay(model: Decayed, optimizer: Any, session: Any, steps: int) -> None:
 
 
 def test_write_at_the_top_of_an_iteration_is_made_once_by_a_resumed_run(pool):
-    """The loop writes behind the boundary, and again when it goes on from it. Whenever the copy came, the checkpoint
+    """The loop writes behind the boundary, and again when it continues from it. Whenever the copy came, the checkpoint
     must hold the value of the boundary, or not be there."""
 
     def start(path: Any, **options: Any) -> tuple[Any, ...]:

@@ -90,7 +90,7 @@ def with_loader(model: nn.Module, optimizer: Any, session: Any) -> Iterator[int]
 
 
 def kill_and_resume(pool: Path, run: Any, kill: int, disturb: Any = None) -> tuple[Any, Any, int]:
-    """The whole run, and one that was killed when it had made ``kill`` updates and goes on from its pool."""
+    """The whole run, and one that was killed when it had made ``kill`` updates and continues from its pool."""
     model, optimizer = fresh(0)
     with lightck.attach(model, pool, optimizer=optimizer) as session:
         for step in run(model, optimizer, session):

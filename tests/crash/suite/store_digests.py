@@ -185,7 +185,7 @@ class _Counting(nn.Module):
 
 def _two_epochs_and_a_resume(recorder: Recorder) -> None:
     """Session loaders, a scheduler and a dict in ``state``, two optimizers, a buffer, every second checkpoint; the run
-    ends within the second epoch, and another one goes on from there."""
+    ends within the second epoch, and another one continues from there."""
     for ends_at in (5, 8):
         recorded.build()  # seeds
         model = _Counting()

@@ -33,7 +33,7 @@ QUICK = ("two turns", "sleeping", "given up", "adoption", "interval of two", "in
 
 
 def check(workload: Workload, folder: Path, models: tuple[Model, ...], effort: Effort) -> None:
-    """Cut the power under these models; trainings go on from one image at least.
+    """Cut the power under these models; trainings continue from one image at least.
 
     A recording has as many images as its threads made events, about: each effort goes on more often than its
     workload with the fewest images needs.

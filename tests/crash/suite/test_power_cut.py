@@ -35,7 +35,7 @@ FIRST = Effort(SMALL, again_every=1 << 30, violations_max=1)
 
 
 def check_all(name: str, folder: Path) -> None:
-    """Every model; trainings go on from some images, and from one at least."""
+    """Every model; trainings continue from some images, and from one at least."""
     workload = WORKLOADS[name]
     recording = record(workload, folder / "run.pool")
     simulator = Simulator(recording, str(folder), goes_on=workload.goes_on, verify=disagreement, effort=CLOSELY)

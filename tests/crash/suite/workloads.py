@@ -89,7 +89,7 @@ def failed_restarts() -> Workload:
 
 
 def going_back(slots: int, then: int = 2) -> Workload:
-    """The user goes on from an older step: the newer ones are dead from then on."""
+    """The user continues from an older step: the newer ones are dead from then on."""
 
     def run(recorder: Recorder) -> None:
         model, optimizer = build()

@@ -1,4 +1,4 @@
-"""What the system refuses reaches the user as an error of lightck's; nothing is passed over or left behind for it."""
+"""What the system refuses reaches the user as an error of lightck's; nothing is skipped or left behind for it."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def survives(
     steps: int = STEPS,
     more: int = MORE,
 ) -> lightck.Checkpoint:
-    """Assert that the training survives. Return the checkpoint that it went on from."""
+    """Assert that the training survives. Return the checkpoint that it continued from."""
     never_killed = Training(training.make, training.iterate, training.build, training.seed)
     never_killed.learn(0, steps + more)
     held = {}
@@ -212,7 +212,7 @@ def brief(value: Any) -> str:
 
 
 def loads_by_itself(checkpoint: lightck.Checkpoint, training: Training) -> None:
-    """Assert that the optimizer's own ``load_state_dict`` accepts ``ckpt.optimizer``, and training goes on from
+    """Assert that the optimizer's own ``load_state_dict`` accepts ``ckpt.optimizer``, and training continues from
     there."""
     fresh = training.again()
     fresh.model.load_state_dict(checkpoint.model)

@@ -236,7 +236,7 @@ def test_lbfgs_killed_while_its_history_grows(pool):
         with lightck.attach(fresh.model, image, optimizer=fresh.optimizers, resume=True):
             assert_equal(fresh.bytes(), held[step], f"restored from {image.name}")
             fresh.learn(step, 10 - step)
-        assert_equal(fresh.bytes(), never_killed.bytes(), f"went on from {image.name}")
+        assert_equal(fresh.bytes(), never_killed.bytes(), f"continued from {image.name}")
 
 
 def test_closure_on_any_optimizer(pool):

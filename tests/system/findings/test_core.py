@@ -1,4 +1,4 @@
-"""Rows A1 to A3: writes that nobody announces are repaired, and no resume goes on from stale bytes."""
+"""Rows A1 to A3: writes that nobody announces are repaired, and no resume continues from stale bytes."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_a_renamed_loader_is_refused(bench: Bench, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "warning"),
     [
-        ("dropped", r"position of loader 'a' \(epoch \d, \d batches given\).*does not go on from that position"),
+        ("dropped", r"position of loader 'a' \(epoch \d, \d batches given\).*does not continue from that position"),
         ("cycle", r"an update was made after the pass over it ended|using batches of a pass again after the pass"),
         ("stateful-iterable-dataset", r"batch \d of the pass is not that of the interrupted run"),
     ],

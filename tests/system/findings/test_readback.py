@@ -87,7 +87,7 @@ def test_without_strict_a_renamed_class_is_taken_and_another_one_is_not(pool):
     assert "saved from Meter" in str(checkpoint.drift)
     assert (renamed.sum, renamed.count) == (1.5, 3)
     with lightck.attach(model, pool, optimizer=opt, state={"it": renamed}) as session:
-        assert session.step == 2  # and goes on from it
+        assert session.step == 2  # and continues from it
         train(model, opt, 1, start=2)
 
     other = Other()

@@ -83,7 +83,7 @@ def test_right_loops_are_exact_and_nothing_is_said(name: str, bench: Bench) -> N
     ("name", "warning"),
     [
         ("pointer-of-a-queue", r"some of them differ from step \d+: pointer is 0 and was [1-4]\. If the training"),
-        ("epochs-from-nothing", r"goes on from step \d+ in pass [23] over loader .*, and the loop has read neither"),
+        ("epochs-from-nothing", r"continues from step \d+ in pass [23] over loader .*, and the loop has read neither"),
         (
             "epochs-from-nothing-with-its-step-printed",
             r"in pass [23] over loader .*, and _ was 0 in the restored pass and is [12] now\. Such a loop",
@@ -92,7 +92,7 @@ def test_right_loops_are_exact_and_nothing_is_said(name: str, bench: Bench) -> N
             "epochs-from-nothing-with-its-steps-logged",
             r"in pass [23] over loader .*, and epoch was 0 in the restored pass and is [12] now\. Such a loop",
         ),
-        ("steps-from-nothing", r"goes on from step \d+, and the loop has read neither session.step nor loader.epoch"),
+        ("steps-from-nothing", r"continues from step \d+, and the loop has read neither session.step nor loader.epoch"),
     ],
 )
 def test_what_is_seen_by_its_first_update_only_is_reported(name: str, warning: str, bench: Bench) -> None:

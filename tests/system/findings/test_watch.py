@@ -359,7 +359,7 @@ def resumed(
     caplog: pytest.LogCaptureFixture,
     ends: Callable[[Any], None] = lambda session: None,
 ) -> list[str]:
-    """What is warned of in a run that goes on from a kill, and changes something before its first forward."""
+    """What is warned of in a run that continues from a kill, and changes something before its first forward."""
     model = net()
     optimizer = adam(model)
     session = lightck.attach(model, pool, optimizer=optimizer, state={"n": counter})

@@ -181,7 +181,7 @@ program(name="prefetcher-persistent")(partial(persistent, augment=False))
 program(name="prefetcher-persistent-augmented")(partial(persistent, augment=True))
 
 
-# ---- a loader that raises for a sample, which the loop passes over
+# ---- a loader that raises for a sample, which the loop skips
 
 
 class Corrupt(Items):
