@@ -6,13 +6,15 @@ folder of ``--results``. Modules that need torch or numpy are imported within fu
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
-from lightck.cli.base import Command, json_option, print_progress, usage_error
+from lightck.cli.base import FAILED, OK, Command, json_option, print_progress, usage_error
 from lightck.cli.text import listed
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ NAMES = (
     "gradients",
     "calibrate",
 )
+RANKS = "ranks"
+"""The rows of ``bench/wire.py``, which are measured in processes of their own and kept in a file of their own."""
 RESULTS = Path(__file__).resolve().parent / "results"
 _KEPT_ONLY = {"check": "", "plots": "", "show": "tables"}
 """Options that only read kept results, and the parameter that each allows beside --results and --json."""
@@ -40,7 +44,7 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @click.command("bench", cls=Command, short_help="What a checkpoint costs on this machine.")
-@click.argument("tables", nargs=-1, type=click.Choice(NAMES), metavar="[TABLE]...")
+@click.argument("tables", nargs=-1, type=click.Choice((*NAMES, RANKS)), metavar="[TABLE]...")
 @click.option(
     "--small",
     is_flag=True,
@@ -95,6 +99,9 @@ def command(
     measured, and an interrupted run continues with the missing rows. Exit status 1 if a row failed, or with --check if
     a bar is not reached.
 
+    "ranks" measures two ranks that are joined by a slow wire, beside rivals. It takes --small, --results and --only
+    (one of wire-bound, balanced, compute-bound, resnet18, alexnet, vgg16, gpt2), and no other table beside it.
+
     This is the bench of the checkout in the working directory, or of --checkout DIR. "lightck bench machine" runs the
     measurement of an installed lightck.
     """
@@ -103,6 +110,8 @@ def command(
     from bench.tables.results import Results
     from bench.tables.shown import plot_kept, show_kept
 
+    if RANKS in tables:
+        return _measure_ranks(ctx, tables, small, only, results)
     for name, takes in _KEPT_ONLY.items():
         _refuse_others(ctx, name, takes)
     quick = small or not tables
@@ -118,13 +127,46 @@ def command(
     return measure(kept, tables or NAMES, _plan(quick, pairs, layers), place, only, again, as_json)
 
 
+def _measure_ranks(
+    ctx: click.Context, tables: tuple[str, ...], small: bool, only: str | None, results: Path | None
+) -> int:
+    """Measure ranks on a slow wire. Each load is a program of its own, which enters a network namespace."""
+    given = {each.name for each in ctx.command.params if _is_given(ctx, each)} - {"tables", "small", "only", "results"}
+    if len(tables) > 1 or given:
+        usage_error("ranks is measured alone, and takes --small, --only and --results.")
+    from bench.wire import LOADS
+
+    if only is not None and only not in LOADS:
+        usage_error(f"--only {only}: ranks has the loads {listed(sorted(LOADS))}.")
+    folder = results or (None if small else RESULTS)
+    codes = [subprocess.run(each, check=False).returncode for each in commands_of_ranks(small, only, folder)]
+    return FAILED if any(codes) else OK
+
+
+def commands_of_ranks(small: bool, only: str | None, folder: Path | None) -> list[list[str]]:
+    """Return the programs that measure ranks on a slow wire: models of the tables beside the rivals, the transformer
+    under DistributedDataParallel and FSDP2. ``folder``: for the results; None: nothing is kept."""
+    from bench.wire import LOADS, WAYS
+    from bench.wire_rank import NOTHING
+
+    program = [sys.executable, str(Path(__file__).resolve().parent / "wire.py")]
+    kept = [] if folder is None else ["--out", str(folder)]
+    if small:
+        return [[*program, "--small", *kept]]
+    found = []
+    for name in [only] if only is not None else LOADS:
+        ways = [] if LOADS[name].model == "transformer" else ["--ways", *(each for each in WAYS if each != NOTHING)]
+        found.append([*program, *kept, "--load", name, *ways])
+    return found
+
+
+def _is_given(ctx: click.Context, param: click.Parameter) -> bool:
+    return ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
+
+
 def _refuse_others(ctx: click.Context, name: str, takes: str) -> None:
     """Refuse options that have no effect beside an option that measures nothing."""
-    given = {
-        str(param.name): param
-        for param in ctx.command.params
-        if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE
-    }
+    given = {str(param.name): param for param in ctx.command.params if _is_given(ctx, param)}
     others = given.keys() - {name, "results", "as_json", takes}
     if name in given and others:
         idle = listed(sorted("TABLE" if other == "tables" else given[other].opts[0] for other in others))

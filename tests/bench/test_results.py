@@ -17,7 +17,7 @@ import pytest
 from calls_bench import call
 
 import lightck
-from bench import command
+from bench import command, wire
 from bench.running import folders, machine, rows
 from bench.running.machine import descendants, fingerprint
 from bench.running.rows import Place, Row
@@ -340,6 +340,30 @@ def test_a_quick_look_keeps_nothing(tmp_path, monkeypatch):
 
 def test_the_command_knows_the_tables():
     assert tuple(TABLES) == command.NAMES
+
+
+def test_ranks_are_measured_by_a_program_for_each_load_beside_the_rivals(tmp_path):
+    loads = command.commands_of_ranks(False, None, tmp_path)
+    assert [each[each.index("--load") + 1] for each in loads] == list(wire.LOADS)
+    (vgg16,) = command.commands_of_ranks(False, "vgg16", tmp_path)
+    assert vgg16[vgg16.index("--ways") + 1 :] == [way for way in wire.WAYS if way != "nothing"]
+    assert vgg16[vgg16.index("--out") + 1] == str(tmp_path)
+    (small,) = command.commands_of_ranks(True, None, None)
+    assert small[2:] == ["--small"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["ranks", "many"], "ranks is measured alone"),
+        (["ranks", "--pairs", "7"], "ranks is measured alone"),
+        (["ranks", "--only", "nosuch"], "ranks has the loads alexnet, balanced"),
+    ],
+)
+def test_what_ranks_does_not_take_is_refused(words, text):
+    done = call("bench", *words)
+    assert done.exit_code == 2
+    assert text in done.stderr
 
 
 def test_quick_rows_are_few_and_apart_from_the_projects():
