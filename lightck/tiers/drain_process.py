@@ -308,22 +308,23 @@ class DrainProcess:
     def _finish_folder(self, until: float) -> None:
         """Send what the tier needs and the folder has, if it is not there yet. After a kill the drain of the folder may
         still be sending. ``until``: when to give up after a kill."""
-        outlet, n_attempts = self._outlets[0], 0
+        outlet, n_attempts, n_waiting = self._outlets[0], 0, 0
         while not outlet.state.is_superseded and not (self._is_alone and time.monotonic() > until):
             is_coming = self._is_alone and self._lock.is_another_at_work(0)
-            self._looks_at = 0.0
+            self._looks_at, n_sent = 0.0, outlet.state.checkpoints
             self._serve_from_folder(outlet, is_time=outlet.n_failures > 0)
             if not self._is_alone:
                 self._read()
-            if outlet.n_failures:
-                n_attempts += 1
+            n_before, n_waiting = n_waiting, 0 if self._feed is None else self._feed.n_waiting
+            if not outlet.n_failures and not n_waiting and not is_coming:
+                return
+            if outlet.state.checkpoints == n_sent and n_waiting >= n_before:
+                n_attempts += not is_coming
                 if n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone and not self._persists:
                     break
                 time.sleep(min(PAUSE_SECONDS * 2 ** min(n_attempts, 8), _PAUSE_SECONDS_MAX_AT_END))
-            elif self._feed is None or not self._feed.n_waiting:
-                if not is_coming:
-                    break
-                time.sleep(_PAUSE_SECONDS_ALONE)
+        if n_waiting:
+            self._state.report(f"{n_waiting} checkpoints that {outlet.settings.root!r} was to keep were not sent to it")
 
     def _waits_for_folder(self, outlet: Outlet, feed: Feed, now: float) -> bool:
         """Whether a tier that is due by time waits for the next checkpoint of the folder: for one period at most after
