@@ -142,7 +142,8 @@ class DrainProcess:
                 self._serve()
                 self._wait(min(self._rereading.next_at, self._looks_at if self.is_fed else math.inf))
                 self._reread()
-            self._serve()  # what was offered before the end
+            if not (self.is_fed and self._is_alone):  # else the pool's newest comes first
+                self._serve()  # what was offered before the end
             self._finish(time.monotonic() + _ORPHAN_SECONDS_MAX)
         finally:
             lock.release()
@@ -275,13 +276,9 @@ class DrainProcess:
         if feed is None:
             return []
         feed.look(self._fresh_from)
-        if outlet.state.step is not None:
-            feed.passed(outlet.state.step)  # it may come from the pool
         outlet.state.waiting = feed.n_waiting
         name = feed.choose(is_time=is_time, newest_first=newest_first)
         if name is None:
-            if is_retry:
-                outlet.has_recovered()
             return [outlet] if is_time and (is_retry or not self._waits_for_folder(outlet, feed, now)) else []
         try:
             metrics = self._send_from_folder(outlet, feed, name)
@@ -319,6 +316,7 @@ class DrainProcess:
             if not outlet.n_failures and not n_waiting and not is_coming:
                 return
             if outlet.state.checkpoints == n_sent and n_waiting >= n_before:
+                outlet.end_if_superseded()  # then it is the folder's drain of the next training
                 n_attempts += not is_coming
                 if n_attempts >= _N_ATTEMPTS_AT_END and not self._is_alone and not self._persists:
                     break
@@ -527,6 +525,8 @@ class DrainProcess:
         if outlet.sent is None or generation >= outlet.sent[0]:
             outlet.sent = generation, metrics
         state.step = max(stored.step, state.step or 0)
+        if self._feed is not None and self._fed_step is None:
+            self._feed.came_from_pool(stored.step, metrics or {})
         state.sent_at, state.seconds = time.time(), time.monotonic() - began
         state.checkpoints += 1
         state.sent_nbytes += sent.nbytes

@@ -93,7 +93,7 @@ def added(before: TierStats, state: TierState) -> TierStats:
     reread = state.reread
     return TierStats(
         before.root,
-        before.step if state.step is None else state.step,
+        max(before.step or 0, state.step or 0) or None,
         before.checkpoints + state.checkpoints,
         before.bytes_sent + state.sent_nbytes,
         state.seconds or before.seconds,

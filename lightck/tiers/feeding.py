@@ -100,8 +100,10 @@ class Feed:
         name, n, mode = best
         sign = 1 if mode == "max" else -1
         value = (metrics or {}).get(name)
-        there = [sign * each[name] for each in self._sent.values() if name in each]
-        return value is not None and sum(each > sign * value for each in there) >= n
+        if value is None:
+            return False
+        there = [(sign * each[name], at) for at, each in self._sent.items() if name in each]
+        return sum(each > (sign * value, step) for each in there) >= n  # of two equal ones the newer one is better
 
     def choose(self, *, is_time: bool, newest_first: bool = False) -> ManifestName | None:
         """Return what is to be sent next; None: nothing. If the newest checkpoint is due, and others are needed, they
@@ -125,9 +127,15 @@ class Feed:
         self._certain = [each for each in self._certain if each != name]
         if self.newest == name:
             self.newest = None
-        self.passed(name.step)
+        self._passed(name.step)
 
-    def passed(self, step: int) -> None:
+    def came_from_pool(self, step: int, metrics: Metrics) -> None:
+        """The store holds the checkpoint of this step, with these metrics, which was not sent from the folder."""
+        self._sent[step] = metrics
+        self._certain = [each for each in self._certain if each.step != step]
+        self._passed(step)
+
+    def _passed(self, step: int) -> None:
         """The store holds a checkpoint of this step: older ones are not due any more."""
         if self._due is not None and self._due.step <= step:
             self._due = None

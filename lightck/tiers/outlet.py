@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
+from lightck.errors import TierClaimedError, TierError
 from lightck.tiers.drain_messages import TierSettings, TierState
 from lightck.tiers.names import ManifestName
 from lightck.tiers.rates import Pacer
@@ -36,6 +38,15 @@ class Outlet:
         self.n_failures = 0
         if self.state.failing_since is not None:
             self.state.error = self.state.failing_since = None
+
+    def end_if_superseded(self) -> None:
+        """Ask the tier whether a higher claim exists."""
+        with suppress(TierError):
+            try:
+                if self.writer is not None:
+                    self.writer.refuse_superseded()
+            except TierClaimedError:
+                self.state.is_superseded = True
 
     def hashes(self) -> Mapping[ManifestName, bytes]:
         """SHA-256 of each manifest that was written."""

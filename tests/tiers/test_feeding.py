@@ -35,7 +35,7 @@ from lightck.tiers.folder import FolderStore
 from lightck.tiers.names import Claim, ManifestName, Writer
 from lightck.tiers.tier_manifest import read_manifest
 from tiers.conftest import Bucket
-from tiers.fault_proxy import Request
+from tiers.fault_proxy import Fault, Request
 from tiers.test_attached_tiers import attached, drains, is_ready, lightck_step, steps_in, trained, until
 from tiers.test_object_store import call, first_step, training
 
@@ -595,3 +595,24 @@ def test_the_pool_is_read_again_as_often_as_the_most_frequent_tier_says(tmp_path
         until(is_ready(session))
         trained(session, model, optimizer, 2)
         until(lambda: session.stats().pool_rounds >= 1)
+
+
+def test_close_raises_if_the_store_lacks_the_newest_checkpoint_though_it_has_all_of_the_folder(tmp_path, bucket):
+    tiers = [lightck.Tier(tmp_path / "near", every=1), far(bucket)]
+    model, optimizer, session = attached(tmp_path / "run.pool", tiers)
+    until(is_ready(session))
+    trained(session, model, optimizer, 1)
+    until(lambda: reported(session, 1) == 1)
+    bucket.proxy.rule = lambda _: Fault(status=403, code="AccessDenied")
+    with pytest.raises(TierError, match="403 AccessDenied"):
+        session.close(done=True)
+    bucket.proxy.heal()
+
+
+def test_a_checkpoint_that_came_from_the_pool_is_not_sent_from_the_folder_again():
+    names = [ManifestName(OWN, step, f"{step:08x}") for step in (2, 4, 6)]
+    feed = Feed(Listed(names), OWN, TierSettings("", None, 1, 2, 2, None, has_parent=False), {})
+    feed.look(0)
+    feed.came_from_pool(6, {})
+    assert feed.n_waiting == 2
+    assert [feed.choose(is_time=True).step, feed.n_waiting] == [2, 2]
