@@ -57,6 +57,13 @@ class NonfiniteCheck(CommitDecision):
         """Why the last closed step was refused, as a clause; None if it was not refused."""
         self.refused: Callable[[str], object] = lambda reason: None
         """Called with the reason of each refusal."""
+        self.reason_of_others: Callable[[], str | None] = lambda: None
+        """Returns why this rank has given up its last checkpoint, because another rank pauses; None if it has not."""
+
+    @property
+    def paused_reason(self) -> str | None:
+        """Why nothing is committed at present; None if checkpoints are committed."""
+        return self.reason if self.reason is not None else self.reason_of_others()
 
     def held(self, writer: PoolWriter) -> frozenset[int]:
         return frozenset()

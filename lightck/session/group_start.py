@@ -520,6 +520,7 @@ class GroupStart:
         if check is not None and self.group.world_size > 1:
             paused = PausedRanks(self.group.connect(), self.meeting.key, self.group.rank, self.group.world_size)
             self.rule.paused_ranks, check.refused = paused, paused.pause
+            check.reason_of_others = lambda: paused.reason
             pipeline.events.add(paused)
 
     def agreed_cadence(

@@ -163,9 +163,7 @@ class Session:
         """The reason why nothing is committed at present (``pause_on_nonfinite``), or None. In a group of ranks the
         reason may lie in another rank, and is known here as soon as this rank has given a checkpoint up for it."""
         nonfinite_check = self._steps.commits.participants.nonfinite_check
-        own = nonfinite_check.reason if nonfinite_check is not None else None
-        paused = None if self._membership is None else self._membership.rule.paused_ranks
-        return own if own is not None or paused is None else paused.reason
+        return None if nonfinite_check is None else nonfinite_check.paused_reason
 
     def stats(self) -> Stats:
         """The present values of the session's counters; after ``close`` the last ones. Any thread may call it, at any

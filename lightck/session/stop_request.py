@@ -184,7 +184,7 @@ class StopRequest(CommitListener):
             missing += [f"the tier {root!r} lacks step {committed}" for root in tiers.send_newest(committed, deadline)]
         if committed != step and step > begun_at and not missing:
             check = steps.commits.participants.nonfinite_check
-            reason = None if check is None else check.reason
+            reason = None if check is None else check.paused_reason
             missing.append(f"the pool lacks step {step} ({reason or 'its checkpoint was dropped'})")
         if missing:
             log.warning(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,33 @@ def test_a_kill_while_a_rank_pauses_comes_back_to_the_last_good_checkpoint_of_al
     for one, other in zip(resumed, whole, strict=True):
         assert one["begin"] == 4
         assert same(one["model"], other["model"])
+
+
+def preempted(folder: Path, rank: int) -> list[str]:
+    """Train; rank 1 stays broken, and rank 0 gets a signal as soon as it knows. Returns the lines of the log."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with log_lines() as lines:
+        session = lightck.attach(model, folder, optimizer=optimizer, pause_on_nonfinite=True, timeout=30)
+        lightck.preemption(session, signals=(signal.SIGUSR1,), grace=8)
+        number, is_signalled = 0, False
+        while not session.should_stop:
+            step(model, optimizer, number)
+            number += 1
+            if rank == 1 and number > 5:
+                model.average[2] = float("inf")
+            session.end_step()
+            if rank == 0 and session.paused_reason and not is_signalled:
+                is_signalled = True
+                os.kill(os.getpid(), signal.SIGUSR1)
+        session.close()
+    return lines
+
+
+def test_a_preempted_rank_names_the_one_that_pauses(tmp_path):
+    ours, _ = values(run_ranks(2, lambda rank: preempted(tmp_path / "pools", rank)))
+    (line,) = [each for each in ours if "session.should_stop is True now" in each]
+    assert "(rank 1 commits nothing (" in line
 
 
 def test_a_rank_that_ends_while_it_pauses_is_not_waited_for(tmp_path):
