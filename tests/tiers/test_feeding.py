@@ -123,6 +123,7 @@ def test_while_the_store_takes_its_time_no_slot_is_held_and_the_folder_gets_what
     assert same(dict(recovered(bucket.url, bucket).model), everything(model)["model"])
 
 
+@pytest.mark.long
 def test_the_folder_gets_no_more_than_is_due_while_the_store_takes_its_time(tmp_path, bucket):
     tiers = [lightck.Tier(tmp_path / "near", every="3s"), far(bucket, every="3s")]
     model, optimizer, session = attached(tmp_path / "run.pool", tiers)
@@ -278,6 +279,7 @@ def test_a_store_that_is_too_slow_for_the_folder_is_sent_the_checkpoint_from_the
     assert same(dict(recovered(bucket.url, bucket).model), everything(model)["model"])
 
 
+@pytest.mark.long
 def test_a_signal_lets_the_folder_have_the_newest_checkpoint_though_the_store_is_slow(tmp_path, bucket):
     tiers = [lightck.Tier(tmp_path / "near", every="1h"), far(bucket, every="1h")]
     model, optimizer, session = attached(tmp_path / "run.pool", tiers)
@@ -296,7 +298,8 @@ def test_a_signal_lets_the_folder_have_the_newest_checkpoint_though_the_store_is
     assert far_steps(bucket) == [1, 3]
 
 
-def test_a_pool_with_gradients_is_replayed_once_for_both(tmp_path, bucket):
+@pytest.mark.long
+def test_a_pool_with_gradients_reaches_both(tmp_path, bucket):
     tiers = [lightck.Tier(tmp_path / "near", every="1h"), far(bucket, every="1h")]
     model, optimizer, session = attached(tmp_path / "run.pool", tiers, strategy=lightck.Gradients(base_every=4))
     with session:
@@ -345,6 +348,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_ranks_have_one_drain_each_and_send_the_steps_on_which_they_agreed(tmp_path, bucket):
     tests = Path(__file__).resolve().parents[1]
     path = os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -448,6 +452,7 @@ def test_what_may_hold_old_bytes_is_not_sent_from_the_folder(tmp_path, bucket, c
     assert far_steps(bucket) == [3, 4]
 
 
+@pytest.mark.long
 def test_whoever_sends_by_hand_waits_for_the_drain_of_the_store_too(tmp_path, bucket):
     pool, near = tmp_path / "run.pool", tmp_path / "near"
     with training(pool, bucket.url, 10**6, bucket.options, near) as process:
@@ -466,6 +471,7 @@ def test_whoever_sends_by_hand_waits_for_the_drain_of_the_store_too(tmp_path, bu
     assert not Path(f"{pool}.drain").exists()
 
 
+@pytest.mark.long
 def test_checkpoints_that_are_to_stay_get_into_the_store_after_a_kill_too(tmp_path, bucket):
     pool, near = tmp_path / "run.pool", tmp_path / "near"
     with training(pool, bucket.url, 10**6, bucket.options, near, keep_last=2, keep_every=10) as process:
