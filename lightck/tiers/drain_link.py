@@ -24,14 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from lightck.errors import TierClaimedError, TierError
-from lightck.pool.listener import CommitListener
 from lightck.pool.writer import PoolWriter
-from lightck.stats import TierStats
+from lightck.stats import Meter, TierStats
 from lightck.tiers.claiming import GoesOnFrom, release
 from lightck.tiers.codecs import refuse_missing_libraries
 from lightck.tiers.decisions import GRACE_SECONDS
 from lightck.tiers.drain_messages import DrainSettings, DrainState, Parent, TierSettings
-from lightck.tiers.drain_reports import DrainReports, TierMeter, added, not_sent_error
+from lightck.tiers.drain_reports import DrainReports, added, not_sent_error
 from lightck.tiers.drain_start import DrainHandle
 from lightck.tiers.due_steps import DueSteps
 from lightck.tiers.group_schedule import GroupSchedule
@@ -58,12 +57,21 @@ _CLOSING_SECONDS_MIN = 1.0
 """How long ``finish`` waits at least, although its deadline is over."""
 
 
-class DrainLink(CommitListener):
+class DrainLink:
     """The tiers of one drain. All methods are called on the training thread."""
 
-    def __init__(self, tiers: Sequence[Tier], pool: str, meter: TierMeter, holds: Holds, place: Place) -> None:
-        """``place``: of this drain among those of the session."""
-        self._tiers, self._pool, self._meter, self._holds, self._place = tiers, pool, meter, holds, place
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        pool: str,
+        meter: Meter,
+        holds: Holds,
+        place: Place,
+        show: Callable[[Sequence[TierStats]], None],
+    ) -> None:
+        """``meter``: where the rounds over the pool are counted. ``place``: of this drain among those of the session.
+        ``show``: called with the figures of the tiers whenever they have changed."""
+        self._tiers, self._pool, self._holds, self._place, self._show_stats = tiers, pool, holds, place, show
         self._pid = os.getpid()
         refuse_missing_libraries(each.compress for each in tiers)  # else the drain would miss it, much later
         self.stores = [open_store(each.path, each.options) for each in tiers]
@@ -107,9 +115,6 @@ class DrainLink(CommitListener):
         """See ``expect_signals``."""
         self._show()
 
-    def __str__(self) -> str:
-        return " and ".join(f"{each.path} (every {each.every})" for each in self._tiers)
-
     @property
     def keeps_best(self) -> bool:
         """Whether checkpoints stay because of a metric."""
@@ -121,9 +126,9 @@ class DrainLink(CommitListener):
         self,
         claimed: Claimed,
         goes_on_from: GoesOnFrom | None,
-        generation: int = 0,
-        rank: int = 0,
-        pools_of_ranks: Sequence[str] = ("",),
+        generation: int,
+        rank: int,
+        pools_of_ranks: Sequence[str],
     ) -> None:
         """Send checkpoints below this claim, which this process has made, or rank 0 of its group. ``generation``: of
         the checkpoint from which the training goes on, in the pool. ``pools_of_ranks``: the path of each rank's pool;
@@ -219,15 +224,15 @@ class DrainLink(CommitListener):
         """A checkpoint is committed. What this drain is to send comes into the folder."""
         self._newest = step
         self.read()
-        self._report_fresh()
 
     def look(self) -> None:
         """Something has come into the folder."""
         if self._handle is not None:
             self._handle.send({"look": True})
 
-    def struck(self, slots: Sequence[int]) -> None:
-        self._fresh_from, self._is_fresh_reported = self._newest, not self._place.is_fed
+    def struck(self) -> None:
+        """Checkpoints were struck: the newest one and older ones may hold old bytes."""
+        self._fresh_from, self._is_fresh_reported = self._newest, False
         self._report_fresh()
 
     def _report_fresh(self) -> None:
@@ -386,9 +391,6 @@ class DrainLink(CommitListener):
         self.read(may_start=False)  # the time may have been over before
         return [each.root for each in self._states if (each.step or 0) < step]
 
-    def names(self) -> str:
-        return " and ".join(repr(each.path) for each in self._tiers)
-
     def holdings(self) -> str:
         """Say which step each tier holds."""
         held = [(each.root, "no checkpoint" if each.step is None else f"step {each.step}") for each in self._states]
@@ -413,6 +415,7 @@ class DrainLink(CommitListener):
             if handle.state is not known:  # mostly nothing has arrived
                 self._use(handle.state)
             self._tell()
+            self._report_fresh()
 
     def _use(self, state: DrainState) -> None:
         if self._offer is not None and self._is_offered and state.answered == self._offer.generation:
@@ -438,13 +441,15 @@ class DrainLink(CommitListener):
 
     def _show(self) -> None:
         offers = [each for each in (self._offer, self._waiting) if each is not None]
-        self._meter.tiers = tuple(
-            replace(
-                each,
-                failures=self._n_failures[number],
-                waiting=self._n_in_folder[number] + sum(number in one.tiers for one in offers),
-            )
-            for number, each in enumerate(self._states)
+        self._show_stats(
+            [
+                replace(
+                    each,
+                    failures=self._n_failures[number],
+                    waiting=self._n_in_folder[number] + sum(number in one.tiers for one in offers),
+                )
+                for number, each in enumerate(self._states)
+            ]
         )
 
     def _drain_has_ended(self, handle: DrainHandle, *, at_once: bool = False) -> None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from lightck.errors import TierError
 from lightck.pool.writer import PoolWriter
-from lightck.stats import TierStats
+from lightck.stats import Meter, TierStats
 from lightck.tiers.drain_messages import DrainState, Reread, TierState
 from lightck.tiers.tier import Tier
 
@@ -23,20 +22,12 @@ log = logging.getLogger("lightck")
 _NONE: frozenset[int] = frozenset()
 
 
-class TierMeter(Protocol):
-    """Where figures of the tiers and of the pool's rounds are written: the ``Meter`` of the session, or a part."""
-
-    tiers: tuple[TierStats, ...]
-    pool_rounds: int
-    pool_bytes_reread: int
-    pool_damaged: int
-
-
 class DrainReports:
-    """The reports of all drains of one session. All methods are called on the training thread. As a ``CommitDecision``
-    (``pipeline/decision.py``) it holds nothing: it is asked when a slot is about to be chosen."""
+    """The reports of one drain, and of those that were killed before it. All methods are called on the training thread.
+    As a ``CommitDecision`` (``pipeline/decision.py``) it holds nothing: it is asked when a slot is about to be
+    chosen."""
 
-    def __init__(self, meter: TierMeter, read: Callable[[], None]) -> None:
+    def __init__(self, meter: Meter, read: Callable[[], None]) -> None:
         """``read``: reads what the drain has said since."""
         self._meter, self._read = meter, read
         self._before = Reread()

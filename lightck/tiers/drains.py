@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from lightck.errors import TierError
 from lightck.pool.listener import CommitListener
@@ -48,9 +49,9 @@ class Drains(CommitListener):
         """For each fed drain the number of its folder among the tiers of the first drain."""
         meter.tiers = tuple(TierStats(each.path) for each in tiers)
         for number, own in enumerate(self._numbers):
-            part = meter if not feeds else _PartOfMeter(meter, own, counts_pool=number == 0)
-            place = self._place(number, feeds)
-            self._links.append(DrainLink([tiers[each] for each in own], pool, part, holds, place))
+            of_pool = Meter() if number else meter  # only the first drain reads the pool again
+            place, show = self._place(number, feeds), partial(self._show, own)
+            self._links.append(DrainLink([tiers[each] for each in own], pool, of_pool, holds, place, show))
         self._n_in_folders = [0] * len(self._folders)
         """For each fed drain how many checkpoints its folder had got when the drain heard of it last."""
 
@@ -64,7 +65,15 @@ class Drains(CommitListener):
             fed[own.index(folder)].append(self._tiers[store])
         return Place(self._may_hold, number, [self._tiers[each] for each in others], feeds=fed)
 
+    def _show(self, numbers: Sequence[int], stats: Sequence[TierStats]) -> None:
+        """Put the figures of the tiers with these numbers into ``Stats``."""
+        found = list(self._meter.tiers)
+        for number, each in zip(numbers, stats, strict=True):
+            found[number] = each
+        self._meter.tiers = tuple(found)
+
     def _may_hold(self) -> bool:
+        """Whether the pool has a slot for one more checkpoint that is held until a drain holds it."""
         return sum(each.n_holds for each in self._links) < self.n_spare_slots
 
     def __str__(self) -> str:
@@ -151,8 +160,8 @@ class Drains(CommitListener):
                 link.look()
 
     def struck(self, slots: Sequence[int]) -> None:
-        for each in self._links:
-            each.struck(slots)
+        for each in self._links[1:]:  # the first one sends from the pool, which says what was struck
+            each.struck()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """As for ``DrainLink``."""
@@ -229,49 +238,3 @@ def _comes_as_often(folder: Tier, store: Tier) -> bool:
         return store.every_seconds is not None and folder.every_seconds <= store.every_seconds
     assert folder.every_steps is not None, "either"
     return store.every_steps is None or folder.every_steps <= store.every_steps
-
-
-class _PartOfMeter:
-    """The part of a session's meter that is one drain's. As a ``TierMeter``."""
-
-    def __init__(self, meter: Meter, numbers: Sequence[int], *, counts_pool: bool) -> None:
-        """``numbers``: of the drain's tiers. ``counts_pool``: whether the drain reads the pool again."""
-        self._meter, self._numbers, self._counts_pool = meter, numbers, counts_pool
-
-    @property
-    def tiers(self) -> tuple[TierStats, ...]:
-        return tuple(self._meter.tiers[number] for number in self._numbers)
-
-    @tiers.setter
-    def tiers(self, part: tuple[TierStats, ...]) -> None:
-        found = list(self._meter.tiers)
-        for number, each in zip(self._numbers, part, strict=True):
-            found[number] = each
-        self._meter.tiers = tuple(found)
-
-    @property
-    def pool_rounds(self) -> int:
-        return self._meter.pool_rounds
-
-    @pool_rounds.setter
-    def pool_rounds(self, value: int) -> None:
-        if self._counts_pool:
-            self._meter.pool_rounds = value
-
-    @property
-    def pool_bytes_reread(self) -> int:
-        return self._meter.pool_bytes_reread
-
-    @pool_bytes_reread.setter
-    def pool_bytes_reread(self, value: int) -> None:
-        if self._counts_pool:
-            self._meter.pool_bytes_reread = value
-
-    @property
-    def pool_damaged(self) -> int:
-        return self._meter.pool_damaged
-
-    @pool_damaged.setter
-    def pool_damaged(self, value: int) -> None:
-        if self._counts_pool:
-            self._meter.pool_damaged = value
