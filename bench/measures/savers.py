@@ -115,10 +115,14 @@ class Lightck:
     """lightck as a user has it: ``attach`` and no further call. The boundary is the forward, so that a checkpoint's
     whole cost falls within one step. ``staging``: a name of ``STAGING``; such a row has one more slot, so that the
     in-flight checkpoint may outlast the update. The window's end waits for it, so that none of it falls on the plain
-    steps. ``strategy``: see ``strategy_of``."""
+    steps. ``strategy``: see ``strategy_of``. ``slots``: as of ``attach``."""
 
-    def __init__(self, backend: str = "file", staging: str | None = None, strategy: str = FULL) -> None:
+    def __init__(
+        self, backend: str = "file", staging: str | None = None, strategy: str = FULL, slots: int | None = None
+    ) -> None:
         self._options: dict[str, Any] = {"backend": backend}
+        if slots is not None:
+            self._options["slots"] = slots
         if strategy != FULL:
             self._options["strategy"] = strategy_of(strategy)
         if staging is not None:
@@ -288,13 +292,14 @@ def make(
     staging: str | None = None,
     strategy: str = FULL,
     rival: dict[str, Any] | None = None,
+    slots: int | None = None,
 ) -> Saver:
-    """The saver of this name. ``backend``, ``staging`` and ``strategy`` apply to lightck only, ``rival`` (options of
-    its class) to a rival only."""
+    """The saver of this name. ``backend``, ``staging``, ``strategy`` and ``slots`` apply to lightck only, ``rival``
+    (options of its class) to a rival only."""
     if name == NOTHING:
         return Nothing()
     if name == LIGHTCK:
-        return Lightck(backend, staging, strategy)
+        return Lightck(backend, staging, strategy, slots)
     if name not in rivals.ALL:
         raise BenchError(f"There is no rival {name!r}; there are {', '.join(rivals.ALL)}. Name one of them.")
     if why := rivals.why_not(name):

@@ -34,7 +34,8 @@ RECOVERIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What a training is, and how it is saved. ``rival``: options of a rival's class."""
+    """What a training is, and how it is saved. ``rival``: options of a rival's class. ``slots``: of lightck's pool;
+    None: as by default."""
 
     layers: int
     size: str
@@ -43,12 +44,13 @@ class Spec:
     strategy: str = FULL
     interval: int = 1
     rival: dict[str, Any] | None = None
+    slots: int | None = None
 
     def training(self) -> Training:
         return Training(gpt2_of(self.layers, self.size))
 
     def make(self) -> Saver:
-        return make(self.saver, strategy=self.strategy, rival=self.rival)
+        return make(self.saver, strategy=self.strategy, rival=self.rival, slots=self.slots)
 
 
 class Trained:

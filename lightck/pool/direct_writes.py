@@ -74,7 +74,7 @@ def _enable(medium: Medium, engine: Engine, fd: int, extents: Extents) -> str | 
     except OSError as err:
         return f"the file cannot be opened with O_DIRECT ({err.strerror})"
     try:
-        return _why_untrusted(f"/proc/self/fd/{direct_fd}") or _start(medium, engine, direct_fd)
+        return why_untrusted(f"/proc/self/fd/{direct_fd}") or _start(medium, engine, direct_fd)
     finally:
         os.close(direct_fd)
 
@@ -84,7 +84,7 @@ def _start(medium: Medium, engine: Engine, direct_fd: int) -> str | None:
     return None if status == lib.LCK_OK else f"the file takes no direct writes ({reason(status)})"
 
 
-def _why_untrusted(path: str) -> str | None:
+def why_untrusted(path: str) -> str | None:
     """Return why files on the file system of this path are not written directly; None if they may be."""
     kind = System().file_system(path)
     if kind in _FILE_SYSTEMS or _IN_TESTS:

@@ -20,6 +20,7 @@ from lightck.errors import TierError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.storage.file import sync_folder
 from lightck.tiers.decisions import Listing
+from lightck.tiers.folder_write import write_file
 from lightck.tiers.names import Claim, ManifestName, Writer, parse
 from lightck.tiers.store import TEMPORARY_PREFIX, TemporaryFile, is_own
 
@@ -35,8 +36,8 @@ _DEPTH = 4
 class FolderStore:
     """The objects below one folder. Errors of the system are raised as ``TierError``."""
 
-    n_parallel = 1
-    """A disk gains nothing by more: one writer keeps it busy, and several cost memory."""
+    n_parallel = 2
+    """While the disk is busy with one piece, the next one is read and hashed. More would only cost memory."""
 
     def __init__(self, root: str) -> None:
         """``root``: an absolute path."""
@@ -126,7 +127,7 @@ class FolderStore:
             temporary = os.path.join(folder, TEMPORARY_PREFIX + secrets.token_hex(8))
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                _write(fd, data)
+                write_file(fd, data)
                 os.fdatasync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.rename(temporary, path)
@@ -307,9 +308,3 @@ def _remove_empty_folders(folder: str, name: str) -> None:
     except OSError as err:
         if err.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
             raise
-
-
-def _write(fd: int, data: bytes | memoryview) -> None:
-    view = memoryview(data).cast("B")
-    while view:
-        view = view[os.write(fd, view) :]

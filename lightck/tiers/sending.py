@@ -5,8 +5,9 @@
     compress  each piece, if the tier is to be compressed and the piece gets smaller
     name      by SHA-256; a piece that an earlier manifest of this writer names is not sent again, and not even read if
               its tensors and generations are the same
-    put       the objects, at a rate if one is asked for, several at once where the store gains by it; last the
-              manifest, if all of them are stored and the slot still belongs to the checkpoint
+    put       the objects, at a rate if one is asked for, several at once where the store gains by it, while the next
+              piece is read and hashed; last the manifest, if all of them are stored and the slot still belongs to the
+              checkpoint
 
 Invariant: a manifest is written only if every object that it names is stored, and the bytes verified.
 """
@@ -17,6 +18,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from lightck.errors import TierError
@@ -32,7 +34,7 @@ from lightck.pool.format.structures import (
 )
 from lightck.pool.reader import StoredCheckpoint
 from lightck.tiers.codecs import Coding, coding_of, encoded
-from lightck.tiers.in_flight import Puts, puts_to
+from lightck.tiers.in_flight import Buffer, NamedBytes, Puts, puts_to
 from lightck.tiers.names import ManifestName, ObjectName, Writer
 from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import NBYTES_MAX, OBJECT_NBYTES_MAX, Run, SentObject, TierManifest, joined
@@ -51,6 +53,16 @@ class Part(NamedTuple):
     """Number of the first block."""
     nbytes: int
     generation: int
+
+
+class _Hashed(NamedTuple):
+    """The bytes of an object."""
+
+    data: bytes | memoryview
+    coding: Coding | None
+    """How they were made."""
+    content: str
+    """Their SHA-256."""
 
 
 @dataclass
@@ -102,29 +114,26 @@ class _Outgoing:
             for name in [] if self.is_manifest_begun else self.put_names:
                 self.store.delete(str(name))
 
-    def add_piece(self, data: memoryview, coding: Coding | None, key: str, puts: Puts) -> int:
-        """Store a piece, which is compressed if that makes it smaller. Returns its number in the manifest."""
-        smaller = None if coding is None else encoded(data, coding)
-        return self.add(data, key, puts) if smaller is None else self.add(smaller, key, puts, coding)
+    def add(self, data: bytes) -> int:
+        """Store an object, unless one with these bytes is known. Returns its number in the manifest."""
+        number, is_new = self.add_hashed(_hashed(data))
+        if is_new:
+            self.store.put(str(self.objects[number].name), data)
+        return number
 
-    def add(
-        self, data: bytes | memoryview, key: str = "", puts: Puts | None = None, coding: Coding | None = None
-    ) -> int:
-        """Store an object, unless one with these bytes is known. Returns its number in the manifest. ``puts``: what
-        stores it, if it need not be stored when this returns. ``coding``: how its bytes were made."""
-        content = hashlib.sha256(data).hexdigest()
+    def add_hashed(self, hashed: _Hashed, key: str = "") -> tuple[int, bool]:
+        """Add an object to the manifest. Returns its number there, and whether its bytes are to be put, because no
+        object with them is known."""
+        content, nbytes = hashed.content, len(hashed.data)
         known = self.new.get(content) or self._own(self.earlier.by_content.get(content))
-        if known is None or known.nbytes != len(data):
+        is_new = known is None or known.nbytes != nbytes
+        if known is None or is_new:
             name = ObjectName(self.writer, content, self.nonce)
             self.put_names.append(name)
-            self.pace(len(data))
-            if puts is None:
-                self.store.put(str(name), data)
-            else:
-                puts.put(str(name), memoryview(data))
-            self.nbytes += len(data)
-            known = self.new[content] = SentObject(name, len(data), key)
-        return self.append(known._replace(key=key, coding=coding))
+            self.pace(nbytes)
+            self.nbytes += nbytes
+            known = self.new[content] = SentObject(name, nbytes, key)
+        return self.append(known._replace(key=key, coding=hashed.coding)), is_new
 
     def known(self, key: str) -> SentObject | None:
         """Return the object with this key below the own prefix, if one is known."""
@@ -255,22 +264,49 @@ def _send_pieces(stored: StoredCheckpoint, out: _Outgoing, puts: Puts, advance: 
         known = out.known(key)
         if known is None:
             buffer = puts.buffer()
-            assert sum(part.nbytes for part in parts) <= buffer.nbytes, "a block is smaller than an object"
-            address, places = buffer.ctypes.data, []
-            for part in parts:
-                places.append((part.name, part.first, part.nbytes, address))
-                address += part.nbytes
-            stored.read_blocks(places)
+            data = buffer.data[: _read(stored, parts, buffer)]
             coding = None if out.codec is None else coding_of(out.codec, _elements(stored, parts))
-            number = out.add_piece(buffer.data[: address - buffer.ctypes.data], coding, key, puts)
+            puts.prepare(buffer, partial(_hashed, data, coding), partial(_named, stored, out, parts, key))
         else:
-            number = out.append(known)
-        begin = 0
-        for part in parts:
-            offset, _ = stored.range_of(part.name, part.first, part.nbytes)
-            out.runs.append(Run(offset, part.nbytes, number, begin))
-            begin += part.nbytes
-        advance(begin)
+            _add_runs(stored, out, parts, out.append(known))
+        advance(sum(part.nbytes for part in parts))
+
+
+def _read(stored: StoredCheckpoint, parts: Sequence[Part], buffer: Buffer) -> int:
+    """Read the parts of a piece, one behind the other. Returns how many bytes they have."""
+    assert sum(part.nbytes for part in parts) <= buffer.nbytes, "a block is smaller than an object"
+    address, places = buffer.ctypes.data, []
+    for part in parts:
+        places.append((part.name, part.first, part.nbytes, address))
+        address += part.nbytes
+    stored.read_blocks(places)
+    return int(address - buffer.ctypes.data)
+
+
+def _named(
+    stored: StoredCheckpoint, out: _Outgoing, parts: Sequence[Part], key: str, hashed: _Hashed
+) -> NamedBytes | None:
+    """Add a piece to the manifest. Returns what is to be put; None if it is known."""
+    number, is_new = out.add_hashed(hashed, key)
+    _add_runs(stored, out, parts, number)
+    return NamedBytes(str(out.objects[number].name), memoryview(hashed.data)) if is_new else None
+
+
+def _add_runs(stored: StoredCheckpoint, out: _Outgoing, parts: Sequence[Part], number: int) -> None:
+    """Say in the manifest where the parts of an object lie in the pool."""
+    begin = 0
+    for part in parts:
+        offset, _ = stored.range_of(part.name, part.first, part.nbytes)
+        out.runs.append(Run(offset, part.nbytes, number, begin))
+        begin += part.nbytes
+
+
+def _hashed(data: bytes | memoryview, coding: Coding | None = None) -> _Hashed:
+    """Return the bytes of an object, compressed if that makes them smaller, with their SHA-256."""
+    smaller = None if coding is None else encoded(data, coding)
+    if smaller is not None:
+        return _Hashed(smaller, coding, hashlib.sha256(smaller).hexdigest())
+    return _Hashed(data, None, hashlib.sha256(data).hexdigest())
 
 
 def _elements(stored: StoredCheckpoint, parts: Sequence[Part]) -> Iterator[tuple[int, int]]:
