@@ -16,7 +16,7 @@ import os
 
 from lightck._native import lib, reason
 from lightck.errors import PoolError
-from lightck.pool.engine import Engine, Medium
+from lightck.pool.engine import THREADS_BESIDE_DIRECT_WRITES, Engine, Medium
 from lightck.pool.format.structures import KIB, PAGE
 from lightck.pool.storage.durability import TIER_DISK
 from lightck.pool.storage.extents import Extents
@@ -90,6 +90,14 @@ def why_untrusted(path: str) -> str | None:
     if kind in _FILE_SYSTEMS or _IN_TESTS:
         return None
     return f"direct writes are used on {' and '.join(_FILE_SYSTEMS.values())}, and this is another file system"
+
+
+def copy_threads(path: str, tier: int) -> int | None:
+    """Return how many threads shall copy into a pool; None: as many as by default. ``path``: of the pool, which need not
+    exist yet. ``tier``: ``TIER_...`` of it. If it turns out later that the pool takes no direct writes, they do no
+    harm."""
+    is_direct = tier == TIER_DISK and why_untrusted(os.path.dirname(path)) is None
+    return THREADS_BESIDE_DIRECT_WRITES if is_direct else None
 
 
 def method_in(folder: str, tier: int) -> str | None:

@@ -28,12 +28,16 @@ log = logging.getLogger("lightck")
 T = TypeVar("T")
 COPIED, ENDED = 2, 3
 """What ``Job.wait`` waits for. ``COPIED``: all bytes are copied. ``ENDED``: the job is committed, failed or dropped."""
-JOBS_MAX = 32
+JOBS_MAX = 48
 """Maximum number of jobs of an engine. A job counts until ``Job.forget``, even when it has ended."""
 THREADS_DEFAULT = 2
 """Default number of copy threads on a machine with more than four processors. With fewer, the default is one."""
 THREADS_BESIDE_DEVICES_MAX = 8
 """The largest default number of copy threads of a training on devices (see ``threads_beside_devices``)."""
+THREADS_BESIDE_DIRECT_WRITES = 16
+"""Default number of copy threads if blocks are written past the page cache. Such a thread sleeps until the disk has its
+block. Then it has idle priority, and waits for a free processor. With so many of them, a free moment is enough for many
+blocks, and the disk always has some to write. No default is larger than this."""
 _SLICE_MS = 100
 """Maximum milliseconds of one native call that waits."""
 _ZEROS_NBYTES = 1 << 20

@@ -23,6 +23,7 @@ from lightck.errors import PoolError, PoolLockedError
 from lightck.events import ClosingEvent
 from lightck.pipeline.current_pool import CurrentPool
 from lightck.pipeline.pool_kind import WholeCheckpoints
+from lightck.pool.direct_writes import copy_threads
 from lightck.pool.engine import Engine
 from lightck.pool.format.boxes import Box
 from lightck.pool.format.layout import Entry
@@ -98,9 +99,10 @@ def _opened(path: str, order: Order, stack: ExitStack) -> tuple[CurrentPool, Hol
     stack.callback(lock.release)
     backend, events, holds = backend_for(path), CommitEvents(), Holds()
     backend.remove_stale(path)
-    engine = stack.enter_context(closing(Engine()))
+    medium_durability = backend.probe(path)
+    engine = stack.enter_context(closing(Engine(copy_threads(path, medium_durability.tier))))
     events.add(holds)
-    pool = CurrentPool(path, backend, backend.probe(path), engine, SLOTS, lock, events, WholeCheckpoints())
+    pool = CurrentPool(path, backend, medium_durability, engine, SLOTS, lock, events, WholeCheckpoints())
     stack.callback(pool.close)
     pool.group = order.group
     if not order.goes_on:

@@ -25,6 +25,7 @@ from lightck.pipeline.nonfinite import NonfiniteCheck
 from lightck.pipeline.pipeline import Pipeline
 from lightck.pipeline.plan import Strategy
 from lightck.pipeline.staging.kinds import Kind
+from lightck.pool.direct_writes import copy_threads
 from lightck.pool.engine import threads_beside_devices
 from lightck.pool.format.structures import CommitRecord
 from lightck.pool.storage import durability
@@ -272,7 +273,8 @@ def _pipeline(
         uncommitted_max=0 if is_rank_pool or pool_kind is not None else None,
         check=compares_all(),
         lock=lock,
-        copy_threads=threads_beside_devices(torch.cuda.device_count()) if on_device else None,
+        copy_threads=copy_threads(path, medium_durability.tier)
+        or (threads_beside_devices(torch.cuda.device_count()) if on_device else None),
         pool_kind=pool_kind,
     )
 

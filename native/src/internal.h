@@ -268,7 +268,7 @@ uint64_t clock_ns(void); /* monotonic */
 
 /* ---- engine ------------------------------------------------------------------------------------------ */
 
-enum { ENGINE_JOBS = 32, ENGINE_THREADS = 64, ENGINE_POPULATES = 4 };
+enum { ENGINE_JOBS = 48, ENGINE_THREADS = 64, ENGINE_POPULATES = 4 };
 
 /* Phases of a job: those of the interface, and internal ones. */
 enum phase {
