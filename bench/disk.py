@@ -42,6 +42,7 @@ from bench.workloads import checkpoint_nbytes, gpt2_of
 PLAIN = "plain"
 _PIECE = 4 << 20
 _N_WRITERS = 2
+_N_WARM_UP_MAX = 8
 
 
 def specs(layers: int, size: str, folder: Path) -> dict[str, Spec]:
@@ -100,7 +101,7 @@ def measure(layers: int, size: str, folder: Path, steps: int, rounds: int) -> di
         disk = Disk(folder, nbytes)
         stack.callback(disk.close)
         for loop in loops.values():
-            loop.call("window", steps)  # warm up
+            warm_up(loop, steps)
         for _ in range(rounds):
             for name, loop in loops.items():
                 windows.setdefault(name, []).append(loop.call("window", steps))
@@ -118,6 +119,13 @@ def measure(layers: int, size: str, folder: Path, steps: int, rounds: int) -> di
         "rows": {name: _row(found, plain, memcpy) for name, found in windows.items() if name != PLAIN},
         "machine": facts(str(folder)),
     }
+
+
+def warm_up(loop: Elsewhere, steps: int) -> None:
+    """Train until lightck has found how OpenMP's threads are to wait (docs/slow-steps.md)."""
+    for _ in range(_N_WARM_UP_MAX):
+        if loop.call("window", steps)["is_settled"]:
+            return
 
 
 def _seconds(window: dict[str, Any]) -> float:

@@ -93,9 +93,8 @@ def why_untrusted(path: str) -> str | None:
 
 
 def copy_threads(path: str, tier: int) -> int | None:
-    """Return how many threads shall copy into a pool; None: as many as by default. ``path``: of the pool, which need not
-    exist yet. ``tier``: ``TIER_...`` of it. If it turns out later that the pool takes no direct writes, they do no
-    harm."""
+    """Return how many threads shall copy into a pool; None: as many as by default. ``path``: of the pool, which need
+    not exist yet. ``tier``: ``TIER_...`` of it. If the pool takes no direct writes after all, they do no harm."""
     is_direct = tier == TIER_DISK and why_untrusted(os.path.dirname(path)) is None
     return THREADS_BESIDE_DIRECT_WRITES if is_direct else None
 
