@@ -30,7 +30,7 @@ import lightck
 from lightck.errors import BackgroundError, NoCheckpointError
 from lightck.pool import direct_writes
 from lightck.pool.direct_writes import DIRECT
-from lightck.pool.engine import ENDED
+from lightck.pool.engine import ENDED, THREADS_BESIDE_DIRECT_WRITES, THREADS_DEFAULT
 from lightck.pool.format.structures import KIB, MIB, PAGE, CommitRecord
 from lightck.pool.reader import open_pool
 from lightck.pool.storage.durability import TIER_CACHE, TIER_DISK, probe
@@ -428,3 +428,40 @@ def test_the_folder_of_the_doctor_is_left_as_it_was(disk):
     assert direct_writes.method_in(str(disk), TIER_DISK) == DIRECT
     assert sorted(os.listdir(disk)) == before
     assert direct_writes.method_in(str(disk / "missing"), TIER_DISK) is None
+
+
+def names_of_threads() -> list[str]:
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def test_many_threads_copy_into_a_pool_that_is_written_directly_and_few_into_others(disk, without):
+    """Each sleeps while the disk writes its block, and waits for a free processor then."""
+
+    def n_copy_threads(path: Path) -> int:
+        model = nn.Linear(4, 4)
+        with lightck.attach(model, path, optimizer=torch.optim.SGD(model.parameters())):
+            return sum(name.startswith("lightck-copy") for name in names_of_threads())
+
+    before = sum(name.startswith("lightck-copy") for name in names_of_threads())
+    assert before == 0
+    assert n_copy_threads(disk / "direct.pool") == THREADS_BESIDE_DIRECT_WRITES
+    assert 1 <= n_copy_threads(Path("/dev/shm") / f"lightck-threads-{os.getpid()}.pool") <= THREADS_DEFAULT
+    without()
+    assert 1 <= n_copy_threads(disk / "cached.pool") <= THREADS_DEFAULT
+    assert sum(name.startswith("lightck-copy") for name in names_of_threads()) == 0, "they end with the session"
+
+
+def test_a_large_state_is_written_by_many_threads_at_once_with_the_same_bits(disk):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    with lightck.attach(model, disk / "run.pool", optimizer=optimizer, slots=8) as session:
+        for _ in range(12):
+            model(torch.randn(4, 512)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.stats().disk_writes == DIRECT
+    found = lightck.recover(disk / "run.pool")
+    assert found.step == 12
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found.model[name], tensor)
