@@ -116,7 +116,11 @@ def measure(layers: int, size: str, folder: Path, steps: int, rounds: int) -> di
         "step_seconds": median(plain),
         "disk": disk_seconds,
         "memcpy_cpu_seconds": memcpy,
-        "rows": {name: _row(found, plain, memcpy) for name, found in windows.items() if name != PLAIN},
+        "rows": {
+            name: _row(found, plain, memcpy) | {"wait_policy": ended.get(name, {}).get("wait_policy")}
+            for name, found in windows.items()
+            if name != PLAIN
+        },
         "machine": facts(str(folder)),
     }
 
@@ -155,7 +159,7 @@ def show(found: dict[str, Any]) -> None:
         added, stall = (" ".join(f"{100 * each:.1f}" for each in row[key]) for key in ("added", "stall"))
         print(
             f"  {name}: added {100 * median(row['added']):.1f} % ({added}); stall {100 * median(row['stall']):.2f} % "
-            f"({stall}); CPU {median(row['cpu']):.2f} memcpys"
+            f"({stall}); CPU {median(row['cpu']):.2f} memcpys; OpenMP waits: {row['wait_policy']}"
         )
 
 

@@ -6,7 +6,7 @@ without lightck, with it, with a tier in a folder (every ten steps) too, and wit
 - *Step*: what lightck adds to the median step, without a tier and with it; *A/A*: the two loops without lightck.
 - *Stall*: the part of the time that the training thread spent in lightck.
 - *Late*: due checkpoints that were not in the tier when the next but one was due.
-- *Drain*: its memory at its peak, and its CPU time for a GB that it wrote.
+- *Drain*: its memory at its peak, and its CPU time for a GB that it wrote after the first checkpoint.
 - *Folder*: how long a checkpoint took, over one large write of as many bytes with fsync, in the same folder.
 """
 
@@ -52,7 +52,10 @@ def loop(of: Workload, steps: int, pool: Path | None, tier: Path | None, base_ev
         session = lightck.attach(model, pool, optimizer=optimizer, tiers=tiers, overwrite=True, strategy=strategy)
     generator = torch.Generator().manual_seed(0)
     times, ended = [], []
-    for _ in range(steps):
+    started = 0.0, 0
+    for step in range(steps):
+        if session is not None and tier is not None and step == EVERY - 1:
+            started = drain_cpu()[0], session.stats().tiers[0].bytes_sent
         began = time.perf_counter()
         x, y = of.input(of.batch, generator)
         torch.autograd.backward(of.loss(model, x, y))
@@ -65,16 +68,22 @@ def loop(of: Workload, steps: int, pool: Path | None, tier: Path | None, base_ev
         stats = session.stats()
         found["stall"] = stats.stall_seconds / sum(times)
         if tier is not None:
-            found |= drain_facts(stats, ended, tier)
+            found |= drain_facts(stats, ended, tier, started)
         session.close()
     return found
 
 
-def drain_facts(stats: lightck.Stats, ended: Sequence[float], tier: Path) -> dict[str, Any]:
-    """Return what the drain of this process has done until now."""
+def drain_cpu() -> tuple[float, str]:
+    """Return the seconds of a processor that the drain has used, and its process id."""
     (pid,) = (path.parent.name for path in Path("/proc").glob("[0-9]*/comm") if path.read_text() == "lightck-drain\n")
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), pid
+
+
+def drain_facts(stats: lightck.Stats, ended: Sequence[float], tier: Path, started: tuple[float, int]) -> dict[str, Any]:
+    """Return what the drain of this process has done until now. ``started``: seconds of a processor and bytes that were
+    sent, after the first checkpoint: so the start of the process is not counted."""
+    cpu, pid = drain_cpu()
     peak = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
     sent = {name.step: when for name, when in FolderStore(str(tier)).listing().manifests.items()}
     due = range(EVERY, len(ended) - 2 * EVERY + 1, EVERY)
@@ -87,7 +96,7 @@ def drain_facts(stats: lightck.Stats, ended: Sequence[float], tier: Path) -> dic
         "due": len(due),
         "late": len(late),
         "seconds": state.seconds,
-        "cpu_per_gb": cpu / max(state.bytes_sent / 1e9, 1e-9),
+        "cpu_per_gb": (cpu - started[0]) / max((state.bytes_sent - started[1]) / 1e9, 1e-9),
         "peak_mb": int(peak.split()[1]) / 1e3,
         "checkpoint_mb": state.bytes_sent / max(state.checkpoints, 1) / 1e6,
     }
