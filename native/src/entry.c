@@ -1,4 +1,6 @@
 /* entry.c: job entries: find them, access them safely, change their phase. */
+#include <errno.h>
+
 #include "internal.h"
 
 uint64_t blocks_of(uint64_t nbytes, uint64_t block) { return nbytes / block + (nbytes % block != 0); }
@@ -53,12 +55,21 @@ bool job_move(lck_engine *engine, struct job *job, uint64_t ticket, enum phase f
     return true;
 }
 
-/* Only the first failure is kept. */
+static uint64_t failure_of(int32_t status, int error)
+{
+    return (uint64_t)(uint32_t)error << 32 | (uint32_t)status;
+}
+
+/* The first failure is kept. But on a full disk a store through the mapping fails with EIO (its page is missing), while
+ * another thread's direct write is told that there is no space: then that is kept. */
 void job_fail(struct job *job, int32_t status)
 {
-    uint64_t error = status == LCK_ESYS ? (uint64_t)(uint32_t)lck_last_errno() : 0;
-    uint64_t none = 0;
-    atomic_compare_exchange_strong(&job->failure, &none, error << 32 | (uint32_t)status);
+    int error = status == LCK_ESYS ? lck_last_errno() : 0;
+    uint64_t before = 0;
+    if (atomic_compare_exchange_strong(&job->failure, &before, failure_of(status, error)))
+        return;
+    if ((error == ENOSPC || error == EDQUOT) && before == failure_of(LCK_ESYS, EIO))
+        atomic_compare_exchange_strong(&job->failure, &before, failure_of(status, error));
 }
 
 int32_t job_failure(struct job *job)
