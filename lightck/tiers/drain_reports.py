@@ -103,7 +103,8 @@ def not_sent_error(tier: Tier, stats: TierStats, step: int, pool: str) -> TierEr
     newest = "no checkpoint yet" if stats.step is None else f"step {stats.step}"
     reason = str(stats.error).partition(". ")[0].rstrip(".")
     return TierError(
-        f"Step {step} could not be sent. {reason}. The tier holds {newest}; the pool and its checkpoints are intact. "
+        f"Step {step} could not be sent. {reason}. Sent last: {newest}; the pool and its checkpoints are intact. "
         "Look at the folder or store (that it is there, its owner, the space); then go on, and the newest checkpoint "
-        f"is sent again; or send it by hand when the training has ended: {tier.drain_command(pool)}."
+        f"is sent again; or send it by hand when the training has ended: {tier.drain_command(pool)}; or to an empty "
+        f"place: lightck copy {pool} NEW."
     )

@@ -7,7 +7,8 @@
 Invariants: those of ``decisions.py``, of which this is the one writer below its prefix. What it has written itself
 counts as named, whether or not a listing shows it.
 
-Failure case: another process claims the tier (``TierClaimedError``: nothing more is written).
+Failure cases: another process claims the tier (``TierClaimedError``: nothing more is written); the tier was emptied
+(``TierError``: nothing is written without the claim); objects were removed by somebody else (they are sent again).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from lightck.errors import TierClaimedError
+from lightck.errors import TierClaimedError, TierError
 from lightck.pool.format.structures import DamagedError
 from lightck.pool.reader import StoredCheckpoint
-from lightck.tiers.claiming import read_claim
+from lightck.tiers.claiming import claim_if_there, read_claim
 from lightck.tiers.codecs import refuse_missing_libraries
 from lightck.tiers.decisions import (
     GRACE_SECONDS,
@@ -59,6 +60,8 @@ class TierWriter:
         self._began = store.now()
         """The time of the store when this writer began."""
         self._earlier = Sent()
+        self._listed: set[ObjectName] = set()
+        """The objects in the newest listing."""
         self._contents: dict[ManifestName, frozenset[ObjectName]] = {}
         """The objects that a manifest names, of each that was read or written."""
         self._metrics: dict[TierCheckpoint, Mapping[str, float]] = {}
@@ -66,13 +69,16 @@ class TierWriter:
         """SHA-256 of each manifest that this object has written, and not removed."""
 
     def use_own(self) -> None:
-        """Read what an earlier process has written below the same prefix, so that it is not sent again. Raises
-        ``TierError``."""
-        for name in self._store.listing().manifests:
+        """Read what an earlier process has written below the same prefix, so that what is still there is not sent
+        again. Raises ``TierError``."""
+        listing, named = self._store.listing(), set[ObjectName]()
+        for name in listing.manifests:
             manifest = self._read(name) if name.writer == self.writer else None
             if manifest is not None:
                 self._earlier.add(manifest)
                 self._remember(name, manifest)
+                named |= self._contents[name]
+        self._earlier.forget(named - set(listing.objects))
 
     def sent(self) -> dict[int, Mapping[str, float]]:
         """Return the steps of the checkpoints below the own prefix that this object has read or written, each with its
@@ -102,7 +108,9 @@ class TierWriter:
     ) -> SentCheckpoint:
         """Send a checkpoint, which the caller holds. Raises ``DamagedError`` if it is damaged or was overwritten,
         ``PoolIOError``, and ``TierError``."""
-        self.refuse_superseded()
+        listing = self._store.listing()
+        self._check(listing)
+        self._forget_what_is_gone(listing)
         sent = send(
             stored,
             self._store,
@@ -121,9 +129,23 @@ class TierWriter:
         return sent
 
     def refuse_superseded(self) -> None:
-        """Raise ``TierClaimedError`` if a higher claim exists."""
-        if is_superseded(self._store.listing(), self.writer.claim):
-            raise _superseded(self._store, self.writer.claim)
+        """Raise ``TierClaimedError`` if a higher claim exists, or if only others do, and ``TierError`` if no claim
+        does."""
+        self._check(self._store.listing())
+
+    def _check(self, listing: Listing) -> None:
+        claim = self.writer.claim
+        if is_superseded(listing, claim):
+            raise _superseded(self._store, claim)
+        if claim not in listing.claims and claim_if_there(self._store, claim) is None:  # a listing may be late
+            raise _superseded(self._store, claim) if listing.claims else _emptied(self._store, claim)
+
+    def _forget_what_is_gone(self, listing: Listing) -> None:
+        """Forget objects that an earlier listing has shown and this one does not: they are sent again. Somebody has
+        removed them, or a rule of the store that lets old objects expire."""
+        listed = set(listing.objects)
+        self._earlier.forget(self._listed - listed)
+        self._listed = listed
 
     def retain(self) -> int:
         """Delete what need not stay, and return how many files were deleted. Raises ``TierError``."""
@@ -187,4 +209,12 @@ def _superseded(store: Store, claim: Claim) -> TierClaimedError:
     return TierClaimedError(
         f"Another process has claimed the tier {str(store)!r}, after this one had (claim {claim}). Nothing more is "
         "written by this process, and what it has written stays. Let one process write to a tier."
+    )
+
+
+def _emptied(store: Store, claim: Claim) -> TierError:
+    return TierError(
+        f"The tier {str(store)!r} does not hold the claim of this training any more ({claim}): it was emptied or "
+        "replaced, or it is not mounted. Nothing is written there. Sending goes on when it is back. If it stays empty, "
+        "start the training again with resume=True, which claims the tier again."
     )

@@ -992,11 +992,77 @@ def test_close_raises_if_the_newest_checkpoint_could_not_be_sent(tmp_path):
     tier.write_text("")
     train(model, optimizer, 1, start=1)
     with pytest.raises(
-        TierError, match=r"Step 2 could not be sent. The tier .* cannot be written.*holds step 1.*lightck drain"
+        TierError, match=r"Step 2 could not be sent. The tier .* cannot be written.*Sent last: step 1.*lightck drain"
     ):
         session.close()
     assert lightck.recover(tmp_path / "run.pool").step == 2
     tier.unlink()
+
+
+def test_an_emptied_tier_is_named_and_gets_checkpoints_again_when_it_is_back(tmp_path):
+    """So is a folder on which nothing is mounted for a while: nothing may be written below it."""
+    tier = tmp_path / "tier"
+    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1)])
+    until(is_ready(session))
+    trained(session, model, optimizer, 1)
+    tier.rename(tmp_path / "moved")
+    tier.mkdir()
+    train(model, optimizer, 1, start=1)
+    session.flush()
+    until(lambda: "does not hold the claim" in (session.stats().tiers[0].error or ""))
+    assert "is not mounted" in session.stats().tiers[0].error
+    assert not list(tier.iterdir())
+    tier.rmdir()
+    (tmp_path / "moved").rename(tier)
+    with session:
+        train(model, optimizer, 1, start=2)
+    assert steps_in(tier)[-1] == 3
+    assert lightck.recover(tier).step == 3
+
+
+def test_a_tier_that_stays_empty_is_an_error_with_a_cure_that_works(tmp_path):
+    from lightck.tiers.copying import copy_to_tier
+
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
+    until(is_ready(session))
+    trained(session, model, optimizer, 1)
+    tier.rename(tmp_path / "moved")
+    tier.mkdir()
+    train(model, optimizer, 1, start=1)
+    with pytest.raises(TierError, match=r"does not hold the claim.*Sent last: step 1.*lightck copy .* NEW"):
+        session.close()
+    copy_to_tier(pool, tmp_path / "new", written_by="test", progress=_progress)
+    assert lightck.recover(tmp_path / "new").step == 2
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)], resume=True)
+    with session:
+        train(model, optimizer, 1, start=2)
+    assert steps_in(tier)[-1] == 3
+
+
+def test_an_object_that_somebody_removed_is_sent_again(tmp_path):
+    """By hand, or by a rule of an object store that lets old objects expire. A frozen tensor is sent only once."""
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[1].parameters())
+    with lightck.attach(model, pool, optimizer=optimizer, tiers=[lightck.Tier(tier, every=1, keep_last=1)]) as session:
+        until(is_ready(session))
+        for number in range(4):
+            model(torch.randn(2, 300)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            session.flush()
+            until(lambda done=number + 1: session.stats().tiers[0].step == done)
+            if number == 1:
+                for path in tier.glob("*/rank-*/data/*"):
+                    if path.stat().st_size > 300 * 300 * 4:
+                        path.unlink()
+    pool.unlink()
+    found = lightck.recover(tier)
+    assert found.step == 4
+    assert all(torch.equal(found.model[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_the_command_that_is_advised_compresses_as_the_tier_does():

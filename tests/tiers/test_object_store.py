@@ -419,7 +419,7 @@ def test_close_raises_if_the_store_has_not_got_the_newest_checkpoint(tmp_path, b
     trained(session, model, optimizer, 1)
     bucket.proxy.rule = lambda _: Fault(status=503)
     train(model, optimizer, 1, start=1)
-    with pytest.raises(TierError, match=r"Step 2 could not be sent.*503.*The tier holds step 1"):
+    with pytest.raises(TierError, match=r"Step 2 could not be sent.*503.*Sent last: step 1"):
         session.close()
     bucket.proxy.heal()
     assert steps_in(bucket) == [1]
