@@ -147,7 +147,7 @@ class FolderStore:
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError as err:
-                if err.errno in (errno.ELOOP, errno.ENXIO, errno.ENOTDIR):
+                if err.errno in (errno.ELOOP, errno.ENXIO) or (err.errno == errno.ENOTDIR and self.exists()):
                     raise DamagedError(f"{name} is no file: {err.strerror}") from err
                 raise
             try:
