@@ -61,7 +61,7 @@ static uint64_t failure_of(int32_t status, int error)
 }
 
 /* The first failure is kept. But on a full disk a store through the mapping fails with EIO (its page is missing), while
- * another thread's direct write is told that there is no space: then that is kept. */
+ * another thread's direct write fails with ENOSPC, which says more: then that is kept. */
 void job_fail(struct job *job, int32_t status)
 {
     int error = status == LCK_ESYS ? lck_last_errno() : 0;
