@@ -37,6 +37,7 @@ from lightck.tiers.open_store import Options, open_store
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from bench.running.files import write_synced
 from bench.running.machine import facts
 from bench.running.rows import DISK_DIR, MEMORY_DIR
 
@@ -85,24 +86,23 @@ def large_object(root: str, options: Options | None) -> Iterator[tuple[Callable[
         return
     Path(root).mkdir(exist_ok=True)
     path = Path(root, LARGE)
-    yield (lambda data: write_file(path, data)), lambda: read_file(path)
+
+    def put(data: bytes) -> None:
+        write_synced(path, data)
+        drop_from_cache(path)
+
+    yield put, lambda: read_file(path)
     path.unlink()
 
 
-def write_file(path: Path, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
+def drop_from_cache(path: Path) -> None:
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_file(path: Path) -> int:
-    with open(path, "rb", buffering=0) as file:
-        nbytes = len(file.readall())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    nbytes = len(path.read_bytes())
+    drop_from_cache(path)
     return nbytes
 
 

@@ -31,6 +31,7 @@ from lightck.tiers.folder import FolderStore
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from bench.running.files import write_synced
 from bench.workloads import Workload, gpt2_of, workload
 
 LOOPS = ("plain", "without", "tier", "again")
@@ -106,13 +107,8 @@ def one_large_write(folder: Path, nbytes: int) -> float:
     """Return how long it takes to write and sync so many bytes."""
     data, path = os.urandom(1 << 20) * (nbytes >> 20), folder / "large"
     began = time.perf_counter()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.fsync(fd)
+    write_synced(path, data)
     seconds = time.perf_counter() - began
-    os.close(fd)
     path.unlink()
     return seconds
 

@@ -273,7 +273,7 @@ def _pipeline(
         uncommitted_max=0 if is_rank_pool or pool_kind is not None else None,
         check=compares_all(),
         lock=lock,
-        copy_threads=copy_threads(path, medium_durability.tier)
+        copy_threads=copy_threads(path, backend.name, medium_durability.tier)
         or (threads_beside_devices(torch.cuda.device_count()) if on_device else None),
         pool_kind=pool_kind,
     )

@@ -61,7 +61,7 @@ class TierWriter:
         """The time of the store when this writer began."""
         self._earlier = Sent()
         self._listed: set[ObjectName] = set()
-        """The objects in the newest listing."""
+        """The objects in the newest listing, and before the first one those that an own manifest names."""
         self._contents: dict[ManifestName, frozenset[ObjectName]] = {}
         """The objects that a manifest names, of each that was read or written."""
         self._metrics: dict[TierCheckpoint, Mapping[str, float]] = {}
@@ -69,16 +69,14 @@ class TierWriter:
         """SHA-256 of each manifest that this object has written, and not removed."""
 
     def use_own(self) -> None:
-        """Read what an earlier process has written below the same prefix, so that what is still there is not sent
-        again. Raises ``TierError``."""
-        listing, named = self._store.listing(), set[ObjectName]()
-        for name in listing.manifests:
+        """Read what an earlier process has written below the same prefix, so that it is not sent again. Raises
+        ``TierError``."""
+        for name in self._store.listing().manifests:
             manifest = self._read(name) if name.writer == self.writer else None
             if manifest is not None:
                 self._earlier.add(manifest)
                 self._remember(name, manifest)
-                named |= self._contents[name]
-        self._earlier.forget(named - set(listing.objects))
+                self._listed |= self._contents[name]
 
     def sent(self) -> dict[int, Mapping[str, float]]:
         """Return the steps of the checkpoints below the own prefix that this object has read or written, each with its
@@ -141,7 +139,7 @@ class TierWriter:
             raise _superseded(self._store, claim) if listing.claims else _emptied(self._store, claim)
 
     def _forget_what_is_gone(self, listing: Listing) -> None:
-        """Forget objects that an earlier listing has shown and this one does not: they are sent again. Somebody has
+        """Forget objects that were there before and that this listing does not show: they are sent again. Somebody has
         removed them, or a rule of the store that lets old objects expire."""
         listed = set(listing.objects)
         self._earlier.forget(self._listed - listed)

@@ -395,7 +395,7 @@ enum phase job_phase(struct job *job);
 /* Change the phase; false if the job is not in phase `from`. */
 bool job_move(lck_engine *engine, struct job *job, uint64_t ticket, enum phase from, enum phase to);
 void job_fail(struct job *job, int32_t status); /* record a failure of this thread */
-int32_t job_failure(struct job *job); /* the status of the first failure; also sets lck_last_errno */
+int32_t job_failure(struct job *job); /* the status of the failure that job_fail has kept; also sets lck_last_errno */
 uint64_t blocks_of(uint64_t nbytes, uint64_t block); /* ceil(nbytes / block) */
 /* The index of the item that contains block number `block`: the first i with ends[i] > block. There are `count` items
  * (not 0); ends[i] is the number of blocks of items 0..i. */

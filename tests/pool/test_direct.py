@@ -15,6 +15,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -430,25 +431,31 @@ def test_the_folder_of_the_doctor_is_left_as_it_was(disk):
     assert direct_writes.method_in(str(disk / "missing"), TIER_DISK) is None
 
 
-def names_of_threads() -> list[str]:
-    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+def n_copy_threads(path: Path | None = None, backend: str = "file") -> int:
+    """How many copy threads this process has now, or while a model is attached to a pool."""
+    if path is not None:
+        model = nn.Linear(4, 4)
+        with lightck.attach(model, path, optimizer=torch.optim.SGD(model.parameters()), backend=backend):
+            return n_copy_threads()
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum(name.startswith("lightck-copy") for name in names)
 
 
 def test_many_threads_copy_into_a_pool_that_is_written_directly_and_few_into_others(disk, without):
     """Each sleeps while the disk writes its block, and waits for a free processor then."""
 
-    def n_copy_threads(path: Path) -> int:
-        model = nn.Linear(4, 4)
-        with lightck.attach(model, path, optimizer=torch.optim.SGD(model.parameters())):
-            return sum(name.startswith("lightck-copy") for name in names_of_threads())
-
-    before = sum(name.startswith("lightck-copy") for name in names_of_threads())
-    assert before == 0
+    assert n_copy_threads() == 0
     assert n_copy_threads(disk / "direct.pool") == THREADS_BESIDE_DIRECT_WRITES
-    assert 1 <= n_copy_threads(Path("/dev/shm") / f"lightck-threads-{os.getpid()}.pool") <= THREADS_DEFAULT
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        assert 1 <= n_copy_threads(Path(memory, "memory.pool")) <= THREADS_DEFAULT
     without()
     assert 1 <= n_copy_threads(disk / "cached.pool") <= THREADS_DEFAULT
-    assert sum(name.startswith("lightck-copy") for name in names_of_threads()) == 0, "they end with the session"
+    assert n_copy_threads() == 0, "they end with the session"
+
+
+def test_few_threads_copy_into_a_pmdk_pool_on_a_disk(disk, pmdk):
+    """It is written through the page cache, where many threads are slower."""
+    assert 1 <= n_copy_threads(disk / "pmdk.pool", "pmdk") <= THREADS_DEFAULT
 
 
 def test_a_large_state_is_written_by_many_threads_at_once_with_the_same_bits(disk):

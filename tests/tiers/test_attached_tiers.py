@@ -983,12 +983,18 @@ def test_what_cannot_be_removed_is_reported_and_is_no_failure_to_send(tmp_path, 
     assert sum("were not removed" in each for each in caplog.messages) == 1
 
 
-def test_close_raises_if_the_newest_checkpoint_could_not_be_sent(tmp_path):
+def attached_with_tier_moved_away(tmp_path: Path) -> tuple[Path, Any, Any, lightck.Session]:
+    """Attach, send step 1 to the tier that is returned, and rename that to ``tmp_path / "moved"``."""
     tier = tmp_path / "tier"
     model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1)])
     until(is_ready(session))
     trained(session, model, optimizer, 1)
     tier.rename(tmp_path / "moved")
+    return tier, model, optimizer, session
+
+
+def test_close_raises_if_the_newest_checkpoint_could_not_be_sent(tmp_path):
+    tier, model, optimizer, session = attached_with_tier_moved_away(tmp_path)
     tier.write_text("")
     train(model, optimizer, 1, start=1)
     with pytest.raises(
@@ -1002,11 +1008,7 @@ def test_close_raises_if_the_newest_checkpoint_could_not_be_sent(tmp_path):
 
 def test_an_emptied_tier_is_named_and_gets_checkpoints_again_when_it_is_back(tmp_path):
     """So is a folder on which nothing is mounted for a while: nothing may be written below it."""
-    tier = tmp_path / "tier"
-    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1)])
-    until(is_ready(session))
-    trained(session, model, optimizer, 1)
-    tier.rename(tmp_path / "moved")
+    tier, model, optimizer, session = attached_with_tier_moved_away(tmp_path)
     tier.mkdir()
     train(model, optimizer, 1, start=1)
     session.flush()
@@ -1024,11 +1026,8 @@ def test_an_emptied_tier_is_named_and_gets_checkpoints_again_when_it_is_back(tmp
 def test_a_tier_that_stays_empty_is_an_error_with_a_cure_that_works(tmp_path):
     from lightck.tiers.copying import copy_to_tier
 
-    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
-    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
-    until(is_ready(session))
-    trained(session, model, optimizer, 1)
-    tier.rename(tmp_path / "moved")
+    pool = tmp_path / "run.pool"
+    tier, model, optimizer, session = attached_with_tier_moved_away(tmp_path)
     tier.mkdir()
     train(model, optimizer, 1, start=1)
     with pytest.raises(TierError, match=r"does not hold the claim.*Sent last: step 1.*lightck copy .* NEW"):
@@ -1076,11 +1075,7 @@ def test_the_command_that_is_advised_compresses_as_the_tier_does():
 
 def test_a_tier_that_fails_for_long_is_an_error_in_the_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(drain_link, "FAILING_SECONDS_MAX", 0.5)
-    tier = tmp_path / "tier"
-    model, optimizer, session = attached(tmp_path / "run.pool", [lightck.Tier(tier, every=1)])
-    until(is_ready(session))
-    trained(session, model, optimizer, 1)
-    tier.rename(tmp_path / "moved")
+    tier, model, optimizer, session = attached_with_tier_moved_away(tmp_path)
     tier.write_text("")
     with pytest.raises(TierError, match="could not be sent"):
         for _ in range(100):
