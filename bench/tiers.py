@@ -75,10 +75,16 @@ def loop(of: Workload, steps: int, pool: Path | None, tier: Path | None, base_ev
 
 
 def drain_cpu() -> tuple[float, str]:
-    """Return the seconds of a processor that the drain has used, and its process id."""
-    (pid,) = (path.parent.name for path in Path("/proc").glob("[0-9]*/comm") if path.read_text() == "lightck-drain\n")
+    """Return the seconds of a processor that the drain of this process has used, and its process id."""
+    pid = children()[-1]  # the newest: the drain of the loop before may be about to end
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), pid
+
+
+def children() -> list[str]:
+    """Return the process ids of this process's children, oldest first."""
+    found = (path.read_text().split() for path in Path("/proc/self/task").glob("*/children"))
+    return sorted((pid for pids in found for pid in pids), key=int)
 
 
 def drain_facts(stats: lightck.Stats, ended: Sequence[float], tier: Path, started: tuple[float, int]) -> dict[str, Any]:

@@ -143,6 +143,7 @@ class Lib:
     LCK_JOB_COMMITTED: int
     LCK_JOB_FAILED: int
     LCK_JOB_DROPPED: int
+    LCK_JOBS_MAX: int
     LCK_SPAN_HEADER: int
     LCK_SPAN_NOW: int
     LCK_SPAN_COPY: int

@@ -28,7 +28,7 @@ log = logging.getLogger("lightck")
 T = TypeVar("T")
 COPIED, ENDED = 2, 3
 """What ``Job.wait`` waits for. ``COPIED``: all bytes are copied. ``ENDED``: the job is committed, failed or dropped."""
-JOBS_MAX = 48
+JOBS_MAX = lib.LCK_JOBS_MAX
 """Maximum number of jobs of an engine. A job counts until ``Job.forget``, even when it has ended."""
 THREADS_DEFAULT = 2
 """Default number of copy threads on a machine with more than four processors. With fewer, the default is one."""

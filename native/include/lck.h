@@ -327,6 +327,9 @@ enum {
     LCK_JOB_DROPPED = 5
 };
 
+/* Maximum number of jobs of an engine. A job counts until lck_job_forget, even when it has ended. */
+enum { LCK_JOBS_MAX = 48 };
+
 typedef struct lck_job_info {
     uint32_t state;          /* LCK_JOB_... */
     int32_t status;          /* LCK_OK, or the status of the first failure */

@@ -177,7 +177,7 @@ static void stop_workers(lck_engine *engine)
 
 static void release(lck_engine *engine)
 {
-    for (int i = 0; i < ENGINE_JOBS; i++) {
+    for (int i = 0; i < LCK_JOBS_MAX; i++) {
         free(engine->jobs[i].copies);
         free(engine->jobs[i].ends);
     }
@@ -220,13 +220,13 @@ static void fail_held(lck_engine *engine, uint64_t ticket)
 /* First end the jobs that are not released, because a released job cannot commit before all earlier jobs have ended. */
 static void end_jobs(lck_engine *engine)
 {
-    for (int i = 0; i < ENGINE_JOBS; i++) {
+    for (int i = 0; i < LCK_JOBS_MAX; i++) {
         uint64_t ticket = word_ticket(atomic_load(&engine->jobs[i].word));
         if (ticket != 0)
             (void)lck_job_drop(engine, ticket);
         fail_held(engine, ticket);
     }
-    for (int i = 0; i < ENGINE_JOBS; i++) {
+    for (int i = 0; i < LCK_JOBS_MAX; i++) {
         uint64_t ticket = word_ticket(atomic_load(&engine->jobs[i].word));
         while (ticket != 0 && lck_job_wait(engine, ticket, LCK_JOB_COMMITTED, UINT32_MAX) == LCK_ETIMEDOUT)
             continue;

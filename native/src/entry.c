@@ -35,7 +35,7 @@ struct job *job_find(lck_engine *engine, uint64_t ticket)
 {
     if (ticket == 0)
         return NULL;
-    for (int i = 0; i < ENGINE_JOBS; i++) {
+    for (int i = 0; i < LCK_JOBS_MAX; i++) {
         struct job *job = &engine->jobs[i];
         if (word_ticket(atomic_load(&job->word)) == ticket && job_enter(job, ticket))
             return job;

@@ -268,7 +268,7 @@ uint64_t clock_ns(void); /* monotonic */
 
 /* ---- engine ------------------------------------------------------------------------------------------ */
 
-enum { ENGINE_JOBS = 48, ENGINE_THREADS = 64, ENGINE_POPULATES = 4 };
+enum { ENGINE_THREADS = 64, ENGINE_POPULATES = 4 };
 
 /* Phases of a job: those of the interface, and internal ones. */
 enum phase {
@@ -332,7 +332,7 @@ struct lck_engine {
     _Atomic(struct span_queue *) spans; /* made at the first start; freed with the engine */
     pthread_mutex_t submit_lock; /* for the order of tickets; callers of the library take it, and never a worker */
     uint64_t tickets; /* the last ticket */
-    struct job jobs[ENGINE_JOBS];
+    struct job jobs[LCK_JOBS_MAX];
     struct populate populates[ENGINE_POPULATES];
     pthread_t workers[ENGINE_THREADS];
     pthread_t team; /* the thread lightck-openmp, which makes and ends an OpenMP team: openmp.c */

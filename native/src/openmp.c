@@ -75,7 +75,7 @@ int32_t lck_openmp_find(const char *library)
 static bool copies_under_way(lck_engine *engine)
 {
     bool copying = false;
-    for (int i = 0; !copying && i < ENGINE_JOBS; i++)
+    for (int i = 0; !copying && i < LCK_JOBS_MAX; i++)
         copying = word_phase(atomic_load(&engine->jobs[i].word)) == PHASE_COPYING;
     return copying;
 }

@@ -95,7 +95,7 @@ int32_t lck_engine_populate(lck_engine *engine, lck_medium *medium)
 
 static bool has_job_on(lck_engine *engine, const lck_medium *medium)
 {
-    for (int i = 0; i < ENGINE_JOBS; i++) {
+    for (int i = 0; i < LCK_JOBS_MAX; i++) {
         struct job *job = &engine->jobs[i];
         uint64_t ticket = word_ticket(atomic_load(&job->word));
         if (ticket == 0 || !job_enter(job, ticket))

@@ -63,7 +63,7 @@ static struct job *take_entry(lck_engine *engine, uint64_t *ticket)
     struct job *found = NULL;
     pthread_mutex_lock(&engine->submit_lock);
     *ticket = engine->tickets + 1;
-    for (int i = 0; found == NULL && i < ENGINE_JOBS; i++)
+    for (int i = 0; found == NULL && i < LCK_JOBS_MAX; i++)
         if (take(&engine->jobs[i], *ticket))
             found = &engine->jobs[i];
     if (found != NULL)

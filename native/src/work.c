@@ -124,7 +124,7 @@ static bool copy_next(lck_engine *engine, struct job *job, uint64_t ticket, enum
 /* Whether there is a job with a smaller ticket that has not ended. */
 static bool earlier_unended(lck_engine *engine, uint64_t ticket)
 {
-    for (int i = 0; i < ENGINE_JOBS; i++) {
+    for (int i = 0; i < LCK_JOBS_MAX; i++) {
         uint64_t word = atomic_load(&engine->jobs[i].word);
         if (word != 0 && word_ticket(word) < ticket && !phase_ended(word_phase(word)))
             return true;
@@ -137,7 +137,7 @@ static bool earlier_unended(lck_engine *engine, uint64_t ticket)
  * seals what the thread has not sealed. */
 static bool left_to_waiter(lck_engine *engine, uint64_t ticket)
 {
-    for (int i = 0; i < ENGINE_JOBS; i++) {
+    for (int i = 0; i < LCK_JOBS_MAX; i++) {
         struct job *job = &engine->jobs[i];
         if (word_ticket(atomic_load(&job->word)) >= ticket && atomic_load(&job->waiters) > 0)
             return true;
@@ -148,7 +148,7 @@ static bool left_to_waiter(lck_engine *engine, uint64_t ticket)
 /* Whether a part of this job's checkpoint (a job with LCK_PART) has failed or was dropped. */
 static bool lacks_part(lck_engine *engine, const struct job *job)
 {
-    for (int i = 0; i < ENGINE_JOBS; i++) {
+    for (int i = 0; i < LCK_JOBS_MAX; i++) {
         struct job *part = &engine->jobs[i];
         uint64_t word = atomic_load(&part->word);
         enum phase phase = word_phase(word);
@@ -180,7 +180,7 @@ static bool try_seal(lck_engine *engine, struct job *job, uint64_t ticket, enum 
 /* This function may miss a job that another thread is changing. That thread calls engine_pulse_job after its change. */
 bool work_for_a_worker(lck_engine *engine)
 {
-    for (int i = 0; i < ENGINE_JOBS; i++) {
+    for (int i = 0; i < LCK_JOBS_MAX; i++) {
         uint64_t word = atomic_load(&engine->jobs[i].word);
         if (word_phase(word) == PHASE_COPYING)
             return true;
@@ -199,7 +199,7 @@ static struct job *oldest(lck_engine *engine, uint64_t after, uint64_t upto, uin
 {
     struct job *found = NULL;
     *ticket = UINT64_MAX;
-    for (int i = 0; i < ENGINE_JOBS; i++) {
+    for (int i = 0; i < LCK_JOBS_MAX; i++) {
         uint64_t word = atomic_load(&engine->jobs[i].word), at = word_ticket(word);
         bool active = word_phase(word) == PHASE_COPYING || word_phase(word) == PHASE_COPIED;
         if (active && at > after && at <= upto && at < *ticket) {

@@ -793,19 +793,21 @@ static void test_arguments(void)
 
 static void test_busy_and_close(void)
 {
-    struct checkpoint *v[33];
+    struct checkpoint *v[LCK_JOBS_MAX + 1], *one_more;
     setup(2);
-    for (uint64_t i = 0; i < 33; i++)
+    for (uint64_t i = 0; i <= LCK_JOBS_MAX; i++)
         v[i] = checkpoint_new(i + 1, 0);
-    for (int i = 0; i < 32; i++)
+    for (int i = 0; i < LCK_JOBS_MAX; i++)
         submit(v[i]);
-    CHECK_EQ(lck_job_submit(engine, medium, v[32]->copies, TENSORS, &v[32]->commit, &v[32]->ticket), LCK_EBUSY);
+    one_more = v[LCK_JOBS_MAX];
+    CHECK_EQ(lck_job_submit(engine, medium, one_more->copies, TENSORS, &one_more->commit, &one_more->ticket),
+             LCK_EBUSY);
     CHECK_EQ(lck_engine_quiesce(engine, medium), LCK_ESTATE);
     CHECK_EQ(lck_job_release(engine, v[9]->ticket), LCK_OK);
     CHECK_EQ(lck_job_release(engine, v[14]->ticket), LCK_OK);
     CHECK_EQ(lck_engine_close(engine), LCK_OK); /* commits the two released jobs, drops the others */
     engine = NULL;
-    for (int i = 0; i < 33; i++) {
+    for (int i = 0; i <= LCK_JOBS_MAX; i++) {
         CHECK_EQ(has_commit_record(v[i]), i == 9 || i == 14);
         checkpoint_free(v[i]);
     }
