@@ -1,8 +1,10 @@
 """Which checkpoint of several tiers is the newest, and how it compares with that of a pool.
 
-Checkpoints of one run are ordered by (claim, incarnation, step), all three as the checkpoint itself says. So a pool
-that continued from an old checkpoint, on a machine that was replaced, is older than what its successor has sent, even
-if its step is larger. On a tie the pool is taken, because nothing must be fetched then.
+The checkpoints of several tiers and of a pool are ordered by (claim, incarnation, step), all three as the checkpoint
+itself says. So a pool that continued from an old checkpoint, on a machine that was replaced, is older than what its
+successor has sent, even if its step is larger. On a tie the pool is taken, because nothing must be fetched then. Who
+reads one tier only gets its checkpoints by the claim below which they lie, and by their step. (That claim is another
+one only if ``lightck copy`` has sent the checkpoint: a copy of an older checkpoint lies below a newer claim.)
 
 A checkpoint of a group has one manifest for each rank. All ranks of one checkpoint have one incarnation, because they
 have agreed on it; parts that differ in it belong to different histories, and are never put together.
@@ -19,7 +21,7 @@ from lightck.restore.usable import STALE_REASON
 from lightck.tiers.claiming import claim_of, read_claim, refuse_other_runs
 from lightck.tiers.decisions import Listing, complete, manifests_of
 from lightck.tiers.fetching import stale_after
-from lightck.tiers.names import Claim, ManifestName, TierCheckpoint
+from lightck.tiers.names import Claim, ManifestName, TierCheckpoint, Writer
 from lightck.tiers.store import Store
 from lightck.tiers.tier_manifest import SentObject, TierManifest, read_manifest
 
@@ -95,7 +97,7 @@ class Candidate(NamedTuple):
         return self.manifests[0]
 
     def refuse_stale(self) -> None:
-        """Raise ``DamagedError`` if a newer checkpoint of one of these pools in the tier says that this one is
+        """Raise ``DamagedError`` if a newer checkpoint in the tier, sent from the same pool, says that this one is
         stale."""
         for newer in sorted(each for each in complete(self.listing) if each > self.checkpoint):
             for name in manifests_of(self.listing, newer):
@@ -130,8 +132,8 @@ def _of_one_step(
     (``session.close(done=True)``), and what a drain has sent before it was killed is sent again. Of a group, the newest
     part of each rank is taken."""
     of_ranks = []
-    for first in manifests_of(listing, checkpoint):
-        found, reasons = _of_one_rank(store, listing, first)
+    for each in manifests_of(listing, checkpoint):
+        found, reasons = _of_one_rank(store, listing, each.writer, checkpoint.step)
         rejected += [Rejected(checkpoint, reason) for reason in reasons]
         of_ranks.append(found)
     if len(of_ranks) == 1:
@@ -148,16 +150,16 @@ def _of_one_step(
 
 
 def _of_one_rank(
-    store: Store, listing: Listing, first: ManifestName
+    store: Store, listing: Listing, writer: Writer, step: int
 ) -> tuple[list[tuple[ManifestName, TierManifest]], list[str]]:
     """Return what a rank has sent of one step, newest first, and why others of its manifests cannot be read."""
     found, reasons = [], []
     for name in sorted(listing.manifests):
-        if name.writer == first.writer and name.step == first.step:
+        if name.writer == writer and name.step == step:
             try:
                 found.append((name, read_manifest(store, name)))
             except DamagedError as err:
-                of_rank = "" if first.writer.world_size == 1 else f"of rank {first.writer.rank}: "
+                of_rank = "" if writer.world_size == 1 else f"of rank {writer.rank}: "
                 reasons.append(f"{of_rank}{err}")
     return sorted(found, key=lambda one: one[1].record.payload_generation, reverse=True), reasons
 
@@ -169,12 +171,27 @@ def newest_of_all(stores: Sequence[Store], rejected: list[Rejected]) -> Iterator
     for store in stores:
         listing = store.listing()
         refuse_other_runs(store, listing)
-        _advance(candidates_of(store, listing, None, rejected), heads)
+        _advance(_by_order(candidates_of(store, listing, None, rejected)), heads)
     while heads:
         newest = max(heads, key=lambda head: head[0].order)
         heads.remove(newest)
         yield newest[0]
         _advance(newest[1], heads)
+
+
+def _by_order(found: Iterator[Candidate]) -> Iterator[Candidate]:
+    """Yield the checkpoints of one tier by their ``order``, newest first. ``found`` yields them by the claim below
+    which they lie, so only those that ``lightck copy`` has sent come too early. They wait for their turn here."""
+    copied: list[Candidate] = []
+    for each in found:
+        if each.order.claim != each.checkpoint.claim:
+            copied.append(each)
+            continue
+        newer = [one for one in copied if one.order > each.order]
+        copied = [one for one in copied if one not in newer]
+        yield from sorted(newer, key=lambda one: one.order, reverse=True)
+        yield each
+    yield from sorted(copied, key=lambda one: one.order, reverse=True)
 
 
 def _advance(found: Iterator[Candidate], heads: list[tuple[Candidate, Iterator[Candidate]]]) -> None:
@@ -203,10 +220,10 @@ def no_checkpoint_error(store: Store, listing: Listing, step: int | None) -> NoC
     )
 
 
-def none_whole_error(store: Store, rejected: Sequence[Rejected]) -> CorruptPoolError:
-    """Return the error for a tier in which no checkpoint is whole."""
+def none_intact_error(store: Store, rejected: Sequence[Rejected]) -> CorruptPoolError:
+    """Return the error for a tier in which no checkpoint is intact."""
     return CorruptPoolError(
-        f"No checkpoint of the tier {str(store)!r} is whole. "
+        f"No checkpoint of the tier {str(store)!r} is intact. "
         + "; ".join(map(str, rejected))
         + ". Nothing was written. Look for the checkpoint in another tier, or in the pool.",
         tuple(map(str, rejected)),

@@ -765,6 +765,27 @@ def test_a_copy_by_hand_does_not_count_as_newer(tmp_path):
     assert [each.step for each in read_claim(store, highest).path] == [3]
 
 
+def test_a_copy_of_an_older_checkpoint_hides_no_newer_one(tmp_path):
+    """The copy lies below the newest claim, before what the machine that took over has sent."""
+    from lightck.tiers.copying import copy_to_tier
+
+    pool, tier = tmp_path / "run.pool", tmp_path / "tier"
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)])
+    with session:
+        train(model, optimizer, 3)
+    old = copied_pool(pool, "old.pool")
+    model, optimizer, session = attached(pool, [lightck.Tier(tier, every=1)], resume=True)
+    with session:  # the machine that takes over
+        train(model, optimizer, 3, start=3)
+        seen = everything(model, optimizer)
+    copy_to_tier(old, tier, written_by="test", progress=_progress)
+    assert max(only_store(tier).listing().manifests).step == 3
+    model, optimizer, session = attached(old, [lightck.Tier(tier, every=1)], resume=True)
+    with session:
+        assert session.step == 6
+        assert same(everything(model, optimizer), seen)
+
+
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     yield lambda _: None
